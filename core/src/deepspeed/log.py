@@ -1,0 +1,61 @@
+"""Logging: one logger, quiet by default, each line with its rank.
+
+May import `errors`. Level: `DS_LOG_LEVEL` (a logging level name, default WARNING), or `logger.setLevel(...)`.
+"""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class _RankFormatter(logging.Formatter):
+    """Adds the global rank, which the environment may learn only after import."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.rank = os.environ.get("RANK", "0")
+        return super().format(record)
+
+
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to today's `sys.stderr`, also after a test or a notebook replaced it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):  # type: ignore[no-untyped-def,override]
+        return sys.stderr
+
+
+def _create_logger() -> logging.Logger:
+    logger = logging.getLogger("DeepSpeed")
+    logger.propagate = False
+    level = os.environ.get("DS_LOG_LEVEL", "WARNING").upper()
+    logger.setLevel(level if level in _LEVELS else "WARNING")
+    handler = _StderrHandler()
+    handler.setFormatter(_RankFormatter("[%(asctime)s] [%(levelname)s] [rank %(rank)s] %(message)s"))
+    logger.addHandler(handler)
+    return logger
+
+
+logger = _create_logger()
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` on the given global `ranks` only; `None` means rank 0, `[-1]` means every rank."""
+    rank = int(os.environ.get("RANK", "0"))
+    if ranks is None:
+        ranks = [0]
+    if -1 in ranks or rank in ranks:
+        logger.log(level, message)
+
+
+@functools.lru_cache(maxsize=1024)
+def warn_once(message: str) -> None:
+    """Warn at most once per process and message."""
+    logger.warning(message)
