@@ -1,0 +1,152 @@
+"""Every task of this repository, defined once; the Makefile and CI only call it.
+
+All sessions share one environment, `.venv`, which `make` creates with nox in it: an environment with torch per
+session would take minutes each. A session first brings `.venv` up to date (`_prepare`), which costs nothing while
+`constraints.txt` and the `pyproject.toml` files stay as they were.
+"""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.4"
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "types", "unit", "ranks", "parity", "examples", "docs", "downstream"]
+
+ROOT = Path(__file__).parent
+BIN = Path(sys.executable).parent
+PYTHON = str(BIN / "python")
+DISTRIBUTIONS = ("core", "extensions/ds-ext-cpu", "compat/deepspeed")
+# What each session needs beyond the distributions' own dependencies; the versions are in constraints.txt.
+TOOLS = (
+    *("nox", "ruff", "mypy", "import-linter"),
+    *("pytest", "pytest-timeout", "hypothesis"),
+    *("matplotlib",),
+    *("accelerate", "transformers"),
+)
+TESTS = Path("core/tests")
+# One thread per process: ranks share the machine's cores, and threads would fight for them.
+TEST_ENV = {"OMP_NUM_THREADS": "1"}
+
+
+def _prepare(session: nox.Session) -> None:
+    """Install what constraints.txt and the distributions ask for, if they changed since the last time."""
+    inputs = [ROOT / "constraints.txt", *(ROOT / d / "pyproject.toml" for d in DISTRIBUTIONS)]
+    text = "".join(path.read_text() for path in inputs) + " ".join(TOOLS) + sys.version + str(ROOT)
+    wanted = hashlib.sha256(text.encode()).hexdigest()
+    stamp = Path(sys.prefix) / "ready.sha256"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    pip = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints.txt")
+    # torch by itself first: nothing that follows may then choose another build of it.
+    session.run(*pip, "torch", external=True)
+    editables = [word for d in DISTRIBUTIONS for word in ("-e", f"./{d}")]
+    session.run(*pip, *TOOLS, *editables, external=True)
+    stamp.write_text(wanted)
+
+
+def _pytest(session: nox.Session, *paths: Path) -> None:
+    """Run pytest on those of `paths` that exist; words after `--` go to pytest."""
+    _prepare(session)
+    present = [str(path) for path in paths if (ROOT / path).exists()]
+    if not present:
+        session.error(f"no tests found: {', '.join(str(path) for path in paths)}")
+    session.run(PYTHON, "-m", "pytest", "-q", *present, *session.posargs, env=TEST_ENV, external=True)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style (ruff), layout (ruff format), floors (import-linter)."""
+    _prepare(session)
+    session.run(str(BIN / "ruff"), "check", ".", external=True)
+    session.run(str(BIN / "ruff"), "format", "--check", ".", external=True)
+    session.run(str(BIN / "lint-imports"), external=True)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types (mypy, configured in pyproject.toml)."""
+    _prepare(session)
+    session.run(str(BIN / "mypy"), *session.posargs, external=True)
+
+
+@nox.session
+def unit(session: nox.Session) -> None:
+    """Tests that need one process."""
+    _pytest(session, TESTS / "unit", TESTS / "house", TESTS / "compat", Path("extensions/ds-ext-cpu/tests"))
+
+
+@nox.session
+def ranks(session: nox.Session) -> None:
+    """Tests that need 2 or 4 ranks."""
+    _pytest(session, TESTS / "ranks")
+
+
+@nox.session
+def parity(session: nox.Session) -> None:
+    """Losses and weights of every stage against plain torch."""
+    _pytest(session, TESTS / "parity")
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Each example, cut short, on two ranks: trains, saves, resumes."""
+    _prepare(session)
+    output = session.create_tmp()
+    train = ("examples/train_gpt.py", "--deepspeed", "--deepspeed_config", "examples/ds_config.json")
+    short = ("--output", output, "--steps", "12", "--sample-bytes", "40", "--text-megabytes", "1")
+    launch = (str(BIN / "deepspeed"), "--num_accelerators", "2", *train, *short)
+    session.run(*launch, env=TEST_ENV, external=True)
+    session.run(*launch, "--resume", env=TEST_ENV, external=True)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Links of every page resolve; code blocks run; generated pages equal their source."""
+    _pytest(session, Path("docs/tests"))
+
+
+@nox.session
+@nox.parametrize("name", sorted(path.name for path in (ROOT / "downstream/recipes").glob("*") if path.is_dir()))
+def downstream(session: nox.Session, name: str) -> None:
+    """The DeepSpeed paths of a library that builds on us, run against this tree."""
+    _pytest(session, Path("downstream/recipes") / name)
+
+
+@nox.session
+@nox.parametrize("name", sorted(path.name for path in (ROOT / "extensions").glob("ds-ext-*")))
+def ext(session: nox.Session, name: str) -> None:
+    """An extension's own tests, the conformance suite among them."""
+    _pytest(session, Path("extensions") / name / "tests")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """A small GPT, two ranks, ZeRO-2, on the text of Python's standard library."""
+    _prepare(session)
+    train = ("examples/train_gpt.py", "--deepspeed", "--deepspeed_config", "examples/ds_config.json")
+    launch = (str(BIN / "deepspeed"), "--num_accelerators", "2", "--bind_cores_to_rank", *train)
+    session.run(*launch, *session.posargs, external=True)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The programs behind the README's figures; words after `--` choose one: `-- train_step --rounds 9`."""
+    _prepare(session)
+    known = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+    name, *flags = session.posargs or ["train_step"]
+    if name not in known:
+        session.error(f"no benchmark named {name!r}; there are {', '.join(known)}")
+    session.run(PYTHON, f"benchmarks/{name}.py", *flags, external=True)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """A wheel of each distribution in dist/."""
+    _prepare(session)
+    os.makedirs(ROOT / "dist", exist_ok=True)
+    for distribution in DISTRIBUTIONS:
+        session.run(PYTHON, "-m", "pip", "wheel", "--no-deps", "-w", "dist", f"./{distribution}", external=True)
