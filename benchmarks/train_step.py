@@ -1,0 +1,173 @@
+"""One training step beside its peers: ms, ratio to DDP and to the no-exchange floor, bytes per rank.
+
+    python benchmarks/train_step.py --models 3m 25m --dtypes fp32 bf16 --json out.json
+
+How it measures: all variants live in the same ranks and take turns (A B A B ...), `--steps-per-round` steps each, so
+that a noisy machine disturbs them alike; a ratio is taken within each round, and the median of the rounds is printed
+with the least and the greatest. One core and one thread per rank. Memory is measured apart, in fresh ranks for each
+variant: *state* counts tensors after backward and before the optimizer's step, when parameters, gradients and
+optimizer states all exist; *peak* is the highest resident set during steps, beyond the resident set before the model.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import memory
+import rank_processes
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from variants import CASES, REHEARSAL, VARIANTS, Case, formula_bytes
+
+MEBIBYTE = 2**20
+Row = dict[str, Any]
+
+
+def time_variants(case: Case, names: list[str], rounds: int, steps_per_round: int) -> dict[str, list[float]]:
+    """On each rank: ms per step of each variant, one figure per round (the first, a warm-up, is dropped)."""
+    variants = {name: VARIANTS[name](case) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(1 + rounds):
+        for name, variant in variants.items():
+            dist.barrier()
+            start_s = time.perf_counter()
+            for _ in range(steps_per_round):
+                variant.forward_backward()
+                variant.update()
+            dist.barrier()  # inside the clock: a variant pays for what its last step left in flight
+            times[name].append((time.perf_counter() - start_s) / steps_per_round * 1e3)
+    return {name: values[1:] for name, values in times.items()}
+
+
+def measure_memory(case: Case, name: str) -> Row:
+    """On each rank, in a fresh process: bytes of states, resident between steps, and peaks."""
+    rehearsal = VARIANTS[name](dataclasses.replace(REHEARSAL, dtype=case.dtype))
+    rehearsal.forward_backward()
+    rehearsal.update()
+    del rehearsal
+    tensors_before = memory.tensor_bytes()
+    resident_before = memory.resident_bytes()
+
+    memory.reset_peak()
+    variant = VARIANTS[name](case)
+    build_peak = memory.peak_bytes()
+    variant.forward_backward()
+    variant.update()  # optimizer states exist from here on
+
+    memory.resident_bytes()  # trims the heap: the peak starts from what is really held
+    memory.reset_peak()
+    variant.forward_backward()
+    state = memory.tensor_bytes() - tensors_before + variant.hidden_bytes()
+    variant.update()
+    variant.forward_backward()
+    variant.update()
+    steps_peak = memory.peak_bytes()
+    return {
+        "state_bytes": state,
+        "resident_bytes": memory.resident_bytes() - resident_before,
+        "build_peak_bytes": build_peak - resident_before,
+        "peak_bytes": steps_peak - resident_before,
+    }
+
+
+def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
+    """Every variant of one model and dtype, as rows for the table and the JSON file."""
+    names = arguments.variants
+    by_rank = rank_processes.run(
+        arguments.ranks, time_variants, case, names, arguments.rounds, arguments.steps_per_round
+    )
+    times = {name: [max(values) for values in zip(*(rank[name] for rank in by_rank), strict=True)] for name in names}
+    numel = sum(parameter.numel() for parameter in case.build_model().parameters())
+    rows = []
+    for name in names:
+        row: Row = {"model": case.model, "dtype": case.dtype, "variant": name, "ranks": arguments.ranks, "numel": numel}
+        row["ms"] = _summary(times[name])
+        for peer in ("ddp", "floor"):
+            if peer in names:
+                row[f"to_{peer}"] = _summary([a / b for a, b in zip(times[name], times[peer], strict=True)])
+        row["formula_bytes"] = formula_bytes(name, case.dtype, numel, arguments.ranks)
+        if not arguments.no_memory:
+            ranks = rank_processes.run(arguments.ranks, measure_memory, case, name)
+            row |= {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+        rows.append(row)
+    return rows
+
+
+def build_table(rows: list[Row], title: str) -> Table:
+    """The rows as a rich table; bytes in MiB per rank."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("variant")
+    for heading in ("ms per step", "to DDP", "to floor", "state MiB", "to formula", "resident MiB", "peak MiB"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def build_markdown(rows: list[Row]) -> str:
+    """The rows as one markdown table, for the README."""
+    lines = ["| model | dtype | variant | ms per step | to DDP | to floor | state MiB | to formula | peak MiB |"]
+    lines.append("|---|---|---|--:|--:|--:|--:|--:|--:|")
+    for row in rows:
+        cells = _cells(row)
+        lines.append(f"| {row['model']} | {row['dtype']} | " + " | ".join([*cells[:6], cells[7]]) + " |")
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> list[str]:
+    cells = [row["variant"], _spread(row["ms"], 0)]
+    cells += [_spread(row.get(f"to_{peer}"), 2) for peer in ("ddp", "floor")]
+    if "state_bytes" not in row:
+        return [*cells, "", "", "", ""]
+    cells += [f"{row['state_bytes'] / MEBIBYTE:.0f}", f"{row['state_bytes'] / row['formula_bytes']:.2f}"]
+    return [*cells, f"{row['resident_bytes'] / MEBIBYTE:.0f}", f"{row['peak_bytes'] / MEBIBYTE:.0f}"]
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _spread(summary: dict[str, float] | None, digits: int) -> str:
+    if summary is None:
+        return ""
+    return f"{summary['median']:.{digits}f} [{summary['min']:.{digits}f} {summary['max']:.{digits}f}]"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds, one warm-up not counted")
+    parser.add_argument("--steps-per-round", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--no-memory", action="store_true", help="times only")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--markdown", action="store_true", help="print a markdown table at the end")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    console = Console(width=None if Console().is_terminal else 140)
+    rows: list[Row] = []
+    for model in arguments.models:
+        for dtype in arguments.dtypes:
+            case = dataclasses.replace(CASES[model], dtype=dtype)
+            case_rows = measure_case(case, arguments)
+            rows += case_rows
+            title = f"{case.model}, {dtype}, batch {case.batch}, {arguments.ranks} ranks; median [least greatest]"
+            console.print(build_table(case_rows, title))
+            if arguments.json:  # after each case: an interrupted run keeps what it has
+                arguments.json.write_text(json.dumps(rows, indent=1))
+    if arguments.markdown:
+        print(build_markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The ways to train one GPT that `train_step.py` sets beside each other: same model, data, optimizer and threads.
+
+A variant is built on every rank at once and then asked for `step()`s: forward, backward, exchange, optimizer,
+gradients cleared. Add a peer by adding a function to `VARIANTS`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# AdamW as every variant gets it. torch's fused kernel is the fastest one a peer can choose on a CPU.
+ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model in one dtype. Sequence 128; the vocabulary is the 256 bytes."""
+
+    model: str
+    width: int
+    num_layers: int
+    num_heads: int
+    batch: int
+    dtype: str = "fp32"
+    sequence_length: int = 128
+
+    def build_model(self) -> nn.Module:
+        from deepspeed.testing.models import GPT, GPTConfig
+
+        torch.manual_seed(0)
+        return GPT(
+            GPTConfig(
+                vocab_size=256,
+                sequence_length=self.sequence_length,
+                num_layers=self.num_layers,
+                num_heads=self.num_heads,
+                width=self.width,
+            )
+        )
+
+    def build_batch(self) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, (batch, sequence) int64, different on each rank."""
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        tokens = torch.randint(256, (self.batch, self.sequence_length + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+CASES = {
+    "3m": Case("GPT 3.3 M", width=256, num_layers=4, num_heads=4, batch=4),
+    "25m": Case("GPT 25 M", width=512, num_layers=8, num_heads=8, batch=2),
+}
+# Runs every import and lazy initialization of a variant before its memory is measured.
+REHEARSAL = Case("rehearsal", width=16, num_layers=1, num_heads=1, batch=1)
+
+
+class Plain:
+    """A module and a torch optimizer: the floor (no exchange), DDP and FSDP2."""
+
+    def __init__(self, module: nn.Module, case: Case) -> None:
+        self.module = module
+        self.optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
+        self.batch = case.build_batch()
+
+    def forward_backward(self) -> None:
+        self.module(*self.batch).backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def hidden_bytes(self) -> int:
+        """Bytes held in C++ where no Python object points to them: DDP's reduction buckets."""
+        if not isinstance(self.module, nn.parallel.DistributedDataParallel):
+            return 0
+        data = self.module._get_ddp_logging_data()
+        sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+        return sum(int(size) for size in str(sizes).split(",") if size.strip())
+
+
+class Engine:
+    """`deepspeed.initialize` and the engine's own forward, backward and step."""
+
+    def __init__(self, module: nn.Module, case: Case, stage: int) -> None:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": case.batch,
+            "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[arg-type]
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": case.dtype == "bf16"},
+            "steps_per_print": 10**9,
+        }
+        self.engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+        self.batch = case.build_batch()
+
+    def forward_backward(self) -> None:
+        self.engine.backward(self.engine(*self.batch))
+
+    def update(self) -> None:
+        self.engine.step()
+
+    def hidden_bytes(self) -> int:
+        return 0
+
+
+Variant = Plain | Engine
+
+
+def build_floor(case: Case) -> Variant:
+    """No exchange at all: what the arithmetic and the optimizer cost."""
+    return Plain(_cast(case.build_model(), case), case)
+
+
+def build_ddp(case: Case) -> Variant:
+    """torch DDP as its defaults have it; in bf16 it keeps no fp32 master weights."""
+    return Plain(nn.parallel.DistributedDataParallel(_cast(case.build_model(), case)), case)
+
+
+def build_fsdp2(case: Case, reshard_after_forward: bool) -> Variant:
+    """torch FSDP2, one unit per block; resharding after forward makes it a stage 3, keeping the weights a stage 2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = case.build_model()
+    policy = MixedPrecisionPolicy()
+    if case.dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    blocks = next(child for child in model.children() if isinstance(child, nn.ModuleList))
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    return Plain(model, case)
+
+
+def build_stage(case: Case, stage: int) -> Variant:
+    """Ours; in bf16 with fp32 master weights."""
+    return Engine(case.build_model(), case, stage)
+
+
+def _cast(model: nn.Module, case: Case) -> nn.Module:
+    return model.to(torch.bfloat16) if case.dtype == "bf16" else model
+
+
+VARIANTS: dict[str, Callable[[Case], Variant]] = {
+    "floor": build_floor,
+    "ddp": build_ddp,
+    "fsdp2-z2": lambda case: build_fsdp2(case, reshard_after_forward=False),
+    "fsdp2-z3": lambda case: build_fsdp2(case, reshard_after_forward=True),
+    "stage0": lambda case: build_stage(case, 0),
+    "stage1": lambda case: build_stage(case, 1),
+    "stage2": lambda case: build_stage(case, 2),
+}
+
+
+def formula_bytes(variant: str, dtype: str, numel: int, world_size: int) -> float:
+    """Bytes of parameters, gradients and Adam's states per rank. Source: ZeRO, arXiv 1910.02054, section 5.
+
+    p, g: bytes of a parameter and of a gradient; o: bytes of optimizer state, the fp32 master among them.
+    Stage 1 divides o, stage 2 g + o, stage 3 p + g + o by the number of ranks.
+    """
+    p = g = 4 if dtype == "fp32" else 2
+    o = 8 if dtype == "fp32" else 12
+    whole, divided = {
+        "floor": (p + g + 2 * p, 0),  # two moments in the parameter's dtype, no master
+        "ddp": (p + g + 2 * p, 0),
+        "fsdp2-z2": (p, 16),  # the gathered weights stay beside fp32 shards of everything
+        "fsdp2-z3": (0, 16),
+        "stage0": (p + g + o, 0),
+        "stage1": (p + g, o),
+        "stage2": (p, g + o),
+    }[variant]
+    return whole * numel + divided * numel / world_size
