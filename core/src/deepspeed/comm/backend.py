@@ -1,0 +1,78 @@
+"""The contract between ZeRO and a communication library: three exchanges of flat buffers.
+
+ZeRO calls them, never a collective by name: which primitive serves "reduce this bucket to its owners" is a property
+of the library, measured once and chosen by it. `torch_backend.TorchBackend` is the implementation over
+`torch.distributed`; a plugin gives another one with the hook `ds_comm_backend(name)`.
+
+Shape legend: N numel of a flat buffer.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch.distributed import ProcessGroup
+
+
+class Piece(NamedTuple):
+    """The half-open range `[start, stop)` of a flat buffer, in elements, and the rank that owns it.
+
+    `owner` is a rank *within the group* that the buffer is exchanged in.
+    """
+
+    start: int
+    stop: int
+    owner: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in the piece; 0 is legal and costs nothing."""
+        return self.stop - self.start
+
+
+@runtime_checkable
+class Work(Protocol):
+    """An exchange in flight."""
+
+    def wait(self) -> None:
+        """Return when the result may be used: the host blocks, or on a device the current stream does. Idempotent."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What a communication library offers to the sharding strategies.
+
+    Call order: `preferred_bucket_bytes` and `allocate` once while buffers are built; then `reduce*` in backward and
+    `gather_from_owners` after the update, each followed by `Work.wait`; `release` when an engine is destroyed.
+
+    The exchanges return at once. All ranks of `group` (None: every rank) call them in the same order with the same
+    sizes and pieces. `flat_N` is contiguous, 1-D, and must be neither written nor freed before `wait()`.
+    """
+
+    name: str
+
+    def preferred_bucket_bytes(self, world_size: int) -> int:
+        """Bytes of a bucket at which an exchange among `world_size` ranks is efficient and still overlaps."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+        """A zeroed 1-D buffer that exchanges well; a shared-memory backend hands out its own memory."""
+
+    def reduce(self, flat_N: torch.Tensor, group: ProcessGroup | None = None) -> Work:
+        """Sum `flat_N` over the ranks, in place, on every rank (stage 0)."""
+
+    def reduce_to_owners(
+        self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
+    ) -> Work:
+        """Sum each piece over the ranks into its owner's `flat_N` (stages 1 and up).
+
+        The pieces need not cover `flat_N` and do not overlap. After `wait()` the owner's pieces hold the sum; pieces
+        of others are undefined; elements outside every piece are untouched.
+        """
+
+    def gather_from_owners(
+        self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
+    ) -> Work:
+        """Copy each piece from its owner's `flat_N` into everyone's."""
+
+    def release(self) -> None:
+        """Give back memory that is kept between exchanges. Exchanges in flight are finished first."""

@@ -1,0 +1,196 @@
+"""Where this process stands in a job: its rank, the world's size and the meeting point, as the starter left them.
+
+`start.init_distributed` calls `find_placement`. Each reader takes the environment and returns a `Placement`, or None
+if its starter did not start us; a half-set environment raises `CommError` at once with the names that are missing.
+"""
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deepspeed.errors import CommError
+from deepspeed.log import warn_once
+
+# rank, size and local rank under the names of Open MPI, MVAPICH, and MPICH with Intel MPI
+_MPI_NAMES = (
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    ("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+_LOCALHOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One process of a job. `source` says in words where it was found."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+    source: str
+
+    def __post_init__(self) -> None:
+        if not (self.world_size >= 1 and 0 <= self.rank < self.world_size and self.local_rank >= 0):
+            raise CommError(
+                f"{self.source} gives rank {self.rank} of {self.world_size} and local rank {self.local_rank};"
+                " the rank must be at least 0 and below the world size"
+            )
+
+    def export(self) -> None:
+        """Set the variables by which torch, and libraries beside us, learn the same."""
+        os.environ["RANK"] = str(self.rank)
+        os.environ["WORLD_SIZE"] = str(self.world_size)
+        os.environ["LOCAL_RANK"] = str(self.local_rank)
+        if self.world_size > 1:
+            os.environ["MASTER_ADDR"] = self.master_addr
+            os.environ["MASTER_PORT"] = str(self.master_port)
+
+
+def find_placement(
+    rank: int, world_size: int, default_port: int, use_mpi: bool, has_init_method: bool = False
+) -> Placement:
+    """The placement by the first that has an answer: arguments, launcher, MPI or Slurm, a single process."""
+    env = os.environ
+    if rank >= 0 or world_size >= 0:
+        return _from_arguments(env, rank, world_size, default_port, has_init_method)
+    found = _from_launcher(env, default_port, has_init_method)
+    if found is None and use_mpi:
+        found = _from_mpi(env, default_port)
+    if found is None:
+        found = _from_slurm(env, default_port)
+    return found or Placement(0, 1, 0, _LOCALHOST, default_port, "no environment (a single process)")
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: `gpu[003-005,9],login` -> `gpu003`."""
+    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodelist)
+    prefix, number, suffix = match.groups() if match else ("", None, None)
+    host = f"{prefix}{number or ''}{suffix or ''}"
+    if not host:
+        raise CommError(f"the Slurm node list {nodelist!r} names no host; set MASTER_ADDR to the host of rank 0")
+    return host
+
+
+def _from_arguments(
+    env: Mapping[str, str], rank: int, world_size: int, default_port: int, has_init_method: bool
+) -> Placement:
+    if rank < 0 or world_size < 1:
+        raise CommError(
+            f"init_distributed got rank={rank} and world_size={world_size}; give both, or neither to use the environment"
+        )
+    source = "the arguments of init_distributed"
+    addr = env.get("MASTER_ADDR")
+    if addr is None and world_size > 1 and not has_init_method:
+        raise _half_set(source, f"rank={rank}, world_size={world_size}", ["MASTER_ADDR"])
+    return Placement(rank, world_size, _local_rank(env, rank), addr or _LOCALHOST, _port(env, default_port), source)
+
+
+def _from_launcher(env: Mapping[str, str], default_port: int, has_init_method: bool) -> Placement | None:
+    """torchrun, the `deepspeed` launcher, accelerate, or a user's own exports."""
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return None
+    source = "the environment (RANK, WORLD_SIZE)"
+    required = ["RANK", "WORLD_SIZE"]
+    if env.get("WORLD_SIZE") != "1" and not has_init_method:
+        required += ["MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in required if name not in env]
+    if missing:
+        present = ", ".join(f"{name}={env[name]}" for name in required if name in env)
+        raise _half_set(source, present, missing)
+    rank = _integer(env, "RANK")
+    addr = env.get("MASTER_ADDR", _LOCALHOST)
+    return Placement(rank, _integer(env, "WORLD_SIZE"), _local_rank(env, rank), addr, _port(env, default_port), source)
+
+
+def _from_mpi(env: Mapping[str, str], default_port: int) -> Placement | None:
+    for name, rank_key, size_key, local_key in _MPI_NAMES:
+        # srun --mpi=pmi2 sets PMI_RANK too; Slurm's own variables then say more and need no library.
+        if rank_key not in env or (rank_key == "PMI_RANK" and "SLURM_PROCID" in env):
+            continue
+        if size_key not in env:
+            raise _half_set(name, f"{rank_key}={env[rank_key]}", [size_key])
+        rank, world_size = _integer(env, rank_key), _integer(env, size_key)
+        if local_key in env:
+            local_rank = _integer(env, local_key)
+        else:
+            local_rank = _local_rank(env, rank)
+        addr = env.get("MASTER_ADDR") or (_LOCALHOST if world_size == 1 else _master_by_mpi(name))
+        return Placement(rank, world_size, local_rank, addr, _port(env, default_port), name)
+    return None
+
+
+def _master_by_mpi(name: str) -> str:
+    """The address of rank 0, told to everyone by MPI itself."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise CommError(
+            f"{name} started this process, but mpi4py, which finds the address of rank 0, cannot be imported ({error});"
+            " run `pip install mpi4py` (or `pip install ds-core[mpi]`), or set MASTER_ADDR and MASTER_PORT"
+        ) from error
+    return str(MPI.COMM_WORLD.bcast(_own_address(), root=0))
+
+
+def _own_address() -> str:
+    """The address by which other machines see this host: that of its name, unless it is a loopback one."""
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return socket.gethostname()
+    return socket.gethostname() if address.startswith("127.") else address
+
+
+def _from_slurm(env: Mapping[str, str], default_port: int) -> Placement | None:
+    """Only a task that srun started: in a batch script or an salloc shell the same names describe the whole job."""
+    if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
+        return None
+    size_key = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    if size_key not in env:
+        raise _half_set("Slurm", f"SLURM_PROCID={env['SLURM_PROCID']}", ["SLURM_NTASKS"])
+    world_size = _integer(env, size_key)
+    if world_size == 1:
+        return None
+    addr = env.get("MASTER_ADDR")
+    if addr is None:
+        nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+        if nodelist is None:
+            raise _half_set("Slurm", f"{size_key}={world_size}", ["SLURM_JOB_NODELIST or MASTER_ADDR"])
+        addr = first_slurm_host(nodelist)
+    rank = _integer(env, "SLURM_PROCID")
+    local_rank = _integer(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else _local_rank(env, rank)
+    return Placement(rank, world_size, local_rank, addr, _port(env, default_port), "Slurm (srun)")
+
+
+def _local_rank(env: Mapping[str, str], rank: int) -> int:
+    """LOCAL_RANK; where nobody set it, the ranks are taken to fill machines of as many devices as this one has."""
+    if "LOCAL_RANK" in env and env["LOCAL_RANK"] != "-1":
+        return _integer(env, "LOCAL_RANK")
+    if rank == 0:
+        return 0
+    from deepspeed.accelerator import get_accelerator
+
+    num_devices = max(1, get_accelerator().device_count())
+    warn_once(f"LOCAL_RANK is not set; taking rank {rank} % {num_devices} devices = {rank % num_devices}")
+    return rank % num_devices
+
+
+def _port(env: Mapping[str, str], default_port: int) -> int:
+    return _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else default_port
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError as error:
+        raise CommError(f"the environment variable {name} must be an integer, found {env[name]!r}") from error
+
+
+def _half_set(source: str, present: str, missing: list[str]) -> CommError:
+    return CommError(
+        f"{source} is half set: found {present}, missing {', '.join(missing)}; start the script with `deepspeed` or"
+        " `torchrun`, which set all of them, set the missing ones, or unset all to run as a single rank"
+    )

@@ -1,0 +1,178 @@
+"""`init_distributed`: from whatever started this process to a process group, and the one `Backend` of the process.
+
+The order in which an environment is looked for: arguments, torchrun and the `deepspeed` launcher (RANK, WORLD_SIZE),
+MPI, Slurm, none. `environment.py` reads them; nothing here imports mpi4py unless MPI started us.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
+
+from deepspeed.comm import comm
+from deepspeed.comm.backend import Backend
+from deepspeed.comm.environment import Placement, find_placement
+from deepspeed.comm.torch_backend import TorchBackend, no_group_error
+from deepspeed.errors import CommError
+from deepspeed.log import log_dist
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+DEFAULT_PORT = 29500
+
+_backend: Backend | None = None
+# Of which world group `_backend` is: a new world, also one that a library made, gets a new one.
+_backend_world: ProcessGroup | None = None
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make the world group, once; called by users, by libraries and by `deepspeed.initialize`.
+
+    `dist_backend` None asks the accelerator. `distributed_port` serves where the environment names none. With
+    `dist_init_required=False` the group must exist already. Does nothing but `configure(config)` if it exists.
+    Afterwards RANK, WORLD_SIZE and LOCAL_RANK are in the environment, and MASTER_ADDR and MASTER_PORT if there is
+    more than one rank. Raises `CommError` within `timeout`, saying what is missing or what cannot be reached.
+    """
+    if config is not None:
+        comm.configure(config)
+    if comm.is_initialized():
+        return
+    if dist_init_required is False:
+        raise CommError(
+            "init_distributed(dist_init_required=False) was asked to use an existing process group, but torch.distributed"
+            " is not initialized; leave the argument out, or call torch.distributed.init_process_group() first"
+        )
+    if not comm.is_available():
+        raise CommError("this torch was built without torch.distributed; install a build that has it")
+    library = dist_backend or _accelerator_library()
+    placement = find_placement(
+        rank, world_size, distributed_port, auto_mpi_discovery, has_init_method=init_method is not None
+    )
+    placement.export()
+    _join(library, placement, init_method, timeout)
+    if verbose:
+        log_dist(
+            f"process group of {placement.world_size} ranks over {library}, found in {placement.source}", ranks=[0]
+        )
+
+
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """End `group`, or all groups; staging memory of the backend is given back."""
+    global _backend, _backend_world
+    if group is None or group is torch_dist.group.WORLD:
+        if _backend is not None:
+            _backend.release()
+        _backend, _backend_world = None, None
+    torch_dist.destroy_process_group(group)
+
+
+def backend(group: ProcessGroup | None = None) -> Backend:
+    """The `Backend` of this process; ZeRO's only door to communication. `CommError` before `init_distributed`."""
+    global _backend, _backend_world
+    world = torch_dist.group.WORLD if comm.is_initialized() else None
+    if world is None:
+        raise no_group_error("deepspeed.comm.backend()")
+    if _backend is None or _backend_world is not world:
+        _backend, _backend_world = _create_backend(str(torch_dist.get_backend(group))), world
+    return _backend
+
+
+def set_backend(new: Backend | None) -> None:
+    """Use `new` from now on in this process (None: choose again). Called by tests and by backends' authors."""
+    global _backend, _backend_world
+    _backend, _backend_world = new, torch_dist.group.WORLD if comm.is_initialized() else None
+
+
+def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, init_method: str | None = None) -> None:
+    """Choose the `Backend` by name: one of a plugin's `ds_comm_backend`, or "torch"."""
+    if ds_backend == "torch":
+        set_backend(TorchBackend(str(torch_dist.get_backend())))
+        return
+    offered = _plugin_backend(ds_backend)
+    if offered is None:
+        raise CommError(
+            f"init_deepspeed_backend({ds_backend!r}): no installed plugin offers this backend with ds_comm_backend;"
+            ' install one, or use "torch"'
+        )
+    set_backend(offered)
+
+
+def is_backend(name: str) -> bool:
+    """True if the `Backend` in force has this name, for example "gloo"."""
+    return comm.is_initialized() and backend().name == name
+
+
+def get_local_rank() -> int:
+    """This process's rank on its own machine (LOCAL_RANK); `CommError` before `init_distributed`."""
+    value = os.environ.get("LOCAL_RANK")
+    if value is None:
+        raise CommError("get_local_rank: LOCAL_RANK is not set; call deepspeed.init_distributed() first")
+    return int(value)
+
+
+def _accelerator_library() -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    name = get_accelerator().communication_backend_name()
+    if not name:
+        raise CommError("the accelerator names no communication backend; give init_distributed(dist_backend=...)")
+    return str(name)
+
+
+def _join(library: str, placement: Placement, init_method: str | None, timeout: timedelta) -> None:
+    """Enter the world group; every error becomes a `CommError` that says where we tried to go."""
+    start: Callable[[], None]
+    if init_method is None and placement.world_size == 1:
+        # Nobody to meet: a store in this process, so no port is taken and no network is needed.
+        start = _starter(library, timeout, store=torch_dist.HashStore(), rank=0, world_size=1)
+    elif init_method is None:
+        start = _starter(library, timeout, init_method="env://")
+    else:
+        start = _starter(
+            library, timeout, init_method=init_method, rank=placement.rank, world_size=placement.world_size
+        )
+    began = time.monotonic()
+    try:
+        start()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CommError(_failure(library, placement, init_method, timeout, time.monotonic() - began, error)) from error
+
+
+def _starter(library: str, timeout: timedelta, **kwargs: Any) -> Callable[[], None]:
+    return lambda: torch_dist.init_process_group(library, timeout=timeout, **kwargs)
+
+
+def _failure(
+    library: str, placement: Placement, init_method: str | None, timeout: timedelta, took_s: float, error: Exception
+) -> str:
+    where = init_method or f"{placement.master_addr}:{placement.master_port}"
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return (
+        f"rank {placement.rank} of {placement.world_size} could not join the process group over {library!r} at {where}"
+        f" after {took_s:.1f} s (timeout {timeout.total_seconds():g} s; placement from {placement.source}): {first_line}."
+        f" Check that rank 0 runs on {placement.master_addr}, that the port is free there and open to this machine,"
+        f" that all {placement.world_size} ranks were started, and that torch has the {library!r} backend"
+    )
+
+
+def _create_backend(name: str) -> Backend:
+    return _plugin_backend(name) or TorchBackend(name)
+
+
+def _plugin_backend(name: str) -> Backend | None:
+    """A plugin's answer to `ds_comm_backend(name)`; the hook is called once per world, never per bucket."""
+    return None

@@ -1,0 +1,226 @@
+"""Run a function of a test file on 1, 2 or 4 ranks, in processes that stay warm for the whole session.
+
+    def broadcast_rank(value):                      # a module-level function of the test file
+        return deepspeed.comm.get_rank() + value
+
+    def test_ranks():
+        assert run_ranks(2, broadcast_rank, 10) == [10, 11]
+
+A rank is a fresh interpreter (`rank_worker.py`), not a fork: torch's threads do not survive a fork. It gets its jobs
+and returns its results over a private pipe, and dies when that pipe closes, that is, with this process. The function is
+named by file and qualified name, because pytest's importlib mode gives test files names that cannot be imported.
+Between jobs the worker puts back its environment variables, random seeds, default dtype and this package's globals.
+"""
+
+import atexit
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from deepspeed.errors import DeepSpeedError
+
+# After one rank failed the others get this long to end by themselves, so that their own errors can be shown too.
+_GRACE_S = 5.0
+_START_TIMEOUT_S = 120.0
+_LOG_TAIL_CHARS = 4000
+
+_pools: dict[int, "RankPool"] = {}
+_lock = threading.Lock()
+
+
+class RankError(DeepSpeedError, RuntimeError):
+    """A rank failed, hung or died. `__cause__` is the rank's own exception where it could be sent here."""
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Run `fn(*args)` on `world_size` ranks over gloo, one thread each, and return the results by rank.
+
+    `deepspeed.comm` is initialized inside. Arguments and results are pickled: plain objects, tensors, and classes of
+    the test file. Raises the type of the first failing rank's exception where that can be rebuilt with a message, and
+    `RankError` otherwise, with the rank's traceback in the text. A failure or a hang (`timeout_s`) ends the processes;
+    the next call starts new ones.
+    """
+    with _lock:
+        pool = _pools.get(world_size)
+        if pool is None or not pool.is_usable:
+            pool = _pools[world_size] = RankPool(world_size)
+        return pool.run(fn, args, timeout_s)
+
+
+def shut_down() -> None:
+    """End all warm ranks; runs at exit, and may be called to free their memory."""
+    with _lock:
+        for pool in _pools.values():
+            pool.kill()
+        _pools.clear()
+
+
+atexit.register(shut_down)
+
+
+class RankPool:
+    """`world_size` warm processes in one process group. `run_ranks` owns them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.is_usable = True
+        # A file store in a directory of its own: no port to be taken by another test run.
+        self._directory = Path(tempfile.mkdtemp(prefix="ds_ranks_"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        for rank in range(world_size):
+            self._start(rank)
+        self._collect(_START_TIMEOUT_S, "start")
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        """One job on every rank."""
+        job = pickle.dumps((*_address(fn), pickle.dumps(args)))
+        for pipe in self._pipes:
+            try:
+                pipe.send_bytes(job)
+            except OSError as error:
+                self.kill()
+                raise RankError(f"a warm rank was gone before the job {fn.__qualname__}: {error}") from error
+        return self._collect(timeout_s, fn.__qualname__)
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        self.is_usable = False
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = Pipe()
+        # LOCAL_RANK and friends as torchrun sets them; what the test process has of a launcher is dropped.
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI_", "MV2_", "SLURM_", "MASTER_"))}
+        env.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.world_size), LOCAL_WORLD_SIZE=str(self.world_size)
+        )
+        env.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        store = str(self._directory / "store")
+        command = [sys.executable, "-m", "deepspeed.testing.rank_worker", str(theirs.fileno()), store]
+        with (self._directory / f"rank{rank}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
+            )
+        theirs.close()
+        self._processes.append(process)
+        self._pipes.append(ours)
+
+    def _collect(self, timeout_s: float, what: str) -> list[Any]:
+        """Answers of all ranks in order; any failure ends the pool and is raised."""
+        answers: dict[int, Any] = {}
+        failures: dict[int, tuple[BaseException | None, str]] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) + len(failures) < self.world_size:
+            waiting = [self._pipes[r] for r in range(self.world_size) if r not in answers and r not in failures]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                ok, value = self._receive(rank)
+                if ok:
+                    answers[rank] = value
+                else:
+                    failures[rank] = value
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if len(answers) == self.world_size:
+            return [answers[rank] for rank in range(self.world_size)]
+        raise self._failure(what, timeout_s, answers, failures)
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            ok, payload = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            code = self._processes[rank].wait()
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            return False, (None, f"the process {how}")
+        if ok:
+            return True, pickle.loads(payload)
+        pickled, text = payload
+        return False, (None if pickled is None else pickle.loads(pickled), text)
+
+    def _failure(
+        self,
+        what: str,
+        timeout_s: float,
+        answers: dict[int, Any],
+        failures: dict[int, tuple[BaseException | None, str]],
+    ) -> BaseException:
+        """End the pool and say which ranks failed and what the silent ones were doing."""
+        silent = [r for r in range(self.world_size) if r not in answers and r not in failures]
+        if silent:
+            self._dump_stacks(silent)
+        lines = []
+        for rank, (_, text) in failures.items():  # in the order in which they came
+            lines.append(f"[rank {rank} of {self.world_size}] {what} failed:\n{text.rstrip()}")
+        if not failures:
+            lines.append(f"{what} did not end within {timeout_s:g} s on rank {', '.join(map(str, silent))}")
+        for rank in [*silent, *(r for r, (e, _) in failures.items() if e is None)]:
+            lines.append(f"[rank {rank}] last output:\n{self._log_tail(rank)}")
+        self.kill()
+        text = "\n".join(lines)
+        first = next((e for e, _ in failures.values() if e is not None), None)
+        error = _with_text(first, text)
+        error.__cause__ = first
+        return error
+
+    def _dump_stacks(self, ranks: list[int]) -> None:
+        """Ask the ranks to write their stacks into their logs (faulthandler), and wait until they have."""
+        signal_number = getattr(signal, "SIGUSR1", None)
+        if signal_number is None:
+            return
+        sizes = {rank: self._log(rank).stat().st_size for rank in ranks}
+        for rank in ranks:
+            if self._processes[rank].poll() is None:
+                self._processes[rank].send_signal(signal_number)
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline and any(self._log(r).stat().st_size == sizes[r] for r in ranks):
+            time.sleep(0.02)
+
+    def _log(self, rank: int) -> Path:
+        return self._directory / f"rank{rank}.log"
+
+    def _log_tail(self, rank: int) -> str:
+        return self._log(rank).read_text(errors="replace")[-_LOG_TAIL_CHARS:].rstrip() or "(none)"
+
+
+def _address(fn: Callable[..., Any]) -> tuple[str, str, str]:
+    """File, module name and qualified name, by which the worker finds the function."""
+    qualname = fn.__qualname__
+    if "<" in qualname:
+        raise TypeError(
+            f"run_ranks needs a module-level function, got {qualname}; move it out of the function it is in"
+        )
+    path = getattr(getattr(fn, "__code__", None), "co_filename", "")
+    if not Path(path).is_file():
+        raise TypeError(f"run_ranks cannot find the file of {fn!r}; pass a plain function of a Python file")
+    return str(Path(path).resolve()), fn.__module__, qualname
+
+
+def _with_text(first: BaseException | None, text: str) -> BaseException:
+    """An exception of the rank's type that says everything, so that `pytest.raises(ConfigError)` works across ranks."""
+    if first is not None and type(first).__init__ in (Exception.__init__, BaseException.__init__, OSError.__init__):
+        return type(first)(text)
+    if isinstance(first, AssertionError | ValueError | RuntimeError | TypeError):
+        for kind in (AssertionError, ValueError, RuntimeError, TypeError):
+            if isinstance(first, kind):
+                return kind(text)
+    return RankError(text)

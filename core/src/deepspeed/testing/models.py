@@ -1,0 +1,133 @@
+"""A small GPT in plain torch: the model of the demo, the benchmarks and the parity tests.
+
+Pre-norm decoder with learned positions, causal attention and a GELU MLP, initialized as nanoGPT and GPT-2 are. Seed
+torch before building one: `torch.manual_seed(0); GPT(GPTConfig())`.
+
+Shape legend: B batch, T time, D width, H heads, K width of a head (D / H), V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a `GPT`. The defaults are a byte-level model of 0.4 M parameters."""
+
+    vocab_size: int = 256
+    sequence_length: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    width: int = 128
+    tie_embeddings: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.width % self.num_heads:
+            raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
+
+
+class Attention(nn.Module):
+    """Causal self-attention of one block."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        B, T, D = x_BTD.shape
+        qkv = self.qkv(x_BTD).view(B, T, 3, self.num_heads, D // self.num_heads)
+        q_BHTK, k_BHTK, v_BHTK = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        dropout = self.dropout if self.training else 0.0
+        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=True)
+        return self.out(y_BHTK.transpose(1, 2).reshape(B, T, D))
+
+
+class Block(nn.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp_in = nn.Linear(config.width, 4 * config.width)
+        self.mlp_out = nn.Linear(4 * config.width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        hidden = F.gelu(self.mlp_in(self.mlp_norm(x_BTD)))
+        return x_BTD + self.dropout(self.mlp_out(hidden))
+
+
+class GPT(nn.Module):
+    """Next-token model over `config.vocab_size` tokens."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        self.positions = nn.Embedding(config.sequence_length, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self._initialize()
+        if config.tie_embeddings:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits `[B, T, V]`, or with targets (-100: ignored) the mean cross-entropy in nats, computed in fp32."""
+        T = tokens_BT.shape[1]
+        if T > self.config.sequence_length:
+            raise ValueError(f"{T} tokens were given, the model has positions for {self.config.sequence_length}")
+        x_BTD = self.tokens(tokens_BT) + self.positions(torch.arange(T, device=tokens_BT.device))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits_BTV = self.head(self.norm(x_BTD))
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+    @torch.no_grad()
+    def sample(
+        self,
+        tokens_BT: torch.Tensor,
+        num_tokens: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """`tokens_BT` followed by `num_tokens` more; temperature 0 takes the likeliest. Leaves train or eval as it is."""
+        was_training = self.training
+        self.eval()
+        for _ in range(num_tokens):
+            logits_BV = self(tokens_BT[:, -self.config.sequence_length :])[:, -1].float()
+            if temperature == 0:
+                next_B1 = logits_BV.argmax(-1, keepdim=True)
+            else:
+                next_B1 = torch.multinomial(F.softmax(logits_BV / temperature, -1), 1, generator=generator)
+            tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
+        self.train(was_training)
+        return tokens_BT
+
+    def num_parameters(self) -> int:
+        """Trainable elements; a tied weight counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def _initialize(self) -> None:
+        """Normal(0, 0.02), and 0.02 / sqrt(2 L) where a block adds to the residual stream (GPT-2, section 2.3)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            for layer in (block.attention.out, block.mlp_out):
+                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.config.num_layers))

@@ -1,0 +1,147 @@
+"""One warm rank: `python -m deepspeed.testing.rank_worker <pipe> <store>`, started by `distributed.RankPool`.
+
+Joins the process group, says so, then runs one job after the other: file, module name, qualified name, arguments.
+"""
+
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import queue
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as torch_dist
+
+_loaded: dict[str, tuple[int, ModuleType]] = {}
+
+
+def main() -> None:
+    """Serve jobs until the pipe closes."""
+    pipe = Connection(int(sys.argv[1]))
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    # Reads in a thread of its own, so that a job that hangs still ends with the test process.
+    threading.Thread(target=_read, args=(pipe, jobs), daemon=True).start()
+    torch.set_num_threads(1)
+    _join(sys.argv[2])
+    pipe.send_bytes(pickle.dumps((True, pickle.dumps(None))))
+    environment = dict(os.environ)
+    while True:
+        reply = _run(jobs.get())
+        pipe.send_bytes(reply)
+        _tidy(environment)
+
+
+def _read(pipe: Connection, jobs: "queue.SimpleQueue[bytes]") -> None:
+    try:
+        while True:
+            jobs.put(pipe.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _join(store_path: str) -> None:
+    # Host names of build machines often resolve to nothing useful; all ranks are here.
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = torch_dist.FileStore(store_path, world_size)
+    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    torch_dist.barrier()
+
+
+def _run(job: bytes) -> bytes:
+    """The reply `(True, result)` or `(False, (exception or None, traceback))`, pickled."""
+    try:
+        path, module_name, qualname, pickled_args = pickle.loads(job)
+        fn: Any = _load(path, module_name)
+        for name in qualname.split("."):
+            fn = getattr(fn, name)
+        result = fn(*pickle.loads(pickled_args))
+        payload = pickle.dumps(result)
+        if not torch_dist.is_initialized():
+            raise RuntimeError(f"{qualname} ended the process group of the warm ranks; use groups of its own")
+        return pickle.dumps((True, payload))
+    except BaseException as error:  # noqa: BLE001 - a rank reports whatever ended its job, SystemExit too
+        return pickle.dumps((False, (_pickled(error), traceback.format_exc())))
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception itself, if it survives the journey."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # noqa: BLE001 - any class may refuse to be pickled in its own way; the traceback goes anyway
+        return None
+    return data
+
+
+def _load(path: str, module_name: str) -> ModuleType:
+    """The module of a job: by name for this package, else by path under its name in the test process."""
+    if module_name.split(".")[0] == "deepspeed":
+        return importlib.import_module(module_name)
+    changed_ns = Path(path).stat().st_mtime_ns
+    if path in _loaded and _loaded[path][0] == changed_ns:
+        return _loaded[path][1]
+    # A script's `if __name__ == "__main__"` must not run here.
+    name = "__ds_main__" if module_name == "__main__" else module_name
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Under the caller's name, so that classes of the file unpickle on both sides.
+    sys.modules[name] = module
+    if module_name == "__main__":
+        sys.modules["__main__"] = module
+    spec.loader.exec_module(module)
+    _loaded[path] = (changed_ns, module)
+    return module
+
+
+def _tidy(environment: dict[str, str]) -> None:
+    """Put back what a job may have changed for the next one."""
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    _reset_package()
+    gc.collect()
+
+
+def _reset_package() -> None:
+    """Globals of this package, in the modules that the job has imported."""
+    accelerator = sys.modules.get("deepspeed.accelerator.current")
+    if accelerator is not None and hasattr(accelerator, "reset"):
+        accelerator.reset()
+    groups = sys.modules.get("deepspeed.parallel.groups")
+    if groups is not None:
+        groups.reset()
+    start = sys.modules.get("deepspeed.comm.start")
+    if start is not None:
+        start.set_backend(None)
+    record = sys.modules.get("deepspeed.comm.record")
+    if record is not None:
+        record.comms_logger.reset()
+        record.comms_logger.configure(enabled=False, prof_all=True, prof_ops=[], verbose=False)
+
+
+if __name__ == "__main__":
+    main()
