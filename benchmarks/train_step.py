@@ -135,7 +135,7 @@ def _summary(values: list[float]) -> dict[str, float]:
 def _spread(summary: dict[str, float] | None, digits: int) -> str:
     if summary is None:
         return ""
-    return f"{summary['median']:.{digits}f} [{summary['min']:.{digits}f} {summary['max']:.{digits}f}]"
+    return f"{summary['median']:.{digits}f} ({summary['min']:.{digits}f} {summary['max']:.{digits}f})"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -161,7 +161,7 @@ def main() -> None:
             case = dataclasses.replace(CASES[model], dtype=dtype)
             case_rows = measure_case(case, arguments)
             rows += case_rows
-            title = f"{case.model}, {dtype}, batch {case.batch}, {arguments.ranks} ranks; median [least greatest]"
+            title = f"{case.model}, {dtype}, batch {case.batch}, {arguments.ranks} ranks; median (least greatest)"
             console.print(build_table(case_rows, title))
             if arguments.json:  # after each case: an interrupted run keeps what it has
                 arguments.json.write_text(json.dumps(rows, indent=1))

@@ -167,7 +167,7 @@ def formula_bytes(variant: str, dtype: str, numel: int, world_size: int) -> floa
     whole, divided = {
         "floor": (p + g + 2 * p, 0),  # two moments in the parameter's dtype, no master
         "ddp": (p + g + 2 * p, 0),
-        "fsdp2-z2": (p, 16),  # the gathered weights stay beside fp32 shards of everything
+        "fsdp2-z2": (0, 16),  # all four in fp32, divided; gathered weights are gone once backward has ended
         "fsdp2-z3": (0, 16),
         "stage0": (p + g + o, 0),
         "stage1": (p + g, o),

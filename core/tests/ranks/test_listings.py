@@ -1,0 +1,62 @@
+"""Training scripts as DeepSpeed's users write them run as they stand, through `deepspeed` and through plain python.
+
+`listings/diy_model.txt` is a published tutorial's whole script (fp16, ZeRO-2, optimizer offload, no arguments);
+`getting_started.txt` is DeepSpeed's own three-line loop with what it takes for granted put before it, and its config
+(`"zero_optimization": true`). Only the length of the dataset is cut.
+"""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LISTINGS = Path(__file__).with_name("listings")
+DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
+LAUNCHES = {
+    "python": ([sys.executable], 1),
+    "deepspeed": ([DEEPSPEED, "--num_accelerators", "2"], 2),
+    "deepspeed --num_gpus": ([DEEPSPEED, "--num_gpus", "2"], 2),
+}
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Standard output of a job; its errors are shown if it fails."""
+    launcher_names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {k: v for k, v in os.environ.items() if k not in launcher_names} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_the_tutorials_script_runs_as_it_stands(launch: str, tmp_path: Path) -> None:
+    listing = (LISTINGS / "diy_model.txt").read_text()
+    (tmp_path / "train.py").write_text(listing.replace("return 1000", "return 64"))
+    command, num_ranks = LAUNCHES[launch]
+
+    output = run([*command, "train.py"], tmp_path)
+
+    losses = [float(text) for text in re.findall(r"Epoch \d+, Batch 0, Loss: (\S+)", output)]
+    assert len(losses) == 10 * num_ranks
+    # Random labels of ten classes: whatever is learned, the loss stays near ln 10.
+    assert all(abs(loss - math.log(10)) < 0.5 for loss in losses), losses
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_the_three_line_loop_takes_its_config_from_the_command_line(launch: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text((LISTINGS / "getting_started.txt").read_text())
+    (tmp_path / "ds_config.json").write_text((LISTINGS / "getting_started.json").read_text())
+    command, num_ranks = LAUNCHES[launch]
+
+    output = run([*command, "train.py", "--deepspeed", "--deepspeed_config", "ds_config.json"], tmp_path)
+
+    found = re.findall(r"stage (\d), steps (\d+), loss (\S+)", output)
+    # `"zero_optimization": true` is the oldest spelling of stage 1.
+    assert [(stage, steps) for stage, steps, _ in found] == [("1", "8")] * num_ranks
+    assert all(math.isfinite(float(loss)) for _, _, loss in found)
