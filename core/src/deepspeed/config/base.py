@@ -1,0 +1,155 @@
+"""What a section and a key declare: type, default, meaning, unit, and whether this version acts on it.
+
+    class CommsLoggerConfig(Section):
+        enabled: Flag = key(False, "Record every collective.", support=warned("nothing is recorded"))
+
+`Section.from_dict` is called by the root and by whoever holds a section alone; the reference page
+(`docs/generate/config.py`) and `supported.py` read the declarations back through `declared()`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from typing_extensions import Self
+
+AUTO = "auto"
+"""Hugging Face's placeholder: its Trainer or Accelerate fills the value before DeepSpeed sees it."""
+
+Action = Literal["acted", "quiet", "warned", "refused"]
+
+
+@dataclass(frozen=True)
+class Support:
+    """What this version does with a key. Only a value the user wrote, and which differs from "off", is looked at.
+
+    action: "acted" on; "quiet": has nothing to act on (it tunes a feature that is refused as a whole, or another
+        stage); "warned": ignored with one warning, results stay the same; "refused": ConfigError, because going on
+        without it would change results or memory.
+    note: the rest of the sentence the user reads.
+    off: values besides the default which ask for nothing and are therefore fine.
+    """
+
+    action: Action
+    note: str = ""
+    off: tuple[Any, ...] = ()
+
+
+ACTED = Support("acted")
+
+
+def quiet(note: str) -> Support:
+    """A key with nothing to act on here, for example stage 3 tuning."""
+    return Support("quiet", note)
+
+
+def warned(note: str, off: tuple[Any, ...] = ()) -> Support:
+    """A key whose absence changes no result: it is ignored, and says so once."""
+    return Support("warned", note, off)
+
+
+def refused(note: str, off: tuple[Any, ...] = ()) -> Support:
+    """A key that must not be ignored: switching it on raises ConfigError."""
+    return Support("refused", note, off)
+
+
+def key(
+    default: Any = ...,
+    meaning: str = "",
+    *,
+    unit: str = "",
+    support: Support = ACTED,
+    json_key: str | None = None,
+    **constraints: Any,
+) -> Any:
+    """Declare one key of a section. `json_key` is its name in the JSON when the attribute is called otherwise."""
+    declared_as: dict[str, Any] = {
+        "unit": unit,
+        "action": support.action,
+        "note": support.note,
+        "off": list(support.off),
+    }
+    if isinstance(default, type):  # a section, list or dict: each config gets its own
+        constraints["default_factory"] = default
+    elif default is not ...:
+        constraints["default"] = default
+    if json_key is not None:
+        constraints["alias"] = json_key
+    return Field(description=meaning, json_schema_extra=declared_as, **constraints)
+
+
+def declared(field: FieldInfo) -> tuple[Support, str]:
+    """The support and the unit that `key` put into a field."""
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict), "every key of a section is declared with key()"
+    off = extra["off"]
+    assert isinstance(off, list)
+    return Support(extra["action"], str(extra["note"]), tuple(off)), str(extra["unit"])  # type: ignore[arg-type]
+
+
+def default_of(field: FieldInfo) -> Any:
+    """The value a key has when the user is silent; `PydanticUndefined` when it must be written."""
+    return field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
+
+
+class Says:
+    """Annotated metadata: the words for a type which a converter accepts in many spellings."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _flag(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise ValueError("not a boolean")
+
+
+def _number(value: Any) -> Any:
+    # "32" in quotes and `true` are slips, not numbers; 5e8 is what people write for an integer.
+    if isinstance(value, bool | str) or value is None:
+        raise ValueError("not a number")
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError("not a number")
+    return value
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Flag = Annotated[bool, BeforeValidator(_flag)]
+Int = Annotated[int, BeforeValidator(_number)]
+Float = Annotated[float, BeforeValidator(_number)]
+Text = Annotated[str, Field(strict=True)]
+Texts = Annotated[list[str], BeforeValidator(_one_or_many)]
+Free = dict[str, Any]
+
+
+class Section(BaseModel):
+    """One object of the JSON. Attributes are the keys; `model_fields_set` holds those that the user wrote."""
+
+    model_config = ConfigDict(populate_by_name=True, extra="ignore", protected_namespaces=(), validate_assignment=False)
+
+    moved: ClassVar[dict[str, tuple[str, str]]] = {}
+    """Deprecated key -> (dotted key of this section that replaces it, rule of `intake.MOVES` for the value)."""
+
+    @classmethod
+    def normalize(cls, value: Any) -> Any:
+        """Turn an old spelling of the whole section into its object, for example `"zero_optimization": true`."""
+        return value
+
+    @classmethod
+    def from_dict(cls, value: Any, path: str = "") -> Self:
+        """Build this section from a user's dict, with the root's treatment of "auto", old and unknown keys.
+
+        path: dotted key of the section, for messages. Raises ConfigError.
+        """
+        from deepspeed.config.intake import take_in
+        from deepspeed.config.wording import validated
+
+        intake = take_in(cls, value, path)
+        return validated(path, cls, lambda: cls.model_validate(intake.values))

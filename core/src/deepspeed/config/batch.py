@@ -1,0 +1,57 @@
+"""train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size.
+
+Any two give the third; the train size or the micro size alone gives all, with one accumulation step.
+Pure integers; `root.DeepSpeedConfig` calls it once, the engine again when the accumulation is changed while training.
+"""
+
+from dataclasses import dataclass
+
+from deepspeed.errors import ConfigError
+
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class BatchTriple:
+    """Samples per update over all ranks; samples per rank and forward; forwards per update."""
+
+    train: int
+    micro: int
+    steps: int
+
+
+def resolve_batch(train: int | None, micro: int | None, steps: int | None, world_size: int) -> BatchTriple:
+    """Fill what is None and check the product. `world_size`: data-parallel ranks. Raises ConfigError."""
+    for name, value in ((TRAIN, train), (MICRO, micro), (STEPS, steps)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: found {value}; allowed: an integer >= 1")
+    if world_size < 1:
+        raise ConfigError(
+            f"world_size: found {world_size}; allowed: an integer >= 1, the number of data-parallel ranks"
+        )
+
+    if train is None and micro is None:
+        found = f"only {STEPS} ({steps})" if steps is not None else f"neither it, nor {MICRO}, nor {STEPS}"
+        raise ConfigError(f"{TRAIN}: found {found}; give {TRAIN} or {MICRO}")
+    if train is None:
+        assert micro is not None
+        steps = 1 if steps is None else steps
+        return BatchTriple(micro * steps * world_size, micro, steps)
+    if micro is None:
+        steps = 1 if steps is None else steps
+        micro = train // (steps * world_size)
+    elif steps is None:
+        steps = train // (micro * world_size)
+    if micro * steps * world_size != train:
+        raise ConfigError(_inconsistent(train, micro, steps, world_size))
+    return BatchTriple(train, micro, steps)
+
+
+def _inconsistent(train: int, micro: int, steps: int, world_size: int) -> str:
+    product = micro * steps * world_size
+    return (
+        f"{TRAIN}: found {train}, which is not {MICRO} x {STEPS} x world size = {micro} x {steps} x {world_size} = "
+        f"{product}; change one of them, or give two that divide evenly and leave the third out"
+    )

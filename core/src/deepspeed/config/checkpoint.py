@@ -1,0 +1,66 @@
+"""`checkpoint` and `nebula`: how training is saved and found again. Read by `engine/build.py` for the checkpointer."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from deepspeed.config.base import Flag, Free, Int, Says, Section, key, quiet, refused, warned
+
+_MODES = ("Ignore", "Warn", "Fail")
+
+
+def _mode(value: Any) -> Any:
+    if isinstance(value, str) and value.capitalize() in _MODES:
+        return value.capitalize()
+    raise ValueError("not a mode")
+
+
+TagValidation = Annotated[str, BeforeValidator(_mode), Says('"Ignore" or "Warn" or "Fail"')]
+
+
+class ParallelWriteConfig(Section):
+    """`checkpoint.parallel_write`."""
+
+    pipeline_stage: Flag = key(
+        False, "Let pipeline stages write at the same time.", support=warned("it concerns pipelines only")
+    )
+
+
+class CheckpointConfig(Section):
+    """`checkpoint`."""
+
+    tag_validation: TagValidation = key("Warn", "What to do when ranks save under different tags.")
+    load_universal: Flag = key(
+        False, "Load a universal checkpoint.", support=refused("universal checkpoints are not in this version")
+    )
+    use_node_local_storage: Flag = key(
+        False,
+        "Every node keeps whole checkpoints on its own disk.",
+        support=refused("checkpoints need one shared folder in this version"),
+    )
+    parallel_write: ParallelWriteConfig = key(ParallelWriteConfig, "Writing at the same time.")
+    checkpoint_serialization: Flag = key(
+        True, "torch.save's zip format.", support=warned("the zip format is always used")
+    )
+    writer: Free | None = key(None, "A faster writer: type, io_buffer_size, ...", support=warned("torch.save writes"))
+
+    @property
+    def tag_validation_enabled(self) -> bool:
+        """Whether tags are compared at all."""
+        return self.tag_validation != "Ignore"
+
+    @property
+    def tag_validation_fail(self) -> bool:
+        """Whether different tags end the save."""
+        return self.tag_validation == "Fail"
+
+
+class NebulaConfig(Section):
+    """`nebula`: checkpoints through Azure's service."""
+
+    enabled: Flag = key(False, "Save through Nebula.", support=refused("the Nebula service is not supported"))
+    persistent_storage_path: str | None = key(None, "Where it keeps them.", support=quiet("see enabled"))
+    persistent_time_interval: Int = key(100, "Time between them.", unit="s", ge=1, support=quiet("see enabled"))
+    num_of_version_in_retention: Int = key(2, "How many it keeps.", ge=1, support=quiet("see enabled"))
+    enable_nebula_load: Flag = key(True, "Load through it.", support=quiet("see enabled"))
+    load_path: str | None = key(None, "Where to load from.", support=quiet("see enabled"))

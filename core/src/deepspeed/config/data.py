@@ -1,0 +1,111 @@
+"""Data efficiency, curriculum, compression, elasticity, autotuning, aio: known, checked, and refused when switched on.
+
+Their inner structure is free here; the room that acts on a feature one day brings its own section.
+"""
+
+from typing import Any
+
+from deepspeed.config.base import Flag, Free, Int, Section, key, quiet, refused
+
+_OFF = quiet("see enabled")
+
+
+class AioConfig(Section):
+    """`aio`: asynchronous reads and writes for offload to NVMe."""
+
+    block_size: Int = key(1_048_576, "Size of one request.", unit="bytes", ge=1, support=quiet("offload to nvme only"))
+    queue_depth: Int = key(8, "Requests in flight.", ge=1, support=quiet("offload to nvme only"))
+    intra_op_parallelism: Int = key(1, "Threads per request.", ge=1, support=quiet("offload to nvme only"))
+    thread_count: Int = key(1, "Threads per request, in the older form.", ge=1, support=quiet("offload to nvme only"))
+    single_submit: Flag = key(False, "Submit requests one by one.", support=quiet("offload to nvme only"))
+    overlap_events: Flag = key(True, "Submit without waiting for the last.", support=quiet("offload to nvme only"))
+    use_gds: Flag = key(False, "Read straight into device memory.", support=quiet("offload to nvme only"))
+
+
+class DataEfficiencyConfig(Section):
+    """`data_efficiency`."""
+
+    enabled: Flag = key(False, "Use the library.", support=refused("data efficiency is not in this version"))
+    seed: Int = key(1234, "Seed of the sampling.", support=_OFF)
+    data_routing: Free = key(dict, "Random layer-wise token dropping.", support=_OFF)
+    data_sampling: Free = key(dict, "Curriculum by metrics of the samples.", support=_OFF)
+
+
+class CurriculumConfig(Section):
+    """`curriculum_learning`, the older form."""
+
+    enabled: Flag = key(False, "Use a curriculum.", support=refused("curriculum learning is not in this version"))
+    curriculum_type: str = key("seqlen", "What grows.", support=_OFF)
+    min_difficulty: Int = key(1, "Where it begins.", support=_OFF)
+    max_difficulty: Int = key(1, "Where it ends.", support=_OFF)
+    schedule_type: str = key("fixed_linear", "How it grows.", support=_OFF)
+    schedule_config: Free = key(dict, "Arguments of the schedule.", support=_OFF)
+
+
+class ElasticityConfig(Section):
+    """`elasticity`: batch sizes that fit many world sizes."""
+
+    enabled: Flag = key(
+        False, "Choose the batch sizes.", support=refused("elasticity is not in this version; give the batch sizes")
+    )
+    max_train_batch_size: Int = key(2000, "Largest global batch.", unit="samples", ge=1, support=_OFF)
+    micro_batch_sizes: list[int] = key([2, 4, 6], "Micro-batches to choose from.", unit="samples", support=_OFF)
+    min_gpus: Int = key(1, "Fewest ranks.", unit="ranks", ge=1, support=_OFF)
+    max_gpus: Int = key(10000, "Most ranks.", unit="ranks", ge=1, support=_OFF)
+    min_time: Int = key(0, "Least time between changes.", unit="min", ge=0, support=_OFF)
+    version: float = key(0.2, "Version of the rule.", support=_OFF)
+    ignore_non_elastic_batch_info: Flag = key(False, "Accept batch sizes beside it.", support=_OFF)
+    prefer_larger_batch: Flag = key(True, "Prefer larger batches.", support=_OFF)
+    num_gpus_per_node: Int = key(1, "Ranks per node.", unit="ranks", ge=1, support=_OFF)
+    model_parallel_size: Int = key(1, "Model-parallel degree.", unit="ranks", ge=1, support=_OFF)
+
+
+class AutotuningConfig(Section):
+    """`autotuning`."""
+
+    enabled: Flag = key(False, "Search for settings.", support=refused("autotuning is not in this version"))
+    results_dir: str = key("autotuning_results", "Folder of results.", support=_OFF)
+    exps_dir: str = key("autotuning_exps", "Folder of experiments.", support=_OFF)
+    overwrite: Flag = key(False, "Repeat experiments that have results.", support=_OFF)
+    metric: str = key("throughput", "latency, throughput or FLOPS.", support=_OFF)
+    start_profile_step: Int = key(3, "Measure from this step.", unit="step", support=_OFF)
+    end_profile_step: Int = key(5, "Measure to this step.", unit="step", support=_OFF)
+    fast: Flag = key(True, "Tune stage and micro-batch only.", support=_OFF)
+    max_train_batch_size: Int | None = key(None, "Largest global batch.", unit="samples", support=_OFF)
+    mp_size: Int = key(1, "Model-parallel degree.", unit="ranks", support=_OFF)
+    num_tuning_micro_batch_sizes: Int = key(3, "Micro-batches to try.", support=_OFF)
+    min_train_micro_batch_size_per_gpu: Int = key(1, "Smallest micro-batch.", unit="samples", support=_OFF)
+    max_train_micro_batch_size_per_gpu: Int | None = key(None, "Largest micro-batch.", unit="samples", support=_OFF)
+    tuner_type: str = key("model_based", "Order of the search.", support=_OFF)
+    tuner_early_stopping: Int = key(5, "Experiments beyond the best.", support=_OFF)
+    tuner_num_trials: Int = key(50, "Experiments, at most.", support=_OFF)
+    model_info: Free | None = key(None, "What is known of the model.", support=_OFF)
+    model_info_path: str | None = key(None, "Where that is kept.", support=_OFF)
+    arg_mappings: Free | None = key(None, "Arguments of the script by key.", support=_OFF)
+
+
+class CompressionConfig(Section):
+    """`compression_training`: each technique is an object whose `shared_parameters.enabled` switches it on."""
+
+    layer_reduction: Free = key(dict, "Fewer layers.", support=refused("compression is not in this version"))
+    weight_quantization: Free = key(dict, "Quantized weights.", support=refused("compression is not in this version"))
+    activation_quantization: Free = key(
+        dict, "Quantized activations.", support=refused("compression is not in this version")
+    )
+    sparse_pruning: Free = key(dict, "Pruned elements.", support=refused("compression is not in this version"))
+    row_pruning: Free = key(dict, "Pruned rows.", support=refused("compression is not in this version"))
+    head_pruning: Free = key(dict, "Pruned heads.", support=refused("compression is not in this version"))
+    channel_pruning: Free = key(dict, "Pruned channels.", support=refused("compression is not in this version"))
+
+
+def switched_on(value: Any) -> bool:
+    """Whether a free object asks for anything: some `enabled` in it is true, or it has content and no `enabled`."""
+    flags = list(_enabled_flags(value))
+    return any(flags) if flags else bool(value)
+
+
+def _enabled_flags(value: Any) -> list[bool]:
+    if not isinstance(value, dict):
+        return []
+    here = [bool(value["enabled"])] if "enabled" in value else []
+    return here + [flag for inner in value.values() for flag in _enabled_flags(inner)]

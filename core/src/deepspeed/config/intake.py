@@ -1,0 +1,137 @@
+"""From a user's dict to the values a model may validate: "auto", null, deprecated keys, unknown keys.
+
+Called by `root.DeepSpeedConfig` and `Section.from_dict` before pydantic sees anything; never changes the user's dict.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from deepspeed.config.base import AUTO, Section, default_of
+from deepspeed.errors import ConfigError
+from deepspeed.log import warn_once
+
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "same": lambda old: old,
+    "true means cpu": lambda old: "cpu" if old is True else ("none" if old is False else old),
+    "true means fp32": lambda old: "fp32" if old is True else None,
+}
+"""How the value of a deprecated key becomes the value of its replacement."""
+
+
+@dataclass
+class Intake:
+    """values: by attribute name, ready for the model.  auto: dotted keys that still say "auto"."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    auto: list[str] = field(default_factory=list)
+
+
+def take_in(model: type[Section], data: Any, path: str = "") -> Intake:
+    """Prepare `data`, the user's value for a section of type `model` at dotted key `path`. Raises ConfigError."""
+    data = model.normalize(data)
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path or 'config'}: found {data!r}; allowed: an object, as in {{...}}")
+    data = _moved(model, data, path)
+    names = json_keys(model)
+    intake = Intake()
+    for written, value in data.items():
+        where = f"{path}.{written}" if path else str(written)
+        name = names.get(written)
+        if name is None:
+            _warn_unknown(written, path, names)
+        elif intake.values.get(name, value) != value:
+            raise ConfigError(f"{where}: is given twice under two spellings, with different values; keep one")
+        else:
+            _take_value(intake, model.model_fields[name], name, value, where)
+    return intake
+
+
+def _take_value(intake: Intake, info: FieldInfo, name: str, value: Any, where: str) -> None:
+    if isinstance(value, str) and value == AUTO and not _means_auto(info):
+        intake.auto.append(where)
+        if info.is_required():
+            intake.values[name] = value
+        return
+    if value is None and not info.is_required():
+        return  # null is how Accelerate writes "not said"
+    section = section_of(info)
+    if section is None or isinstance(value, Section):
+        intake.values[name] = value
+        intake.auto += auto_keys(value, where)
+        return
+    if value is False and default_of(info) is None:
+        return  # "offload_param": false, as the old pages write it
+    inner = take_in(section, value, where)
+    intake.values[name] = inner.values
+    intake.auto += inner.auto
+
+
+def auto_keys(value: Any, where: str) -> Iterator[str]:
+    """Dotted keys under a free dict, for example `optimizer.params`, which still say "auto"."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from auto_keys(inner, f"{where}.{name}")
+    elif isinstance(value, str) and value == AUTO:
+        yield where
+
+
+def section_of(info: FieldInfo) -> type[Section] | None:
+    """The section type of a field (also of an optional one), None for a plain value."""
+    for candidate in (info.annotation, *get_args(info.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def json_keys(model: type[Section]) -> dict[str, str]:
+    """Every accepted spelling of a section's keys -> attribute name."""
+    names = {name: name for name in model.model_fields}
+    names.update({info.alias: name for name, info in model.model_fields.items() if info.alias})
+    return names
+
+
+def _means_auto(info: FieldInfo) -> bool:
+    """Whether "auto" is a value of its own for this key, for example pipeline.stages."""
+    return default_of(info) == AUTO
+
+
+def _moved(model: type[Section], data: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+    """A copy of `data` in which deprecated keys stand under their new names; each is reported once."""
+    for written in data:
+        if not isinstance(written, str):
+            raise ConfigError(f"{path or 'config'}: the key {written!r} is not text; put it in double quotes")
+    result = {written: value for written, value in data.items() if written not in model.moved}
+    for old in (written for written in data if written in model.moved):
+        new, rule = model.moved[old]
+        here = f"{path}." if path else ""
+        warn_once(f"{here}{old} is deprecated; write {here}{new}")
+        value = MOVES[rule](data[old])
+        if value is not None:
+            _put(result, new.split("."), value, f"{here}{old}")
+    return result
+
+
+def _put(result: dict[Any, Any], names: list[str], value: Any, old: str) -> None:
+    for name in names[:-1]:
+        inner = result.get(name)
+        result[name] = dict(inner) if isinstance(inner, Mapping) else {}
+        result = result[name]
+    if names[-1] in result and result[names[-1]] != value:
+        raise ConfigError(f"{old}: found {value!r}, but its replacement {'.'.join(names)} says {result[names[-1]]!r}; "
+                          "keep the new key only")  # fmt: skip
+    result[names[-1]] = value
+
+
+def _warn_unknown(written: str, path: str, known: Mapping[str, str]) -> None:
+    where = f"{path}.{written}" if path else written
+    head, _, rest = written.partition(".")
+    if rest and head in known:
+        warn_once(f'{where}: unknown config key, ignored; a dot does not nest: write "{head}": {{"{rest}": ...}}')
+        return
+    near = difflib.get_close_matches(written, known, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    warn_once(f"{where}: unknown config key, ignored{hint}")

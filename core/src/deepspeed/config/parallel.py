@@ -1,0 +1,114 @@
+"""Parallelism beyond data: tensor, expert, pipeline; compile, inference and the hybrid engine.
+
+Nothing here is acted on yet but the pipeline section, which only a PipelineModule reads. The keys are known so that a
+mistake is named and a request is refused, never ignored.
+"""
+
+from typing import Any
+
+from deepspeed.config.base import AUTO, Flag, Free, Int, Section, key, quiet, refused, warned
+
+_OFF = quiet("see enabled")
+_TP = quiet("tensor parallelism only")
+_PIPE = quiet("read by pipeline models only")
+
+
+class TensorParallelConfig(Section):
+    """`tensor_parallel` (AutoTP)."""
+
+    autotp_size: Int = key(
+        0,
+        "Tensor-parallel degree; 0 or 1: off.",
+        unit="ranks",
+        ge=0,
+        support=refused("tensor parallelism is not in this version", off=(0, 1)),
+    )
+    preset_model: str | None = key(None, "Built-in partition rules, by model family.", support=_TP)
+    tp_overlap_comm: Flag = key(False, "Overlap its reductions with computation.", support=_TP)
+    vocab_parallel_lm_head: Flag = key(False, "Keep the output vocabulary partitioned.", support=_TP)
+    partition_config: Free | None = key(None, "Partition rules of your own.", support=_TP)
+    tensor_parallel: Free | None = key(
+        None, "Degree and groups, in the older form.", support=refused("tensor parallelism is not in this version")
+    )
+    tp_grain_size: Int = key(1, "Shards are multiples of this.", unit="elements", ge=1, support=_TP)
+
+
+class ExpertParallelConfig(Section):
+    """`expert_parallel` (AutoEP). Its naming keys are accepted as they are: they act only together with `enabled`."""
+
+    enabled: Flag = key(False, "Replace mixture-of-experts layers.", support=refused("AutoEP is not in this version"))
+    autoep_size: Int = key(1, "Expert-parallel degree.", unit="ranks", ge=1, support=_OFF)
+    expert_tensor_parallel_size: Int = key(1, "Only 1 is allowed.", unit="ranks", ge=1, le=1, support=_OFF)
+    preset_model: str | None = key(None, "Names of routers and experts, by model family.", support=_OFF)
+    async_split_plan: Flag = key(False, "Send split sizes while tokens are packed.", support=_OFF)
+    use_grouped_mm: Flag = key(True, "Use grouped matrix products.", support=_OFF)
+    disable_triton_grouped_mm: Flag = key(False, "Never use Triton for them.", support=_OFF)
+    moe_layer_pattern: str | None = key(None, "Regular expression of layer names.", support=_OFF)
+    router_pattern: str | None = key(None, "Attribute that holds the router.", support=_OFF)
+    expert_pattern: str | None = key(None, "Attribute that holds the experts.", support=_OFF)
+    score_func: str = key(AUTO, "softmax, sigmoid or auto.", support=_OFF)
+    score_apply: str = key(AUTO, "pre, post or auto.", support=_OFF)
+    combine_impl: str = key(AUTO, "How outputs are combined.", support=_OFF)
+    route_norm: Flag | None = key(None, "Normalize the top scores.", support=_OFF)
+    route_scale: float = key(1.0, "Factor on the scores.", support=_OFF)
+    top_k: Any = key(AUTO, "Experts per token.", support=_OFF)
+    top_k_attr: str | None = key(None, "Attribute of model.config that says so.", support=_OFF)
+    routed_scaling_factor: Any = key(AUTO, "Factor on routed outputs.", support=_OFF)
+    num_expert_groups: Int | None = key(None, "Groups of experts.", ge=1, support=_OFF)
+    num_limited_groups: Int | None = key(None, "Groups that a token may choose.", ge=1, support=_OFF)
+    num_experts_attr: str | None = key(None, "Attribute of model.config with the number of experts.", support=_OFF)
+    load_balance_coeff: None = key(None, "Reserved.", support=_OFF)
+    expert_w1: str | None = key(None, "Name of the gate weight.", support=_OFF)
+    expert_w2: str | None = key(None, "Name of the down weight.", support=_OFF)
+    expert_w3: str | None = key(None, "Name of the up weight.", support=_OFF)
+    has_shared_experts: Flag | None = key(None, "Whether experts are shared.", support=_OFF)
+    shared_experts_pattern: str | None = key(None, "Attribute that holds them.", support=_OFF)
+
+
+class PipelineConfig(Section):
+    """`pipeline`: how a PipelineModule is cut."""
+
+    stages: Int | str = key(AUTO, "Number of stages.", support=_PIPE)
+    partition: str = key("best", "How layers are spread over stages.", support=_PIPE)
+    seed_layers: Flag = key(False, "Seed each layer by its index.", support=_PIPE)
+    activation_checkpoint_interval: Int = key(0, "Layers between checkpoints; 0: off.", ge=0, support=_PIPE)
+    pipe_partitioned: Flag = key(True, "Send activations partitioned.", support=_PIPE)
+    grad_partitioned: Flag = key(True, "Send gradients partitioned.", support=_PIPE)
+    use_reentrant: Flag = key(True, "Checkpoint activations in the reentrant way.", support=_PIPE)
+
+
+class HybridEngineConfig(Section):
+    """`hybrid_engine`: training and generation in one loop."""
+
+    enabled: Flag = key(False, "Use the hybrid engine.", support=refused("the hybrid engine is not in this version"))
+    max_out_tokens: Int = key(512, "Longest generation.", unit="tokens", ge=1, support=_OFF)
+    inference_tp_size: Int = key(1, "Tensor-parallel degree of generation.", unit="ranks", ge=1, support=_OFF)
+    release_inference_cache: Flag = key(False, "Free the cache after a generation.", support=_OFF)
+    pin_parameters: Flag = key(True, "Keep generation's parameters.", support=_OFF)
+    tp_gather_partition_size: Int = key(8, "Layers gathered at a time.", ge=1, support=_OFF)
+    enable_cuda_graph: Flag = key(False, "Replay token generation from a graph.", support=_OFF)
+
+
+class CompileConfig(Section):
+    """`compile`."""
+
+    deepcompile: Flag = key(
+        False, "Compiler passes for ZeRO.", support=refused("DeepCompile is not in this version; call engine.compile()")
+    )
+    passes: list[str] = key(list, "Passes of DeepCompile.", support=_OFF)
+    free_activation: Flag = key(False, "DeepCompile.", support=_OFF)
+    offload_activation: Flag = key(False, "DeepCompile: offload activations.", support=_OFF)
+    offload_activation_pin_memory: Flag = key(True, "DeepCompile: into page-locked memory.", support=_OFF)
+    offload_opt_states: Flag = key(False, "DeepCompile: offload optimizer states.", support=_OFF)
+    double_buffer: Flag = key(True, "DeepCompile: use two buffers.", support=_OFF)
+    symmetric_memory: Flag = key(False, "DeepCompile: use symmetric memory.", support=_OFF)
+    debug_log: Flag = key(False, "DeepCompile: log.", support=_OFF)
+    offload_parameters: Flag = key(False, "DeepCompile: offload parameters.", support=_OFF)
+    sync_before_reduce: Flag = key(False, "DeepCompile.", support=_OFF)
+    sync_after_reduce: Flag = key(False, "DeepCompile.", support=_OFF)
+    sync_before_allgather: Flag = key(False, "DeepCompile.", support=_OFF)
+    sync_after_allgather: Flag = key(False, "DeepCompile.", support=_OFF)
+    keep_int_input_tensors: Flag = key(True, "DeepCompile.", support=_OFF)
+    keep_all_input_tensors: Flag = key(False, "DeepCompile.", support=_OFF)
+    enabled: Flag = key(False, "Deprecated.", support=warned("call engine.compile()"))
+    backend: str = key("inductor", "Deprecated.", support=warned("call engine.compile(backend=...)"))

@@ -1,0 +1,116 @@
+"""`fp16`, `bf16`, `torch_autocast`, `amp`, `data_types`: in which type numbers are kept, computed and accumulated.
+
+Types stay names here ("fp32", "fp16", "bf16"), so that a config can be read without torch; `torch_dtype` is called
+by the rooms that make tensors.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator
+
+from deepspeed.config.base import Flag, Float, Int, Says, Section, Texts, key, quiet, refused, warned
+
+if TYPE_CHECKING:
+    import torch
+
+_SPELLINGS = {
+    "fp32": ("fp32", "float32", "float"),
+    "fp16": ("fp16", "float16", "half"),
+    "bf16": ("bf16", "bfloat16", "bfp16"),
+}
+_TORCH_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_AUTOCAST_MODULES = ["torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"]
+
+
+def canonical_dtype(name: Any) -> str:
+    """ "float16", "half", "torch.half" or torch.float16 -> "fp16". Raises ValueError for anything else."""
+    text = str(name).removeprefix("torch.").lower()
+    for canonical, spellings in _SPELLINGS.items():
+        if text in spellings:
+            return canonical
+    raise ValueError(f"unknown data type {name!r}; allowed: fp32, fp16, bf16")
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """The torch.dtype of a canonical name."""
+    import torch  # late: a config is read by processes that never load torch
+
+    dtype = getattr(torch, _TORCH_NAMES[name])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+DType = Annotated[str, BeforeValidator(canonical_dtype), Says('"fp32" or "fp16" or "bf16" (or a longer spelling)')]
+
+
+def _low(name: Any) -> str:
+    canonical = canonical_dtype(name)
+    if canonical == "fp32":
+        raise ValueError("not a lower precision")
+    return canonical
+
+
+LowDType = Annotated[str, BeforeValidator(_low), Says('"fp16" or "bf16" (or a longer spelling)')]
+
+
+class FP16Config(Section):
+    """`fp16`: weights and gradients in half precision, fp32 masters, loss scaling.
+
+    Dynamic scale S (loss_scale 0): starts at 2**initial_scale_power; after `hysteresis` overflowing steps S/2, never
+    below min_loss_scale; after `loss_scale_window` steps without one 2S.
+    """
+
+    enabled: Flag = key(False, "Train in fp16. Excludes bf16, amp and torch_autocast.")
+    auto_cast: Flag = key(False, "Cast floating-point inputs of the model to fp16.")
+    loss_scale: Float = key(0.0, "Fixed loss scale; 0: dynamic.", ge=0)
+    initial_scale_power: Int = key(16, "The dynamic scale begins at 2 to this power.", unit="log2", ge=0)
+    loss_scale_window: Int = key(1000, "Steps without overflow before the scale doubles.", unit="steps", ge=1)
+    hysteresis: Int = key(2, "Overflows that are borne before the scale halves.", unit="steps", ge=1)
+    consecutive_hysteresis: Flag = key(False, "Count anew after each step without overflow.")
+    min_loss_scale: Float = key(1.0, "The dynamic scale never falls below this.", ge=0)
+    fp16_master_weights_and_grads: Flag = key(
+        False,
+        "Keep masters in fp16 (offloaded optimizers).",
+        support=refused("masters are fp32 in this version"),
+    )
+
+
+class BF16Config(Section):
+    """`bf16`: weights and gradients in bfloat16, fp32 masters, no loss scaling."""
+
+    enabled: Flag = key(False, "Train in bf16. Excludes fp16 and amp.")
+    check_grad_overflow: Flag = key(False, "Skip the update when a gradient is not finite.")
+    immediate_grad_update: Flag = key(
+        True,
+        "Add a gradient to the accumulation buffer as soon as it exists.",
+        support=warned("gradients are always added at once"),
+    )
+    bf16_master_weights_and_grads: Flag = key(
+        False, "Keep masters in bf16.", support=refused("masters are fp32 in this version")
+    )
+    bf16_optimizer_states: Flag = key(
+        False, "Keep optimizer states in bf16.", support=refused("optimizer states are fp32 in this version")
+    )
+
+
+class TorchAutocastConfig(Section):
+    """`torch_autocast`: torch.autocast around the forward pass; weights stay as they are."""
+
+    enabled: Flag = key(False, "Run the forward pass under torch.autocast. Excludes fp16 and amp.")
+    dtype: LowDType = key("bf16", "The lower precision: bfloat16 or float16.")
+    lower_precision_safe_modules: Texts = key(
+        _AUTOCAST_MODULES, "Module types whose gradients are exchanged in the lower precision."
+    )
+
+
+class AmpConfig(Section):
+    """`amp`: NVIDIA apex. Further keys go to apex.amp.initialize."""
+
+    enabled: Flag = key(False, "Train with apex.", support=refused("apex is not supported; use bf16 or torch_autocast"))
+    opt_level: str = key("O1", "apex optimization level.", support=quiet("apex only"))
+
+
+class DataTypesConfig(Section):
+    """`data_types`."""
+
+    grad_accum_dtype: DType | None = key(None, "Type in which gradients are accumulated; null: as the model.")

@@ -1,0 +1,337 @@
+"""DeepSpeedConfig: the whole JSON, checked. `engine/build.py` is its only reader; parts get their own section.
+
+DeepSpeedConfig(source, world_size=2)       read -> intake -> pydantic -> batch sizes -> exclusions
+config.check_supported()                    what this version cannot do is refused or warned about
+config.unresolved_auto()                    what Hugging Face left at "auto"
+"""
+
+import json
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, PrivateAttr
+
+from deepspeed.config.activation import ActivationCheckpointingConfig
+from deepspeed.config.base import Flag, Float, Free, Int, Says, Section, key, quiet, refused, warned
+from deepspeed.config.batch import MICRO, STEPS, TRAIN, resolve_batch
+from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
+from deepspeed.config.data import (
+    AioConfig,
+    AutotuningConfig,
+    CompressionConfig,
+    CurriculumConfig,
+    DataEfficiencyConfig,
+    ElasticityConfig,
+)
+from deepspeed.config.intake import take_in
+from deepspeed.config.monitor import (
+    CometConfig,
+    CommsLoggerConfig,
+    CSVConfig,
+    FlopsProfilerConfig,
+    TensorBoardConfig,
+    TimersConfig,
+    WandbConfig,
+)
+from deepspeed.config.optim import EigenvalueConfig, OptimizerConfig, ProgressiveLayerDropConfig, SchedulerConfig
+from deepspeed.config.parallel import (
+    CompileConfig,
+    ExpertParallelConfig,
+    HybridEngineConfig,
+    PipelineConfig,
+    TensorParallelConfig,
+)
+from deepspeed.config.precision import AmpConfig, BF16Config, DataTypesConfig, DType, FP16Config, TorchAutocastConfig
+from deepspeed.config.read import ConfigSource, read_config
+from deepspeed.config.supported import check_supported, shown
+from deepspeed.config.wording import validated
+from deepspeed.config.zero import ZeroConfig
+from deepspeed.errors import ConfigError
+from deepspeed.log import log_dist
+
+
+def _steps(value: Any) -> Any:
+    if isinstance(value, bool | str) or value is None or math.isnan(value) or value < 1:
+        raise ValueError("not a number of steps")
+    return value if math.isinf(value) else int(value)
+
+
+Steps = Annotated[int | float, BeforeValidator(_steps), Says("an integer >= 1 or infinity")]
+
+
+class DeepSpeedConfig(Section):
+    """The config of one engine, every key resolved. Attributes are the documented keys.
+
+    config: see `read_config`.  world_size: number of data-parallel ranks.
+    mpu, mesh_device: the older way to say so: `mpu.get_data_parallel_world_size()`, or the mesh's "data_parallel" axis.
+    batch_required: False accepts a config without batch sizes, as zero.Init gets it; they are None then.
+    Raises ConfigError, its message beginning with the dotted key.
+    """
+
+    # Absent until `_resolve_batch` has run; None afterwards only with batch_required=False.
+    train_batch_size: Int = key(None, "Samples per update, over all ranks.", unit="samples", ge=1)
+    train_micro_batch_size_per_gpu: Int = key(None, "Samples per rank and forward pass.", unit="samples", ge=1)
+    gradient_accumulation_steps: Int = key(
+        None, "Forward passes per update; 1 if it does not follow from the two others.", unit="passes", ge=1
+    )
+    managed_gradient_accumulation: Flag = key(
+        True,
+        "The engine counts forward passes; false: every step() updates.",
+        support=refused("the engine always counts; call set_gradient_accumulation_boundary()"),
+    )
+
+    optimizer: OptimizerConfig | None = key(None, "The optimizer, by name; null: the one given to initialize().")
+    scheduler: SchedulerConfig | None = key(None, "The learning rate schedule, by name.")
+    gradient_clipping: Float = key(0.0, "Largest global gradient norm; 0: no clipping.", ge=0)
+    zero_optimization: ZeroConfig = key(ZeroConfig, "ZeRO.")
+    zero_allow_untested_optimizer: Flag = key(False, "Let ZeRO shard an optimizer it does not know.")
+    zero_force_ds_cpu_optimizer: Flag = key(
+        True, "Offloaded optimizers must be DeepSpeed's.", support=quiet("offload only")
+    )
+
+    fp16: FP16Config = key(FP16Config, "Half precision.")
+    bf16: BF16Config = key(BF16Config, "bfloat16.")
+    torch_autocast: TorchAutocastConfig = key(TorchAutocastConfig, "torch.autocast.")
+    amp: AmpConfig = key(AmpConfig, "apex.")
+    data_types: DataTypesConfig = key(DataTypesConfig, "Types of buffers.")
+
+    communication_data_type: DType | None = key(None, "Type in which gradients are exchanged; null: their own.")
+    gradient_allreduce_op: Literal["mean", "sum"] = key(
+        "mean",
+        "Average or add gradients over ranks.",
+        support=refused("gradients are averaged; scale the loss instead"),
+    )
+    prescale_gradients: Flag = key(False, "Divide gradients before the exchange, not after.")
+    gradient_predivide_factor: Float = key(1.0, "With prescale_gradients: divide by this first.", gt=0)
+    sparse_gradients: Flag = key(False, "Exchange the gradients of sparse embeddings as indices and values.")
+    seq_parallel_communication_data_type: DType = key(
+        "fp32", "Type of sequence-parallel reductions.", support=quiet("sequence parallelism only")
+    )
+    disable_allgather: Flag = key(False, "Deprecated.", support=warned("the backend chooses"))
+
+    steps_per_print: Steps = key(10, "Print progress every so many updates; infinity: never.", unit="steps")
+    wall_clock_breakdown: Flag = key(False, "Time forward, backward and step.")
+    memory_breakdown: Flag = key(False, "Print memory after each phase.", support=warned("nothing is printed"))
+    dump_state: Flag = key(False, "Print the resolved config after initialization.")
+    dataloader_drop_last: Flag = key(False, "Drop the last, smaller batch of the engine's data loader.")
+    disable_python_gc: Flag = key(False, "Switch Python's cyclic collector off.", support=warned("it stays on"))
+    graph_harvesting: Flag = key(False, "Record the model's graph once.", support=warned("graphs are not harvested"))
+
+    checkpoint: CheckpointConfig = key(CheckpointConfig, "Checkpoints.")
+    nebula: NebulaConfig = key(NebulaConfig, "Checkpoints through a service.")
+    activation_checkpointing: ActivationCheckpointingConfig = key(ActivationCheckpointingConfig, "Recomputation.")
+
+    tensorboard: TensorBoardConfig = key(TensorBoardConfig, "TensorBoard.")
+    wandb: WandbConfig = key(WandbConfig, "Weights & Biases.")
+    comet: CometConfig = key(CometConfig, "Comet.")
+    csv_monitor: CSVConfig = key(CSVConfig, "CSV files.")
+    comms_logger: CommsLoggerConfig = key(CommsLoggerConfig, "Record of collectives.")
+    flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig, "Operations of a step.")
+    timers: TimersConfig = key(TimersConfig, "Timers.")
+
+    tensor_parallel: TensorParallelConfig = key(TensorParallelConfig, "Tensor parallelism.")
+    expert_parallel: ExpertParallelConfig = key(ExpertParallelConfig, "Expert parallelism.")
+    pipeline: PipelineConfig = key(PipelineConfig, "Pipeline parallelism.")
+    sequence_parallel_size: Int = key(
+        1,
+        "Sequence-parallel degree.",
+        unit="ranks",
+        ge=1,
+        support=refused("sequence parallelism is not in this version"),
+    )
+    data_parallel_size: Int | None = key(
+        None, "Data-parallel degree.", unit="ranks", ge=1, support=warned("it is the number of ranks")
+    )
+    use_data_before_expert_parallel_: Flag = key(
+        False, "Order of expert groups.", support=refused("expert groups are not in this version")
+    )
+    hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "Training and generation in one loop.")
+    inference: Free = key(dict, "Read by init_inference and by Accelerate.", support=quiet("inference only"))
+    compile: CompileConfig = key(CompileConfig, "DeepCompile.")
+    aio: AioConfig = key(AioConfig, "Asynchronous input and output.")
+
+    data_efficiency: DataEfficiencyConfig = key(DataEfficiencyConfig, "Data efficiency.")
+    curriculum_learning: CurriculumConfig = key(CurriculumConfig, "Curriculum, the older form.")
+    compression_training: CompressionConfig = key(CompressionConfig, "Compression.")
+    quantize_training: Free = key(dict, "Quantized training.", support=refused("quantization is not in this version"))
+    weight_quantization: Free = key(dict, "Quantized weights.", support=refused("quantization is not in this version"))
+    sparse_attention: Free = key(dict, "Sparse attention.", support=refused("sparse attention is not in this version"))
+    progressive_layer_drop: ProgressiveLayerDropConfig = key(ProgressiveLayerDropConfig, "Layer drop.")
+    eigenvalue: EigenvalueConfig = key(EigenvalueConfig, "Eigenvalues.")
+    elasticity: ElasticityConfig = key(ElasticityConfig, "Elastic batch sizes.")
+    autotuning: AutotuningConfig = key(AutotuningConfig, "Autotuning.")
+
+    moved: ClassVar[dict[str, tuple[str, str]]] = {
+        "bfloat16": ("bf16", "same"),
+        "pld": ("progressive_layer_drop", "same"),
+        "fp32_allreduce": ("communication_data_type", "true means fp32"),
+    }
+
+    _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _auto: list[str] = PrivateAttr(default_factory=list)
+    _world_size: int = PrivateAttr(default=1)
+
+    def __init__(
+        self,
+        config: ConfigSource,
+        mpu: Any = None,
+        mesh_device: Any = None,
+        *,
+        world_size: int | None = None,
+        batch_required: bool = True,
+    ) -> None:
+        raw = read_config(config)
+        intake = take_in(DeepSpeedConfig, raw)
+        fill = super().__init__
+        validated("", DeepSpeedConfig, lambda: fill(**intake.values))
+        self._raw = raw
+        self._auto = intake.auto
+        self._world_size = _data_parallel_size(mpu, mesh_device) if world_size is None else world_size
+        self._resolve_batch(batch_required)
+        self._check_exclusions()
+
+    def _resolve_batch(self, required: bool) -> None:
+        sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+        if sizes[:2] == (None, None):
+            waiting = [name for name in (TRAIN, MICRO) if name in self._auto]
+            if not required:
+                return
+            if waiting:
+                raise ConfigError(f"{waiting[0]}: found 'auto', which only Hugging Face's Trainer or Accelerate fills; "
+                                  "write a number")  # fmt: skip
+        triple = resolve_batch(*sizes, self._world_size)
+        # by __dict__, not by setattr: model_fields_set keeps to what the user wrote
+        self.__dict__.update({TRAIN: triple.train, MICRO: triple.micro, STEPS: triple.steps})
+        self._auto = [name for name in self._auto if name not in (TRAIN, MICRO, STEPS)]
+
+    def _check_exclusions(self) -> None:
+        native = [name for name in ("fp16", "bf16") if getattr(self, name).enabled]
+        if len(native) == 2:
+            raise ConfigError("bf16.enabled: found true together with fp16.enabled; keep one of them")
+        if native and self.amp.enabled:
+            raise ConfigError(f"amp.enabled: found true together with {native[0]}.enabled; keep one of them")
+        if self.torch_autocast.enabled and (self.fp16.enabled or self.amp.enabled):
+            other = "fp16" if self.fp16.enabled else "amp"
+            raise ConfigError(f"torch_autocast.enabled: found true together with {other}.enabled; "
+                              "keep one of them")  # fmt: skip
+        if self.bf16.bf16_optimizer_states and not self.bf16.bf16_master_weights_and_grads:
+            raise ConfigError("bf16.bf16_optimizer_states: found true without bf16_master_weights_and_grads; "
+                              "set both or neither")  # fmt: skip
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """The user's dict, unchanged; the same object if a dict was given. `engine.config` is this."""
+        return self._raw
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel ranks for which the batch sizes were resolved."""
+        return self._world_size
+
+    def unresolved_auto(self) -> list[str]:
+        """Dotted keys that still say "auto", for example "optimizer.params.lr"; attributes hold the default there."""
+        return list(self._auto)
+
+    def check_supported(self) -> None:
+        """Raise ConfigError for what this version must not ignore, warn once for what it may. For the engine."""
+        check_supported(self)
+
+    def describe(self) -> str:
+        """All resolved values, one "dotted.key  value" per line; what `dump_state` prints. `*` marks the user's own."""
+        lines = list(_lines(self, ""))
+        width = max(len(name) for name, _, _ in lines)
+        return "\n".join(f"{'*' if mine else ' '} {name:<{width}}  {value}" for name, value, mine in lines)
+
+    def print_user_config(self) -> None:
+        """Log the user's own JSON on rank 0 (level INFO)."""
+        log_dist(f"  json = {json.dumps(self.raw, sort_keys=True, indent=4, default=str)}")
+
+    def print(self, name: str) -> None:
+        """Log all values under the title `name` on rank 0 (level INFO)."""
+        log_dist(f"{name}:\n{self.describe()}")
+        self.print_user_config()
+
+    # Names under which DeepSpeed's users read the same values.
+
+    @property
+    def zero_config(self) -> ZeroConfig:
+        """The section `zero_optimization`."""
+        return self.zero_optimization
+
+    @property
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return self.zero_optimization.stage
+
+    @property
+    def zero_enabled(self) -> bool:
+        """Whether anything is partitioned."""
+        return self.zero_optimization.stage > 0
+
+    @property
+    def optimizer_name(self) -> str | None:
+        """The optimizer's name as the user wrote it."""
+        return self.optimizer.type if self.optimizer else None
+
+    @property
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """The optimizer's arguments."""
+        return self.optimizer.params if self.optimizer else None
+
+    @property
+    def scheduler_name(self) -> str | None:
+        """The schedule's name as the user wrote it."""
+        return self.scheduler.type if self.scheduler else None
+
+    @property
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """The schedule's arguments."""
+        return self.scheduler.params if self.scheduler else None
+
+    @property
+    def float16_config(self) -> FP16Config:
+        """The section `fp16`."""
+        return self.fp16
+
+    @property
+    def bfloat16_config(self) -> BF16Config:
+        """The section `bf16`."""
+        return self.bf16
+
+    @property
+    def fp16_enabled(self) -> bool:
+        """Whether fp16 is on."""
+        return self.fp16.enabled
+
+    @property
+    def bfloat16_enabled(self) -> bool:
+        """Whether bf16 is on."""
+        return self.bf16.enabled
+
+    @property
+    def loss_scale(self) -> float:
+        """The fixed fp16 loss scale; 0: dynamic."""
+        return self.fp16.loss_scale
+
+    @property
+    def grad_accum_dtype(self) -> str | None:
+        """The type of the accumulation buffer."""
+        return self.data_types.grad_accum_dtype
+
+
+def _data_parallel_size(mpu: Any, mesh_device: Any) -> int:
+    if mesh_device is not None:
+        return int(mesh_device.size(mesh_device.mesh_dim_names.index("data_parallel")))
+    return int(mpu.get_data_parallel_world_size()) if mpu is not None else 1
+
+
+def _lines(section: Section, path: str) -> list[tuple[str, str, bool]]:
+    lines = []
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        where = ".".join(filter(None, (path, info.alias or name)))
+        if isinstance(value, Section):
+            lines += _lines(value, where)
+        else:
+            lines.append((where, shown(value), name in section.model_fields_set))
+    return lines

@@ -1,0 +1,72 @@
+"""Whether this version does what a config asks: refuse what would change the result, warn about the rest.
+
+Called through `DeepSpeedConfig.check_supported()` by `engine/build.py`, after parsing: a config may be parsed for
+other ends (zero.Init, the command line tools) without being trainable here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.config.base import Section, Support, declared, default_of
+from deepspeed.config.data import switched_on
+from deepspeed.config.optim import OptimizerConfig
+from deepspeed.errors import ConfigError
+from deepspeed.log import warn_once
+
+
+@dataclass(frozen=True)
+class Objection:
+    """One key that asks for what is not there."""
+
+    where: str
+    found: Any
+    support: Support
+    default: Any
+
+    def sentence(self) -> str:
+        """ "key: found X, but ...; what to do"."""
+        remedy = "" if ";" in self.support.note else f"; leave it at {shown(self.default)}"
+        return f"{self.where}: found {shown(self.found)}, but {self.support.note}{remedy}"
+
+
+def check_supported(root: Section) -> None:
+    """Warn once per ignored key; raise ConfigError if a key must not be ignored."""
+    found = list(objections(root))
+    for objection in found:
+        if objection.support.action == "warned":
+            warn_once(f"{objection.where}: found {shown(objection.found)}, ignored: {objection.support.note}")
+    refusals = [objection for objection in found if objection.support.action == "refused"]
+    if refusals:
+        others = ", ".join(objection.where for objection in refusals[1:])
+        raise ConfigError(refusals[0].sentence() + (f" (not in this version either: {others})" if others else ""))
+
+
+def objections(section: Section, path: str = "") -> Iterator[Objection]:
+    """Every key under `section` which the user switched on and which is not acted on, in the order of declaration."""
+    for name, info in type(section).model_fields.items():
+        if name not in section.model_fields_set:
+            continue
+        value = getattr(section, name)
+        where = ".".join(filter(None, (path, info.alias or name)))
+        support, _ = declared(info)
+        if support.action in ("warned", "refused") and _asks(value, default_of(info), support):
+            yield Objection(where, value, support, default_of(info))
+        elif isinstance(value, Section):
+            yield from objections(value, where)
+    if isinstance(section, OptimizerConfig) and section.refusal():
+        note = section.refusal() or ""
+        yield Objection(f"{path}.type", section.type, Support("refused", note), None)
+
+
+def _asks(value: Any, default: Any, support: Support) -> bool:
+    if value == default or value in support.off:
+        return False
+    return switched_on(value) if isinstance(value, dict) else True
+
+
+def shown(value: Any) -> str:
+    """A value as JSON writes it."""
+    if value is None:
+        return "null"
+    return repr(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,228 @@
+"""`zero_optimization`: what ZeRO partitions (stages 0 to 3), in buckets of which size, and where shards live.
+
+Read by `engine/build.py`, which hands the section to the sharding of the stage.
+"""
+
+import sys
+from typing import Any, ClassVar, Literal
+
+from pydantic import model_validator
+from typing_extensions import Self
+
+from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, quiet, refused, warned
+
+_STAGE3 = quiet("stage 3 only")
+_NVME = quiet("offload to nvme only")
+_OFFLOAD = quiet("offload only")
+_QUANTIZED = quiet("stage 3 only (ZeRO++)")
+
+
+class OffloadParamConfig(Section):
+    """`offload_param`: where stage 3 keeps the parameter shards it is not using."""
+
+    device: Literal["none", "cpu", "nvme"] = key(
+        "none", "Where parameter shards rest.", support=refused("parameters are offloaded by stage 3 only")
+    )
+    nvme_path: Text | None = key(None, "Folder on the NVMe device.", support=_NVME)
+    buffer_count: Int = key(5, "Buffers in the pool between memory and NVMe.", ge=0, support=_NVME)
+    buffer_size: Int = key(100_000_000, "Size of one buffer.", unit="elements", ge=0, support=_NVME)
+    max_in_cpu: Int = key(1_000_000_000, "Elements kept in host memory.", unit="elements", ge=0, support=_NVME)
+    pin_memory: Flag = key(True, "Use page-locked host memory.", support=_OFFLOAD)
+    ratio: Float = key(1.0, "Part of the parameters that is offloaded.", ge=0, le=1, support=_OFFLOAD)
+
+
+class OffloadOptimizerConfig(Section):
+    """`offload_optimizer`: where optimizer states live and are updated."""
+
+    device: Literal["none", "cpu", "nvme"] = key(
+        "none",
+        "Where optimizer states rest. The engine decides on cpu, because a host accelerator has them there already.",
+        support=refused("offload to nvme is not in this version", off=("none", "cpu")),
+    )
+    nvme_path: Text | None = key(None, "Folder on the NVMe device.", support=_NVME)
+    buffer_count: Int = key(4, "Buffers in the pool; at least the number of states per parameter.", ge=0, support=_NVME)
+    pin_memory: Flag = key(True, "Use page-locked host memory.", support=_OFFLOAD)
+    pipeline_read: Flag = key(False, "Read the next tile while one is updated.", support=_NVME)
+    pipeline_write: Flag = key(False, "Write the last tile while one is updated.", support=_NVME)
+    fast_init: Flag = key(False, "Initialize the optimizer quickly when it lives on NVMe.", support=_NVME)
+    ratio: Float = key(
+        1.0,
+        "Part of the parameters that is updated on the host.",
+        ge=0,
+        le=1,
+        support=warned("all of the optimizer is placed together"),
+    )
+    super_offload: Flag = key(False, "SuperOffload.", support=refused("SuperOffload is not in this version"))
+    cpuadam_cores_perc: Float = key(0.8, "Part of the cores for the host optimizer.", ge=0, le=1, support=_OFFLOAD)
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether reads or writes overlap the update."""
+        return self.pipeline_read or self.pipeline_write
+
+
+class LeafModuleConfig(Section):
+    """`leaf_module`: modules that stage 3 gathers as one."""
+
+    classes: Texts = key(list, "Class names.", support=_STAGE3)
+    names: Texts = key(list, "Module names.", support=_STAGE3)
+    name_suffixes: Texts = key(list, "Ends of module names.", support=_STAGE3)
+
+
+class ZeroConfig(Section):
+    """`zero_optimization`. `true` means stage 1, as early pages wrote it."""
+
+    stage: Literal[0, 1, 2, 3] = key(
+        0,
+        "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are partitioned over the ranks.",
+        support=refused("stage 3 is not yet in this version; use stage 2", off=(0, 1, 2)),
+    )
+    reduce_bucket_size: Int = key(500_000_000, "Gradients reduced in one exchange, at most.", unit="elements", ge=1)
+    overlap_comm: Flag | None = key(
+        None, "Reduce gradients while backward runs. null: false at stages 0 to 2, true at stage 3."
+    )
+    contiguous_gradients: Flag = key(True, "Copy gradients into one buffer as they are produced.")
+    reduce_scatter: Flag = key(True, "Reduce to the owner of a shard, not to every rank.")
+    ignore_unused_parameters: Flag = key(True, "Accept parameters that got no gradient; false: raise and name them.")
+    offload_optimizer: OffloadOptimizerConfig | None = key(None, "Keep and update optimizer states elsewhere.")
+    offload_param: OffloadParamConfig | None = key(None, "Keep parameters elsewhere (stage 3).")
+
+    allgather_partitions: Flag = key(
+        True, "Collect updated parameters by all-gather; false: by broadcasts.", support=warned("the backend chooses")
+    )
+    allgather_bucket_size: Int = key(
+        500_000_000,
+        "Elements gathered in one exchange, at most.",
+        unit="elements",
+        ge=1,
+        support=warned("buckets have the size of reduce_bucket_size"),
+    )
+    use_multi_rank_bucket_allreduce: Flag = key(
+        True, "Reduce a bucket for several owners in one exchange.", support=warned("the backend chooses")
+    )
+    round_robin_gradients: Flag = key(
+        False, "Spread gradient copies to the host over the ranks.", support=warned("it tunes offload only")
+    )
+    compute_grad_norm: Flag = key(
+        True, "Compute the global gradient norm in each step.", support=warned("the norm is always computed")
+    )
+    parameter_alignment: Flag = key(
+        False,
+        "Start every parameter at a 16-byte boundary of the flat buffer.",
+        support=refused("flat buffers are dense in this version"),
+    )
+    load_from_fp32_weights: Flag = key(
+        True,
+        "Take fp32 masters from the checkpoint, not from its 16-bit weights.",
+        support=refused("masters are always read in fp32"),
+    )
+    elastic_checkpoint: Flag = key(
+        False,
+        "Deprecated: checkpoints that load at another world size.",
+        support=refused("use a universal checkpoint"),
+    )
+    legacy_stage1: Flag = key(False, "The first implementation of stage 1.", support=warned("there is one stage 1"))
+    grad_hooks: Flag = key(True, "Deprecated: reduce from gradient hooks.", support=warned("hooks are always used"))
+    zenflow: Free | None = key(None, "ZenFlow.", support=refused("ZenFlow is not in this version"))
+    save_muon_momentum_buffer_in_memory: Flag = key(False, "Keep Muon's momentum out of NVMe.", support=_NVME)
+    enable_sanity_checks: Flag = key(False, "Extra checks of stage 3's state.", support=_STAGE3)
+
+    sub_group_size: Int = key(
+        1_000_000_000, "Parameters updated at a time.", unit="elements", ge=0, support=_STAGE3
+    )  # Hugging Face's examples write 0 or 1e9; both mean "do not tile"
+    prefetch_bucket_size: Int = key(
+        50_000_000,
+        "Parameters fetched ahead.",
+        unit="elements",
+        ge=0,
+        json_key="stage3_prefetch_bucket_size",
+        support=_STAGE3,
+    )
+    param_persistence_threshold: Int = key(
+        100_000,
+        "Smaller parameters are not partitioned.",
+        unit="elements",
+        ge=0,
+        json_key="stage3_param_persistence_threshold",
+        support=_STAGE3,
+    )
+    model_persistence_threshold: Int = key(
+        sys.maxsize,
+        "Unpartitioned elements in the model, at most.",
+        unit="elements",
+        ge=0,
+        json_key="stage3_model_persistence_threshold",
+        support=_STAGE3,
+    )
+    max_live_parameters: Int = key(
+        1_000_000_000,
+        "Gathered elements per rank before some are released.",
+        unit="elements",
+        ge=0,
+        json_key="stage3_max_live_parameters",
+        support=_STAGE3,
+    )
+    max_reuse_distance: Int = key(
+        1_000_000_000,
+        "Keep a parameter that is used again within so many elements.",
+        unit="elements",
+        ge=0,
+        json_key="stage3_max_reuse_distance",
+        support=_STAGE3,
+    )
+    gather_16bit_weights_on_model_save: Flag = key(
+        False,
+        "Gather the weights for save_16bit_model().",
+        json_key="stage3_gather_16bit_weights_on_model_save",
+        support=quiet("stage 3 only; below it the weights are whole"),
+    )
+    module_granularity_threshold: Int = key(
+        0,
+        "Modules with fewer elements per descendant are fetched as one.",
+        unit="elements",
+        ge=0,
+        json_key="stage3_module_granularity_threshold",
+        support=_STAGE3,
+    )
+    use_all_reduce_for_fetch_params: Flag = key(
+        False, "Fetch by all-reduce.", json_key="stage3_use_all_reduce_for_fetch_params", support=_STAGE3
+    )
+    allgather_sequential: Flag = key(
+        False, "Gather parameters one by one.", json_key="stage3_allgather_sequential", support=_STAGE3
+    )
+    leaf_module: LeafModuleConfig = key(LeafModuleConfig, "Modules gathered as one.", support=_STAGE3)
+    memory_efficient_linear: Flag = key(True, "Save memory in linear layers.", support=_STAGE3)
+    pipeline_loading_checkpoint: Flag = key(False, "Load while partitioning.", support=_STAGE3)
+    override_module_apply: Flag = key(True, "Let Module.apply see whole parameters.", support=_STAGE3)
+    log_trace_cache_warnings: Flag = key(False, "Log when the recorded order of modules changes.", support=_STAGE3)
+    zero_hpz_partition_size: Int = key(1, "Ranks of the secondary partition.", unit="ranks", ge=1, support=_QUANTIZED)
+    zero_quantized_weights: Flag = key(False, "Gather weights in int8.", support=_QUANTIZED)
+    zero_quantized_nontrainable_weights: Flag = key(False, "Keep frozen weights in int8.", support=_QUANTIZED)
+    zero_quantized_gradients: Flag = key(False, "Reduce gradients in int4.", support=_QUANTIZED)
+    zeropp_loco_param: Free | None = key(None, "Error feedback of quantized gradients (LoCo).", support=_QUANTIZED)
+    mics_shard_size: Int = key(-1, "Ranks of a MiCS shard group; -1: off.", unit="ranks", support=_STAGE3)
+    mics_hierarchical_params_gather: Flag = key(False, "Gather inside a node first.", support=_STAGE3)
+
+    moved: ClassVar[dict[str, tuple[str, str]]] = {
+        "cpu_offload": ("offload_optimizer.device", "true means cpu"),
+        "cpu_offload_params": ("offload_param.device", "true means cpu"),
+        "cpu_offload_param": ("offload_param.device", "true means cpu"),
+        "cpu_offload_use_pin_memory": ("offload_optimizer.pin_memory", "same"),
+        "stage3_gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", "same"),
+    }
+
+    @classmethod
+    def normalize(cls, value: Any) -> Any:
+        """`true` is stage 1, `false` is stage 0: the form of the first DeepSpeed."""
+        return {"stage": int(value)} if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _resolve_overlap(self) -> Self:
+        if self.overlap_comm is None:
+            self.__dict__["overlap_comm"] = self.stage == 3  # not by setattr: the user did not write it
+        return self
+
+    @property
+    def gather_fp16_weights_on_model_save(self) -> bool:
+        """Old name of `gather_16bit_weights_on_model_save`."""
+        return self.gather_16bit_weights_on_model_save
