@@ -1,0 +1,17 @@
+"""The device in force: its base class, the choice, and the plain device that needs no plugin.
+
+    from deepspeed.accelerator import get_accelerator
+    x = torch.empty(8, device=get_accelerator().current_device_name())
+
+May import `plugins` and what lies below. Read next: `current.py` (how the choice is made), `abstract_accelerator.py`
+(what an accelerator answers), `plain.py` (the smallest complete one).
+"""
+
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator.current import (
+    get_accelerator,
+    is_current_accelerator_supported,
+    set_accelerator,
+)
+
+__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]

@@ -1,0 +1,48 @@
+"""DeepSpeedAccelerator: everything the core asks of a device, answered by torch where a vendor says nothing else.
+
+A vendor whose device torch knows writes two lines and then only what differs:
+
+    class XYZ_Accelerator(DeepSpeedAccelerator):
+        _name = "xyz"                          # torch.device("xyz"), torch.xyz
+        _communication_backend_name = "xyzccl"
+
+    # optional: override any method of the six faces below
+
+The methods stand in six files by subject, so that each can be read at once: `device.py` (which device, and how it
+behaves), `rng.py`, `streams.py` (streams, events, graphs), `memory.py`, `dtypes.py`, `building.py` (op builders,
+environment, compiler). There is no abstract method and no `__init__`: a class that implements everything itself, as
+vendors wrote them for DeepSpeed, is as welcome as one that implements nothing, and new methods never break it.
+"""
+
+from deepspeed.accelerator.building import BuildingFace
+from deepspeed.accelerator.device import DeviceFace
+from deepspeed.accelerator.dtypes import DtypeFace
+from deepspeed.accelerator.memory import MemoryFace
+from deepspeed.accelerator.rng import RngFace
+from deepspeed.accelerator.streams import StreamFace
+
+
+class DeepSpeedAccelerator(DeviceFace, RngFace, StreamFace, MemoryFace, DtypeFace, BuildingFace):
+    """A device as the core sees it. Built once per process by a plugin's `ds_accelerator`, or by the user.
+
+    Class attributes (an old-style class sets the same names in its `__init__`):
+        _name: the device type of torch, for example `"cpu"`.
+        _communication_backend_name: the torch.distributed backend for tensors of this device.
+        _compile_backend: the `torch.compile` backend; `set_compile_backend` changes it.
+    """
+
+
+# Title -> face; the reference page is written from this table.
+FACES: dict[str, type] = {
+    "Device": DeviceFace,
+    "Random numbers": RngFace,
+    "Streams, events, graphs": StreamFace,
+    "Memory": MemoryFace,
+    "Dtypes and tensors": DtypeFace,
+    "Op builders, environment, compiler": BuildingFace,
+}
+
+
+def documented_names() -> list[str]:
+    """Every public method and property of the interface, sorted."""
+    return sorted({name for face in FACES.values() for name in vars(face) if not name.startswith("_")})

@@ -1,0 +1,194 @@
+"""The accelerator in force: who chooses it, when, and why it was this one.
+
+    set_accelerator(X())  >  DS_ACCELERATOR=name  >  the available offer of highest priority  >  the plain device
+
+The choice is made on the first `get_accelerator()`, once per process, and logged in one line. `DS_ACCELERATOR` loads
+that plugin alone. `explain()` tells the whole story to `ds_report`.
+"""
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator.plain import PlainAccelerator
+from deepspeed.errors import PluginError
+from deepspeed.log import logger
+from deepspeed.plugins import Offer, plugin_manager
+
+VARIABLE = "DS_ACCELERATOR"
+PLAIN = "plain"
+
+# What a class that does not derive from DeepSpeedAccelerator must answer itself; the base answers the rest.
+_OWN_ANSWERS = ("device_name", "current_device_name", "device_count", "is_available", "communication_backend_name")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The accelerator in force, the plugin it came from (None: from no plugin), and why it was chosen."""
+
+    accelerator: DeepSpeedAccelerator
+    plugin: str | None
+    why: str
+
+
+_choice: Choice | None = None
+_accelerator: DeepSpeedAccelerator | None = None  # _choice.accelerator, one lookup away
+_lock = threading.RLock()  # re-entrant, so that a plugin that calls back gets an error and not a deadlock
+_choosing = False
+
+
+def get_accelerator() -> DeepSpeedAccelerator:
+    """The accelerator in force, the same object for the whole process. Called everywhere, so it costs a lookup.
+
+    Raises:
+        PluginError: `DS_ACCELERATOR` names a plugin that is missing, broken or has no device, or two plugins offer
+            devices with equal priority. Nothing is remembered then; the next call tries again.
+    """
+    return _accelerator if _accelerator is not None else _choose_once().accelerator
+
+
+def set_accelerator(accelerator: Any) -> None:
+    """Use `accelerator` from now on, over every other rule. Called by user scripts before anything else.
+
+    Args:
+        accelerator: an instance of `DeepSpeedAccelerator`, or of a class with its methods that does not derive from it:
+            such an object is made an instance of its own class *and* of the base, which answers what it lacks.
+            `None` forgets the choice, so that the next `get_accelerator()` chooses anew.
+
+    Raises:
+        PluginError: it is neither.
+    """
+    with _lock:
+        if accelerator is None:
+            _install(None)
+        else:
+            _install(Choice(_adopt(accelerator), None, "set_accelerator was called"))
+
+
+def is_current_accelerator_supported() -> bool:
+    """True when the accelerator in force can be used: its device is there."""
+    return get_accelerator().is_available()
+
+
+def explain() -> Choice:
+    """The choice and its reason; chooses when nothing was chosen yet. For `ds_report`."""
+    return _choice if _choice is not None else _choose_once()
+
+
+def _choose_once() -> Choice:
+    global _choosing
+    with _lock:
+        if _choice is not None:
+            return _choice
+        if _choosing:
+            raise PluginError(
+                "get_accelerator() was called while an accelerator plugin was being built; it must not be"
+            )
+        _choosing = True
+        try:
+            choice = _choose()
+            _install(choice)
+        finally:
+            _choosing = False
+        logger.info(f"accelerator {choice.accelerator._name!r} ({type(choice.accelerator).__name__}): {choice.why}")
+        return choice
+
+
+def _install(choice: Choice | None) -> None:
+    """The only writer of the choice. Keeps the hooks of the chosen plugin, and no other's, active."""
+    global _choice, _accelerator
+    if _choice is not None and _choice.plugin is not None:
+        plugin_manager().deactivate(_choice.plugin)
+    if choice is not None and choice.plugin is not None:
+        plugin_manager().activate(choice.plugin)
+    _choice = choice
+    _accelerator = None if choice is None else choice.accelerator
+
+
+def _choose() -> Choice:
+    wanted = os.environ.get(VARIABLE, "").strip()
+    if wanted == PLAIN:
+        return Choice(PlainAccelerator(), None, f"{VARIABLE}={PLAIN}")
+    if wanted:
+        return _by_name(wanted)
+    while True:
+        offers = plugin_manager().offers()
+        available = [offer for offer in offers if offer.available]
+        if not available:
+            return _fall_to_plain(offers)
+        best = _highest(available)
+        try:
+            return _from_plugin(best, f"priority {best.priority} is the highest available ({best.reason})")
+        except PluginError as error:  # its device is there but its package is broken: the others still count
+            logger.warning(f"{error}; looking for another accelerator")
+            plugin_manager().withdraw(best.name, f"broken: {error}")
+
+
+def _highest(available: list[Offer]) -> Offer:
+    best = [offer for offer in available if offer.priority == available[0].priority]
+    if len(best) > 1:
+        names = " and ".join(repr(offer.name) for offer in best)
+        remedy = " or ".join(f"{VARIABLE}={offer.name}" for offer in best)
+        raise PluginError(
+            f"accelerators {names} are both available with priority {best[0].priority}; choose with {remedy}"
+        )
+    return best[0]
+
+
+def _by_name(name: str) -> Choice:
+    try:
+        plugin_manager().load(name)
+    except PluginError as error:
+        raise PluginError(f"{VARIABLE}={name}: {error}") from error
+    offer = plugin_manager().probe(name)
+    if not offer.available:
+        raise PluginError(
+            f"{VARIABLE}={name}: that accelerator cannot be used here: {offer.reason}; "
+            f"unset {VARIABLE} to choose another"
+        )
+    return _from_plugin(offer, f"{VARIABLE}={name}")
+
+
+def _from_plugin(offer: Offer, why: str) -> Choice:
+    built = plugin_manager().build_accelerator(offer.name)
+    return Choice(_adopt(built), offer.name, why)
+
+
+def _fall_to_plain(offers: list[Offer]) -> Choice:
+    if offers:
+        refused = "; ".join(f"{offer.name}: {offer.reason}" for offer in offers)
+        why = f"no installed accelerator is available ({refused})"
+        logger.warning(f"{why}; running on the plain CPU device. {VARIABLE}={PLAIN} silences this")
+    else:
+        why = "no accelerator extension is installed"
+        logger.warning(
+            f"{why}; running on the plain CPU device. pip install ds-ext-cpu, or your vendor's ds-ext-<device>; "
+            f"{VARIABLE}={PLAIN} silences this"
+        )
+    return Choice(PlainAccelerator(), None, why)
+
+
+def _adopt(accelerator: Any) -> DeepSpeedAccelerator:
+    """`accelerator` checked; one that does not derive from the base gets it as a second parent."""
+    kind = type(accelerator)
+    if isinstance(accelerator, type):
+        raise PluginError(f"an accelerator object is meant, not the class; call it: {accelerator.__name__}()")
+    if not isinstance(accelerator, DeepSpeedAccelerator):
+        missing = [name for name in _OWN_ANSWERS if not hasattr(kind, name)]
+        if missing:
+            raise PluginError(
+                f"{accelerator!r} ({kind.__name__}) is no accelerator: it lacks {', '.join(missing)}; "
+                "derive its class from deepspeed.accelerator.DeepSpeedAccelerator"
+            )
+        try:
+            accelerator.__class__ = type(kind.__name__, (kind, DeepSpeedAccelerator), {"__module__": kind.__module__})
+        except TypeError as error:
+            raise PluginError(f"{kind.__name__} must derive from DeepSpeedAccelerator: {error}") from error
+        if not accelerator._name:
+            accelerator._name = accelerator.device_name()
+    if not accelerator._name:
+        raise PluginError(f"{kind.__name__} has no `_name`; set it to the device type of torch, for example 'cpu'")
+    adopted: DeepSpeedAccelerator = accelerator
+    return adopted

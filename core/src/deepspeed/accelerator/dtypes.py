@@ -1,0 +1,81 @@
+"""DtypeFace: what the device computes in, and the tensor constructors of old scripts."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator.torch_module import TorchModule
+
+TensorMaker = Callable[..., torch.Tensor]
+
+
+class DtypeFace(TorchModule):
+    """Number formats."""
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The floating point types that a model can be trained in. Asked when the engine is built."""
+        dtypes = [torch.float32]
+        if self.is_fp16_supported():
+            dtypes.append(torch.float16)
+        if self.is_bf16_supported():
+            dtypes.append(torch.bfloat16)
+        return dtypes
+
+    def is_bf16_supported(self) -> bool:
+        """True when bfloat16 arithmetic works. Default: what torch says of the device, else True."""
+        return bool(self._ask("is_bf16_supported")) if self._has("is_bf16_supported") else True
+
+    def is_fp16_supported(self) -> bool:
+        """True when float16 arithmetic works. Default: what torch says of the device, else True."""
+        return bool(self._ask("is_fp16_supported")) if self._has("is_fp16_supported") else True
+
+    def is_triton_supported(self) -> bool:
+        """True when Triton compiles for this device. Default False: a vendor who has a Triton back end says so."""
+        return False
+
+    def amp(self) -> Any:
+        """torch's autocast module for the device (`torch.xyz.amp`), or None. `torch.autocast` needs no such module."""
+        return getattr(self._module(), "amp", None)
+
+    # ----- constructors of old scripts: get_accelerator().FloatTensor([1.0, 2.0]) ------------------------------------
+
+    @property
+    def BFloat16Tensor(self) -> TensorMaker:
+        """Makes a `torch.bfloat16` tensor of the given values on the current device."""
+        return self._maker(torch.bfloat16)
+
+    @property
+    def ByteTensor(self) -> TensorMaker:
+        """Makes a `torch.uint8` tensor of the given values on the current device."""
+        return self._maker(torch.uint8)
+
+    @property
+    def DoubleTensor(self) -> TensorMaker:
+        """Makes a `torch.float64` tensor of the given values on the current device."""
+        return self._maker(torch.float64)
+
+    @property
+    def FloatTensor(self) -> TensorMaker:
+        """Makes a `torch.float32` tensor of the given values on the current device."""
+        return self._maker(torch.float32)
+
+    @property
+    def HalfTensor(self) -> TensorMaker:
+        """Makes a `torch.float16` tensor of the given values on the current device."""
+        return self._maker(torch.float16)
+
+    @property
+    def IntTensor(self) -> TensorMaker:
+        """Makes a `torch.int32` tensor of the given values on the current device."""
+        return self._maker(torch.int32)
+
+    @property
+    def LongTensor(self) -> TensorMaker:
+        """Makes a `torch.int64` tensor of the given values on the current device."""
+        return self._maker(torch.int64)
+
+    def _maker(self, dtype: torch.dtype) -> TensorMaker:
+        # `torch.device(name)` without an index is the current device, and asking for it initializes nothing.
+        return functools.partial(torch.tensor, dtype=dtype, device=self._name)

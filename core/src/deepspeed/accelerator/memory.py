@@ -1,0 +1,121 @@
+"""MemoryFace: how much memory there is and who has it, in bytes; and memory that the device can copy from."""
+
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator.torch_module import TorchModule
+
+
+class MemoryFace(TorchModule):
+    """Memory figures and pinned memory. Every figure is an int in bytes; `None` means the current device."""
+
+    # ----- figures ---------------------------------------------------------------------------------------------------
+
+    def empty_cache(self) -> None:
+        """Give memory that the allocator keeps for reuse back to the device. Slow; for use between phases."""
+        self._ask("empty_cache")
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes held by live tensors."""
+        return int(self._ask("memory_allocated", device_index))
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The highest `memory_allocated` since the start or the last reset."""
+        return int(self._ask("max_memory_allocated", device_index))
+
+    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
+        """Start `max_memory_allocated` anew from the present figure."""
+        self.reset_peak_memory_stats(device_index)
+
+    def memory_cached(self, device_index: int | None = None) -> int:
+        """The former name of `memory_reserved`."""
+        return self.memory_reserved(device_index)
+
+    def max_memory_cached(self, device_index: int | None = None) -> int:
+        """The former name of `max_memory_reserved`."""
+        return self.max_memory_reserved(device_index)
+
+    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
+        """Start `max_memory_reserved` anew from the present figure."""
+        self.reset_peak_memory_stats(device_index)
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """The allocator's counters, keyed as torch does: `"allocated_bytes.all.current"`, `"...peak"` and so on."""
+        return dict(self._ask("memory_stats", device_index))
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Start all peak figures anew from the present ones."""
+        self._ask("reset_peak_memory_stats", device_index)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes the allocator took from the device: live tensors and what it keeps for reuse."""
+        return int(self._ask("memory_reserved", device_index))
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The highest `memory_reserved` since the start or the last reset."""
+        return int(self._ask("max_memory_reserved", device_index))
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of memory on the device, whoever uses them."""
+        index = self._ask("current_device") if device_index is None else device_index
+        return int(self._ask("get_device_properties", index).total_memory)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that can still be taken from the device.
+
+        What the driver calls free, where torch can ask it; otherwise the total less this process's tensors.
+        """
+        if self._has("mem_get_info"):
+            free, _total = self._ask("mem_get_info", device_index)
+            return int(free)
+        return self.total_memory(device_index) - self.memory_allocated(device_index)
+
+    # ----- pinned memory ---------------------------------------------------------------------------------------------
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """A CPU tensor of the same content in page-locked memory, which the device copies from without the host.
+
+        Args:
+            tensor: a CPU tensor; returned as it is when it is pinned and aligned already.
+            align_bytes: the address is made a multiple of this, as direct file reading and writing needs.
+        """
+        if self.is_pinned(tensor) and is_aligned(tensor, align_bytes):
+            return tensor
+        if align_bytes <= 1:
+            return tensor.pin_memory()
+        return aligned_copy(tensor, align_bytes, lambda numel: torch.empty(numel, dtype=torch.uint8).pin_memory())
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """True when `tensor` lies in memory as `pin_memory` gives it."""
+        return tensor.is_pinned()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """True when `tensor` lies in this device's memory."""
+        return tensor.device.type == self._name
+
+
+def is_aligned(tensor: torch.Tensor, align_bytes: int) -> bool:
+    """True when the first element of `tensor` stands at a multiple of `align_bytes`."""
+    return align_bytes <= 1 or tensor.data_ptr() % align_bytes == 0
+
+
+def aligned_copy(tensor: torch.Tensor, align_bytes: int, allocate: Any) -> torch.Tensor:
+    """A contiguous copy of `tensor` at an address that is a multiple of `align_bytes`.
+
+    `allocate(numel)` gives a 1-D uint8 buffer; `align_bytes` bytes more than needed are taken from it. The buffer lives
+    as long as the copy, which is a view of it.
+
+    Raises:
+        ValueError: `align_bytes` is not a multiple of the element size, so no view can start there.
+    """
+    if align_bytes % tensor.element_size():
+        raise ValueError(
+            f"align_bytes={align_bytes} is no multiple of the {tensor.element_size()} bytes of {tensor.dtype}; "
+            "use a power of two such as 512"
+        )
+    num_bytes = tensor.numel() * tensor.element_size()
+    buffer = allocate(num_bytes + align_bytes)
+    start = -buffer.data_ptr() % align_bytes
+    copy = buffer[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)

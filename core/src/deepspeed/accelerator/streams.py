@@ -1,0 +1,74 @@
+"""StreamFace: queues of work on the device, marks in them, and recorded graphs of them."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from deepspeed.accelerator.torch_module import TorchModule
+from deepspeed.errors import StateError
+
+
+class StreamFace(TorchModule):
+    """Streams, events and graphs. On a synchronized device they exist and do nothing."""
+
+    # ----- streams and events ----------------------------------------------------------------------------------------
+
+    @property
+    def Stream(self) -> Any:
+        """The stream class: `get_accelerator().Stream()` makes one on the current device."""
+        return self._attribute("Stream")
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which work is queued on `stream`; `None` leaves the current one."""
+        if stream is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._ask("stream", stream)
+        return context
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The stream that work is queued on now, of `device_index` or the current device."""
+        return self._ask("current_stream", device_index)
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The stream that work is queued on when nothing else was said."""
+        return self._ask("default_stream", device_index)
+
+    @property
+    def Event(self) -> Any:
+        """The event class, made with `enable_timing=True` where `elapsed_time` (milliseconds) is wanted."""
+        return self._attribute("Event")
+
+    # ----- graphs ----------------------------------------------------------------------------------------------------
+
+    def create_graph(self) -> Any:
+        """An empty graph to capture into, or None when this device records no graphs: then run eagerly.
+
+        torch calls the class after the device, in capitals: `torch.xyz.XYZGraph`.
+        """
+        graph_class = getattr(self._module(), f"{self._name.upper()}Graph", None)
+        return graph_class() if graph_class is not None else None
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        """A context that records work into `graph`; with `graph=None` the work simply runs.
+
+        Args:
+            graph: from `create_graph`.
+            pool: memory pool shared with another graph, in the device's own terms.
+            stream: the stream to capture on; default: one of torch's own.
+        """
+        if graph is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._ask("graph", graph, pool=pool, stream=stream)
+        return context
+
+    def replay_graph(self, graph: Any) -> None:
+        """Run the recorded work again, on the same memory.
+
+        Raises:
+            StateError: `graph` is None, so nothing was recorded.
+        """
+        if graph is None:
+            raise StateError(
+                f"replay_graph got None: {self._name!r} records no graphs (create_graph answered None); "
+                "call the function itself instead"
+            )
+        graph.replay()

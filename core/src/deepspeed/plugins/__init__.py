@@ -1,0 +1,17 @@
+"""The plug: what other packages may give to the core, and how the core finds it.
+
+A plugin is a module (or any object) with functions marked `@hookimpl`. Packages announce it by an entry point:
+devices in the group `deepspeed.accelerators`, everything else in `deepspeed.plugins`:
+
+    [project.entry-points."deepspeed.accelerators"]
+    cpu = "ds_ext_cpu.plugin"
+
+May import `config`, `errors`, `log` and no torch: a plugin's door must open without a device.
+Read next: `hookspecs.py` (what a plugin can say), then `manager.py` (how it is found).
+"""
+
+from deepspeed.plugins.hookspecs import PLUGIN_API, hookimpl
+from deepspeed.plugins.manager import ACCELERATORS, FEATURES, PluginManager, plugin_manager
+from deepspeed.plugins.offer import Offer
+
+__all__ = ["ACCELERATORS", "FEATURES", "PLUGIN_API", "Offer", "PluginManager", "hookimpl", "plugin_manager"]

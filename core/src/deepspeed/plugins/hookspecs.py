@@ -1,0 +1,219 @@
+"""The hooks, in three groups: what a plugin can say to the core. This file is the reference page.
+
+A plugin writes only the hooks it needs, with as many of the named arguments as it uses:
+
+    from deepspeed.plugins import Offer, hookimpl
+
+    DS_PLUGIN_API = ">=1,<2"        # optional: the plugin API versions that this plugin was made for
+
+    @hookimpl
+    def ds_probe():
+        return Offer("xyz", priority=100, reason="2 devices")
+
+Order of calls: `ds_probe` -> `ds_accelerator` -> `ds_op_builders`, `ds_check_config` -> the hooks by name, while the
+engine is built -> the events. No hook is called per parameter or per bucket.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from deepspeed.plugins.offer import Offer
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+    from deepspeed.config.root import DeepSpeedConfig
+    from deepspeed.engine.engine import DeepSpeedEngine
+
+PROJECT = "deepspeed"
+# Grows by a minor step when a hook or an argument is added, by a major one when an old plugin would break.
+PLUGIN_API = "1.0"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Start: which device, with what, under which configuration
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def ds_probe() -> Offer:  # type: ignore[empty-body]
+    """Say whether this plugin's device can be used in this process.
+
+    Called at most once per process, on the first `get_accelerator()` or by `ds_report`, and not at all when
+    `set_accelerator` came first. Must be cheap (milliseconds), import no torch, and create no device context: look at
+    `/dev`, `/sys` or the driver library. An exception counts as "not available", with its text as the reason.
+
+    Returns:
+        An `Offer` whose `name` is the entry point's name.
+    """
+
+
+@hookspec
+def ds_accelerator() -> "DeepSpeedAccelerator":  # type: ignore[empty-body]
+    """Build the accelerator. Called once, for the chosen plugin only, after its API range was checked.
+
+    Import torch and the vendor's package here, not at the top of the plugin module. Do not call `get_accelerator()`:
+    it is waiting for this answer.
+
+    Returns:
+        An instance of `DeepSpeedAccelerator`.
+
+    Raises:
+        Anything: it becomes a `PluginError` that names this plugin.
+    """
+
+
+@hookspec
+def ds_op_builders() -> "Mapping[str, type]":  # type: ignore[empty-body]
+    """Name the op builders of this plugin. Called when an op is first resolved, for the chosen device and the host.
+
+    Returns:
+        Builder name -> class deriving from `OpBuilder`, for example `{"FusedAdamBuilder": FusedAdamBuilder}`.
+        Naming is cheap; compiling happens in `OpBuilder.load`.
+    """
+
+
+@hookspec
+def ds_check_config(config: "DeepSpeedConfig") -> None:
+    """Refuse or remark on a configuration. Called once per engine, before anything is built, in every loaded plugin.
+
+    Args:
+        config: the parsed configuration; read it, never write it.
+
+    Raises:
+        ConfigError: naming the key, what was found and what this plugin can do.
+    """
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By name: the first plugin that knows the name wins. Answer None for a name that is not yours.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def ds_comm_backend(name: str) -> "Any | None":
+    """Give the communication backend called `name`. Called by `init_distributed`.
+
+    Args:
+        name: what the user or `communication_backend_name()` asked for, for example `"gloo"`.
+
+    Returns:
+        An object with the methods of `deepspeed.comm.backend.Backend`, or None.
+    """
+
+
+@hookspec(firstresult=True)
+def ds_optimizer(
+    name: str, params: "list[dict[str, Any]]", arguments: "Mapping[str, Any]"
+) -> "torch.optim.Optimizer | None":
+    """Give the optimizer that the configuration calls `name`. Called once per engine, before the built-in names.
+
+    Args:
+        name: `optimizer.type` of the configuration, as written.
+        params: torch parameter groups.
+        arguments: `optimizer.params` of the configuration.
+
+    Returns:
+        A torch optimizer over `params`, or None.
+    """
+
+
+@hookspec(firstresult=True)
+def ds_sharding(name: str) -> "Callable[..., Any] | None":
+    """Give the way in which states, gradients and parameters are divided. Called once per engine.
+
+    Args:
+        name: `"0"` to `"3"` for the ZeRO stages, or a plugin's own name from `zero_optimization`.
+
+    Returns:
+        A class with the contract of `deepspeed.zero.strategy.Sharding`, or None.
+    """
+
+
+@hookspec(firstresult=True)
+def ds_checkpoint_store(name: str) -> "Any | None":
+    """Give the store that writes and reads checkpoint files. Called once per engine.
+
+    Args:
+        name: the store's name in the `checkpoint` section.
+
+    Returns:
+        An object with the methods of `deepspeed.checkpoint.store`, or None.
+    """
+
+
+@hookspec(firstresult=True)
+def ds_monitor(name: str, arguments: "Mapping[str, Any]") -> "Any | None":
+    """Give a monitor that metrics are written to. Called on rank 0, once per engine and configured monitor.
+
+    Args:
+        name: the monitor's section in the configuration, for example `"tensorboard"`.
+        arguments: that section.
+
+    Returns:
+        An object with `write_events(list of (name, value, step))`, or None.
+    """
+
+
+@hookspec(firstresult=True)
+def ds_launcher(name: str) -> "Any | None":
+    """Give a way to start ranks on many hosts. Called by the `deepspeed` command, in a process without torch.
+
+    Args:
+        name: the value of `--launcher`, lower case.
+
+    Returns:
+        A runner class with the contract of `deepspeed.launcher.multinode`, or None.
+    """
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Events: every plugin hears them; nothing they return is read, and they cannot change the step.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def ds_engine_ready(engine: "DeepSpeedEngine") -> None:
+    """The engine is built. Called once per engine, at the end of `deepspeed.initialize`, on every rank."""
+
+
+@hookspec
+def ds_step_end(stats: "Any") -> None:
+    """An optimizer step ended. Called on every rank, once per step (not per micro batch), after the update.
+
+    Args:
+        stats: what the step found: its number, the loss scale, the gradient norm, whether it was skipped.
+    """
+
+
+@hookspec
+def ds_checkpoint_saved(directory: str, tag: str) -> None:
+    """A checkpoint is complete on disk and `latest` names it. Called on every rank, after the closing barrier.
+
+    Args:
+        directory: the `save_dir` the user gave.
+        tag: the folder below it.
+    """
+
+
+# Title -> (what the group is, its hooks in the order of their calls). The reference page is written from this table.
+GROUPS: dict[str, tuple[str, tuple[Callable[..., Any], ...]]] = {
+    "Start": (
+        "Which device, with what, under which configuration.",
+        (ds_probe, ds_accelerator, ds_op_builders, ds_check_config),
+    ),
+    "By name": (
+        "The first plugin that knows the name wins. Answer None for a name that is not yours.",
+        (ds_comm_backend, ds_optimizer, ds_sharding, ds_checkpoint_store, ds_monitor, ds_launcher),
+    ),
+    "Events": (
+        "Every plugin hears them; nothing they return is read, and they cannot change the step.",
+        (ds_engine_ready, ds_step_end, ds_checkpoint_saved),
+    ),
+}

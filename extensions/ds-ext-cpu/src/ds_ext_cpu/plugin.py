@@ -1,0 +1,37 @@
+"""The door of this extension: hook implementations only; torch and the accelerator are imported when it is chosen."""
+
+import os
+from typing import TYPE_CHECKING
+
+from deepspeed.plugins import Offer, hookimpl
+
+from ds_ext_cpu.numa import usable_nodes
+
+if TYPE_CHECKING:
+    from ds_ext_cpu.accelerator import CPU_Accelerator
+
+DS_PLUGIN_API = ">=1,<2"
+
+# Any real device wins over the host.
+_PRIORITY = 0
+
+
+@hookimpl
+def ds_probe() -> Offer:
+    """The CPU is always there."""
+    nodes = len(usable_nodes())
+    return Offer("cpu", _PRIORITY, reason=f"{_num_cores()} cores on {nodes} NUMA node{'s' if nodes > 1 else ''}")
+
+
+@hookimpl
+def ds_accelerator() -> "CPU_Accelerator":
+    """The accelerator, with torch behind it."""
+    from ds_ext_cpu.accelerator import CPU_Accelerator
+
+    return CPU_Accelerator()
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
