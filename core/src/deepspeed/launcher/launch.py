@@ -1,0 +1,236 @@
+"""The per-node process: `python -m deepspeed.launcher.launch PLAN SCRIPT ARGUMENTS...`, which `runner.py` becomes.
+
+It asks the accelerator in force for devices, writes one command per rank, lets `node_agent.py` run them, and ends with
+the report of `failure.py` if a rank failed. Exit codes: the failing rank's own, 128 + n for signal n, 2 for a wrong
+flag.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from deepspeed.errors import ConfigError
+from deepspeed.launcher.plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from deepspeed.launcher.node_agent import RankCommand
+
+DEFAULT_MASTER_PORT = 29500
+USAGE_EXIT_CODE = 2
+
+
+class Placement(NamedTuple):
+    """How many ranks run here, and the variables that show them their devices."""
+
+    num_ranks: int
+    environment: dict[str, str]
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """`argv`: the encoded plan, the script, and the script's arguments."""
+    plan = LaunchPlan.decode(argv[0])
+    try:
+        with _pid_file(plan.save_pid):
+            code = run_node(plan, argv[1], argv[2:])
+    except ConfigError as error:
+        _say(f"deepspeed: error: {error}")
+        code = USAGE_EXIT_CODE
+    sys.exit(code)
+
+
+def run_node(plan: LaunchPlan, script: str, script_args: Sequence[str]) -> int:
+    """Run every rank of this node to its end; the exit code for the shell."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.launcher.failure import describe_failure, exit_code_of
+    from deepspeed.launcher.node_agent import NodeAgent, NodeRendezvous, SignalException
+    from deepspeed.launcher.output import OutputReader
+
+    placement = place_ranks(plan, get_accelerator())
+    commands = make_commands(plan, placement, script, script_args)
+    rendezvous = NodeRendezvous(
+        plan.master_addr, choose_port(plan.master_port), None if plan.master_port else find_free_port
+    )
+    output = OutputReader(plan.log_dir, plan.log_only)
+    agent = NodeAgent(commands, rendezvous, output)
+    if "LOGLEVEL" not in os.environ:  # the agent's remarks on signals would stand between the user and the cause
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
+    _raise_on_signals(SignalException)
+    try:
+        agent.run()
+    except SignalException as stop:
+        return 128 + stop.sigval
+    finally:
+        output.finish()
+    if agent.first_failure is None:
+        return 0
+    rank, pid, return_code = agent.first_failure
+    _say(describe_failure(rank, pid, return_code, output.stderr_tail(rank)))
+    return exit_code_of(return_code)
+
+
+def place_ranks(plan: LaunchPlan, accelerator: Any) -> Placement:
+    """Number of ranks and visible devices, from what was asked and what the accelerator in force has.
+
+    On an accelerator that computes on the host any number of ranks may be started, and nothing needs hiding.
+
+    Raises:
+        ConfigError: a device was asked for that is not there.
+    """
+    shares_host = bool(accelerator.is_synchronized_device())
+    count = plan.num_slots if plan.num_slots is not None else accelerator.device_count()
+    flag, slots = _asked_slots(plan, count)
+    if slots and slots[-1] >= count and not shares_host:
+        asked = f"device {slots[-1]}" if plan.include is not None else f"{len(slots)} devices"
+        raise ConfigError(
+            f"{flag}: asks for {asked}; found {count} of {accelerator.device_name()}, numbered from 0; ask for those"
+        )
+    if not slots:
+        raise ConfigError(
+            f"{flag}: leaves no device of {accelerator.device_name()} to run on ({count} found); `ds_report` shows why"
+        )
+    environment: dict[str, str] = {}
+    if flag != "devices" and not shares_host:
+        accelerator.set_visible_devices_envs(environment, _visible(accelerator, slots))
+    return Placement(len(slots), environment)
+
+
+def _asked_slots(plan: LaunchPlan, count: int) -> tuple[str, list[int]]:
+    """The flag that decides, and the slots it asks for in ascending order."""
+    if plan.include is not None:
+        return "--include", list(plan.include)
+    if plan.exclude is not None:
+        if plan.exclude and max(plan.exclude) >= count:
+            raise ConfigError(f"--exclude: there is no device {max(plan.exclude)}; the devices are 0 to {count - 1}")
+        return "--exclude", [slot for slot in range(count) if slot not in plan.exclude]
+    if plan.num_ranks is not None:
+        return "--num_gpus/--num_accelerators", list(range(plan.num_ranks))
+    return "--hostfile" if plan.num_slots is not None else "devices", list(range(count))
+
+
+def _visible(accelerator: Any, slots: Sequence[int]) -> list[Any]:
+    """Slots count within what the environment already shows (a scheduler may have given this job devices 4 to 7)."""
+    for variable in accelerator.visible_devices_envs():
+        shown = os.environ.get(variable)
+        if shown:
+            devices = shown.split(",")
+            if slots[-1] < len(devices):
+                return [devices[slot].strip() for slot in slots]
+    return list(slots)
+
+
+def make_commands(
+    plan: LaunchPlan, placement: Placement, script: str, script_args: Sequence[str]
+) -> "list[RankCommand]":
+    """One command per local rank: program, `--local_rank=N` right after the script, the script's own arguments."""
+    from deepspeed.launcher.node_agent import RankCommand
+
+    if plan.no_python:
+        program = [script]
+    else:
+        program = [sys.executable, "-u", *(["-m"] if plan.module else []), script]
+    shares = _core_shares(plan, placement.num_ranks)
+    commands = []
+    for local_rank in range(placement.num_ranks):
+        cores = shares[local_rank] if shares is not None else None
+        environment = dict(placement.environment)
+        if cores is not None:
+            environment["OMP_NUM_THREADS"] = str(len(cores))
+        elif placement.num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = "1"  # as torchrun does: otherwise every rank takes every core
+        rank_flag = [] if plan.no_local_rank else [f"--local_rank={local_rank}"]
+        commands.append(RankCommand([*program, *rank_flag, *script_args], environment, cores))
+    return commands
+
+
+def _core_shares(plan: LaunchPlan, num_ranks: int) -> list[list[int]] | None:
+    if not plan.bind_cores_to_rank:
+        return None
+    from deepspeed.launcher.numa import available_cores, check_cores, parse_core_list, share_cores
+
+    if plan.bind_core_list is None:
+        return share_cores(available_cores(), num_ranks)
+    cores = parse_core_list(plan.bind_core_list)
+    check_cores(cores)
+    return share_cores(cores, num_ranks)
+
+
+def choose_port(asked: int | None) -> int:
+    """The port for the store: the one asked for, or the default, or a free one if the default is taken.
+
+    Raises:
+        ConfigError: the port that was asked for is taken.
+    """
+    port = asked if asked is not None else DEFAULT_MASTER_PORT
+    if _is_free(port):
+        return port
+    if asked is not None:
+        raise ConfigError(
+            f"--master_port {asked}: is in use on this machine; give another, or leave the flag away to get a free one"
+        )
+    return find_free_port()
+
+
+def find_free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _raise_on_signals(exception: type) -> None:
+    """From now on a signal becomes an exception in the main thread, which the agent turns into an orderly end."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise exception(f"signal {number}", signal.Signals(number))
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
+            signal.signal(number, stop)
+
+
+@contextmanager
+def _pid_file(wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    path = Path(tempfile.gettempdir()) / f"{os.getpid()}.ds"
+    path.unlink(missing_ok=True)  # left by an older process of this number
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"--save_pid: {path} cannot be written ({error.strerror}); remove it, or leave the flag away"
+        ) from error
+    with os.fdopen(fd, "w") as file:
+        file.write(str(os.getpid()))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - the command's answer, not a log line
+
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch loads, Ctrl-C ends without a traceback
+    sys.path.pop(0)  # `python -m` puts the working directory there: a user's `random.py` is not for this process
+    main(sys.argv[1:])

@@ -1,0 +1,244 @@
+"""torch's elastic agent for one node, with our way of starting, watching and ending the ranks.
+
+The agent (`SimpleElasticAgent`) owns the rendezvous, the store, the numbering of ranks and the loop; it calls the four
+methods below, in this order: `_start_workers` once, `_monitor_workers` until it reports an end, `_stop_workers` after a
+failure, `_shutdown` always. What is our own, and why:
+
+- `_monitor_workers` sleeps until a process ends instead of polling ten times a second, so the rank that failed *first*
+  is known even if its peers follow within milliseconds;
+- peers get `FAILURE_GRACE_S` instead of 30 s, so that a failed job ends in seconds;
+- a rank's whole process group ends with it, and the kernel ends the ranks if this process is killed.
+"""
+
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from deepspeed.errors import ConfigError
+from deepspeed.launcher.output import OutputReader
+
+FAILURE_GRACE_S = 5.0  # SIGTERM, this long, SIGKILL: for the peers of a rank that failed
+# What ranks get when the launcher itself is told to end: (signal, seconds to wait after it), and SIGKILL at the end.
+# Ctrl-C: a rank that waits in a collective cannot see SIGINT, so SIGTERM follows soon. SIGTERM: schedulers announce
+# preemption with it, and a rank may want to save; torch's agent waits 30 s as well.
+INTERRUPT_STEPS = ((signal.SIGINT, 3.0), (signal.SIGTERM, 3.0))
+TERMINATE_STEPS = ((signal.SIGTERM, 30.0),)
+_MONITOR_INTERVAL_S = 0.001  # the agent insists on a sleep between two calls; the waiting is done in _monitor_workers
+_RENDEZVOUS_TIMEOUT_S = 900
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class RankCommand(NamedTuple):
+    """What one local rank runs: the argument list, its own environment variables, and its cores (`None`: any)."""
+
+    arguments: Sequence[str]
+    environment: dict[str, str]
+    cores: Sequence[int] | None
+
+
+class NodeRendezvous(StaticTCPRendezvous):
+    """One node meets itself: a store on `master_port`, or on a free port if that is taken and nobody asked for it."""
+
+    def __init__(self, master_addr: str, master_port: int, find_free_port: Callable[[], int] | None) -> None:
+        super().__init__(master_addr, master_port, 0, 1, f"deepspeed-{os.getpid()}", _RENDEZVOUS_TIMEOUT_S)
+        self._find_free_port = find_free_port
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        try:
+            return super().next_rendezvous()
+        except DistNetworkError as error:
+            if self._find_free_port is None:
+                raise ConfigError(
+                    f"--master_addr {self.master_addr} --master_port {self.master_port}: cannot listen there "
+                    f"({str(error).splitlines()[0]}); give another port, or leave --master_port away to get a free one"
+                ) from error
+            self.master_port = self._find_free_port()
+            return super().next_rendezvous()
+
+
+class NodeAgent(SimpleElasticAgent):
+    """Runs the ranks of this node. `first_failure` is `(rank, pid, return code)` after a run that failed."""
+
+    def __init__(self, commands: Sequence[RankCommand], rendezvous: StaticTCPRendezvous, output: OutputReader) -> None:
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=len(commands),
+            rdzv_handler=rendezvous,
+            entrypoint=commands[0].arguments[0],
+            max_restarts=0,
+            monitor_interval=_MONITOR_INTERVAL_S,
+        )
+        super().__init__(spec)
+        self.first_failure: tuple[int, int, int] | None = None
+        self._commands = commands
+        self._output = output
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # local ranks in the order in which they ended
+        self._running: set[int] = set()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for worker in worker_group.workers:
+            command = self._commands[worker.local_rank]
+            environment = {**os.environ, **_rank_environment(worker_group, worker), **command.environment}
+            stdout_fd, stderr_fd = self._output.open_rank(worker.global_rank)
+            try:
+                self._processes[worker.local_rank] = _start(command, environment, stdout_fd, stderr_fd)
+            finally:
+                for fd in (stdout_fd, stderr_fd):
+                    if fd is not None:
+                        os.close(fd)
+        self._running = set(self._processes)
+        self._output.start()
+        for local_rank, process in self._processes.items():
+            threading.Thread(target=self._watch, args=(local_rank, process), daemon=True).start()
+        return {local_rank: process.pid for local_rank, process in self._processes.items()}
+
+    def _watch(self, local_rank: int, process: "subprocess.Popen[bytes]") -> None:
+        """Body of one thread per rank: report its end. The process stays unreaped, so that its group's number stays
+        taken."""
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            process.wait()
+        self._ended.put(local_rank)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        local_rank = self._ended.get()
+        self._running.discard(local_rank)
+        process = self._processes[local_rank]
+        if _peek(process) != 0:
+            worker = worker_group.workers[local_rank]
+            self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
+            self.first_failure = (worker.global_rank, process.pid, process.returncode)
+            failure = ProcessFailure(local_rank, process.pid, process.returncode, error_file="")
+            return RunResult(state=WorkerState.FAILED, failures={worker.global_rank: failure})
+        process.wait()
+        if self._running:
+            return RunResult(state=WorkerState.HEALTHY)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
+        """torch passes timeouts that differ between its versions; ours are the steps above."""
+        self._end_ranks(INTERRUPT_STEPS if death_sig == signal.SIGINT else TERMINATE_STEPS)
+
+    def _end_ranks(self, steps: Sequence[tuple[signal.Signals, float]]) -> None:
+        """End every rank that still runs, and the process groups of all that did not end well. Idempotent."""
+        try:
+            for number, wait_s in steps:
+                for local_rank in self._running:
+                    _signal_group(self._processes[local_rank], number)
+                self._wait_for_ends(wait_s)
+        except SignalException:  # asked a second time: no more patience
+            pass
+        for process in self._processes.values():
+            if process.returncode is None:  # not reaped: a group with this number is surely ours
+                _signal_group(process, signal.SIGKILL)
+                process.wait()
+        self._running.clear()
+
+    def _wait_for_ends(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._running and (left := deadline - time.monotonic()) > 0:
+            try:
+                self._running.discard(self._ended.get(timeout=left))
+            except queue.Empty:
+                return
+
+
+def _rank_environment(group: WorkerGroup, worker: Any) -> dict[str, str]:
+    """What torchrun gives a rank, and the names that DeepSpeed's launcher adds."""
+    spec = group.spec
+    return {
+        "RANK": str(worker.global_rank),
+        "LOCAL_RANK": str(worker.local_rank),
+        "WORLD_SIZE": str(worker.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "LOCAL_SIZE": str(spec.local_world_size),
+        "CROSS_RANK": str(group.group_rank),
+        "CROSS_SIZE": str(group.group_world_size),
+        "MASTER_ADDR": str(group.master_addr),
+        "MASTER_PORT": str(group.master_port),
+        "GROUP_RANK": str(group.group_rank),
+        "GROUP_WORLD_SIZE": str(group.group_world_size),
+        "ROLE_RANK": str(worker.role_rank),
+        "ROLE_WORLD_SIZE": str(worker.role_world_size),
+        "ROLE_NAME": spec.role,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),  # ranks join the agent's store
+    }
+
+
+def _start(
+    command: RankCommand, environment: dict[str, str], stdout_fd: int | None, stderr_fd: int
+) -> "subprocess.Popen[bytes]":
+    try:
+        return subprocess.Popen(
+            list(command.arguments),
+            env=environment,
+            stdout=stdout_fd,
+            stderr=stderr_fd,
+            start_new_session=True,
+            preexec_fn=_child_setup(command.cores),  # noqa: PLW1509 - before any thread of ours, kernel calls only
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"{command.arguments[0]}: cannot be started ({error.strerror}); check the path and that it is executable"
+        ) from error
+
+
+def _child_setup(cores: Sequence[int] | None) -> Callable[[], None]:
+    """What a rank does between fork and exec: ask to die with the launcher (Linux), and keep to its cores."""
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    launcher_pid = os.getpid()
+
+    def set_up() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+            if os.getppid() != launcher_pid:  # it died before the call above
+                os._exit(1)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
+    return set_up
+
+
+def _peek(process: "subprocess.Popen[bytes]") -> int:
+    """Whether an ended process failed (not 0), without reaping it where the system allows that."""
+    if not hasattr(os, "waitid"):
+        return process.wait()
+    info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert info is not None
+    return info.si_status
+
+
+def _signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:
+    """Signal a rank and everything it started; each rank leads a session of its own."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:  # all of them are gone already
+        return

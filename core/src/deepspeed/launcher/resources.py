@@ -1,0 +1,91 @@
+"""Which slots of which hosts: the language of `--include` and `--exclude`.
+
+    NODE[@NODE ...]    NODE = HOST[:SLOT[,SLOT ...]]
+
+`localhost:0,2@worker-1` means slots 0 and 2 of localhost and every slot of worker-1. `runner.py` calls
+`parse_node_list` and `is_local`; the two documented functions serve tools that hold a resource pool of their own.
+"""
+
+import os
+from collections.abc import Mapping
+
+from deepspeed.errors import ConfigError
+
+
+def parse_node_list(text: str, flag: str) -> dict[str, list[int] | None]:
+    """Host -> its slots in ascending order, or `None` for all of them.
+
+    Raises:
+        ConfigError: `text` is malformed; the message starts with `flag`.
+    """
+    nodes: dict[str, list[int] | None] = {}
+    for part in text.split("@"):
+        host, colon, slot_text = part.strip().partition(":")
+        if not host:
+            raise ConfigError(f"{flag} {text}: found no host in {part!r}; write for example localhost:0,1")
+        if host in nodes:
+            raise ConfigError(f"{flag} {text}: host {host} comes twice; list all its slots after one colon")
+        nodes[host] = _parse_slots(slot_text, text, flag) if colon else None
+    return nodes
+
+
+def _parse_slots(slot_text: str, text: str, flag: str) -> list[int]:
+    slots = []
+    for slot in slot_text.split(","):
+        if not (slot.isascii() and slot.isdigit()):
+            raise ConfigError(
+                f"{flag} {text}: found {slot!r} where a slot number belongs; write for example localhost:0,1"
+            )
+        slots.append(int(slot))
+    if len(set(slots)) != len(slots):
+        raise ConfigError(f"{flag} {text}: a slot comes twice; each device takes one rank")
+    return sorted(slots)
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, list[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """`host_info` (host -> slots) cut down by one of the two filters; hosts stay in order, empty hosts go.
+
+    Raises:
+        ConfigError (a ValueError): both filters given, a malformed one, or a host or slot that does not exist.
+    """
+    if include_str and exclude_str:
+        raise ConfigError(f"--include {include_str} and --exclude {exclude_str} exclude each other; give one of them")
+    if not include_str and not exclude_str:
+        return {host: list(slots) for host, slots in host_info.items()}
+    flag, text = ("--include", include_str) if include_str else ("--exclude", exclude_str)
+    named = {}
+    for host, slots in parse_node_list(text, flag).items():
+        if host not in host_info:
+            raise ConfigError(f"{flag} {text}: no host {host}; there are: {', '.join(host_info) or 'none'}")
+        missing = sorted(set(slots or []) - set(host_info[host]))
+        if missing:
+            raise ConfigError(f"{flag} {text}: no slot {missing[0]} on {host}; there are: {_listed(host_info[host])}")
+        named[host] = set(host_info[host] if slots is None else slots)
+    kept = {}
+    for host, slots in host_info.items():
+        chosen = named.get(host, set())
+        left = [slot for slot in slots if (slot in chosen) == bool(include_str)]
+        if left:
+            kept[host] = left
+    return kept
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    """The same for a pool that gives the number of slots of each host, as `fetch_hostfile` returns it."""
+    return parse_resource_filter(
+        {host: list(range(count)) for host, count in resource_pool.items()},
+        include_str=inclusion,
+        exclude_str=exclusion,
+    )
+
+
+def is_local(host: str) -> bool:
+    """Whether `host` is this machine, by name alone: no name service is asked, for that could hang."""
+    name = os.uname().nodename
+    return host in {"localhost", "127.0.0.1", "::1", name, name.split(".")[0]}
+
+
+def _listed(slots: list[int]) -> str:
+    return ", ".join(map(str, slots)) or "none"
