@@ -70,7 +70,7 @@ def _text_of(model: type[Section]) -> list[str]:
     """The section's docstring without its first word, which is the heading."""
     text = inspect.cleandoc(model.__doc__ or "")
     text = re.sub(r"^`[^`]+`", "", text).lstrip(":. ")
-    return [*text.splitlines(), ""] if text else []
+    return [text[0].upper() + text[1:], ""] if text else []
 
 
 def _status(action: str, note: str, off: tuple[object, ...]) -> str:

@@ -108,7 +108,8 @@ def _flag(value: Any) -> Any:
     raise ValueError("not a boolean")
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
+    """Validator in front of every numeric type: raises ValueError for what only looks like a number."""
     # "32" in quotes and `true` are slips, not numbers; 5e8 is what people write for an integer.
     if isinstance(value, bool | str) or value is None:
         raise ValueError("not a number")
@@ -122,8 +123,8 @@ def _one_or_many(value: Any) -> Any:
 
 
 Flag = Annotated[bool, BeforeValidator(_flag)]
-Int = Annotated[int, BeforeValidator(_number)]
-Float = Annotated[float, BeforeValidator(_number)]
+Int = Annotated[int, BeforeValidator(number)]
+Float = Annotated[float, BeforeValidator(number)]
 Text = Annotated[str, Field(strict=True)]
 Texts = Annotated[list[str], BeforeValidator(_one_or_many)]
 Free = dict[str, Any]

@@ -43,7 +43,7 @@ def take_in(model: type[Section], data: Any, path: str = "") -> Intake:
         name = names.get(written)
         if name is None:
             _warn_unknown(written, path, names)
-        elif intake.values.get(name, value) != value:
+        elif name in intake.values and intake.values[name] != value:
             raise ConfigError(f"{where}: is given twice under two spellings, with different values; keep one")
         else:
             _take_value(intake, model.model_fields[name], name, value, where)
@@ -61,7 +61,8 @@ def _take_value(intake: Intake, info: FieldInfo, name: str, value: Any, where: s
     section = section_of(info)
     if section is None or isinstance(value, Section):
         intake.values[name] = value
-        intake.auto += auto_keys(value, where)
+        if isinstance(value, Mapping):
+            intake.auto += auto_keys(value, where)
         return
     if value is False and default_of(info) is None:
         return  # "offload_param": false, as the old pages write it

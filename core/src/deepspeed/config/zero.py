@@ -4,12 +4,12 @@ Read by `engine/build.py`, which hands the section to the sharding of the stage.
 """
 
 import sys
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 from typing_extensions import Self
 
-from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, quiet, refused, warned
+from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, number, quiet, refused, warned
 
 _STAGE3 = quiet("stage 3 only")
 _NVME = quiet("offload to nvme only")
@@ -72,7 +72,7 @@ class LeafModuleConfig(Section):
 class ZeroConfig(Section):
     """`zero_optimization`. `true` means stage 1, as early pages wrote it."""
 
-    stage: Literal[0, 1, 2, 3] = key(
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(number)] = key(
         0,
         "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are partitioned over the ranks.",
         support=refused("stage 3 is not yet in this version; use stage 2", off=(0, 1, 2)),

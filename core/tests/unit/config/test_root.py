@@ -1,0 +1,332 @@
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.precision import canonical_dtype, torch_dtype
+from deepspeed.config.zero import ZeroConfig
+from deepspeed.errors import ConfigError
+
+
+def parse(**keys):
+    return DeepSpeedConfig({"train_batch_size": 8, **keys})
+
+
+def test_importing_the_room_loads_no_torch():
+    code = "import deepspeed, sys; deepspeed.DeepSpeedConfig({'train_batch_size': 1}); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import deepspeed, sys; sys.exit('pydantic' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_listing_of_seed_004(said):
+    config = DeepSpeedConfig(
+        {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
+            "fp16": {"enabled": True},
+            "zero_optimization": True,
+        },
+        world_size=2,
+    )
+    config.check_supported()
+    assert config.train_micro_batch_size_per_gpu == 4
+    assert config.zero_optimization_stage == 1
+    assert config.fp16_enabled
+    assert said() == []
+
+
+def test_listing_of_seed_002(said):
+    config = DeepSpeedConfig(
+        {
+            "train_batch_size": 32,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.999]}},
+            "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        }
+    )
+    config.check_supported()
+    assert config.zero_optimization.offload_optimizer.device == "cpu"
+    assert said() == []
+
+
+def test_documented_defaults():
+    config = parse()
+    zero = config.zero_optimization
+    assert (zero.stage, zero.reduce_bucket_size, zero.allgather_bucket_size) == (0, 500_000_000, 500_000_000)
+    assert (zero.contiguous_gradients, zero.reduce_scatter, zero.allgather_partitions) == (True, True, True)
+    assert (zero.overlap_comm, zero.round_robin_gradients, zero.ignore_unused_parameters) == (False, False, True)
+    assert (zero.offload_optimizer, zero.offload_param, zero.sub_group_size) == (None, None, 1_000_000_000)
+    fp16 = config.fp16
+    assert (fp16.enabled, fp16.loss_scale, fp16.initial_scale_power, fp16.loss_scale_window) == (False, 0, 16, 1000)
+    assert (fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale) == (2, False, 1)
+    assert (config.steps_per_print, config.wall_clock_breakdown, config.dump_state) == (10, False, False)
+    assert (config.gradient_clipping, config.prescale_gradients, config.gradient_predivide_factor) == (0.0, False, 1.0)
+    assert config.communication_data_type is None
+    assert config.data_types.grad_accum_dtype is None
+    assert config.torch_autocast.lower_precision_safe_modules[0] == "torch.nn.Linear"
+    assert config.checkpoint.tag_validation == "Warn"
+    assert parse(zero_optimization={"stage": 3}).zero_optimization.overlap_comm is True
+
+
+def test_two_configs_share_no_mutable_default():
+    one, other = parse(optimizer={"type": "SGD"}), parse(optimizer={"type": "SGD"})
+    one.optimizer.params["lr"] = 1
+    one.torch_autocast.lower_precision_safe_modules.append("x")
+    one.elasticity.micro_batch_sizes.append(8)
+    assert other.optimizer.params == {}
+    assert len(other.torch_autocast.lower_precision_safe_modules) == 4
+    assert other.elasticity.micro_batch_sizes == [2, 4, 6]
+
+
+MALFORMED = [
+    ({"train_batch_size": "32"}, "train_batch_size: found '32'; allowed: an integer >= 1; write it without quotes"),
+    ({"train_batch_size": True}, "train_batch_size: found True; allowed: an integer >= 1"),
+    ({"train_batch_size": 8.5}, "train_batch_size: found 8.5; allowed: an integer >= 1"),
+    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: found 4; allowed: 0 or 1 or 2 or 3"),
+    (
+        {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
+        'zero_optimization.offload_optimizer.device: found \'gpu\'; allowed: "none" or "cpu" or "nvme"',
+    ),
+    (
+        {"zero_optimization": {"stage3_prefetch_bucket_size": -1}},
+        "zero_optimization.stage3_prefetch_bucket_size: found -1; allowed: an integer >= 0",
+    ),
+    ({"fp16": {"enabled": "yes"}}, "fp16.enabled: found 'yes'; allowed: true or false; write it without quotes"),
+    ({"fp16": True}, "fp16: found True; allowed: an object, as in {...}"),
+    ({"gradient_clipping": -1.0}, "gradient_clipping: found -1.0; allowed: a number >= 0"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping: found nan; allowed: a number >= 0"),
+    ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: is missing; write a string"),
+    ({"optimizer": {"type": 3}}, "optimizer.type: found 3; allowed: a string"),
+    (
+        {"communication_data_type": "int8"},
+        'communication_data_type: found \'int8\'; allowed: "fp32" or "fp16" or "bf16" (or a longer spelling) or null',
+    ),
+    (
+        {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+        "bf16.enabled: found true together with fp16.enabled; keep one of them",
+    ),
+    ({"steps_per_print": 0}, "steps_per_print: found 0; allowed: an integer >= 1 or infinity"),
+    (
+        {"checkpoint": {"tag_validation": "shout"}},
+        'checkpoint.tag_validation: found \'shout\'; allowed: "Ignore" or "Warn" or "Fail"',
+    ),
+    ({3: 4}, "config: the key 3 is not text; put it in double quotes"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), MALFORMED)
+def test_malformed_configs_get_one_line(keys, message):
+    with pytest.raises(ConfigError) as caught:
+        DeepSpeedConfig({"train_batch_size": 8, **keys})
+    assert str(caught.value) == message
+    assert caught.value.__cause__ is None
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_stage_is_an_integer():
+    for value in (True, "2", 1.5, [1]):
+        with pytest.raises(ConfigError, match=r"zero_optimization\.stage: found"):
+            parse(zero_optimization={"stage": value})
+    assert repr(parse(zero_optimization={"stage": 2.0}).zero_optimization.stage) == "2"
+    assert repr(parse(zero_optimization=False).zero_optimization.stage) == "0"
+
+
+@pytest.mark.parametrize(
+    "pair", [("fp16", "amp"), ("bf16", "amp"), ("fp16", "torch_autocast"), ("amp", "torch_autocast")]
+)
+def test_precisions_that_exclude_each_other(pair):
+    with pytest.raises(
+        ConfigError, match=f"found true together with .*{pair[0] if pair[1] == 'torch_autocast' else ''}"
+    ):
+        parse(**{name: {"enabled": True} for name in pair})
+    parse(bf16={"enabled": True}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+
+
+def test_bf16_states_need_bf16_masters():
+    with pytest.raises(ConfigError, match=r"^bf16\.bf16_optimizer_states: found true without"):
+        parse(bf16={"enabled": True, "bf16_optimizer_states": True})
+
+
+def test_numbers_as_people_write_them():
+    config = parse(zero_optimization={"reduce_bucket_size": 5e7}, steps_per_print=float("inf"), gradient_clipping=1)
+    assert config.zero_optimization.reduce_bucket_size == 50_000_000
+    assert isinstance(config.zero_optimization.reduce_bucket_size, int)
+    assert config.steps_per_print == float("inf")
+    assert isinstance(config.gradient_clipping, float)
+    assert parse(fp16={"enabled": 1}).fp16.enabled is True
+
+
+def test_unknown_keys_are_named_once(said):
+    for _ in range(2):
+        parse(train_batchsize=4, zero_optimization={"stagee": 2}, msamp={"enabled": True})
+    lines = said()
+    assert lines == [
+        "train_batchsize: unknown config key, ignored; did you mean 'train_batch_size'?",
+        "zero_optimization.stagee: unknown config key, ignored; did you mean 'stage'?",
+        "msamp: unknown config key, ignored; did you mean 'amp'?",
+    ]
+
+
+def test_a_dotted_key_is_no_nesting(said):
+    config = parse(**{"zero_optimization.reduce_bucket_size": 4096})
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    [line] = said()
+    assert 'write "zero_optimization": {"reduce_bucket_size": ...}' in line
+
+
+def test_deprecated_keys_move_and_say_so_once(said):
+    for _ in range(2):
+        config = parse(
+            bfloat16={"enabled": True},
+            zero_optimization={
+                "stage": 3,
+                "cpu_offload": True,
+                "cpu_offload_use_pin_memory": False,
+                "cpu_offload_params": False,
+                "stage3_gather_fp16_weights_on_model_save": True,
+            },
+        )
+    assert config.bf16.enabled
+    zero = config.zero_optimization
+    assert (zero.offload_optimizer.device, zero.offload_optimizer.pin_memory) == ("cpu", False)
+    assert zero.offload_param.device == "none"
+    assert zero.gather_16bit_weights_on_model_save
+    assert zero.gather_fp16_weights_on_model_save
+    assert said() == [
+        "bfloat16 is deprecated; write bf16",
+        "zero_optimization.cpu_offload is deprecated; write zero_optimization.offload_optimizer.device",
+        "zero_optimization.cpu_offload_use_pin_memory is deprecated; "
+        "write zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.cpu_offload_params is deprecated; write zero_optimization.offload_param.device",
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save is deprecated; "
+        "write zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    ]
+
+
+def test_old_and_new_spelling_that_disagree():
+    with pytest.raises(ConfigError, match=r"zero_optimization\.cpu_offload: found 'cpu', but its replacement"):
+        parse(zero_optimization={"cpu_offload": True, "offload_optimizer": {"device": "none"}})
+    with pytest.raises(ConfigError, match="given twice under two spellings"):
+        parse(zero_optimization={"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2})
+
+
+def test_null_and_false_mean_not_said():
+    config = parse(
+        gradient_clipping=None,
+        optimizer=None,
+        fp16=None,
+        zero_optimization={"offload_param": False, "offload_optimizer": {"device": None, "nvme_path": None}},
+    )
+    assert config.gradient_clipping == 0.0
+    assert config.optimizer is None
+    assert config.zero_optimization.offload_param is None
+    assert config.zero_optimization.offload_optimizer.device == "none"
+
+
+HUGGING_FACE = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-8}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    "pipeline": {"stages": "auto"},
+    "steps_per_print": float("inf"),
+}
+
+
+def test_auto_as_hugging_face_leaves_it(said):
+    config = DeepSpeedConfig(HUGGING_FACE, batch_required=False)
+    assert config.zero_optimization.stage == 3
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert config.fp16.enabled is False
+    assert config.optimizer.params["lr"] == "auto"
+    assert config.unresolved_auto() == [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "fp16.enabled",
+        "bf16.enabled",
+        "optimizer.params.lr",
+        "optimizer.params.betas",
+        "scheduler.params.warmup_num_steps",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage3_prefetch_bucket_size",
+    ]
+    assert said() == []
+    with pytest.raises(ConfigError, match="Hugging Face's Trainer"):
+        DeepSpeedConfig(HUGGING_FACE)
+    assert DeepSpeedConfig({"train_batch_size": 1, "optimizer": {"type": "auto"}}).unresolved_auto() == [
+        "optimizer.type"
+    ]
+
+
+def test_names_that_deepspeeds_users_read():
+    config = parse(optimizer={"type": "AdamW", "params": {"lr": 1}}, scheduler={"type": "WarmupLR", "params": {"a": 1}})
+    assert (config.optimizer_name, config.optimizer_params) == ("AdamW", {"lr": 1})
+    assert (config.scheduler_name, config.scheduler_params) == ("WarmupLR", {"a": 1})
+    assert config.zero_config is config.zero_optimization
+    assert not config.zero_enabled
+    assert config.float16_config is config.fp16
+    assert config.bfloat16_config is config.bf16
+    assert (config.bfloat16_enabled, config.loss_scale, config.grad_accum_dtype) == (False, 0.0, None)
+    assert (parse().optimizer_name, parse().scheduler_params) == (None, None)
+
+
+def test_describe_marks_the_users_own():
+    lines = {line[2:].split()[0]: line for line in parse(zero_optimization={"stage": 1}).describe().splitlines()}
+    assert lines["train_batch_size"].startswith("* ")
+    assert lines["gradient_accumulation_steps"].startswith("  ")
+    assert lines["zero_optimization.stage"].split() == ["*", "zero_optimization.stage", "1"]
+    assert lines["zero_optimization.stage3_prefetch_bucket_size"].split()[-1] == "50000000"
+    assert lines["zero_optimization.overlap_comm"].startswith("  ")
+
+
+def test_print_logs_on_request(said):
+    from deepspeed.log import logger
+
+    level = logger.level
+    logger.setLevel("INFO")
+    try:
+        parse().print("the config")
+    finally:
+        logger.setLevel(level)
+    text = "\n".join(said())
+    assert "the config:" in text
+    assert "json = {" in text
+
+
+def test_copies_and_pickles():
+    config = parse(optimizer={"type": "SGD", "params": {"lr": "auto"}})
+    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert twin == config
+        assert twin.raw == config.raw
+        assert twin.unresolved_auto() == ["optimizer.params.lr"]
+
+
+def test_a_section_alone(said):
+    zero = ZeroConfig.from_dict({"stage": 2, "cpu_offload": True, "sub_group_size": "auto"}, "zero_optimization")
+    assert (zero.stage, zero.offload_optimizer.device, zero.sub_group_size) == (2, "cpu", 1_000_000_000)
+    with pytest.raises(ConfigError, match=r"^zero_optimization\.stage: found 9"):
+        ZeroConfig.from_dict({"stage": 9}, "zero_optimization")
+    assert ZeroConfig(stage=1, prefetch_bucket_size=5).prefetch_bucket_size == 5
+
+
+def test_data_types():
+    import torch
+
+    for name in ("fp16", "float16", "half", "torch.float16", torch.float16, torch.half):
+        assert canonical_dtype(name) == "fp16"
+    assert [torch_dtype(name) for name in ("fp32", "fp16", "bf16")] == [torch.float32, torch.float16, torch.bfloat16]
+    assert parse(data_types={"grad_accum_dtype": torch.bfloat16}).data_types.grad_accum_dtype == "bf16"
+    assert parse(torch_autocast={"dtype": "float16"}).torch_autocast.dtype == "fp16"
+    with pytest.raises(ConfigError, match=r"torch_autocast\.dtype: found 'float32'"):
+        parse(torch_autocast={"dtype": "float32"})

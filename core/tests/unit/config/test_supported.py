@@ -1,0 +1,164 @@
+import pytest
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.base import Section, declared, default_of
+from deepspeed.config.intake import section_of
+from deepspeed.errors import ConfigError
+
+
+def check(**keys):
+    config = DeepSpeedConfig({"train_batch_size": 8, **keys})
+    config.check_supported()
+    return config
+
+
+ON = {"enabled": True}
+REFUSED = [
+    ("zero_optimization.stage", {"zero_optimization": {"stage": 3}}),
+    (
+        "zero_optimization.offload_optimizer.device",
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+    ),
+    ("zero_optimization.offload_param.device", {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}),
+    ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),
+    ("curriculum_learning.enabled", {"curriculum_learning": ON}),
+    ("data_efficiency.enabled", {"data_efficiency": ON}),
+    (
+        "compression_training.weight_quantization",
+        {"compression_training": {"weight_quantization": {"shared_parameters": ON}}},
+    ),
+    ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}}),
+    ("optimizer.type", {"optimizer": {"type": "ZeroOneAdam"}}),
+    ("amp.enabled", {"amp": {"enabled": True, "opt_level": "O2"}}),
+    ("fp16.fp16_master_weights_and_grads", {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}),
+    ("elasticity.enabled", {"elasticity": ON}),
+    ("autotuning.enabled", {"autotuning": ON}),
+    ("sequence_parallel_size", {"sequence_parallel_size": 2}),
+    ("activation_checkpointing.cpu_checkpointing", {"activation_checkpointing": {"cpu_checkpointing": True}}),
+    ("sparse_attention", {"sparse_attention": {"mode": "fixed"}}),
+    ("checkpoint.load_universal", {"checkpoint": {"load_universal": True}}),
+    ("compile.deepcompile", {"compile": {"deepcompile": True}}),
+    ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
+]
+
+
+@pytest.mark.parametrize(("where", "keys"), REFUSED)
+def test_what_would_change_the_result_is_refused(where, keys):
+    with pytest.raises(ConfigError) as caught:
+        check(**keys)
+    text = str(caught.value)
+    assert text.startswith(f"{where}: found ")
+    assert ";" in text, "a remedy"
+    assert "\n" not in text
+
+
+def test_the_first_refusal_names_the_others():
+    with pytest.raises(ConfigError) as caught:
+        check(zero_optimization={"stage": 3}, sequence_parallel_size=2)
+    assert str(caught.value) == (
+        "zero_optimization.stage: found 3, but stage 3 is not yet in this version; use stage 2 "
+        "(not in this version either: sequence_parallel_size)"
+    )
+
+
+def test_what_is_ignored_warns_once(said):
+    for _ in range(2):
+        check(
+            zero_optimization={"stage": 2, "round_robin_gradients": True, "allgather_bucket_size": 2e8},
+            tensorboard={"enabled": True, "job_name": "x"},
+        )
+    assert said() == [
+        "zero_optimization.allgather_bucket_size: found 200000000, ignored: "
+        "buckets have the size of reduce_bucket_size",
+        "zero_optimization.round_robin_gradients: found true, ignored: it tunes offload only",
+        "tensorboard.enabled: found true, ignored: the TensorBoard monitor is not in this version; nothing is written",
+    ]
+
+
+def test_what_asks_for_nothing_is_silent(said):
+    check(
+        zero_optimization={
+            "stage": 2,
+            "allgather_partitions": True,
+            "stage3_max_live_parameters": 1e6,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "sub_group_size": 1e7,
+            "offload_param": {"device": "none", "buffer_count": 9},
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        },
+        tensor_parallel={"autotp_size": 1},
+        compression_training={"sparse_pruning": {"shared_parameters": {"enabled": False, "ratio": 0.5}}},
+        amp={"enabled": False, "opt_level": "O2"},
+        activation_checkpointing={"partition_activations": False, "cpu_checkpointing": False},
+        aio={"block_size": 4096, "thread_count": 2},
+        inference={"tensor_parallel": {"tp_size": 2}},
+        wandb={"enabled": False, "project": "p"},
+        sequence_parallel_size=1,
+    )
+    assert said() == []
+
+
+def test_everything_this_version_acts_on_is_silent(said):
+    check(
+        zero_optimization={
+            "stage": 2,
+            "reduce_bucket_size": 1000,
+            "overlap_comm": True,
+            "contiguous_gradients": False,
+            "reduce_scatter": False,
+            "ignore_unused_parameters": False,
+        },
+        bf16={"enabled": True, "check_grad_overflow": True},
+        gradient_clipping=1.0,
+        prescale_gradients=True,
+        gradient_predivide_factor=2,
+        communication_data_type="fp16",
+        data_types={"grad_accum_dtype": "fp32"},
+        optimizer={"type": "Lamb", "params": {"lr": 1}},
+        scheduler={"type": "WarmupLR"},
+        steps_per_print=1,
+        wall_clock_breakdown=True,
+        dump_state=True,
+        zero_allow_untested_optimizer=True,
+        sparse_gradients=True,
+        dataloader_drop_last=True,
+        checkpoint={"tag_validation": "fail"},
+    )
+    check(fp16={"enabled": True, "auto_cast": True, "loss_scale": 128, "consecutive_hysteresis": True})
+    check(torch_autocast={"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]})
+    assert said() == []
+
+
+def _keys(model, path=""):
+    for name, info in model.model_fields.items():
+        where = f"{path}.{name}".lstrip(".")
+        section = section_of(info)
+        yield (where, section, info)
+        if section is not None:
+            yield from _keys(section, where)
+
+
+@pytest.mark.parametrize(
+    ("where", "section", "info"), [pytest.param(*key, id=key[0]) for key in _keys(DeepSpeedConfig)]
+)
+def test_every_key_is_declared(where, section, info):
+    support, _ = declared(info)
+    assert info.description, f"{where} says nothing"
+    assert support.note or support.action == "acted", f"{where}: a key that is not acted on says why"
+    assert not (isinstance(default_of(info), Section) and section is None)
+
+
+def test_no_switch_is_ignored_in_silence(said):
+    """Every `enabled` of every section is acted on, refused, or answered with a warning."""
+    acted = {"fp16.enabled", "bf16.enabled", "torch_autocast.enabled"}
+    for where, _, info in _keys(DeepSpeedConfig):
+        if not where.endswith(".enabled") or where in acted:
+            continue
+        keys = not default_of(info)
+        for name in reversed(where.split(".")):
+            keys = {name: keys}
+        try:
+            check(**keys)
+            answers = said()
+        except ConfigError as error:
+            answers = [str(error)]
+        assert [line for line in answers if line.startswith(where)], f"{where} is ignored in silence"
