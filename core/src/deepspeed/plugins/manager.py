@@ -221,6 +221,8 @@ class PluginManager:
     def _admit(self, plugin: object, name: str, group: str) -> None:
         """Check API range and hooks of `plugin`, then make it a candidate."""
         label = f"{_KINDS[group]} {name!r}"
+        if plugin is None or type(plugin).__hash__ is None:  # pluggy keeps plugins in sets
+            raise PluginError(f"{label} is {plugin!r}; a module, or a hashable object with hooks, is meant")
         _check_api(plugin, label)
         if self._candidates.is_registered(plugin):  # one module may stand under two names or in both groups
             return

@@ -1,0 +1,195 @@
+"""`ds_report`: what is installed, which accelerators are offered, which one is chosen and why.
+
+    ds_report                          tables for people
+    ds_report --json                   the same for programs
+    ds_report --explain-accelerator    only the choice: every candidate, and why it won or lost
+
+Exit code 0, or 1 when no accelerator can be chosen or another DeepSpeed overwrote these files.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import importlib_metadata
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from deepspeed._version import CORE_VERSION, DEEPSPEED_API
+from deepspeed.accelerator.current import PLAIN, VARIABLE, explain
+from deepspeed.errors import DeepSpeedError
+from deepspeed.plugins import FEATURES, PLUGIN_API, plugin_manager
+
+_LIBRARIES = ("pluggy", "pydantic", "importlib-metadata", "psutil", "safetensors", "deepspeed")
+# Methods of the accelerator whose answers are shown.
+_ASKED = ("is_available", "device_count", "communication_backend_name", "supported_dtypes", "is_synchronized_device")
+
+
+def collect() -> dict[str, Any]:
+    """The report as plain values. Chooses the accelerator when nothing was chosen yet.
+
+    Keys: `versions` (name -> version or None), `accelerators` (offers, likeliest first), `features` (names of feature
+    plugins), `chosen` (name, plugin, why, or error), `device` (answers of the chosen one), `overwritten_by` (version of
+    a foreign `deepspeed` distribution, or None).
+    """
+    chosen, device = _chosen()
+    offers = plugin_manager().offers()  # after the choice, which may have found one of them broken
+    return {
+        "versions": _versions(),
+        "accelerators": [
+            {
+                "name": offer.name,
+                "priority": offer.priority,
+                "available": offer.available,
+                "reason": offer.reason,
+                "chosen": offer.name == chosen["plugin"],
+            }
+            for offer in offers
+        ],
+        "features": plugin_manager().names(FEATURES),
+        "chosen": chosen,
+        "device": device,
+        "overwritten_by": foreign_deepspeed(),
+    }
+
+
+def foreign_deepspeed() -> str | None:
+    """The version of an installed distribution `deepspeed` that is not ours, or None.
+
+    It owns the same files, so that whichever was installed last is what runs, mixed with what the other left.
+    Ours says `+core` in its version.
+    """
+    for distribution in importlib_metadata.distributions(name="deepspeed"):
+        if "+core" not in distribution.version:
+            return str(distribution.version)
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    report = collect()
+    if options.json:
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        _show(report, Console(soft_wrap=False), only_choice=options.explain_accelerator)
+    return 1 if report["chosen"]["error"] or report["overwritten_by"] else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds_report", description="What DeepSpeed finds on this machine.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--explain-accelerator", action="store_true", help="only the accelerators: who was asked, who won, why"
+    )
+    return parser
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "ds-core": CORE_VERSION,
+        "DeepSpeed API": DEEPSPEED_API,
+        "plugin API": PLUGIN_API,
+    }
+    for name in _LIBRARIES:
+        label = "distribution deepspeed" if name == "deepspeed" else name
+        try:
+            versions[label] = importlib_metadata.version(name)
+        except importlib_metadata.PackageNotFoundError:
+            versions[label] = None
+    return versions
+
+
+def _chosen() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The choice, or the error that took its place, and what the chosen accelerator says of itself."""
+    try:
+        choice = explain()
+    except DeepSpeedError as error:
+        return {"name": None, "class": None, "plugin": None, "why": None, "error": str(error)}, {}
+    accelerator = choice.accelerator
+    kind = type(accelerator)
+    chosen = {
+        "name": accelerator._name,
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "plugin": choice.plugin,
+        "why": choice.why,
+        "error": None,
+    }
+    return chosen, {name: _answer(getattr(accelerator, name)) for name in _ASKED}
+
+
+def _answer(method: Callable[[], Any]) -> Any:
+    """What the accelerator answers, dtypes as their names; a vendor's failure is shown in its place."""
+    try:
+        answer = method()
+    except Exception as error:  # noqa: BLE001 - a report shows a broken vendor package, whatever it raises
+        return f"failed: {type(error).__name__}: {error}"
+    return [str(each).removeprefix("torch.") for each in answer] if isinstance(answer, list) else answer
+
+
+def _show(report: dict[str, Any], console: Console, only_choice: bool) -> None:
+    if not only_choice:
+        console.print(_table("Versions", ("what", "version"), report["versions"].items()))
+    rows = [
+        (
+            f"{offer['name']} *" if offer["chosen"] else offer["name"],
+            str(offer["priority"]),
+            "yes" if offer["available"] else "no",
+            offer["reason"],
+        )
+        for offer in report["accelerators"]
+    ]
+    console.print(_table("Accelerators offered (* chosen)", ("name", "priority", "available", "reason"), rows))
+    _show_choice(report["chosen"], console, only_choice)
+    if not only_choice:
+        device = {
+            key: ", ".join(value) if isinstance(value, list) else value for key, value in report["device"].items()
+        }
+        console.print(_table("The chosen device", ("what", "answer"), device.items()))
+        console.print(f"Feature plugins: {', '.join(report['features']) or 'none'}", markup=False)
+    if report["overwritten_by"]:
+        console.print(
+            f"Another DeepSpeed ({report['overwritten_by']}) is installed over these files. "
+            "pip uninstall deepspeed, then pip install --force-reinstall --no-deps ds-core",
+            style="bold red",
+            markup=False,
+        )
+
+
+def _show_choice(chosen: dict[str, Any], console: Console, with_rules: bool) -> None:
+    if with_rules:
+        named = os.environ.get(VARIABLE)
+        console.print(
+            f"set_accelerator(...) beats {VARIABLE}, which beats the highest available priority.", markup=False
+        )
+        console.print(f"{VARIABLE}: {named or f'not set ({PLAIN} asks for the device without plugin)'}", markup=False)
+    if chosen["error"]:
+        console.print(f"No accelerator: {chosen['error']}", style="bold red", markup=False)
+    else:
+        console.print(f"Chosen: {chosen['name']} ({chosen['class']}): {chosen['why']}", style="bold", markup=False)
+
+
+def _table(title: str, columns: Sequence[str], rows: Any) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(cell) for cell in row))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(value)
+    return "not installed" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
