@@ -51,7 +51,7 @@ from deepspeed.log import log_dist
 
 
 def _steps(value: Any) -> Any:
-    if isinstance(value, bool | str) or value is None or math.isnan(value) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:  # NaN is not >= 1 either
         raise ValueError("not a number of steps")
     return value if math.isinf(value) else int(value)
 

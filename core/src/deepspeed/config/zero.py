@@ -17,6 +17,12 @@ _OFFLOAD = quiet("offload only")
 _QUANTIZED = quiet("stage 3 only (ZeRO++)")
 
 
+def _whole(value: Any) -> Any:
+    """2.0 is stage 2; `true` and "2" are slips."""
+    value = number(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class OffloadParamConfig(Section):
     """`offload_param`: where stage 3 keeps the parameter shards it is not using."""
 
@@ -72,7 +78,7 @@ class LeafModuleConfig(Section):
 class ZeroConfig(Section):
     """`zero_optimization`. `true` means stage 1, as early pages wrote it."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(number)] = key(
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)] = key(
         0,
         "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are partitioned over the ranks.",
         support=refused("stage 3 is not yet in this version; use stage 2", off=(0, 1, 2)),
