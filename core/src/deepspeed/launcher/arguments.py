@@ -230,7 +230,10 @@ def _check_logs(args: argparse.Namespace) -> None:
 def _check_script(args: argparse.Namespace) -> None:
     if args.module and args.no_python:
         raise ConfigError("--module and --no_python exclude each other: a module is run by python; give one of them")
-    if args.module or args.no_python or os.path.isfile(args.user_script):
+    if args.no_python:
+        _check_program(args.user_script)
+        return
+    if args.module or os.path.isfile(args.user_script):
         return
     if os.path.isdir(args.user_script) and os.path.isfile(os.path.join(args.user_script, "__main__.py")):
         return
@@ -238,6 +241,13 @@ def _check_script(args: argparse.Namespace) -> None:
         f"{args.user_script}: no such script (looked in {os.getcwd()}); check the path, or give --module for a module "
         "and --no_python for a program"
     )
+
+
+def _check_program(program: str) -> None:
+    import shutil  # late: costs start-up time, and this way of starting is rare
+
+    if shutil.which(program) is None:
+        raise ConfigError(f"--no_python {program}: no such program on PATH, or it is not executable; check the path")
 
 
 def _count(text: str) -> int | None:

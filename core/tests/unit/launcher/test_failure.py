@@ -1,0 +1,57 @@
+"""The report on a failed rank: the cause last, and nothing else taken for it."""
+
+import signal
+
+from deepspeed.launcher.failure import describe_failure, exit_code_of, find_traceback
+
+SIMPLE = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: boom'
+CHAINED = (
+    'Traceback (most recent call last):\n  File "a.py", line 1\nKeyError: 1\n\n'
+    "During handling of the above exception, another exception occurred:\n\n" + SIMPLE
+)
+
+
+def test_exit_codes():
+    assert exit_code_of(3) == 3
+    assert exit_code_of(-signal.SIGKILL) == 137
+
+
+def test_traceback_stands_last():
+    text = describe_failure(1, 42, 1, "some warning\n" + SIMPLE + "\n")
+    assert text.startswith("deepspeed: rank 1 (pid 42) ended with exit code 1; ")
+    assert text.endswith(SIMPLE)
+    assert "some warning" not in text
+
+
+def test_signal_is_named_last():
+    assert "rank 1 (pid 42) was killed by SIGKILL" in describe_failure(1, 42, -9, "")
+    text = describe_failure(0, 42, -signal.SIGABRT, "terminate called\n")
+    assert text.splitlines()[1] == "terminate called"
+    assert "SIGABRT" in text.splitlines()[-1]
+
+
+def test_without_a_traceback_the_last_lines_are_shown():
+    text = describe_failure(0, 42, 3, "".join(f"line {n}\n" for n in range(100)))
+    assert "line 99" in text
+    assert "line 80\n" in text
+    assert "line 79\n" not in text
+    assert "exit code 3" in text.splitlines()[-1]
+
+
+def test_chained_exceptions_stay_together():
+    assert find_traceback("noise\n" + CHAINED) == CHAINED
+
+
+def test_an_earlier_traceback_that_was_logged_is_left_out():
+    logged = SIMPLE.replace("boom", "caught and logged")
+    assert find_traceback(f"{logged}\nretrying\n{SIMPLE}") == SIMPLE
+
+
+def test_teardown_noise_is_not_the_cause():
+    aside = "Exception ignored in: <function A.__del__ at 0x1>\n" + SIMPLE.replace("boom", "teardown")
+    assert find_traceback(f"{SIMPLE}\n{aside}\n") == SIMPLE
+
+
+def test_the_prefix_of_torch_is_understood():
+    prefixed = "\n".join("[rank1]: " + line for line in SIMPLE.splitlines())
+    assert find_traceback(f"{prefixed}\n[W1121 ProcessGroup.cpp] not destroyed\n") == prefixed

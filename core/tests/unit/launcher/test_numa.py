@@ -1,0 +1,43 @@
+"""Sharing cores between ranks."""
+
+import os
+
+import pytest
+from deepspeed.errors import ConfigError
+from deepspeed.launcher.numa import available_cores, check_cores, format_cores, parse_core_list, share_cores
+
+
+def test_core_list():
+    assert parse_core_list("0-3,8") == [0, 1, 2, 3, 8]
+    assert parse_core_list("5") == [5]
+    assert parse_core_list(" 2-2 , 0") == [2, 0]
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "5-2", "1-2-3", "-1", "0-2,1"])
+def test_core_list_refuses(text):
+    with pytest.raises(ConfigError, match="--bind_core_list"):
+        parse_core_list(text)
+
+
+def test_shares_are_equal_and_the_rest_idles():
+    assert share_cores([0, 1, 2, 3, 8], 2) == [[0, 1], [2, 3]]
+    assert share_cores([4], 1) == [[4]]
+
+
+def test_too_few_cores_names_flag_and_numbers():
+    with pytest.raises(ConfigError, match=r"--bind_cores_to_rank: 3 ranks cannot share 2 cores \(0-1\)"):
+        share_cores([0, 1], 3)
+
+
+def test_cores_of_this_machine():
+    cores = available_cores()
+    assert cores
+    assert set(cores) <= os.sched_getaffinity(0)
+    check_cores(cores)
+    with pytest.raises(ConfigError, match="core 99999"):
+        check_cores([*cores, 99999])
+
+
+def test_format_is_the_inverse_of_parse():
+    for text in ("0-3,8", "1", "0,2,4-5"):
+        assert format_cores(parse_core_list(text)) == text
