@@ -1,0 +1,190 @@
+"""`Checkpointer`: the order in which ranks save and load one checkpoint together.
+
+Between the steps of a save all ranks agree that all of them succeeded. When one cannot write, the others raise as well,
+nothing is committed and `latest` stays where it was; nobody waits in a barrier for a rank that has already failed.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.load import (
+    LoadedCheckpoint,
+    Position,
+    check_model_state,
+    check_shard,
+    find_folder,
+    find_shard,
+    split_client_state,
+)
+from deepspeed.checkpoint.loadable import make_loadable
+from deepspeed.checkpoint.save import merge_client_state, write_script
+from deepspeed.checkpoint.store import Store
+from deepspeed.checkpoint.tags import check_tag, read_latest, write_latest
+from deepspeed.checkpoint.torch_store import TorchStore
+from deepspeed.errors import CheckpointError
+from deepspeed.log import logger
+
+T = TypeVar("T")
+
+
+def _alone(ok: bool) -> bool:
+    return ok
+
+
+class Checkpointer:
+    """Saves and loads this rank's part of a checkpoint. Made once by the engine; every rank has one.
+
+    Args:
+        agree: a collective over all ranks that share a checkpoint: gets "I succeeded", returns "all succeeded" (an
+            all-reduce with `min` of one flag). It is the only communication here. Left out, there is one rank.
+        store: where bytes go; default `TorchStore`.
+        prefix: of the shard files: `"bf16_"` when the model trains in bf16, else empty.
+        partitioned_model: every data parallel rank has a model file of its own (ZeRO stage 3).
+        is_publisher: whether this rank makes, commits and names checkpoints; default: the first rank. Exactly one does.
+    """
+
+    def __init__(
+        self,
+        *,
+        agree: Callable[[bool], bool] = _alone,
+        store: Store | None = None,
+        prefix: str = "",
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        mp_rank: int = 0,
+        mp_world_size: int = 1,
+        partitioned_model: bool = False,
+        is_publisher: bool | None = None,
+    ) -> None:
+        self.position = Position(dp_rank, dp_world_size, mp_rank, mp_world_size)
+        self.store: Store = TorchStore() if store is None else store
+        self.prefix = prefix
+        self.is_publisher = (dp_rank == 0 and mp_rank == 0) if is_publisher is None else is_publisher
+        self._agree = agree
+        self._model_file = layout.model_file(mp_rank, dp_rank if partitioned_model else None)
+        self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
+
+    @property
+    def writes_model(self) -> bool:
+        """Whether `save` takes a `model_state` from this rank: the first data parallel rank, or all in stage 3."""
+        return self.position.dp_rank == 0 or self._model_file.startswith("zero_")
+
+    def save(
+        self,
+        save_dir: str | Path,
+        tag: str,
+        *,
+        model_state: Mapping[str, Any] | None,
+        shard_state: Mapping[str, Any] | None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> Path:
+        """Save one checkpoint; every rank calls it. Returns the folder `<save_dir>/<tag>`.
+
+        Args:
+            model_state: content of the model file, keys of `layout.MODEL_STATE_KEYS`; None unless `writes_model`.
+            shard_state: content of this rank's `*_optim_states.pt`; None when there is none (stage 0).
+            client_state: the user's dict, which lies beside the own keys in the model file.
+            save_latest: let `latest` name this tag.
+
+        Order: checks and an empty staging folder; every rank writes and fsyncs its files; one rank puts the folder in
+        its place, and last of all moves `latest`. A tag that exists is replaced, and stays whole until then.
+        Errors: `ConfigError` for what cannot be saved, `CheckpointError` for the disk, on every rank.
+        """
+        folder = Path(save_dir) / str(tag)
+        files: dict[str, Any] = {}
+
+        def prepare() -> None:
+            check_tag(tag)
+            if model_state is not None:
+                files[self._model_file] = merge_client_state(model_state, client_state or {})
+            if shard_state is not None:
+                files[self._shard_file] = make_loadable(dict(shard_state), "the optimizer shard")
+            if self.is_publisher:
+                self.store.create(folder)
+
+        def write() -> None:
+            for name, state in files.items():
+                self.store.save(state, folder, name)
+            self.store.wait()
+
+        def publish() -> None:
+            if self.is_publisher:
+                write_script(folder.parent)
+                self.store.commit(folder)
+                if save_latest:
+                    write_latest(folder.parent, folder.name)
+
+        for step in (prepare, write, publish):
+            self._together(step, f"save {folder}")
+        return folder
+
+    def load(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        *,
+        load_shard: bool = True,
+        zero_stages: Collection[int] | None = None,
+        map_location: Any = "cpu",
+    ) -> LoadedCheckpoint | None:
+        """Read one checkpoint; every rank calls it. None, with a warning, when no tag is given and none is in `latest`.
+
+        Args:
+            tag: default: what `<load_dir>/latest` names.
+            load_shard: read this rank's optimizer shard too. Without it the number of data parallel ranks may differ.
+            zero_stages: stages whose shards the caller can take, for example `(1, 2)`; None takes any.
+            map_location: as for `torch.load`.
+
+        Raises `CheckpointError` on every rank when a rank finds a file missing, damaged, refused or of another shape of
+        job; nothing of the caller was changed then.
+        """
+        directory = Path(load_dir)
+        name = self._latest(directory) if tag is None else check_tag(tag)
+        if name is None:
+            logger.warning(
+                "no checkpoint was loaded: there is no file %s. Training starts from the beginning; pass a tag if "
+                "there is a checkpoint without that file.",
+                directory / layout.LATEST_FILE,
+            )
+            return None
+
+        def read() -> LoadedCheckpoint:
+            folder = find_folder(directory, name)
+            path = folder / self._model_file
+            state = self.store.load(path, map_location, mmap=True)
+            check_model_state(state, path, self.position, needs_shard=load_shard)
+            own, client = split_client_state(state)
+            shard = None
+            if load_shard:
+                shard_path = find_shard(folder, self.position, self.prefix, own)
+                shard = self.store.load(shard_path, map_location, mmap=True)
+                check_shard(shard, shard_path, self.position, zero_stages)
+            return LoadedCheckpoint(str(path), name, own, shard, client)
+
+        return self._together(read, f"load {directory / name}")
+
+    def _latest(self, directory: Path) -> str | None:
+        name = self._together(lambda: read_latest(directory), f"read {directory / layout.LATEST_FILE}")
+        found_by_all, missed_by_all = self._agree(name is not None), self._agree(name is None)
+        if not found_by_all and not missed_by_all:
+            raise CheckpointError(
+                f"some ranks see the file {directory / layout.LATEST_FILE} and others do not. Load from a directory "
+                "that all ranks share."
+            )
+        return name
+
+    def _together(self, step: Callable[[], T], what: str) -> T:
+        """Run `step` on every rank; raise on every rank when it failed on one."""
+        try:
+            result = step()
+        except Exception:
+            self._agree(False)
+            raise
+        if not self._agree(True):
+            raise CheckpointError(
+                f"cannot {what}: another rank failed, and its own message says why. Nothing was changed by this."
+            )
+        return result

@@ -1,0 +1,59 @@
+"""Files that are either whole or not there: temporary name, fsync, rename, fsync of the folder."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from deepspeed.errors import CheckpointError
+
+
+def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Write `path` through `write(file)` so that a crash leaves either its former content or the whole new one.
+
+    The temporary name is always the same, so what a killed process left is overwritten by the next one. The *name*
+    is durable only after `sync_folder(path.parent)`, which the caller runs once for all files of a folder.
+    `CheckpointError` when the disk refuses; nothing is then left behind.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save turns the file's OSError into a RuntimeError
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise disk_error("write", path, error) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` (creations, renames, deletions) durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def disk_error(action: str, path: Path, error: BaseException) -> CheckpointError:
+    """The error to raise when the disk refused to `action` ("write", "replace") `path`."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    reason = cause.strerror or str(cause) if isinstance(cause, OSError) else str(error)
+    return CheckpointError(
+        f"cannot {action} {path}: {reason}{_free_space(path)}. The former checkpoint is untouched. Make room in that "
+        "folder or correct its permissions (every rank must see the same folder), then save again."
+    )
+
+
+def _free_space(path: Path) -> str:
+    """How much room is left where `path` should lie, as a clause for an error message."""
+    for folder in path.parents:
+        with contextlib.suppress(OSError):
+            return f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there)"
+    return ""

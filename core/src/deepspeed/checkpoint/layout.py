@@ -1,0 +1,107 @@
+"""The names of a checkpoint's files and of its top-level keys, as DeepSpeed has them. Files are only listed here.
+
+A folder under construction and a folder on its way out have names that begin with a dot, so that `global_step*`, by
+which libraries look for checkpoints, does not find them.
+"""
+
+import re
+from pathlib import Path
+
+LATEST_FILE = "latest"
+SCRIPT_FILE = "zero_to_fp32.py"
+
+#: The checkpoint's own top-level keys in a model file; everything else there is the user's client state.
+MODEL_STATE_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+    }
+)
+
+_STAGING = re.compile(r"\.(?P<name>.+)\.staging")
+_FORMER = re.compile(r"\.(?P<name>.+)\.former")
+_SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+
+
+def model_file(mp_rank: int, dp_rank: int | None = None) -> str:
+    """Name of a model file; with `dp_rank`, of the one that each data parallel rank writes under ZeRO stage 3."""
+    plain = f"mp_rank_{mp_rank:02d}_model_states.pt"
+    return plain if dp_rank is None else f"zero_pp_rank_{dp_rank}_{plain}"
+
+
+def shard_file(dp_rank: int, mp_rank: int, prefix: str = "") -> str:
+    """Name of one rank's optimizer shard; `prefix` is `"bf16_"` when the model trains in bf16."""
+    return f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
+def shards_in(folder: Path) -> dict[tuple[int, int], Path]:
+    """The optimizer shards that lie in `folder`, by (data parallel rank, model parallel rank)."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if match := _SHARD.fullmatch(path.name):
+            found[int(match["dp"]), int(match["mp"])] = path
+    return found
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file of this name in a tag's folder belongs to a checkpoint, and not to somebody else."""
+    return name.endswith("_states.pt")
+
+
+def staging_folder(folder: Path) -> Path:
+    """Where the next version of `folder` is written."""
+    return folder.with_name(f".{folder.name}.staging")
+
+
+def former_folder(folder: Path) -> Path:
+    """Where the version of `folder` that was just replaced waits to be deleted."""
+    return folder.with_name(f".{folder.name}.former")
+
+
+def leftovers_in(save_dir: Path) -> tuple[list[Path], list[tuple[Path, Path]]]:
+    """What a killed save may have left: the staging folders, and pairs of (former folder, its place)."""
+    staging, former = [], []
+    for path in sorted(save_dir.iterdir()):
+        if _STAGING.fullmatch(path.name):
+            staging.append(path)
+        elif match := _FORMER.fullmatch(path.name):
+            former.append((path, path.with_name(match["name"])))
+    return staging, former
+
+
+def whole_folder(folder: Path) -> Path | None:
+    """Where the whole version of `folder` lies now; None when there is none.
+
+    It is `folder` itself but for the moment between the two renames of `TorchStore.commit`: a save that was killed
+    there leaves the former version, whole, under the name that `former_folder` gives.
+    """
+    return next((path for path in (folder, former_folder(folder)) if path.is_dir()), None)
+
+
+def tags_in(save_dir: Path) -> list[str]:
+    """The tags that can be loaded from `save_dir`, for error messages."""
+    if not save_dir.is_dir():
+        return []
+    places = {path for path in save_dir.iterdir() if not path.name.startswith(".")}
+    places.update(place for _, place in leftovers_in(save_dir)[1])
+    return sorted(
+        place.name
+        for place in places
+        if (whole := whole_folder(place)) and any(is_checkpoint_file(path.name) for path in whole.iterdir())
+    )

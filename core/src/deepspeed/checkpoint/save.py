@@ -1,0 +1,60 @@
+"""What goes into a save: the model file with the user's state in it, the script beside it, plain weight files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint import consolidate, layout
+from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
+from deepspeed.checkpoint.loadable import make_loadable
+from deepspeed.checkpoint.tensors import compact
+from deepspeed.errors import ConfigError
+
+
+def merge_client_state(model_state: Mapping[str, Any], client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a model file: the checkpoint's own keys and, beside them, the user's. Called before a save.
+
+    `ConfigError` when a user's key is one of the checkpoint's own, or holds what could not be loaded again.
+    """
+    foreign = set(model_state) - layout.MODEL_STATE_KEYS
+    assert not foreign, f"keys that a load would take for client state: {sorted(foreign)}"
+    taken = sorted(set(client_state) & layout.MODEL_STATE_KEYS)
+    if taken:
+        raise ConfigError(
+            f"client_state: the keys {', '.join(map(repr, taken))} belong to the checkpoint itself. Use other names, "
+            "for example with your project's name in front."
+        )
+    return {
+        **make_loadable(dict(model_state), "the model state"),
+        **make_loadable(dict(client_state), "client_state"),
+    }
+
+
+def write_script(save_dir: Path) -> None:
+    """Put `zero_to_fp32.py` into `save_dir`: a copy of `consolidate.py`, which needs nothing of this package."""
+    source = Path(consolidate.__file__).read_bytes()
+    target = save_dir / layout.SCRIPT_FILE
+    if target.is_file() and target.read_bytes() == source:
+        return
+    write_file(target, lambda file: file.write(source))
+    try:
+        target.chmod(0o755)
+    except OSError as error:
+        raise disk_error("make executable", target, error) from error
+
+
+def save_state_dict_file(state: Mapping[str, Any], path: str | Path) -> None:
+    """Write one plain file such as `pytorch_model.bin` with `torch.save`, atomically. For `save_16bit_model`.
+
+    The folder is made when it is missing. `CheckpointError` when the disk refuses; a former file is then untouched.
+    """
+    target = Path(path)
+    content = compact(make_loadable(state, "the state dict"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_file(target, lambda file: torch.save(content, file))
+        sync_folder(target.parent)
+    except OSError as error:
+        raise disk_error("write", target, error) from error

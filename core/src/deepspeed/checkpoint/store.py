@@ -1,0 +1,37 @@
+"""`Store`: where a checkpoint's bytes go. What another kind of storage, or another way of writing, implements."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Store(Protocol):
+    """Keeps the files of one checkpoint folder. `Checkpointer` calls it in this order.
+
+    Saving, where "one" is the publishing rank and "all" is every rank that has something to write:
+
+    1. `create(folder)`             one: an empty place for a new version of `folder`; a former version stays whole
+    2. `save(state, folder, name)`  all: one file of the new version
+    3. `wait()`                     all: everything this process saved is durable now
+    4. `commit(folder)`             one: the new version takes the former one's place
+
+    Between the steps the ranks agree that all of them succeeded; after a failure `commit` is not called. `save` may
+    take a snapshot and return before it is written: `wait` is where that must be finished. Errors are
+    `CheckpointError`s that name the file.
+
+    Loading: `load(path)` for each file, by any rank.
+    """
+
+    def create(self, folder: Path) -> None: ...
+
+    def save(self, state: Any, folder: Path, name: str) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def commit(self, folder: Path) -> None: ...
+
+    def load(self, path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
+        """The object in `path`, read without running any code that may lie in it.
+
+        With `mmap` the tensors stay in the file until they are touched; for what is copied elsewhere at once.
+        """
+        ...

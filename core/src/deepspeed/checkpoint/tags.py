@@ -1,0 +1,77 @@
+"""Tags: the names of checkpoints, the file `latest` that holds the newest one, and the check that ranks share one."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
+from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.log import logger
+
+_RESERVED = (layout.LATEST_FILE, layout.SCRIPT_FILE)
+
+
+def check_tag(tag: object) -> str:
+    """The tag as a string that can name a folder; `ConfigError` when it cannot."""
+    name = str(tag)
+    if not name or name.startswith(".") or name in _RESERVED or any(c in name for c in "/\\\0\n"):
+        raise ConfigError(
+            f"tag: {name!r} cannot name a checkpoint's folder. Use a plain name such as 'global_step100', "
+            f"without slashes or a leading dot, and not one of {', '.join(_RESERVED)}."
+        )
+    return name
+
+
+def read_latest(load_dir: Path) -> str | None:
+    """The tag in `<load_dir>/latest`, or None when there is no such file."""
+    path = load_dir / layout.LATEST_FILE
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}. Correct it, or pass a tag.") from error
+    try:
+        return check_tag(text)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{path} holds {text!r}, which is no tag. Write one of {layout.tags_in(load_dir)} into it, or pass a tag."
+        ) from error
+
+
+def write_latest(save_dir: Path, tag: str) -> None:
+    """Let `<save_dir>/latest` name `tag`: the last act of a save, and atomic."""
+    write_file(save_dir / layout.LATEST_FILE, lambda file: file.write(tag.encode()))
+    try:
+        sync_folder(save_dir)
+    except OSError as error:
+        raise disk_error("make durable", save_dir, error) from error
+
+
+def validate_tag(tag: object, mode: str, all_gather: Callable[[str], Sequence[str]]) -> str:
+    """Check that all ranks save under one tag (config `checkpoint.tag_validation`). Called by every rank before a save.
+
+    Args:
+        tag: this rank's tag.
+        mode: "Ignore" compares nothing, "Warn" warns, "Fail" raises `CheckpointError`; in any case of letters.
+        all_gather: gets this rank's tag and returns every rank's, in rank order. Not called for "Ignore".
+
+    Returns the tag as a string.
+    """
+    name = check_tag(tag)
+    wanted = mode.upper()
+    if wanted not in ("IGNORE", "WARN", "FAIL"):
+        raise ConfigError(f"checkpoint.tag_validation: found {mode!r}, allowed are 'Ignore', 'Warn' and 'Fail'.")
+    if wanted == "IGNORE":
+        return name
+    tags = list(all_gather(name))
+    if len(set(tags)) > 1:
+        message = (
+            f"the ranks were asked to save one checkpoint under different tags: "
+            f"{', '.join(f'rank {rank}: {found!r}' for rank, found in enumerate(tags))}. "
+            "Compute the tag from something that all ranks share, such as the global step."
+        )
+        if wanted == "FAIL":
+            raise CheckpointError(message)
+        logger.warning(message)
+    return name

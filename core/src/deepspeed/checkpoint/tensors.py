@@ -1,0 +1,78 @@
+"""Tensors inside nested containers: mapping over them, and dropping storage that nobody asked to save."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A storage is saved as it is when at least this part of it is wanted: copying costs as much memory as it saves disk.
+_WORTH_SAVING_WHOLE = 0.9
+
+
+def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
+    """`item` with `change(t)` in place of each tensor `t` in dicts, lists and tuples (named ones too), rebuilt."""
+    if isinstance(item, Tensor):
+        return change(item)
+    if isinstance(item, dict):
+        mapped = copy.copy(item)  # keeps the type, and a module's `state_dict()._metadata`
+        for key, value in item.items():
+            mapped[key] = map_tensors(value, change)
+        return mapped
+    if isinstance(item, list):
+        return type(item)(map_tensors(value, change) for value in item)
+    if isinstance(item, tuple) and not isinstance(item, torch.Size):
+        values = [map_tensors(value, change) for value in item]
+        return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
+    return item
+
+
+def compact(state: Any) -> Any:
+    """`state` in which tensors that are small views of large storages are copies. Called before `torch.save`.
+
+    `torch.save` writes the whole storage behind a tensor, so a shard that is a view of a flat buffer would drag in the
+    whole buffer. Views that together cover their storage stay what they are, without a copy; views of the same elements
+    (tied weights) stay one tensor.
+    """
+    views: dict[int, set[tuple[Any, ...]]] = {}
+    sizes: dict[int, int] = {}
+    for tensor in _dense_tensors(state):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        views.setdefault(storage.data_ptr(), set()).add(_view(tensor))
+    wasteful = {
+        pointer
+        for pointer, size in sizes.items()
+        if sum(nbytes for nbytes, *_ in views[pointer]) < _WORTH_SAVING_WHOLE * size
+    }
+    if not wasteful:
+        return state
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def separate(tensor: Tensor) -> Tensor:
+        if not _is_dense(tensor) or tensor.untyped_storage().data_ptr() not in wasteful:
+            return tensor
+        key = (tensor.untyped_storage().data_ptr(), *_view(tensor))
+        if key not in copies:
+            copies[key] = tensor.detach().clone()
+        return copies[key]
+
+    return map_tensors(state, separate)
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    nbytes = tensor.numel() * tensor.element_size()
+    return nbytes, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor is a plain view of bytes somewhere (not sparse, quantized, meta, nor a subclass's facade)."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and not tensor.is_quantized and tensor.device.type != "meta" and tensor.untyped_storage().nbytes() > 0
+
+
+def _dense_tensors(item: Any) -> Iterator[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(item, lambda tensor: found.append(tensor) if _is_dense(tensor) else None)
+    return iter(found)
