@@ -59,3 +59,10 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 def warn_once(message: str) -> None:
     """Warn at most once per process and message."""
     logger.warning(message)
+
+
+def report(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Log what the user asked for in the configuration (`wall_clock_breakdown`, ...), whatever the level is."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank in (ranks or [0]):
+        logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, message, (), None))

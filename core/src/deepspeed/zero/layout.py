@@ -162,6 +162,4 @@ def update_batches(layout: GroupLayout, max_numel: int) -> list[list[list[Fragme
             numel += fragment.numel
         per_rank.append(batches)
     num_batches = max((len(batches) for batches in per_rank), default=0)
-    return [
-        [batches[index] if index < len(batches) else [] for batches in per_rank] for index in range(num_batches)
-    ]
+    return [[batches[index] if index < len(batches) else [] for batches in per_rank] for index in range(num_batches)]

@@ -1,0 +1,92 @@
+"""The training data loader of `initialize(training_data=...)`, and one that never ends."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+
+
+class RepeatingLoader:
+    """Starts the wrapped loader again when it is exhausted.
+
+    Raises:
+        ValueError: if the loader yields nothing.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._iterator = iter(loader)
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._epoch += 1
+            sampler = getattr(self.loader, "sampler", None) or getattr(self.loader, "data_sampler", None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self._epoch)
+            self._iterator = iter(self.loader)
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                raise ValueError("RepeatingLoader: found a loader without a single batch") from None
+
+
+class DeepSpeedDataLoader:
+    """A `DataLoader` over this rank's share of a dataset.
+
+    Args:
+        dataset: map-style (sharded by a `DistributedSampler`) or iterable (must shard itself).
+        batch_size: samples per rank and micro-batch.
+        num_replicas, rank: of the data-parallel group.
+        data_sampler: used instead of the distributed one.
+        drop_last: drop the last batch if it is short.
+        seed: of the shuffling, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        num_replicas: int,
+        rank: int,
+        pin_memory: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        data_sampler: Sampler[Any] | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data_sampler = DistributedSampler(
+                dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.data_sampler = data_sampler
+        self.dataloader = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle differently in each epoch."""
+        if isinstance(self.data_sampler, DistributedSampler):
+            self.data_sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataloader)

@@ -1,0 +1,88 @@
+"""The engine's read-only getters, as one table: name -> how it is answered.
+
+DeepSpeed's documented interface has a method for almost every configuration value. They are made here from the table
+and mixed into `DeepSpeedEngine`; each takes no argument.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+#: answered from the validated configuration: method name -> dotted path below the config root
+FROM_CONFIG = {
+    "bfloat16_enabled": "bf16.enabled",
+    "dump_state": "dump_state",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_enabled": "fp16.enabled",
+    "gradient_clipping": "gradient_clipping",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "initial_scale_power": "fp16.initial_scale_power",
+    "optimizer_name": "optimizer_name",
+    "optimizer_params": "optimizer_params",
+    "scheduler_name": "scheduler_name",
+    "scheduler_params": "scheduler_params",
+    "sparse_gradients_enabled": "sparse_gradients",
+    "steps_per_print": "steps_per_print",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "zero_gather_16bit_weights_on_model_save": "zero_optimization.gather_16bit_weights_on_model_save",
+    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_overlap_comm": "zero_optimization.overlap_comm",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_sub_group_size": "zero_optimization.sub_group_size",
+}
+
+#: answered from the engine itself
+FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
+    "get_batch_info": lambda engine: (
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+    ),
+    "get_global_grad_norm": lambda engine: engine._stats.grad_norm if engine._stats is not None else None,
+    "gradient_accumulation_steps": lambda engine: engine.schedule.num_steps,
+    "is_gradient_accumulation_boundary": lambda engine: engine.schedule.is_boundary(),
+    "loss_scale": lambda engine: engine.precision.loss_scaler.loss_scale,
+    "postscale_gradients": lambda engine: not engine._config.prescale_gradients,
+    "train_batch_size": lambda engine: engine._train_batch_size,
+    "train_micro_batch_size_per_gpu": lambda engine: engine._micro_batch_size,
+    "was_step_applied": lambda engine: engine._stats is not None and engine._stats.applied,
+    "zero_optimization": lambda engine: engine._config.zero_optimization.stage > 0,
+    "zero_optimization_partition_gradients": lambda engine: engine._config.zero_optimization.stage >= 2,
+    "zero_optimization_partition_weights": lambda engine: engine._config.zero_optimization.stage >= 3,
+    "zero_optimization_stage": lambda engine: engine._config.zero_optimization.stage,
+}
+
+
+class EngineAccessors:
+    """Mixed into `DeepSpeedEngine`; its methods are the two tables above."""
+
+
+def _from_config(path: str) -> Callable[[Any], Any]:
+    def get(engine: Any) -> Any:
+        value = engine._config
+        for name in path.split("."):
+            value = getattr(value, name)
+        return value
+
+    get.__doc__ = f"The configuration's `{path}`."
+    return get
+
+
+def _named(function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+    def get(self: Any) -> Any:
+        return function(self)
+
+    get.__name__, get.__doc__ = name, function.__doc__
+    return get
+
+
+for _name, _path in FROM_CONFIG.items():
+    setattr(EngineAccessors, _name, _named(_from_config(_path), _name))
+for _name, _function in FROM_ENGINE.items():
+    setattr(EngineAccessors, _name, _named(_function, _name))

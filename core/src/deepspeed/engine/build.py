@@ -1,0 +1,274 @@
+"""`deepspeed.initialize`: configuration -> parts -> engine, in reading order. The only reader of the config root."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from deepspeed import comm, log
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config import DeepSpeedConfig, read_config
+from deepspeed.config.precision import torch_dtype
+from deepspeed.engine.accumulation import Accumulation
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.errors import ConfigError
+from deepspeed.optim import create_optimizer, create_scheduler, is_elementwise, is_tested_with_zero
+from deepspeed.parallel import groups
+from deepspeed.precision import BF16, FP16, Autocast, Precision
+from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.zero import fragments
+from deepspeed.zero.optimizer import ZeroOptimizer
+from deepspeed.zero.stage0 import Stage0
+from deepspeed.zero.stage1 import Stage1
+from deepspeed.zero.stage2 import Stage2
+from deepspeed.zero.strategy import Sharding, ShardingOptions
+from deepspeed.zero.synchronize import synchronize_module
+
+Parameters = Iterable[Parameter] | Iterable[dict[str, Any]]
+OptimizerLike = Optimizer | Callable[[Any], Optimizer]
+SchedulerLike = Any | Callable[[Optimizer], Any]
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: torch.nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: SchedulerLike | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: tuple[int, ...] | None = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Optimizer | None, Any, Any]:
+    """Wrap a model into an engine.
+
+    Args:
+        args: may carry `deepspeed_config` (a path), `local_rank` or `device_rank`.
+        model: the module; moved to this rank's device.
+        optimizer: a torch optimizer, or a callable that gets the parameters; beats the config's.
+        model_parameters: what the optimizer updates, parameters or groups of them; default: all that train.
+        training_data: a dataset, for which a distributed loader is made.
+        lr_scheduler: a scheduler, or a callable that gets the optimizer; beats the config's.
+        distributed_port: of the rendezvous, when this call starts torch.distributed without a launcher.
+        mpu: an object with `get_data_parallel_group()` and the like, if the caller made the groups.
+        dist_init_required: False if torch.distributed was initialized by the caller.
+        collate_fn: for the loader.
+        config: path, dict, JSON, hjson or base64; `config_params` is its older name.
+        mesh_param: sizes of the (data parallel, sequence parallel) mesh.
+
+    Returns:
+        engine, optimizer, training dataloader, learning rate scheduler; what there is none of is None.
+
+    Raises:
+        ConfigError: names the key or argument, what was found and what is allowed.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"initialize: model is {type(model).__name__}; hand over a torch.nn.Module")
+    source = _config_source(args, config, config_params)
+    _start_communication(dist_init_required, distributed_port)
+    group = _lay_out_ranks(mpu, mesh_param)
+    settings = DeepSpeedConfig(source, world_size=groups._get_data_parallel_world_size())
+    settings.check_supported()
+    device = _claim_device(args)
+
+    module = model.to(device)
+    precision = _create_precision(settings, device)
+    params = _trainable(module, model_parameters)
+    basic_optimizer = _create_optimizer(settings, optimizer, params)
+    _check_offload(settings, device)
+    sharding = _create_sharding(settings, precision, basic_optimizer, group)
+    engine = DeepSpeedEngine(
+        module,
+        config=settings,
+        precision=precision,
+        sharding=sharding,
+        schedule=Accumulation(settings.gradient_accumulation_steps),
+        basic_optimizer=basic_optimizer,
+        device=device,
+        training_data=training_data,
+        collate_fn=collate_fn,
+    )
+    synchronize_module(module, group)
+    sharding.attach(
+        module,
+        basic_optimizer,
+        engine.plan_backward,
+        is_elementwise=basic_optimizer is None or is_elementwise(basic_optimizer),
+    )
+    precision.cast_module(module)
+    fragments.register(sharding)
+    engine.optimizer = _optimizer_face(engine)
+    engine.lr_scheduler = _create_scheduler(settings, lr_scheduler, basic_optimizer)
+    if settings.dump_state:
+        log.report(settings.describe())
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config` (and the launcher's `--local_rank`, unless it is there)."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="use DeepSpeed (for the script to look at)")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the DeepSpeed JSON configuration")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
+    """The one configuration among the three places that may name it, read."""
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    given = {
+        name: value
+        for name, value in (("config", config), ("config_params", config_params), ("args.deepspeed_config", from_args))
+        if value is not None
+    }
+    if not given:
+        raise ConfigError(
+            "initialize: found no configuration; pass config=<path or dict>, or --deepspeed_config through args"
+        )
+    sources = list(given.values())
+    if any(source is not sources[0] and source != sources[0] for source in sources[1:]):
+        raise ConfigError(f"initialize: found different configurations in {' and '.join(given)}; give one")
+    return sources[0] if isinstance(sources[0], dict) else read_config(sources[0])
+
+
+def _start_communication(dist_init_required: bool | None, port: int) -> None:
+    if dist_init_required is False and not comm.is_initialized():
+        raise ConfigError(
+            "initialize: dist_init_required is False, but torch.distributed is not initialized; call "
+            "deepspeed.init_distributed() first or leave the argument out"
+        )
+    comm.init_distributed(distributed_port=port)
+
+
+def _lay_out_ranks(mpu: Any, mesh_param: Any) -> Any:
+    """The group over which gradients are averaged."""
+    groups.reset()
+    if mpu is not None:
+        groups.set_mpu(mpu)
+    elif mesh_param is not None:
+        groups.set_mesh(mesh_param)
+    return groups._get_sequence_data_parallel_group()
+
+
+def _claim_device(args: Any) -> torch.device:
+    """This rank's device: `args.device_rank` or `args.local_rank` if given, else the launcher's LOCAL_RANK."""
+    rank = getattr(args, "device_rank", None)
+    if rank is None:
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+    accelerator = get_accelerator()
+    accelerator.set_device(rank)
+    return torch.device(accelerator.device_name(rank))
+
+
+def _create_precision(config: DeepSpeedConfig, device: torch.device) -> Precision:
+    clip_norm = config.gradient_clipping
+    if config.fp16.enabled:
+        return FP16(_create_loss_scaler(config), clip_norm=clip_norm, auto_cast=config.fp16.auto_cast)
+    if config.bf16.enabled:
+        return BF16(clip_norm=clip_norm, checks_overflow=config.bf16.check_grad_overflow)
+    if config.torch_autocast.enabled:
+        dtype = torch_dtype(config.torch_autocast.dtype)
+        scaler = _create_loss_scaler(config) if dtype == torch.float16 else None
+        return Autocast(device.type, dtype, clip_norm=clip_norm, loss_scaler=scaler)
+    return Precision(clip_norm=clip_norm)
+
+
+def _create_loss_scaler(config: DeepSpeedConfig) -> LossScaler:
+    fp16 = config.fp16
+    if fp16.loss_scale > 0:
+        return LossScaler(fp16.loss_scale)
+    return DynamicLossScaler(
+        2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        min_scale=fp16.min_loss_scale,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+    )
+
+
+def _trainable(module: torch.nn.Module, model_parameters: Parameters | None) -> list[Any]:
+    """The parameters or groups that the optimizer gets, without frozen ones."""
+    if model_parameters is None:
+        return [param for param in module.parameters() if param.requires_grad]
+    return list(model_parameters)
+
+
+def _create_optimizer(config: DeepSpeedConfig, given: OptimizerLike | None, params: list[Any]) -> Optimizer | None:
+    """The user's optimizer, or the config's, or None for an engine that only evaluates."""
+    if given is not None:
+        if config.optimizer is not None:
+            log.log_dist("the optimizer given to initialize() is used, not the config's")
+        optimizer = given if isinstance(given, Optimizer) else given(params)
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(f"initialize: optimizer gave {type(optimizer).__name__}; wanted a torch.optim.Optimizer")
+        return optimizer
+    if config.optimizer is None or not params:
+        return None
+    return create_optimizer(config.optimizer.type, config.optimizer.params, params)
+
+
+def _check_offload(config: DeepSpeedConfig, device: torch.device) -> None:
+    """`offload_optimizer: cpu` asks for states in host memory; on a host accelerator they are there."""
+    offload = config.zero_optimization.offload_optimizer
+    if offload is None or offload.device == "none":
+        return
+    if offload.device == "cpu" and device.type == "cpu":
+        log.log_dist("zero_optimization.offload_optimizer: the accelerator's memory is the host's; nothing moves")
+        return
+    raise ConfigError(
+        f"zero_optimization.offload_optimizer.device: found {str(offload.device)!r} with the accelerator "
+        f"{device.type!r}; offloading to another memory is not in this version, remove the section"
+    )
+
+
+def _create_sharding(
+    config: DeepSpeedConfig, precision: Precision, optimizer: Optimizer | None, group: Any
+) -> Sharding:
+    zero = config.zero_optimization
+    accumulation = config.data_types.grad_accum_dtype
+    wire = config.communication_data_type
+    options = ShardingOptions(
+        model_dtype=precision.model_dtype,
+        accumulation_dtype=torch_dtype(accumulation) if accumulation is not None else None,
+        wire_dtype=torch_dtype(wire) if wire is not None else None,
+        bucket_numel=zero.reduce_bucket_size,
+        overlap=zero.overlap_comm is not False,
+        predivide_factor=config.gradient_predivide_factor if config.prescale_gradients else None,
+    )
+    if optimizer is None:
+        return Stage0(options, comm.backend(group), group)
+    if zero.stage > 0 and not is_tested_with_zero(optimizer) and not config.zero_allow_untested_optimizer:
+        raise ConfigError(
+            f"optimizer: found {type(optimizer).__name__} with zero_optimization.stage {zero.stage}, which was not "
+            'tested together; set "zero_allow_untested_optimizer": true to use it, or stage 0'
+        )
+    return (Stage0, Stage1, Stage2)[zero.stage](options, comm.backend(group), group)
+
+
+def _optimizer_face(engine: DeepSpeedEngine) -> Optimizer | None:
+    """In fp32 without sharding the torch optimizer itself, as documented; else one whose step is the engine's."""
+    optimizer = engine.basic_optimizer
+    precision = engine.precision
+    is_plain = precision.model_dtype is None and not precision.checks_overflow
+    if optimizer is None or (engine.sharding.stage == 0 and is_plain):
+        return optimizer
+    return ZeroOptimizer(engine.sharding, optimizer, engine._step, precision.loss_scaler)
+
+
+def _create_scheduler(config: DeepSpeedConfig, given: SchedulerLike | None, optimizer: Optimizer | None) -> Any:
+    if given is not None:
+        is_scheduler = hasattr(given, "step")
+        return given if is_scheduler or not callable(given) else given(optimizer)
+    if config.scheduler is None or config.scheduler.type is None or optimizer is None:
+        return None
+    return create_scheduler(config.scheduler.type, config.scheduler.params, optimizer)

@@ -1,0 +1,77 @@
+"""Weights for use elsewhere: state dicts and 16-bit model files."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from deepspeed import comm
+from deepspeed.checkpoint import save_state_dict_file
+from deepspeed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepspeed.engine.engine import DeepSpeedEngine
+
+
+class Export:
+    """Mixed into `DeepSpeedEngine`."""
+
+    def module_state_dict(
+        self: "DeepSpeedEngine",
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state dict, on request without frozen parameters."""
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self: "DeepSpeedEngine", checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
+    ) -> None:
+        """Load weights from `checkpoint["module"]` and start the fp32 masters from them."""
+        if custom_load_fn is not None:
+            custom_load_fn(src=checkpoint["module"], dst=self.module)
+        else:
+            self.module.load_state_dict(checkpoint["module"], strict=strict)
+        self.sharding.masters_from_weights()
+
+    def save_16bit_model(
+        self: "DeepSpeedEngine",
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the weights alone, in the model's dtype, to `<save_dir>/<save_filename>`; every rank calls it.
+
+        Returns:
+            True: whole weights were saved.
+        """
+        if comm.get_rank() == 0:
+            state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+            save_state_dict_file(state, Path(save_dir) / save_filename)
+        comm.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model  # the documented older name
+
+    def _consolidated_16bit_state_dict(
+        self: "DeepSpeedEngine", exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor]:
+        """Whole weights on the host, under every stage of this version."""
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    def _zero3_consolidated_16bit_state_dict(
+        self: "DeepSpeedEngine", exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor]:
+        """Whole weights of a partitioned model; libraries call it when the stage is 3."""
+        raise ConfigError(
+            f"_zero3_consolidated_16bit_state_dict: zero_optimization.stage is {self.sharding.stage}, nothing is "
+            "partitioned; use module.state_dict()"
+        )

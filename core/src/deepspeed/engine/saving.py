@@ -1,0 +1,190 @@
+"""`save_checkpoint` and `load_checkpoint`: the engine's state as values for the checkpointer, and back."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed import comm
+from deepspeed._version import __version__
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import Checkpointer, LoadedCheckpoint, validate_tag
+from deepspeed.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from deepspeed.engine.engine import DeepSpeedEngine
+
+
+class Saving:
+    """Mixed into `DeepSpeedEngine`."""
+
+    def save_checkpoint(
+        self: "DeepSpeedEngine",
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save weights, optimizer, schedule and counters under `<save_dir>/<tag>`; every rank calls it.
+
+        Args:
+            tag: default `global_step<N>`.
+            client_state: the user's own values, returned by `load_checkpoint`.
+            save_latest: let the file `latest` name this checkpoint.
+            exclude_frozen_parameters: leave parameters without gradient out.
+
+        Returns:
+            True. Failures raise CheckpointError on every rank, and the former checkpoint stays.
+        """
+        tag = validate_tag(tag or f"global_step{self.global_steps}", self._config.checkpoint.tag_validation, _gather)
+        writes_model = self.checkpointer.writes_model
+        self.checkpointer.save(
+            save_dir,
+            tag,
+            model_state=_model_state(self, exclude_frozen_parameters) if writes_model else None,
+            shard_state=_shard_state(self),
+            client_state=client_state,
+            save_latest=save_latest,
+        )
+        return True
+
+    def load_checkpoint(
+        self: "DeepSpeedEngine",
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load what `save_checkpoint` saved; every rank calls it.
+
+        Args:
+            tag: default: the one that `latest` names.
+            load_module_strict: the module's parameter names must match exactly.
+            load_optimizer_states: False starts the optimizer anew.
+            load_lr_scheduler_states: False leaves the schedule.
+            load_module_only: weights only; counters stay too.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of `load_state_dict`.
+
+        Returns:
+            The model file's path and the client state; (None, {}) if there is no checkpoint.
+        """
+        with_optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
+        loaded = self.checkpointer.load(
+            load_dir, tag, load_shard=with_optimizer and self.sharding.stage > 0, zero_stages=self._loadable_stages()
+        )
+        if loaded is None:
+            return None, {}
+        state = loaded.model_state
+        if with_optimizer and self.sharding.stage == 0 and not state.get("optimizer"):
+            raise CheckpointError(
+                f"load {loaded.path}: found no optimizer state in it, so it was saved with ZeRO (stage 1 or above) and "
+                "this run has stage 0; use the same stage, or load_optimizer_states=False"
+            )
+        if custom_load_fn is not None:
+            custom_load_fn(src=state["module"], dst=self.module)
+        else:
+            self.module.load_state_dict(state["module"], strict=load_module_strict)
+        if with_optimizer:
+            _restore_optimizer(self, loaded)
+        else:
+            self.sharding.masters_from_weights()
+        if not load_module_only:
+            self.global_steps = int(state["global_steps"])
+            self.global_samples = int(state["global_samples"])
+            self.skipped_steps = int(state["skipped_steps"])
+            self.schedule.micro_steps = self.global_steps * self.schedule.num_steps
+            if load_lr_scheduler_states and self.lr_scheduler is not None and state.get("lr_scheduler") is not None:
+                self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        return loaded.path, loaded.client_state
+
+    def _loadable_stages(self: "DeepSpeedEngine") -> tuple[int, ...]:
+        """Stages whose shards this run can take: 1 and 2 hold the same."""
+        return (1, 2) if self.sharding.stage in (1, 2) else (self.sharding.stage,)
+
+
+def create_checkpointer(engine: "DeepSpeedEngine") -> Checkpointer:
+    """The checkpointer of an engine; called when it is built."""
+    sharding = engine.sharding
+    return Checkpointer(
+        agree=_all_succeeded,
+        prefix="bf16_" if engine.precision.model_dtype == torch.bfloat16 else "",
+        dp_rank=sharding.rank,
+        dp_world_size=sharding.world_size,
+    )
+
+
+def _model_state(engine: "DeepSpeedEngine", exclude_frozen: bool) -> dict[str, Any]:
+    """The content of `mp_rank_00_model_states.pt`."""
+    module, sharding = engine.module, engine.sharding
+    named = list(module.named_parameters())
+    frozen = {} if exclude_frozen else {name: param for name, param in named if not param.requires_grad}
+    names = {id(param): name for name, param in named}
+    return {
+        "module": engine.module_state_dict(exclude_frozen_parameters=exclude_frozen),
+        "buffer_names": [name for name, _ in module.named_buffers()],
+        "optimizer": engine.optimizer.state_dict() if engine.optimizer is not None and sharding.stage == 0 else None,
+        "param_shapes": [{names[id(param)]: param.shape for param in group.params} for group in sharding.groups],
+        "frozen_param_shapes": {name: param.shape for name, param in frozen.items()},
+        "frozen_param_fragments": {name: param.detach() for name, param in frozen.items()},
+        "shared_params": {
+            name: names[id(param)]
+            for name, param in module.named_parameters(remove_duplicate=False)
+            if names.get(id(param), name) != name
+        },
+        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": [],
+        "skipped_steps": engine.skipped_steps,
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "dp_world_size": sharding.world_size,
+        "mp_world_size": 1,
+        "ds_config": engine.config,
+        "ds_version": __version__,
+    }
+
+
+def _shard_state(engine: "DeepSpeedEngine") -> dict[str, Any] | None:
+    """The content of this rank's `*_optim_states.pt`; None without sharding, where the model file has it all."""
+    if engine.sharding.stage == 0 or engine.basic_optimizer is None:
+        return None
+    scaler = engine.precision.loss_scaler
+    optimizer_state = {
+        **engine.sharding.state_dict(),
+        "loss_scaler": scaler.state_dict(),
+        "dynamic_loss_scale": scaler.is_dynamic,
+        "overflow": scaler.overflow,
+        "clip_grad": engine.precision.clip_norm,
+        "ds_version": __version__,
+    }
+    return {"optimizer_state_dict": optimizer_state, "ds_config": engine.config, "ds_version": __version__}
+
+
+def _restore_optimizer(engine: "DeepSpeedEngine", loaded: LoadedCheckpoint) -> None:
+    if loaded.shard_state is None:
+        assert engine.optimizer is not None
+        engine.optimizer.load_state_dict(loaded.model_state["optimizer"])
+        return
+    saved = loaded.shard_state["optimizer_state_dict"]
+    engine.sharding.load_state_dict(saved)
+    if isinstance(saved.get("loss_scaler"), dict):
+        engine.precision.loss_scaler.load_state_dict(saved["loss_scaler"])
+
+
+def _gather(tag: str) -> list[str]:
+    tags: list[Any] = [None] * comm.get_world_size()
+    comm.all_gather_object(tags, tag)
+    return tags
+
+
+def _all_succeeded(ok: bool) -> bool:
+    if comm.get_world_size() == 1:
+        return ok
+    flag = torch.tensor(float(ok), device=get_accelerator().current_device_name())
+    comm.all_reduce(flag, op=comm.ReduceOp.MIN)
+    return bool(flag.item())

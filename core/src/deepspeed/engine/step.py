@@ -1,0 +1,36 @@
+"""The optimizer step at a gradient accumulation boundary, from top to bottom."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepspeed.precision import Precision
+from deepspeed.zero.strategy import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What observers learn of one step."""
+
+    global_step: int  # steps taken before this one
+    applied: bool  # False: the gradients overflowed and the step was skipped
+    grad_norm: float  # global L2 norm, unscaled, before clipping
+    loss_scale: float  # the scale that this step's losses had
+
+
+def take_step(
+    sharding: Sharding, precision: Precision, advance_schedule: Callable[[], None], global_step: int
+) -> StepStats:
+    """Reduce, judge, update, forget.
+
+    Args:
+        advance_schedule: steps the learning rate schedule; called only if the step was applied.
+    """
+    loss_scale = precision.loss_scaler.loss_scale
+    sharding.reduce()
+    verdict = precision.verdict(sharding.norm())
+    if verdict.applies:
+        sharding.update(verdict.grad_scale)
+        advance_schedule()
+    sharding.zero_grad()
+    precision.after_step(verdict)
+    return StepStats(global_step, verdict.applies, verdict.norm, loss_scale)

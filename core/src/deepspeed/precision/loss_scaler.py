@@ -1,0 +1,114 @@
+"""Loss scales: a constant one, and one that follows overflows.
+
+Small fp16 gradients vanish below 6e-8, so the loss is multiplied by a scale before the backward and the gradients
+are divided by it before the step (Mixed Precision Training, arXiv 1710.03740, section 3.2).
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.errors import StateError
+from deepspeed.log import log_dist
+
+
+class LossScaler:
+    """A constant loss scale."""
+
+    is_dynamic = False
+
+    def __init__(self, loss_scale: float) -> None:
+        self.loss_scale = float(loss_scale)
+        self.overflow = False  # whether the last step was skipped
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scale
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss if self.loss_scale == 1.0 else loss.float() * self.loss_scale
+
+    def update(self, *, overflow: bool) -> None:
+        """Called once per step, after it was judged."""
+        self.overflow = overflow
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cur_scale": self.loss_scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loss_scale = float(state["cur_scale"])
+
+
+class DynamicLossScaler(LossScaler):
+    """Halves the scale on overflow, doubles it after `window` steps without one.
+
+    An overflow is forgiven `hysteresis - 1` times before the scale is lowered. The credit is restored when the scale
+    is raised, or with `consecutive_hysteresis` after every good step.
+
+    Args:
+        initial_scale: first scale, usually 2**16.
+        window: steps between raises.
+        hysteresis: overflows until the scale is lowered.
+        min_scale: the scale is not lowered further; an overflow at it raises StateError, since nothing would ever
+            be learned again.
+    """
+
+    is_dynamic = True
+    factor = 2.0
+
+    def __init__(
+        self,
+        initial_scale: float,
+        *,
+        window: int = 1000,
+        hysteresis: int = 2,
+        min_scale: float = 1.0,
+        consecutive_hysteresis: bool = False,
+    ) -> None:
+        super().__init__(initial_scale)
+        self.window, self.hysteresis, self.min_scale = window, hysteresis, float(min_scale)
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self._credit = hysteresis
+        self._num_steps = 0
+        self._last_overflow = -1
+
+    def update(self, *, overflow: bool) -> None:
+        self.overflow = overflow
+        if overflow:
+            self._lower()
+            self._last_overflow = self._num_steps
+        else:
+            if self.consecutive_hysteresis:
+                self._credit = self.hysteresis
+            if (self._num_steps - self._last_overflow) % self.window == 0:
+                self._credit = self.hysteresis
+                self.loss_scale *= self.factor
+        self._num_steps += 1
+
+    def _lower(self) -> None:
+        if self._credit > 1:
+            self._credit -= 1
+            log_dist(f"gradient overflow: step skipped, loss scale {self.loss_scale:g} kept (hysteresis)")
+            return
+        if self.loss_scale <= self.min_scale:
+            raise StateError(
+                f"gradient overflow at the smallest loss scale ({self.loss_scale:g}, fp16.min_loss_scale): training "
+                "has diverged; lower the learning rate or use bf16"
+            )
+        lowered = max(self.loss_scale / self.factor, self.min_scale)
+        log_dist(f"gradient overflow: step skipped, loss scale {self.loss_scale:g} -> {lowered:g}")
+        self.loss_scale = lowered
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "cur_scale": self.loss_scale,
+            "cur_hysteresis": self._credit,
+            "cur_iter": self._num_steps,
+            "last_overflow_iter": self._last_overflow,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loss_scale = float(state["cur_scale"])
+        self._credit = int(state["cur_hysteresis"])
+        self._num_steps = int(state["cur_iter"])
+        self._last_overflow = int(state["last_overflow_iter"])

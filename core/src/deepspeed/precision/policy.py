@@ -1,0 +1,84 @@
+"""`Precision`: what the engine asks about number formats. The base class *is* fp32; others override what differs.
+
+Call order in one step:
+
+    1. cast_inputs(args, kwargs), forward_context()      around the module's forward
+    2. scale(loss)                                       before its backward
+    3. verdict(norm)                                     after the gradients are reduced
+    4. after_step(verdict)                               the loss scale learns from it
+"""
+
+import contextlib
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.precision.loss_scaler import LossScaler
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the step is made, and by what its gradients are multiplied first."""
+
+    applies: bool
+    grad_scale: float  # unscales and clips in one factor
+    norm: float  # global L2 norm of the unscaled gradients, before clipping
+
+
+class Precision:
+    """fp32: the parameters stay as they are.
+
+    Args:
+        clip_norm: gradients are clipped to this global L2 norm; 0 means never.
+        checks_overflow: skip a step whose gradients are not finite.
+    """
+
+    name = "fp32"
+    #: dtype that the parameters get, or None to leave them
+    model_dtype: torch.dtype | None = None
+
+    def __init__(self, *, clip_norm: float = 0.0, checks_overflow: bool = False) -> None:
+        self.clip_norm = clip_norm
+        self.checks_overflow = checks_overflow
+        self.loss_scaler = LossScaler(1.0)
+
+    def cast_module(self, module: torch.nn.Module) -> None:
+        """Cast floating parameters and buffers that are not yet in the model's dtype (frozen ones, buffers)."""
+        if self.model_dtype is None:
+            return
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point() and tensor.dtype != self.model_dtype:
+                tensor.data = tensor.data.to(self.model_dtype)
+
+    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of the module's forward; as given, but for fp16 with `auto_cast`."""
+        return args, kwargs
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """A context for the module's forward."""
+        return contextlib.nullcontext()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss as its backward needs it."""
+        return self.loss_scaler.scale(loss)
+
+    def verdict(self, scaled_norm: float) -> Verdict:
+        """Judge the reduced gradients by their norm: g <- g / loss_scale * min(1, clip_norm / (norm + 1e-6)).
+
+        The clip coefficient is that of `torch.nn.utils.clip_grad_norm_`.
+        """
+        loss_scale = self.loss_scaler.loss_scale
+        norm = scaled_norm / loss_scale
+        applies = not self.checks_overflow or math.isfinite(scaled_norm)
+        factor = 1.0 / loss_scale
+        if applies and self.clip_norm > 0:
+            factor *= min(1.0, self.clip_norm / (norm + 1e-6))
+        return Verdict(applies, factor, norm)
+
+    def after_step(self, verdict: Verdict) -> None:
+        """Let the loss scale adapt."""
+        self.loss_scaler.update(overflow=not verdict.applies)

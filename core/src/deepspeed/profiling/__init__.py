@@ -1,0 +1,4 @@
+"""Measuring a run: timers by phase.
+
+May import `accelerator` and below. Read `timer.py`.
+"""

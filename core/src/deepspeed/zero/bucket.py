@@ -1,0 +1,181 @@
+"""A bucket of gradients on its way from autograd to the rank that owns it.
+
+A `Bucket` is written by the gradient hooks (`strategy.py`), launched when it is full or when the backward ends, and
+finished before its values are read. A `Slot` is the place of one fragment in it.
+
+    FILLING --launch--> REDUCING --finish--> FILLING
+
+After a reduction only the *holder* of a bucket (its owner; rank 0 in stage 0) goes on adding to what is there; for
+all others the next write overwrites. So a second backward before the step adds up correctly: the holder
+contributes the sum so far plus its own new gradient, the others their new gradient only.
+"""
+
+import enum
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.backend import Work
+from deepspeed.zero.layout import BucketSpec, Fragment
+
+
+class BucketState(enum.Enum):
+    FILLING = enum.auto()
+    REDUCING = enum.auto()
+
+
+class Slot:
+    """One fragment's place in a bucket."""
+
+    __slots__ = ("arrived", "bucket", "fragment", "holds", "view")
+
+    def __init__(self, bucket: "Bucket", fragment: Fragment) -> None:
+        self.bucket = bucket
+        self.fragment = fragment
+        self.view: Tensor | None = None  # 1-D, grad dtype; None while the bucket has no memory
+        self.holds = False  # a write adds instead of overwriting
+        self.arrived = False  # in the present backward
+
+
+class Bucket:
+    """Gradient memory for one `BucketSpec`.
+
+    Args:
+        spec: which elements of which group, and who owns them.
+        is_holder: whether this rank keeps the sum after a reduction (see the module docstring).
+        take: gives the bucket's memory (1-D, spec.numel); called when it is first written.
+        give: takes the memory back after a reduction, or None if it stays.
+        wire_dtype: dtype of the exchange; None means the memory's own.
+    """
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        *,
+        is_holder: bool,
+        take: Callable[[BucketSpec], Tensor],
+        give: Callable[[Tensor], None] | None,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        self.spec = spec
+        self.state = BucketState.FILLING
+        self.slots = [Slot(self, fragment) for fragment in spec.fragments]
+        self.num_missing = len(self.slots)
+        self.is_late = False  # a gradient arrived after the launch, in the same backward
+        self._is_holder = is_holder
+        self._take, self._give = take, give
+        self._wire_dtype = wire_dtype
+        self._memory: Tensor | None = None
+        self._wire: Tensor | None = None
+        self._work: Work | None = None
+
+    def begin_backward(self) -> None:
+        """Forget which gradients have arrived; what was accumulated stays."""
+        self.finish()
+        self.num_missing = len(self.slots)
+        for slot in self.slots:
+            slot.arrived = False
+
+    def write(self, slot: Slot, grad: Tensor, factor: float) -> None:
+        """slot = factor * grad, or slot += factor * grad if it holds a value. `grad` has the parameter's shape."""
+        if self.state is BucketState.REDUCING:
+            self.finish()
+            self.is_late = True
+        if self._memory is None:
+            self._open()
+        view = slot.view
+        assert view is not None
+        flat = grad.reshape(-1)
+        if flat.numel() != slot.fragment.numel:
+            start = slot.fragment.param_start
+            flat = flat[start : start + slot.fragment.numel]
+        if slot.holds:
+            view.add_(flat, alpha=factor)
+        elif view.dtype == flat.dtype:
+            torch.mul(flat, factor, out=view)
+        else:
+            view.copy_(flat).mul_(factor)
+        slot.holds = True
+        if not slot.arrived:
+            slot.arrived = True
+            self.num_missing -= 1
+
+    def launch(self, exchange: Callable[[Tensor], Work]) -> None:
+        """Start the reduction. Fragments without a gradient contribute zero."""
+        assert self.state is BucketState.FILLING, self.state
+        if self._memory is None:
+            self._open()
+        memory = self._memory
+        assert memory is not None
+        for slot in self.slots:
+            if not slot.holds:
+                assert slot.view is not None
+                slot.view.zero_()
+        wire = memory if self._wire_dtype in (None, memory.dtype) else memory.to(self._wire_dtype)
+        self._wire = wire
+        self._work = exchange(wire)
+        self.state = BucketState.REDUCING
+
+    def finish(self) -> None:
+        """Wait for the reduction, if one is under way."""
+        if self.state is BucketState.FILLING:
+            return
+        assert self._work is not None
+        assert self._memory is not None
+        self._work.wait()
+        if self._wire is not self._memory and self._give is None:
+            self._memory.copy_(self._wire)
+        self._work = self._wire = None
+        self.state = BucketState.FILLING
+        for slot in self.slots:
+            slot.holds = self._is_holder
+        if self._give is not None:
+            self._close()
+
+    def clear(self) -> None:
+        """Forget all gradients; called after the step."""
+        self.finish()
+        self.is_late = False
+        for slot in self.slots:
+            slot.holds = False
+        if self._give is not None and self._memory is not None:
+            self._close()
+
+    def _open(self) -> None:
+        self._memory = self._take(self.spec)
+        for slot in self.slots:
+            slot.view = self._memory.narrow(0, slot.fragment.start - self.spec.start, slot.fragment.numel)
+
+    def _close(self) -> None:
+        assert self._give is not None
+        assert self._memory is not None
+        self._give(self._memory)
+        self._memory = None
+        for slot in self.slots:
+            slot.view = None
+
+
+class BucketPool:
+    """Memory for buckets that are sent and forgotten (stage 2): at most `max_free` buffers wait for reuse."""
+
+    def __init__(self, max_free: int, allocate: Callable[[int], Tensor]) -> None:
+        self._max_free = max_free
+        self._allocate = allocate
+        self._free: list[Tensor] = []
+
+    def take(self, spec: BucketSpec) -> Tensor:
+        """A 1-D buffer of spec.numel elements, with arbitrary contents."""
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= spec.numel:
+                return self._free.pop(index)[: spec.numel]
+        return self._allocate(spec.numel)
+
+    def give(self, memory: Tensor) -> None:
+        buffer = memory if memory._base is None else memory._base
+        if len(self._free) < self._max_free:
+            self._free.append(buffer)
+
+    def release(self) -> None:
+        """Give the waiting buffers back to the allocator; called when a backward and its reductions are over."""
+        self._free.clear()

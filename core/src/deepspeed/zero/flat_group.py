@@ -1,0 +1,123 @@
+"""One parameter group of one dtype as a stage lays it out: weights, masters, and what the optimizer updates.
+
+Built by a `Sharding` when it is attached. Legend: N padded numel of the group, S numel of this rank's partition.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from deepspeed.zero.layout import Fragment, GroupLayout
+
+
+@dataclass(slots=True)
+class Unit:
+    """What the optimizer updates as one tensor: the owned fragment of one parameter."""
+
+    index: int  # of the parameter among all attached ones
+    fragment: Fragment
+    weight: Tensor  # the model's own memory of this fragment, 1-D or the parameter itself
+    master: Tensor  # what the optimizer holds; the memory of `weight` unless the model has low precision
+    grad: Tensor | None  # the reduced gradient, 1-D; set by the stage
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer works on a copy in higher precision."""
+        return self.master.data_ptr() != self.weight.data_ptr()
+
+
+class FlatGroup:
+    """Parameters of one optimizer group and one dtype.
+
+    Args:
+        params: trainable parameters with at least one element.
+        first_index: index of the first of them among all attached parameters.
+        param_group: index of the group in `optimizer.param_groups`.
+        layout: who owns what; one owner for everything in stage 0.
+        rank: this process within the data-parallel group (0 in stage 0).
+        model_dtype: dtype that the parameters get, or None to leave them.
+        is_flat: whether the parameters become views of one buffer, so that they can be gathered in one go.
+        is_whole: whether units keep the shape of their parameter; needs cuts between parameters.
+        allocate: gives a zeroed 1-D buffer for the flat weights.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        *,
+        first_index: int,
+        param_group: int,
+        layout: GroupLayout,
+        rank: int,
+        model_dtype: torch.dtype | None,
+        is_flat: bool,
+        is_whole: bool,
+        allocate: Callable[[int, torch.dtype, torch.device], Tensor],
+    ) -> None:
+        self.params = list(params)
+        self.first_index = first_index
+        self.param_group = param_group
+        self.layout = layout
+        self.rank = rank
+        source_dtype = params[0].dtype
+        self.dtype = model_dtype if model_dtype is not None and source_dtype.is_floating_point else source_dtype
+        device = params[0].device
+        self.partition_start, partition_stop = layout.partition(rank)
+        partition_numel = partition_stop - self.partition_start
+        needs_master = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
+
+        self.flat_N: Tensor | None = allocate(layout.padded_numel, self.dtype, device) if is_flat else None
+        self.master_S: Tensor | None = None
+        if needs_master:
+            self.master_S = torch.zeros(partition_numel, dtype=torch.float32, device=device)
+            for fragment in layout.owned_by(rank):  # from the user's weights, before they are rounded
+                self._slice(self.master_S, fragment).copy_(_piece(self.params[fragment.param], fragment))
+        for param, offset in zip(self.params, layout.offsets, strict=False):
+            if self.flat_N is not None:
+                home = self.flat_N.narrow(0, offset, param.numel()).view(param.shape)
+                home.copy_(param.data)
+                param.data = home
+            elif self.master_S is not None:
+                param.data = param.data.to(self.dtype).contiguous()
+        self.units = [self._create_unit(fragment, is_whole) for fragment in layout.owned_by(rank)]
+
+    def _create_unit(self, fragment: Fragment, is_whole: bool) -> Unit:
+        param = self.params[fragment.param]
+        index = self.first_index + fragment.param
+        if self.flat_N is None and self.master_S is None:  # fp32 without sharding: the parameter is the master
+            return Unit(index, fragment, param.data, param, None)
+        weight = _piece(param, fragment)
+        master = weight if self.master_S is None else self._slice(self.master_S, fragment)
+        if is_whole:
+            assert fragment.numel == param.numel(), fragment
+            master = master.view(param.shape)
+        return Unit(index, fragment, weight, master.detach(), None)
+
+    def _slice(self, buffer_S: Tensor, fragment: Fragment) -> Tensor:
+        return buffer_S.narrow(0, fragment.start - self.partition_start, fragment.numel)
+
+    def partition_of(self, buffer_N: Tensor) -> Tensor:
+        """This rank's part of a buffer over the whole group."""
+        start, stop = self.layout.partition(self.rank)
+        return buffer_N[start:stop]
+
+    def masters_from_weights(self) -> None:
+        """Start the masters anew from the model's weights, after these were loaded."""
+        for unit in self.units:
+            if unit.has_master:
+                unit.master.view(-1).copy_(unit.weight.view(-1))
+
+    def weights_from_masters(self) -> None:
+        """Round the masters into the model's weights."""
+        for unit in self.units:
+            if unit.has_master:
+                unit.weight.view(-1).copy_(unit.master.view(-1))
+
+
+def _piece(param: Parameter, fragment: Fragment) -> Tensor:
+    """The fragment's elements of the parameter's own memory, 1-D."""
+    flat = param.data.reshape(-1) if not param.data.is_contiguous() else param.data.view(-1)
+    return flat.narrow(0, fragment.param_start, fragment.numel)

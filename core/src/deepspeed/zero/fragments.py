@@ -1,0 +1,126 @@
+"""`safe_get_*` and `safe_set_*`: one parameter's weight, gradient or optimizer state, whole, whatever the stage.
+
+The user's calls for debugging and for methods that read gradients (AdaLoRA). All ranks call them together, between
+`backward` and `step` for gradients. A parameter that no engine manages gives None.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from deepspeed.comm.backend import Piece
+from deepspeed.zero.flat_group import FlatGroup
+from deepspeed.zero.strategy import Sharding
+
+#: id of a parameter -> who manages it; a Sharding keeps its parameters alive, so ids stay unique as long as it lives
+_managers: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
+
+
+def register(sharding: Sharding) -> None:
+    """Make the parameters of an engine known here; called when the engine is built."""
+    for param in sharding.params:
+        _managers[id(param)] = sharding
+
+
+def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
+    """The fp32 weight that the optimizer updates, with the parameter's shape, on every rank."""
+    found = _find(param)
+    return None if found is None else _assemble(*found, param, lambda unit: unit.master)
+
+
+def safe_get_full_grad(param: Parameter) -> Tensor | None:
+    """The reduced gradient, averaged over ranks, still multiplied by the loss scale; None if nothing arrived."""
+    found = _find(param)
+    if found is None:
+        return param.grad
+    sharding, group, index = found
+    sharding.reduce()
+    if not sharding.was_used(group.first_index + index):
+        return None
+    return _assemble(sharding, group, index, param, lambda unit: unit.grad)
+
+
+def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
+    """One state of the optimizer, such as "exp_avg", with the parameter's shape; None before the first step."""
+    found = _find(param)
+    if found is None:
+        return None
+    optimizer = found[0].optimizer
+    assert optimizer is not None
+    return _assemble(*found, param, lambda unit: optimizer.state.get(unit.master, {}).get(optim_state_key))
+
+
+def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
+    """Replace the weight, in fp32 and in the model's dtype, on every rank."""
+    found = _find(param)
+    if found is None:
+        raise KeyError(f"safe_set_full_fp32_param: no engine manages this parameter of shape {tuple(param.shape)}")
+    _scatter(found[1], found[2], value, lambda unit: unit.master)
+    with torch.no_grad():
+        param.copy_(value)
+
+
+def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Replace one state of the optimizer."""
+    found = _find(param)
+    if found is None:
+        raise KeyError(f"safe_set_full_optimizer_state: no engine manages this parameter of shape {tuple(param.shape)}")
+    optimizer = found[0].optimizer
+    assert optimizer is not None
+    _scatter(found[1], found[2], value, lambda unit: optimizer.state[unit.master][optim_state_key])
+
+
+def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
+    """Replace the reduced gradient."""
+    found = _find(param)
+    if found is None:
+        raise KeyError(f"safe_set_full_grad: no engine manages this parameter of shape {tuple(param.shape)}")
+    found[0].reduce()
+    _scatter(found[1], found[2], value, lambda unit: unit.grad)
+
+
+def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
+    sharding = _managers.get(id(param))
+    return None if sharding is None else (sharding, *sharding.find(param))
+
+
+def _assemble(sharding: Sharding, group: FlatGroup, index: int, param: Parameter, pick: Any) -> Tensor | None:
+    """Collect the owners' fragments of one parameter into a new tensor of its shape.
+
+    `pick` gives a unit's tensor, or None if it has none; either all ranks have one or none has.
+    """
+    fragments = [fragment for fragment in group.layout.fragments if fragment.param == index]
+    mine = [(unit, pick(unit)) for unit in group.units if unit.fragment.param == index]
+    picked = [value for _, value in mine if value is not None]
+    dtype = _agree_on_dtype(sharding, picked[0].dtype if picked else None, param.device)
+    if dtype is None:
+        return None
+    whole_N = torch.zeros(param.numel(), dtype=dtype, device=param.device)
+    for unit, value in mine:
+        whole_N.narrow(0, unit.fragment.param_start, unit.fragment.numel).copy_(value.detach().reshape(-1))
+    if group.flat_N is not None:
+        pieces = [Piece(f.param_start, f.param_start + f.numel, f.owner) for f in fragments]
+        sharding.backend.gather_from_owners(whole_N, pieces, sharding.group).wait()
+    return whole_N.view(param.shape)
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _agree_on_dtype(sharding: Sharding, dtype: torch.dtype | None, device: torch.device) -> torch.dtype | None:
+    """The dtype that the owners have, known to ranks that own nothing of the parameter."""
+    code = torch.tensor(-1 if dtype is None else _DTYPES.index(dtype), device=device)
+    if sharding.world_size > 1:
+        torch.distributed.all_reduce(code, op=torch.distributed.ReduceOp.MAX, group=sharding.group)
+    return None if code.item() < 0 else _DTYPES[int(code.item())]
+
+
+def _scatter(group: FlatGroup, index: int, value: Tensor, pick: Any) -> None:
+    flat = value.detach().reshape(-1)
+    for unit in group.units:
+        if unit.fragment.param == index:
+            start = unit.fragment.param_start
+            pick(unit).data.view(-1).copy_(flat[start : start + unit.fragment.numel])

@@ -1,0 +1,99 @@
+"""What users hold as `engine.optimizer` when the engine, not the optimizer, makes the step.
+
+It has the face of a torch optimizer (schedulers and libraries read and write `param_groups`), but its `step` and
+`zero_grad` are the engine's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from deepspeed.zero.strategy import Sharding
+
+
+class DeepSpeedOptimizer(Optimizer):
+    """Base of the optimizers that `deepspeed.initialize` returns; libraries test for it with isinstance."""
+
+
+class ZeroOptimizer(DeepSpeedOptimizer):
+    """The user's optimizer as seen through a sharding stage.
+
+    Everything that is not named here is answered by the inner torch optimizer.
+    """
+
+    def __init__(self, sharding: Sharding, optimizer: Optimizer, step: Callable[[], Any], loss_scaler: Any) -> None:
+        # Optimizer.__init__ is not called on purpose: groups and state are the inner optimizer's
+        self.__dict__.update(_sharding=sharding, optimizer=optimizer, _step=step, loss_scaler=loss_scaler)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was inf or nan."""
+        return self.loss_scaler.overflow
+
+    @property
+    def loss_scale(self) -> float:
+        return self.loss_scaler.loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scaler.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scaler.is_dynamic
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """One step with clipping and loss scaling, as `engine.step()` makes it at a boundary.
+
+        Raises:
+            ValueError: if a closure is given; the loss was computed by the engine.
+        """
+        if closure is not None:
+            raise ValueError("optimizer.step: found a closure; under the engine a step takes none, call step()")
+        self._step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._sharding.zero_grad()
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Scaled backward of a loss, as `engine.backward` makes it without gradient accumulation."""
+        self._sharding.window.open()
+        self.loss_scaler.scale(loss.float()).backward(retain_graph=retain_graph)
+        self._sharding.window.close()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._sharding.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._sharding.state_dict(), "loss_scaler": self.loss_scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._sharding.load_state_dict(state_dict)
+        if "loss_scaler" in state_dict:
+            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("param_groups", "state", "defaults"):
+            setattr(self.optimizer, name, value)
+        else:
+            self.__dict__[name] = value
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(stage={self._sharding.stage}, {self.optimizer!r})"

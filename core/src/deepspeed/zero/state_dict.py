@@ -1,0 +1,149 @@
+"""A stage's state as plain values, with the keys of DeepSpeed's `*_optim_states.pt`, and back.
+
+Per flat group, this rank's partition of S elements (padding included):
+
+    single_partition_of_fp32_groups   [S] the weights that the optimizer updates
+    base_optimizer_state              {"state": {group: {name: [S] tensor or scalar}}, "param_groups": [...]}
+
+The optimizer keeps one state per fragment. Tensor states of a fragment's size are laid end to end to [S]. Scalars,
+such as Adam's `step`, are stored once when all fragments agree, and else also one by one under
+`fragment_scalars`. A state of another shape (factored moments) is stored per fragment under `fragment_states`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from deepspeed.zero.flat_group import FlatGroup
+    from deepspeed.zero.strategy import Sharding
+
+
+def collect(sharding: Sharding) -> dict[str, Any]:
+    """The state dict of a stage; tensors are this rank's own memory or copies, on the device they live on."""
+    optimizer = sharding.optimizer
+    groups = sharding.groups
+    state = {index: _flatten_group(sharding, group) for index, group in enumerate(groups)}
+    param_groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in (optimizer.param_groups if optimizer is not None else [])
+    ]
+    return {
+        "zero_stage": sharding.stage,
+        "partition_count": [sharding.world_size if group.flat_N is not None else 1 for group in groups],
+        "group_paddings": [group.layout.padding(group.rank) for group in groups],
+        "single_partition_of_fp32_groups": [_master_partition(group) for group in groups],
+        "base_optimizer_state": {"state": state, "param_groups": param_groups},
+    }
+
+
+def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
+    """Put a collected state back: masters, and with `load_optimizer_states` also moments and param_groups."""
+    masters = saved["single_partition_of_fp32_groups"]
+    if len(masters) != len(sharding.groups):
+        raise CheckpointError(
+            f"optimizer state: found {len(masters)} parameter groups, this run has {len(sharding.groups)}; "
+            "build the optimizer with the same groups"
+        )
+    for index, (group, master) in enumerate(zip(sharding.groups, masters, strict=True)):
+        start, stop = group.layout.partition(group.rank)
+        if master.numel() not in (stop - start, stop - start - group.layout.padding(group.rank)):
+            raise CheckpointError(
+                f"optimizer state of group {index}: found a partition of {master.numel()} elements, this run has "
+                f"{stop - start}; load it with the same model and the same number of ranks"
+            )
+        for unit in group.units:
+            unit.master.data.view(-1).copy_(_cut(master, group, unit.fragment.start, unit.fragment.numel))
+    optimizer = sharding.optimizer
+    if optimizer is None or not load_optimizer_states:
+        return
+    base = saved["base_optimizer_state"]
+    for group, values in zip(optimizer.param_groups, base["param_groups"], strict=True):
+        group.update({name: value for name, value in values.items() if name != "params"})
+    for index, group in enumerate(sharding.groups):
+        _unflatten_group(sharding, group, base["state"].get(index, {}))
+
+
+def _master_partition(group: FlatGroup) -> Tensor:
+    if group.master_S is not None:
+        return group.master_S
+    if group.flat_N is not None:
+        return group.partition_of(group.flat_N).detach().float()
+    return torch.cat([param.detach().reshape(-1).float() for param in group.params])
+
+
+def _flatten_group(sharding: Sharding, group: FlatGroup) -> dict[str, Any]:
+    optimizer = sharding.optimizer
+    start, stop = group.layout.partition(group.rank)
+    flat: dict[str, Any] = {}
+    scalars: dict[str, list[Any]] = {}
+    odd: dict[str, list[Any]] = {}
+    if optimizer is None:
+        return flat
+    for unit in group.units:
+        for name, value in optimizer.state.get(unit.master, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == unit.fragment.numel:
+                if name not in flat:
+                    flat[name] = torch.zeros(stop - start, dtype=value.dtype, device=value.device)
+                _cut(flat[name], group, unit.fragment.start, unit.fragment.numel).copy_(value.reshape(-1))
+    for name_of, is_scalar in ((scalars, True), (odd, False)):
+        for unit in group.units:
+            for name, value in optimizer.state.get(unit.master, {}).items():
+                if name not in flat and _is_scalar(value) is is_scalar:
+                    name_of.setdefault(name, [None] * len(group.units))
+        for place, unit in enumerate(group.units):
+            for name, value in optimizer.state.get(unit.master, {}).items():
+                if name in name_of:
+                    name_of[name][place] = value
+    for name, values in scalars.items():
+        flat[name] = next(value for value in values if value is not None)
+        if any(value is None or value != flat[name] for value in values):
+            flat.setdefault("fragment_scalars", {})[name] = values
+    if odd:
+        flat["fragment_states"] = odd
+    return flat
+
+
+def _unflatten_group(sharding: Sharding, group: FlatGroup, flat: dict[str, Any]) -> None:
+    optimizer = sharding.optimizer
+    assert optimizer is not None
+    scalars = flat.get("fragment_scalars", {})
+    odd = flat.get("fragment_states", {})
+    for place, unit in enumerate(group.units):
+        state: dict[str, Any] = {}
+        for name, value in flat.items():
+            if name in ("fragment_scalars", "fragment_states"):
+                continue
+            if name in scalars:
+                value = scalars[name][place]
+            elif isinstance(value, Tensor) and value.dim() > 0:
+                value = _cut(value, group, unit.fragment.start, unit.fragment.numel).view(unit.master.shape)
+            if value is not None:
+                state[name] = _owned(value, unit.master.device)
+        for name, values in odd.items():
+            if values[place] is not None:
+                state[name] = _owned(values[place], unit.master.device)
+        if any(name in scalars and scalars[name][place] is None for name in scalars):
+            state = {}  # this fragment had never been updated
+        if state:
+            optimizer.state[unit.master] = state
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.dim() == 0
+
+
+def _owned(value: Any, device: torch.device) -> Any:
+    """A copy that the optimizer may change; scalars stay on the host, where fused optimizers and Adam's `step` differ."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if value.dim() == 0 else value.to(device, copy=True)
+
+
+def _cut(partition_S: Tensor, group: FlatGroup, start: int, numel: int) -> Tensor:
+    return partition_S.narrow(0, start - group.partition_start, numel)

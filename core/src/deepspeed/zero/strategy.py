@@ -1,0 +1,431 @@
+"""`Sharding`: how gradients are reduced and weights updated. The base class *is* stage 0.
+
+The engine calls, for every micro-batch and then once for the step:
+
+    1. window.open / close       around `loss.backward()`; a plain `loss.backward()` does it through hooks
+    2. (hooks, per parameter)    gradient -> bucket; a full bucket is launched
+    3. reduce()                  every exchange done, norm and use of parameters agreed on by all ranks
+    4. norm()                    global L2 norm of the gradients as they are (still scaled)
+    5. update(scale)             gradients times `scale`, optimizer step, weights published
+    6. zero_grad()
+
+A stage answers three questions: who owns a fragment (`_layout`), where a bucket's gradients live (`_bucket_memory`)
+and which exchange a full bucket gets (`_exchange`). Stages 1 and 2 (`stage1.py`, `stage2.py`) answer them differently.
+ZeRO: arXiv 1910.02054.
+
+Legend: N padded numel of a flat group, S numel of this rank's partition, W ranks.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from deepspeed.comm.backend import Backend, Piece, Work
+from deepspeed.errors import ConfigError, StateError
+from deepspeed.zero import state_dict as states
+from deepspeed.zero.backward_window import BackwardWindow
+from deepspeed.zero.bucket import Bucket, Slot
+from deepspeed.zero.flat_group import FlatGroup, Unit
+from deepspeed.zero.layout import BucketSpec, Fragment, GroupLayout, cut_buckets, update_batches
+from deepspeed.zero.update import Batch, OptimizerUpdate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """What a stage needs of the configuration, as values."""
+
+    model_dtype: torch.dtype | None = None  # dtype that parameters get; None leaves them
+    accumulation_dtype: torch.dtype | None = None  # of gradients between backwards; None is the parameter's own
+    wire_dtype: torch.dtype | None = None  # of gradients on the way; None is the accumulation dtype
+    bucket_numel: int = 500_000_000  # upper bound; the backend's own wish may be smaller
+    update_numel: int = 4 * 2**20  # elements updated and published in one go
+    overlap: bool = True  # launch a bucket when it is full, not when the backward is over
+    predivide_factor: float | None = None  # gradients are divided by this before the sum and by W / this after it
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """What the schedule says of the backward that begins."""
+
+    reduces: bool  # whether the gradients are needed after it
+    factor: float  # by which its gradients are multiplied, besides the averaging over ranks
+
+
+class Sharding:
+    """Stage 0: every rank holds everything, gradients are averaged."""
+
+    stage = 0
+    #: whether gradients are exchanged after every backward, or only when they are needed
+    reduces_always = False
+
+    def __init__(self, options: ShardingOptions, backend: Backend, group: ProcessGroup | None = None) -> None:
+        self.options = options
+        self.backend = backend
+        self.group = group
+        self.world_size = torch.distributed.get_world_size(group)
+        self.rank = torch.distributed.get_rank(group)
+        self.window = BackwardWindow(self._begin_backward, self._end_backward, self._abort_backward)
+        self.optimizer: Optimizer | None = None
+        self.groups: list[FlatGroup] = []
+        self.params: list[Parameter] = []
+        self.buckets: list[Bucket] = []
+        self._is_whole = False
+        self._slots: list[list[Slot]] = []  # by parameter
+        self._used: list[bool] = []  # by parameter: a gradient arrived on this rank since the last step
+        self._used_anywhere: list[bool] = []
+        self._launched = 0
+        self._reduces = False
+        self._is_reduced = True  # no gradient waits on this rank for its exchange
+        self._factor = 1.0
+        self._norm: float | None = None
+        self._updates: OptimizerUpdate | None = None
+        self._positions: dict[int, int] = {}
+        average = options.predivide_factor or float(self.world_size)
+        self._before_sum = 1.0 / average
+        self._after_sum = average / self.world_size
+
+    # ---- what a stage decides -----------------------------------------------------------------------------------
+
+    @property
+    def _owner_rank(self) -> int:
+        """This rank as an owner of fragments; in stage 0 one owner has everything, and that is every rank."""
+        return 0
+
+    def _layout(self, numels: Sequence[int]) -> GroupLayout:
+        return GroupLayout(numels, (0, sum(numels)))
+
+    def _is_flat(self) -> bool:
+        """Whether parameters become views of one buffer."""
+        return False
+
+    def _create_gradients(self, group: FlatGroup, dtype: torch.dtype) -> Tensor:
+        """The gradient memory of one group that lives from step to step: all N elements."""
+        return self.backend.allocate(group.layout.padded_numel, dtype, group.params[0].device)
+
+    def _bucket_memory(self, spec: BucketSpec) -> Tensor:
+        return self._gradients[spec.group][spec.start : spec.stop]
+
+    def _create_bucket(self, spec: BucketSpec) -> Bucket:
+        return Bucket(
+            spec,
+            is_holder=self.rank == 0,
+            take=self._bucket_memory,
+            give=None,
+            wire_dtype=self.options.wire_dtype,
+        )
+
+    def _exchange(self, bucket: Bucket, wire_N: Tensor) -> Work:
+        return self.backend.reduce(wire_N, self.group)
+
+    def _publish(self, batch: Batch) -> Work | None:
+        """Give the weights that were just updated to those who do not own them."""
+        return None
+
+    def _owned_gradients(self) -> list[Tensor]:
+        """The reduced gradients that this rank holds, one 1-D tensor per group, padding zero."""
+        return self._gradients
+
+    def _norm_share(self) -> float:
+        """The part of the sum of squares that this rank contributes: in stage 0 every rank has all of it."""
+        return 1.0 / self.world_size
+
+    # ---- building -----------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        module: torch.nn.Module,
+        optimizer: Optimizer | None,
+        plan: Callable[[bool], BackwardPlan],
+        *,
+        is_elementwise: bool = True,
+    ) -> None:
+        """Take over the parameters of `module` that `optimizer` updates (without one: all that require a gradient).
+
+        The optimizer's groups are changed in place: under sharding they hold fragments instead of parameters.
+
+        Args:
+            plan: asked at the beginning of every backward, with True if the user started it.
+            is_elementwise: whether the optimizer's update of an element depends on that element only.
+        """
+        self.optimizer = optimizer
+        self._plan = plan
+        self._is_whole = not is_elementwise
+        self._positions = {id(param): place for place, param in enumerate(module.parameters())}
+        self._gradients: list[Tensor] = []
+        groups = optimizer.param_groups if optimizer is not None else [{"params": list(module.parameters())}]
+        if optimizer is not None and optimizer.state:
+            raise ConfigError(
+                "optimizer: found one that has state already (it stepped, or its state was loaded); hand over a fresh "
+                "one, and load its state with load_checkpoint"
+            )
+        for index, param_group in enumerate(groups):
+            self._attach_group(index, param_group["params"])
+        self._finish_groups()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take over one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
+        assert self.optimizer is not None
+        if self.window.is_open or any(self._used):
+            raise StateError("add_param_group: found gradients of a step that is not over; call it after step()")
+        self.optimizer.add_param_group(param_group)
+        last = len(self.optimizer.param_groups) - 1
+        for handle in self._hooks:
+            handle.remove()
+        self._attach_group(last, self.optimizer.param_groups[last]["params"])
+        self._finish_groups()
+
+    def _attach_group(self, index: int, params: Sequence[Parameter]) -> None:
+        """Split one optimizer group by dtype and lay out each part."""
+        attached = {id(param) for param in self.params}
+        by_dtype: dict[torch.dtype, list[Parameter]] = {}
+        for param in params:
+            if id(param) in attached:
+                raise ConfigError(f"optimizer.param_groups[{index}]: a parameter of shape {tuple(param.shape)} is in "
+                                  "two groups; put it in one")  # fmt: skip
+            if param.requires_grad and param.numel() > 0:
+                by_dtype.setdefault(param.dtype, []).append(param)
+        units: list[Unit] = []
+        for same_dtype in by_dtype.values():
+            group = FlatGroup(
+                same_dtype,
+                first_index=len(self.params),
+                param_group=index,
+                layout=self._layout([param.numel() for param in same_dtype]),
+                rank=self._owner_rank,
+                model_dtype=self.options.model_dtype,
+                is_flat=self._is_flat(),
+                is_whole=self._is_whole or not self._is_flat(),
+                allocate=self.backend.allocate,
+            )
+            self.groups.append(group)
+            self.params.extend(same_dtype)
+            self._gradients.append(self._create_gradients(group, self._accumulation_dtype(group)))
+            units.extend(group.units)
+        if self.optimizer is not None:
+            self.optimizer.param_groups[index]["params"] = [unit.master for unit in units]
+
+    def _accumulation_dtype(self, group: FlatGroup) -> torch.dtype:
+        wanted = self.options.accumulation_dtype
+        return wanted if wanted is not None and group.dtype.is_floating_point else group.dtype
+
+    def _finish_groups(self) -> None:
+        """Buckets, hooks and update batches for all groups; again after a group was added."""
+        num_bytes = max((gradients.element_size() for gradients in self._gradients), default=4)
+        wish = self.backend.preferred_bucket_bytes(self.world_size) // num_bytes
+        positions = [[self._positions.get(id(param), 0) for param in group.params] for group in self.groups]
+        specs = cut_buckets([group.layout for group in self.groups], positions, min(self.options.bucket_numel, wish))
+        self.buckets = [self._create_bucket(spec) for spec in specs]
+        self._slots = [[] for _ in self.params]
+        for bucket in self.buckets:
+            first = self.groups[bucket.spec.group].first_index
+            for slot in bucket.slots:
+                self._slots[first + slot.fragment.param].append(slot)
+        self._used = [False] * len(self.params)
+        self._used_anywhere = list(self._used)
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(partial(self._take_gradient, index, self._slots[index]))
+            for index, param in enumerate(self.params)
+        ]
+        if self.optimizer is not None:
+            self._updates = OptimizerUpdate(self.optimizer, list(self._batches()), self._used_anywhere)
+        self._connect_units()
+
+    def _batches(self) -> Iterator[Batch]:
+        for index, group in enumerate(self.groups):
+            unit_of = {unit.fragment: unit for unit in group.units}
+            for per_rank in update_batches(group.layout, self.options.update_numel):
+                mine = [unit_of[fragment] for fragment in per_rank[self._owner_rank]]
+                yield Batch(index, mine, [_span(fragments) for fragments in per_rank if fragments])
+
+    def _connect_units(self) -> None:
+        """Tell each unit where its reduced gradient is."""
+        for group, gradients in zip(self.groups, self._owned_gradients(), strict=True):
+            for unit in group.units:
+                start = unit.fragment.start - group.partition_start
+                grad = gradients.narrow(0, start, unit.fragment.numel)
+                unit.grad = grad.view(unit.master.shape)
+
+    # ---- one backward -------------------------------------------------------------------------------------------
+
+    def _begin_backward(self, by_user: bool) -> None:
+        plan = self._plan(by_user)
+        self._reduces = plan.reduces or self.reduces_always
+        self._factor = plan.factor * self._before_sum
+        self._launched = 0
+        self._is_reduced = False
+        self._norm = None
+        for bucket in self.buckets:
+            bucket.begin_backward()
+        for param in self.params:
+            param.grad = None  # what it shows is the sum of the last backward, which lives in its bucket
+
+    def _take_gradient(self, index: int, slots: list[Slot], param: Tensor) -> None:
+        """Hook: autograd has put the gradient of one parameter into `param.grad`."""
+        grad = param.grad
+        assert grad is not None
+        param.grad = None
+        if not self.window.is_open:
+            self.window.open_from_autograd()
+        if grad.is_sparse:  # of an embedding with sparse=True; its bucket is dense
+            grad = grad.to_dense()
+        self._used[index] = True
+        for slot in slots:
+            slot.bucket.write(slot, grad, self._factor)
+        if self._reduces and self.options.overlap:
+            while self._launched < len(self.buckets) and self.buckets[self._launched].num_missing == 0:
+                self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._launched]
+        self._launched += 1
+        bucket.launch(partial(self._exchange, bucket))
+
+    def _end_backward(self) -> None:
+        if self._reduces:
+            self._launch_rest()
+
+    def _launch_rest(self) -> None:
+        while self._launched < len(self.buckets):
+            self._launch_next()
+        self._is_reduced = True
+
+    def _abort_backward(self) -> None:
+        self.zero_grad()
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Finish every exchange, and agree with the other ranks on the norm and on which parameters were used.
+
+        One small all-reduce carries [sum of squares, per parameter whether it was used, per bucket whether a
+        gradient came after its launch]. Late gradients (a block that a checkpoint runs twice in one backward) are
+        then exchanged in a second round, on all ranks alike.
+        """
+        if self._norm is not None:
+            return
+        if not self._is_reduced:  # the boundary was declared after the backward
+            self._launch_rest()
+        while True:
+            for bucket in self.buckets:
+                bucket.finish()
+            late = [float(bucket.is_late) for bucket in self.buckets]
+            facts = self._sum_over_ranks([self._local_square_sum(), *map(float, self._used), *late])
+            num_used = len(self._used)
+            self._used_anywhere[:] = [count > 0 for count in facts[1 : 1 + num_used]]
+            late = facts[1 + num_used :]
+            if not any(late):
+                break
+            for bucket, is_late in zip(self.buckets, late, strict=True):
+                if is_late:
+                    bucket.is_late = False
+                    bucket.launch(partial(self._exchange, bucket))
+        self._norm = math.sqrt(facts[0]) * self._after_sum if facts[0] >= 0 else math.nan
+        self._after_reduce()
+
+    def _after_reduce(self) -> None:
+        """Stage 0 shows the averaged gradients as `param.grad`, as plain data parallelism does."""
+        if self._after_sum != 1.0:
+            return
+        for group, gradients in zip(self.groups, self._gradients, strict=True):
+            if gradients.dtype != group.dtype:
+                continue
+            for param, offset, index in zip(group.params, group.layout.offsets, range(group.first_index, 1 << 62)):  # noqa: B905
+                if self._used_anywhere[index]:
+                    param.grad = gradients.narrow(0, offset, param.numel()).view(param.shape)
+
+    def _local_square_sum(self) -> float:
+        norms = [torch.linalg.vector_norm(gradients, dtype=torch.float32) for gradients in self._owned_gradients()]
+        if not norms:
+            return 0.0
+        return float(torch.linalg.vector_norm(torch.stack(norms)).square()) * self._norm_share()
+
+    def _sum_over_ranks(self, values: list[float]) -> list[float]:
+        if self.world_size == 1:
+            return values
+        device = self.params[0].device if self.params else "cpu"
+        facts = torch.tensor(values, dtype=torch.float32, device=device)
+        torch.distributed.all_reduce(facts, group=self.group)
+        return facts.tolist()
+
+    def norm(self) -> float:
+        """Global L2 norm of the reduced gradients, as scaled as the losses were; inf or nan after an overflow."""
+        assert self._norm is not None, "norm() follows reduce()"
+        return self._norm
+
+    def update(self, scale: float = 1.0) -> None:
+        """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
+        assert self._updates is not None
+        published = [
+            work for batch in self._updates.step(scale * self._after_sum) if (work := self._publish(batch)) is not None
+        ]
+        for work in published:
+            work.wait()
+
+    def zero_grad(self) -> None:
+        """Forget every gradient."""
+        for bucket in self.buckets:
+            bucket.clear()
+        for index, param in enumerate(self.params):
+            param.grad = None
+            self._used[index] = False
+        self._is_reduced = True
+        self._norm = None
+
+    def destroy(self) -> None:
+        """Remove the hooks; the module can then be used without the engine."""
+        for handle in self._hooks:
+            handle.remove()
+        self.zero_grad()
+
+    # ---- states and single parameters ---------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's masters and optimizer state; keys as in DeepSpeed's `*_optim_states.pt`."""
+        return states.collect(self)
+
+    def load_state_dict(self, state: dict[str, Any], *, load_optimizer_states: bool = True) -> None:
+        """Take masters and optimizer state of a run with as many ranks and the same stage."""
+        states.restore(self, state, load_optimizer_states=load_optimizer_states)
+        self.publish_all()
+
+    def masters_from_weights(self) -> None:
+        """Start the masters anew after the module's weights were loaded or changed from outside."""
+        for group in self.groups:
+            group.masters_from_weights()
+
+    def publish_all(self) -> None:
+        """Bring the masters of all ranks into the model's weights."""
+        for group in self.groups:
+            group.weights_from_masters()
+        for batch in self._batches():
+            work = self._publish(batch)
+            if work is not None:
+                work.wait()
+
+    def was_used(self, index: int) -> bool:
+        """Whether any rank has a gradient for the attached parameter `index`; known after `reduce()`."""
+        return self._used_anywhere[index]
+
+    def find(self, param: Parameter) -> tuple[FlatGroup, int]:
+        """The group of a parameter and its index in it.
+
+        Raises:
+            KeyError: if the parameter is not attached.
+        """
+        for group in self.groups:
+            for index, candidate in enumerate(group.params):
+                if candidate is param:
+                    return group, index
+        raise KeyError(f"parameter of shape {tuple(param.shape)} is not managed by this engine")
+
+
+def _span(fragments: Sequence[Fragment]) -> Piece:
+    return Piece(fragments[0].start, fragments[-1].stop, fragments[0].owner)

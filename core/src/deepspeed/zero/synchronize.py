@@ -1,0 +1,39 @@
+"""Make every rank start from the same weights: those of the group's first rank.
+
+Called once, before a stage is attached, so that fp32 masters are copied from agreed values.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+#: tensors below this many bytes travel together
+_SMALL_BYTES = 2**20
+
+
+def synchronize_module(module: torch.nn.Module, group: ProcessGroup | None = None) -> None:
+    """Broadcast parameters and buffers from the first rank of `group`. No-op on one rank."""
+    if torch.distributed.get_world_size(group) == 1:
+        return
+    source = torch.distributed.get_global_rank(group, 0) if group is not None else 0
+    tensors = [tensor.data for tensor in [*module.parameters(), *module.buffers()] if tensor.numel() > 0]
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    works = []
+    for tensor in tensors:
+        if tensor.nbytes >= _SMALL_BYTES and tensor.is_contiguous():
+            works.append(torch.distributed.broadcast(tensor, source, group=group, async_op=True))
+        else:
+            small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for work in works:
+        work.wait()
+    for same_kind in small.values():
+        _broadcast_together(same_kind, source, group)
+
+
+def _broadcast_together(tensors: list[Tensor], source: int, group: ProcessGroup | None) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    torch.distributed.broadcast(flat, source, group=group)
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()

@@ -1,0 +1,77 @@
+"""The optimizer's step in batches of units, so that little is alive at once and results can be published early.
+
+Called by `Sharding.update`. In low precision a batch's gradients are widened to fp32 in one buffer that all batches
+share, the step is made on the fp32 masters, and the result is rounded into the model's weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from deepspeed.comm.backend import Piece
+from deepspeed.zero.flat_group import Unit
+
+
+@dataclass(slots=True)
+class Batch:
+    """Units of one flat group that are updated in one optimizer call, and what each rank then publishes."""
+
+    group: int
+    units: list[Unit]
+    pieces: list[Piece]  # of the flat group, one per rank that has something in this batch
+
+
+class OptimizerUpdate:
+    """Steps a torch optimizer batch by batch.
+
+    Args:
+        used: by parameter, whether any rank has a gradient for it; written by the owner before each step. A unit
+            without gradient is left alone, as torch's optimizers do with `grad = None`.
+    """
+
+    def __init__(self, optimizer: Optimizer, batches: list[Batch], used: list[bool]) -> None:
+        self._optimizer = optimizer
+        self._batches = batches
+        self._used = used
+
+    def step(self, scale: float) -> Iterator[Batch]:
+        """Update one batch after the other and yield it when its weights are final."""
+        widened: Tensor | None = None
+        for batch in self._batches:
+            units = [unit for unit in batch.units if self._used[unit.index]]
+            if units:
+                widened = self._set_gradients(units, scale, widened)
+                self._optimizer.step()
+                for unit in units:
+                    unit.master.grad = None
+                    if unit.has_master:
+                        unit.weight.copy_(unit.master.view_as(unit.weight))
+            yield batch
+
+    def _set_gradients(self, units: list[Unit], scale: float, widened: Tensor | None) -> Tensor | None:
+        """Point every master's `.grad` at its gradient times `scale`; returns the buffer for the next batch."""
+        to_widen = [unit for unit in units if _grad(unit).dtype != unit.master.dtype]
+        if to_widen:
+            numel = sum(unit.fragment.numel for unit in to_widen)
+            if widened is None or widened.numel() < numel:
+                widened = torch.empty(numel, dtype=to_widen[0].master.dtype, device=to_widen[0].master.device)
+            start = 0
+            for unit in to_widen:
+                wide = widened.narrow(0, start, unit.fragment.numel).view(unit.master.shape)
+                unit.master.grad = wide.copy_(_grad(unit))
+                start += unit.fragment.numel
+            if scale != 1.0:
+                widened[:start].mul_(scale)
+        for unit in units:
+            grad = _grad(unit)
+            if grad.dtype == unit.master.dtype:
+                unit.master.grad = grad if scale == 1.0 else grad.mul_(scale)
+        return widened
+
+
+def _grad(unit: Unit) -> Tensor:
+    assert unit.grad is not None
+    return unit.grad
