@@ -83,9 +83,7 @@ def _choose_once() -> Choice:
         if _choice is not None:
             return _choice
         if _choosing:
-            raise PluginError(
-                "get_accelerator() was called while an accelerator plugin was being built; it must not be"
-            )
+            raise PluginError("get_accelerator() was called by an accelerator plugin that is itself being built")
         _choosing = True
         try:
             choice = _choose()

@@ -9,7 +9,14 @@ def test_the_three_groups():
     groups = {title: [hook.__name__ for hook in hooks] for title, (_, hooks) in hookspecs.GROUPS.items()}
     assert groups == {
         "Start": ["ds_probe", "ds_accelerator", "ds_op_builders", "ds_check_config"],
-        "By name": ["ds_comm_backend", "ds_optimizer", "ds_sharding", "ds_checkpoint_store", "ds_monitor", "ds_launcher"],
+        "By name": [
+            "ds_comm_backend",
+            "ds_optimizer",
+            "ds_sharding",
+            "ds_checkpoint_store",
+            "ds_monitor",
+            "ds_launcher",
+        ],
         "Events": ["ds_engine_ready", "ds_step_end", "ds_checkpoint_saved"],
     }
 

@@ -4,7 +4,6 @@ import sys
 import types
 
 import pytest
-
 from deepspeed.errors import PluginError
 from deepspeed.plugins import ACCELERATORS, FEATURES, Offer, PluginManager, hookimpl
 
@@ -28,6 +27,14 @@ def make_module(**attributes):
     module = types.ModuleType("plugin_of_a_test")
     vars(module).update(attributes)
     return module
+
+
+def hears(heard):
+    @hookimpl
+    def ds_step_end(stats):
+        heard.append(stats)
+
+    return ds_step_end
 
 
 def make_plugin(name="xyz", priority=100, available=True, reason="here", accelerator=None, **attributes):
@@ -256,7 +263,7 @@ def test_only_active_plugins_hear_hooks_by_name():
 def test_feature_plugins_are_loaded_by_the_first_hook_and_a_broken_one_is_warned_about(monkeypatch):
     warned, heard = [], []
     monkeypatch.setattr("deepspeed.plugins.manager.logger.warning", warned.append)
-    feature = make_module(ds_step_end=hookimpl(lambda stats: heard.append(stats)))
+    feature = make_module(ds_step_end=hears(heard))
     entries = Entry("good", feature), Entry("bad", ImportError("no such thing"))
     manager = make_manager(features=entries)
     assert manager.names(FEATURES) == ["bad", "good"]
@@ -272,7 +279,7 @@ def test_feature_plugins_are_loaded_by_the_first_hook_and_a_broken_one_is_warned
 
 def test_one_module_in_both_groups_is_called_once():
     heard = []
-    plugin = make_plugin("a", ds_step_end=hookimpl(lambda stats: heard.append(stats)))
+    plugin = make_plugin("a", ds_step_end=hears(heard))
     manager = make_manager(Entry("a", plugin), features=[Entry("a", plugin)])
     manager.activate("a")
     manager.hook.ds_step_end(stats=1)

@@ -1,0 +1,218 @@
+"""set_accelerator > DS_ACCELERATOR > highest available priority > plain; every failure says what to do."""
+
+import threading
+
+import pytest
+from deepspeed.accelerator import (
+    DeepSpeedAccelerator,
+    get_accelerator,
+    is_current_accelerator_supported,
+    set_accelerator,
+)
+from deepspeed.accelerator.current import explain
+from deepspeed.accelerator.plain import PlainAccelerator
+from deepspeed.errors import PluginError
+
+
+class A_Accelerator(PlainAccelerator):
+    pass
+
+
+class B_Accelerator(PlainAccelerator):
+    pass
+
+
+def test_highest_available_priority_wins(shelf):
+    shelf.put("a", 1, build=A_Accelerator)
+    shelf.put("b", 2, build=B_Accelerator, reason="2 devices")
+    shelf.put("c", 3, available=False, reason="no device")
+    assert type(get_accelerator()) is B_Accelerator
+    assert get_accelerator() is get_accelerator()
+    assert shelf.built == {"a": 0, "b": 1, "c": 0}
+    assert explain().plugin == "b"
+    assert "2 devices" in explain().why
+    assert is_current_accelerator_supported()
+
+
+def test_a_tie_is_an_error_that_names_both_and_is_not_remembered(shelf, monkeypatch):
+    shelf.put("a", 5, build=A_Accelerator)
+    shelf.put("b", 5, build=B_Accelerator)
+    with pytest.raises(PluginError, match=r"'a' and 'b'.*priority 5.*DS_ACCELERATOR=a or DS_ACCELERATOR=b"):
+        get_accelerator()
+    monkeypatch.setenv("DS_ACCELERATOR", "b")
+    assert type(get_accelerator()) is B_Accelerator
+
+
+def test_a_tie_below_the_winner_does_not_matter(shelf):
+    for name, priority in (("a", 5), ("b", 5), ("c", 6)):
+        shelf.put(name, priority, build=A_Accelerator)
+    get_accelerator()
+    assert explain().plugin == "c"
+
+
+def test_the_variable_beats_priority_and_loads_that_plugin_alone(shelf, monkeypatch):
+    shelf.put("a", 1, build=A_Accelerator)
+    shelf.put("b", 2, broken=AssertionError("was imported"))
+    monkeypatch.setenv("DS_ACCELERATOR", "a")
+    assert type(get_accelerator()) is A_Accelerator
+    assert shelf.manager.failure("b") is None
+    assert explain().why == "DS_ACCELERATOR=a"
+
+
+def test_set_accelerator_beats_the_variable_and_asks_no_plugin(shelf, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "nosuch")
+    mine = A_Accelerator()
+    set_accelerator(mine)
+    assert get_accelerator() is mine
+    assert explain().plugin is None
+
+
+def test_set_accelerator_none_forgets(shelf):
+    shelf.put("a", build=A_Accelerator)
+    set_accelerator(B_Accelerator())
+    set_accelerator(None)
+    assert type(get_accelerator()) is A_Accelerator
+
+
+def test_a_name_that_is_not_installed(shelf, monkeypatch):
+    shelf.put("cpu", build=A_Accelerator)
+    monkeypatch.setenv("DS_ACCELERATOR", "nosuch")
+    with pytest.raises(PluginError, match=r"DS_ACCELERATOR=nosuch:.*installed: cpu; pip install ds-ext-nosuch"):
+        get_accelerator()
+
+
+def test_a_broken_plugin_is_fatal_only_by_name(shelf, monkeypatch, warned):
+    shelf.put("bad", 100, broken=ImportError("libbad.so is missing"))
+    shelf.put("good", 1, build=A_Accelerator)
+    assert type(get_accelerator()) is A_Accelerator
+    set_accelerator(None)
+    monkeypatch.setenv("DS_ACCELERATOR", "bad")
+    with pytest.raises(PluginError, match=r"DS_ACCELERATOR=bad:.*libbad.so is missing"):
+        get_accelerator()
+
+
+def test_a_device_that_is_not_there_is_fatal_by_name(shelf, monkeypatch):
+    shelf.put("a", available=False, reason="no /dev/a")
+    monkeypatch.setenv("DS_ACCELERATOR", "a")
+    with pytest.raises(PluginError, match="DS_ACCELERATOR=a: .*cannot be used here: no /dev/a; unset DS_ACCELERATOR"):
+        get_accelerator()
+
+
+def test_a_plugin_that_probes_well_and_builds_badly_makes_room_for_the_next(shelf, warned):
+    def build():
+        raise OSError("driver too old")
+
+    shelf.put("bad", 100, build=build)
+    shelf.put("good", 1, build=A_Accelerator)
+    assert type(get_accelerator()) is A_Accelerator
+    (message,) = warned
+    assert "driver too old" in message
+    assert not shelf.manager.probe("bad").available
+    assert shelf.manager.probe("bad").priority == 100
+
+
+def test_core_alone_is_plain_with_one_warning(shelf, warned):
+    assert type(get_accelerator()) is PlainAccelerator
+    get_accelerator()
+    (message,) = warned
+    assert "pip install ds-ext-cpu" in message
+
+
+def test_nothing_available_is_plain_and_says_why(shelf, warned):
+    shelf.put("a", available=False, reason="no /dev/a")
+    assert type(get_accelerator()) is PlainAccelerator
+    (message,) = warned
+    assert "a: no /dev/a" in message
+
+
+def test_plain_by_name_is_silent(shelf, monkeypatch, warned):
+    shelf.put("a", build=A_Accelerator)
+    monkeypatch.setenv("DS_ACCELERATOR", "plain")
+    assert type(get_accelerator()) is PlainAccelerator
+    assert warned == []
+
+
+def test_only_the_chosen_plugin_hears_hooks(shelf):
+    shelf.put("a", 1, build=A_Accelerator)
+    shelf.put("b", 2, build=B_Accelerator)
+    get_accelerator()
+    assert shelf.manager.providers("ds_accelerator") == ["b"]
+    set_accelerator(A_Accelerator())
+    assert shelf.manager.providers("ds_accelerator") == []
+
+
+def test_many_threads_get_one_object_built_once(shelf):
+    shelf.put("a", build=A_Accelerator)
+    barrier, got = threading.Barrier(8), []
+
+    def ask():
+        barrier.wait()
+        got.append(get_accelerator())
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 8
+    assert len(set(map(id, got))) == 1
+    assert shelf.built["a"] == 1
+
+
+def test_a_plugin_that_asks_for_the_accelerator_gets_an_error_and_no_deadlock(shelf, monkeypatch):
+    shelf.put("a", build=get_accelerator)
+    monkeypatch.setenv("DS_ACCELERATOR", "a")
+    with pytest.raises(PluginError, match="get_accelerator.. was called by an accelerator plugin"):
+        get_accelerator()
+
+
+class Duck:
+    """An accelerator with the methods and without the parent."""
+
+    def device_name(self, device_index=None):
+        return "cpu"
+
+    def current_device_name(self):
+        return "cpu"
+
+    def device_count(self):
+        return 3
+
+    def is_available(self):
+        return True
+
+    def communication_backend_name(self):
+        return "quack"
+
+
+def test_an_object_with_the_methods_is_adopted_and_the_base_answers_the_rest(shelf):
+    duck = Duck()
+    set_accelerator(duck)
+    accelerator = get_accelerator()
+    assert accelerator is duck
+    assert isinstance(accelerator, DeepSpeedAccelerator)
+    assert isinstance(accelerator, Duck)
+    assert (accelerator.device_count(), accelerator.communication_backend_name()) == (3, "quack")
+    assert accelerator.is_synchronized_device() is False
+    assert accelerator.get_compile_backend() == "inductor"
+
+
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        (5, r"5 \(int\) is no accelerator: it lacks device_name"),
+        ("cpu", "is no accelerator"),
+        (PlainAccelerator, r"not the class; call it: PlainAccelerator\(\)"),
+        (DeepSpeedAccelerator(), "has no `_name`"),
+    ],
+)
+def test_what_is_no_accelerator_is_refused(shelf, thing, message):
+    with pytest.raises(PluginError, match=message):
+        set_accelerator(thing)
+
+
+def test_a_plugin_that_builds_no_accelerator(shelf, monkeypatch):
+    shelf.put("a", build=lambda: 5)
+    monkeypatch.setenv("DS_ACCELERATOR", "a")
+    with pytest.raises(PluginError, match="no accelerator"):
+        get_accelerator()
