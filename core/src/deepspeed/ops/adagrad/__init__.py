@@ -1,0 +1,5 @@
+"""Adagrad: the front users import, and its torch reference. May import `errors`; read `cpu_adagrad.py`."""
+
+from deepspeed.ops.adagrad.cpu_adagrad import DeepSpeedCPUAdagrad
+
+__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,0 +1,9 @@
+"""Adam and AdamW: the fronts users import, and their torch reference.
+
+May import `errors`, `log` and `ops.registry`. Read `adam_step.py` first (the formulas), then `adam_base.py`.
+"""
+
+from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+from deepspeed.ops.adam.fused_adam import FusedAdam
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]

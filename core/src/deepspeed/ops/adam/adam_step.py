@@ -1,0 +1,132 @@
+"""One Adam step over a param group, by torch's own kernels.
+
+Formulas (Kingma & Ba, arXiv 1412.6980; AdamW: Loshchilov & Hutter, arXiv 1711.05101), g the gradient, p the weight:
+
+    g <- g + wd * p                             only with adam_w_mode=False (L2)
+    p <- p * (1 - lr * wd)                      only with adam_w_mode=True  (decoupled)
+    m <- b1 * m + (1 - b1) * g                  v <- b2 * v + (1 - b2) * g^2
+    p <- p - lr * (m / c1) / (sqrt(v / c2) + eps)
+    c1 = 1 - b1^t, c2 = 1 - b2^t                1 and 1 with bias_correction=False
+
+Where torch has a fused kernel for the device it is used, otherwise torch's own choice between `foreach` and a loop, so
+results are bit-equal to `torch.optim.Adam` / `AdamW` with the same `fused` flag.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+from deepspeed.ops.reference_optimizer import check_not_sparse, new_step_count
+
+_Item = tuple[Tensor, Tensor, dict[str, Any]]  # parameter, gradient, state
+
+
+@functools.cache
+def fused_kernel_works(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether torch's fused Adam runs on this kind of device; found by one step on one element, once per process."""
+    param = torch.zeros(1, device=device_type, dtype=dtype, requires_grad=True)
+    param.grad = torch.zeros_like(param)
+    try:
+        torch.optim.AdamW([param], fused=True).step()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def create_state(param: Tensor, *, amsgrad: bool, state_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """State of one parameter under torch's own names; `state_dtype` None means the parameter's dtype."""
+    state = {
+        "step": new_step_count(),
+        "exp_avg": torch.zeros_like(param, dtype=state_dtype, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(param, dtype=state_dtype, memory_format=torch.preserve_format),
+    }
+    if amsgrad:
+        state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+    return state
+
+
+def adam_step(params: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]) -> None:
+    """Update `params` in place from their `.grad`; called by an optimizer's `step`, per group, without autograd.
+
+    `states[i]` belongs to `params[i]`; its tensors have one dtype with the parameter, or are fp32 beside a half
+    parameter, in which case the arithmetic is fp32 and the result is rounded once into the parameter.
+    `group` holds torch's keys, plus `bias_correction` and `adam_w_mode`.
+    """
+    same: list[_Item] = []
+    wider: list[_Item] = []
+    for param, state in zip(params, states, strict=True):
+        assert param.grad is not None
+        check_not_sparse(param.grad, "Adam")
+        (same if state["exp_avg"].dtype == param.dtype else wider).append((param, param.grad, state))
+    # Fused and foreach kernels want lists of one device and dtype; torch's choice must be made for each such list.
+    for items in _by_kind(same):
+        _run(items, group)
+    for param, grad, state in wider:
+        param_wide = param.to(state["exp_avg"].dtype)
+        _run([(param_wide, grad.to(param_wide.dtype), state)], group)
+        param.copy_(param_wide)
+
+
+def _by_kind(items: list[_Item]) -> list[list[_Item]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[_Item]] = {}
+    for item in items:
+        kinds.setdefault((item[0].device, item[0].dtype), []).append(item)
+    return list(kinds.values())
+
+
+def _run(items: list[_Item], group: dict[str, Any]) -> None:
+    first = items[0][0]
+    amsgrad = group.get("amsgrad", False)
+    fused, foreach = _kernel_choice(first, group)
+    steps = [_step_tensor(state, first.device, on_device=bool(fused) or group.get("capturable", False))
+             for _, _, state in items]  # fmt: skip
+    counted = steps
+    if not group["bias_correction"]:
+        # 1 - beta^t is exactly 1 at t = infinity, in every kernel of torch: no second set of formulas is needed.
+        torch._foreach_add_(steps, 1)
+        counted = [torch.full_like(step, float("inf")) for step in steps]
+    function = adamw if group["adam_w_mode"] else adam
+    beta1, beta2 = group["betas"]
+    function(
+        [param for param, _, _ in items],
+        [grad for _, grad, _ in items],
+        [state["exp_avg"] for _, _, state in items],
+        [state["exp_avg_sq"] for _, _, state in items],
+        [state["max_exp_avg_sq"] for _, _, state in items] if amsgrad else [],
+        counted,
+        foreach=foreach,
+        fused=fused,
+        capturable=group.get("capturable", False),
+        has_complex=first.is_complex(),
+        amsgrad=amsgrad,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group.get("maximize", False),
+    )
+
+
+def _kernel_choice(param: Tensor, group: dict[str, Any]) -> tuple[bool | None, bool | None]:
+    """(fused, foreach) for torch: the group's word if it says one, else fused where it works."""
+    fused, foreach = group.get("fused"), group.get("foreach")
+    if fused is None and foreach is None:
+        # None, None leaves the choice between foreach and a loop to torch
+        can_fuse = param.is_floating_point() and fused_kernel_works(param.device.type, param.dtype)
+        fused = True if can_fuse else None
+    return fused, foreach
+
+
+def _step_tensor(state: dict[str, Any], device: torch.device, *, on_device: bool) -> Tensor:
+    """The step counter where the kernel wants it: fused kernels read it on the device, the others on the host."""
+    step = state["step"]
+    if not isinstance(step, Tensor):  # older files hold a plain number
+        step = torch.tensor(float(step), dtype=torch.float32)
+    wanted = device if on_device else torch.device("cpu")
+    state["step"] = step.to(device=wanted, dtype=torch.float32)
+    return state["step"]

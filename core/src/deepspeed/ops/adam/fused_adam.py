@@ -1,0 +1,52 @@
+"""FusedAdam: Adam for parameters on the accelerator, with DeepSpeed's arguments."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.adam.adam_base import AdamBase
+
+
+class FusedAdam(AdamBase):
+    """Adam (`adam_w_mode=False`) or AdamW (the default), over torch's own fused kernel where it has one.
+
+    Made by the optimizer factory for "Adam" and "AdamW", or by users. This is the torch reference; kernels of an
+    accelerator extension come under the same name. Formulas: `adam_step`.
+
+    Args:
+        params: parameters, or param groups (other keys in a group are kept).
+        bias_correction: divide m and v by 1 - beta^t.
+        adam_w_mode: decoupled weight decay instead of L2.
+        set_grad_none: `zero_grad()` sets gradients to None rather than to zero.
+
+    Raises ConfigError for a value out of range, and for `amsgrad=True`, which DeepSpeed's FusedAdam has not.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise ConfigError(
+                "amsgrad: found True, but FusedAdam has no AMSGrad; use DeepSpeedCPUAdam or torch.optim.AdamW"
+            )
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            adam_w_mode=adam_w_mode,
+            set_grad_none=set_grad_none,
+        )

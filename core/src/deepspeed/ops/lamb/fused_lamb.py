@@ -1,0 +1,127 @@
+"""FusedLamb: LAMB with DeepSpeed's arguments."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.reference_optimizer import (
+    ReferenceOptimizer,
+    check_betas,
+    check_not_negative,
+    check_not_sparse,
+    new_step_count,
+)
+
+
+class FusedLamb(ReferenceOptimizer):
+    """LAMB (You et al., arXiv 1904.00962, algorithm 2): Adam's direction, scaled per layer by a trust ratio.
+
+        m <- b1 * m + (1 - b1) * g                       v <- b2 * v + (1 - b2) * g^2
+        u  = m^ / (sqrt(v^) + eps) + wd * p              m^ = m / (1 - b1^t), v^ = v / (1 - b2^t)
+        r  = clamp(|p| / |u|, min_coeff, max_coeff)      1 where |p| or |u| is 0; | | is the L2 norm of one parameter
+        p <- p - lr * r * u
+
+    Made by the factory for "Lamb", or by users. In torch operations; an extension's kernel comes under the same name.
+    The ratio needs whole parameters: not for shards (see `optim.is_elementwise`).
+
+    Args:
+        params: parameters, or param groups.
+        bias_correction: False uses m and v for m^ and v^.
+        eps_inside_sqrt: sqrt(v^ + eps) in place of sqrt(v^) + eps.
+        max_grad_norm: > 0 scales all gradients of a step so that their global L2 norm is at most this. Under the
+            engine use the config key `gradient_clipping` instead.
+        max_coeff, min_coeff: bounds of the trust ratio.
+
+    Raises ConfigError for a value out of range and for `amsgrad=True`, which LAMB has not.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+        check_betas(betas)
+        if not 0.0 <= min_coeff <= max_coeff:
+            raise ConfigError(f"min_coeff: found {min_coeff!r}, but it must be in [0, max_coeff={max_coeff!r}]")
+        if amsgrad:
+            raise ConfigError("amsgrad: found True, but LAMB has no AMSGrad; leave it out")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        super().__init__(params, defaults)
+        self._coeffs: list[Tensor] = []
+        self._grad_norm: Tensor | None = None
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Trust ratios of the last step, one for each parameter that had a gradient, in order of the groups."""
+        return [float(coeff) for coeff in self._coeffs]
+
+    def before_update(self) -> None:
+        self._coeffs, self._grad_norm = [], None
+        if any(group["max_grad_norm"] > 0 for group in self.param_groups):
+            params = [param for group in self.param_groups for param in group["params"]]
+            self._grad_norm = get_total_norm([param.grad for param in params if param.grad is not None])
+
+    def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        shrink = None
+        if self._grad_norm is not None and group["max_grad_norm"] > 0:
+            shrink = (self._grad_norm / group["max_grad_norm"]).clamp(min=1.0)
+        for param in params:
+            assert param.grad is not None
+            check_not_sparse(param.grad, "LAMB")
+            grad = param.grad if shrink is None else param.grad / shrink.to(param.device)
+            self._coeffs.append(self._update(param, grad, group))
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        state = self.state[param]
+        if not state:
+            state["step"] = new_step_count()
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        state["step"] += 1
+        direction = self._adam_direction(state, grad, group)
+        direction.add_(param, alpha=group["weight_decay"])
+        ratio = self._trust_ratio(param, direction, group)
+        param.sub_(direction.mul_(ratio * group["lr"]))
+        return ratio
+
+    @staticmethod
+    def _adam_direction(state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
+        (beta1, beta2), t, eps = group["betas"], float(state["step"]), group["eps"]
+        first = state["exp_avg"].lerp_(grad, 1 - beta1)
+        second = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        if group["bias_correction"]:
+            first, second = first / (1 - beta1**t), second / (1 - beta2**t)
+        denominator = (second + eps).sqrt() if group["eps_inside_sqrt"] else second.sqrt() + eps
+        return first / denominator
+
+    @staticmethod
+    def _trust_ratio(param: Tensor, direction: Tensor, group: dict[str, Any]) -> Tensor:
+        # fp32 norms also for half weights; decided on the device, without a copy to the host
+        param_norm = torch.linalg.vector_norm(param.float())
+        direction_norm = torch.linalg.vector_norm(direction.float())
+        ratio = (param_norm / direction_norm).clamp(group["min_coeff"], group["max_coeff"])
+        usable = (param_norm > 0) & (direction_norm > 0)
+        return torch.where(usable, ratio, torch.ones_like(ratio))

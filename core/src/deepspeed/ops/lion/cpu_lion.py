@@ -1,0 +1,33 @@
+"""DeepSpeedCPULion: Lion for optimizer state in host memory, with DeepSpeed's arguments."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.ops.lion.lion_base import LionBase
+
+
+class DeepSpeedCPULion(LionBase):
+    """Lion over tensors in host memory, in torch operations; an extension's kernel comes under the same name.
+
+    Made by the factory when optimizer state is offloaded, by users, and by Accelerate. `fp32_optimizer_states`: for
+    half parameters, keep m in fp32 and compute in fp32. Formula: `LionBase`.
+    Raises ConfigError for a value out of range.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(
+            model_params,
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            fp32_optimizer_states=fp32_optimizer_states,
+        )

@@ -1,0 +1,26 @@
+"""FusedLion: Lion for parameters on the accelerator, with DeepSpeed's arguments."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.ops.lion.lion_base import LionBase
+
+
+class FusedLion(LionBase):
+    """Lion, in torch operations; an accelerator extension's kernel comes under the same name. Formula: `LionBase`.
+
+    Made by the factory for "Lion", or by users. `set_grad_none`: `zero_grad()` sets gradients to None rather than zero.
+    Raises ConfigError for a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, set_grad_none=set_grad_none)

@@ -1,0 +1,8 @@
+"""Muon: the front users import, and its torch reference.
+
+May import `errors`, `ops.adam`. Read `newton_schulz.py` first (what a step does to a matrix), then `muon.py`.
+"""
+
+from deepspeed.ops.muon.muon import Muon, mark_muon_parameters, muon_update
+
+__all__ = ["Muon", "mark_muon_parameters", "muon_update"]

@@ -1,0 +1,179 @@
+"""Muon: orthogonalised momentum for hidden matrices, AdamW for everything else, in one optimizer."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.adam.adam_step import adam_step, create_state
+from deepspeed.ops.muon.newton_schulz import NS_METHODS, orthogonalize
+from deepspeed.ops.reference_optimizer import ReferenceOptimizer, check_betas, check_not_negative, check_not_sparse
+
+
+def muon_update(
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    beta: float = 0.95,
+    ns_steps: int = 5,
+    nesterov: bool = True,
+    ns_method: str = "gram",
+) -> Tensor:
+    """Muon's direction for one whole matrix; `momentum_buffer` is updated in place.
+
+        m <- beta * m + (1 - beta) * g
+        u  = orthogonalize((1 - beta) * g + beta * m)          with nesterov, else orthogonalize(m)
+        u  = sqrt(max(1, rows / columns)) * u
+
+    More than two dimensions (a convolution) are flattened to (first, rest). Returns a tensor shaped as `grad`.
+    Called by `Muon.step`, and by sharding strategies while they hold a gradient whole.
+    """
+    if grad.dim() < 2:
+        raise ConfigError(
+            f"Muon needs whole matrices, but found a parameter of shape {tuple(grad.shape)}: put it into a group with "
+            "use_muon=False, or keep the optimizer's parameters unflattened"
+        )
+    momentum_buffer.lerp_(grad, 1 - beta)
+    update = torch.lerp(grad, momentum_buffer, beta) if nesterov else momentum_buffer
+    matrix = orthogonalize(update.reshape(update.size(0), -1), ns_steps, ns_method)
+    rows, columns = matrix.shape
+    return matrix.mul_(max(1.0, rows / max(columns, 1)) ** 0.5).view(grad.shape)
+
+
+class Muon(ReferenceOptimizer):
+    """Muon (K. Jordan et al., "Muon: an optimizer for hidden layers", 2024) with AdamW for the other parameters.
+
+    Made by the factory for "Muon", or by users:
+
+        Muon([{"params": hidden_matrices, "use_muon": True, "lr": 0.02},
+              {"params": the_rest, "use_muon": False, "lr": 3e-4}])
+
+    A group with `use_muon=True` does p <- p * (1 - lr * wd), p <- p - lr * `muon_update`(g); state `momentum_buffer`.
+    A group with `use_muon=False` does AdamW; state `step`, `exp_avg`, `exp_avg_sq`. A plain list of parameters, or a
+    group that does not say, is divided: parameters with `p.use_muon`, or without that mark and of two or more
+    dimensions, go to Muon. This is the torch reference.
+
+    Args:
+        lr: learning rate of both kinds, where `muon_lr` and `adam_lr` do not say otherwise.
+        momentum, ns_steps, nesterov, ns_method: see `muon_update`, `orthogonalize`.
+        betas, eps: of AdamW.
+        weight_decay: decoupled, of both kinds.
+
+    Raises ConfigError for a value out of range, and in `step` for a Muon parameter that is not a matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        ns_steps: int = 5,
+        nesterov: bool = True,
+        ns_method: str = "gram",
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+    ) -> None:
+        lrs = {True: lr if muon_lr is None else muon_lr, False: lr if adam_lr is None else adam_lr}
+        check_not_negative(lr=lr, muon_lr=lrs[True], adam_lr=lrs[False], weight_decay=weight_decay, eps=eps)
+        check_betas(betas)
+        if not 0.0 <= momentum < 1.0:
+            raise ConfigError(f"momentum: found {momentum!r}, but it must be in [0, 1)")
+        if ns_steps < 1:
+            raise ConfigError(f"ns_steps: found {ns_steps!r}, but it must be at least 1")
+        if ns_method not in NS_METHODS:
+            raise ConfigError(f"ns_method: found {ns_method!r}, but it must be one of {', '.join(NS_METHODS)}")
+        muon_keys = {"momentum": momentum, "ns_steps": ns_steps, "nesterov": nesterov, "ns_method": ns_method}
+        adam_keys = {"betas": tuple(betas), "eps": eps}
+        self._options = {
+            True: {"lr": lrs[True], "weight_decay": weight_decay, **muon_keys},
+            False: {"lr": lrs[False], "weight_decay": weight_decay, **adam_keys},
+        }
+        super().__init__(divide_groups(params), {"lr": lr, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of one kind; it must say `use_muon`. Keys that it lacks are filled in."""
+        if not isinstance(param_group.get("use_muon"), bool):
+            raise ConfigError(f"use_muon: found {param_group.get('use_muon')!r}, but a group must say true or false")
+        for key, value in self._options[param_group["use_muon"]].items():
+            param_group.setdefault(key, value)
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_options": self._options}
+
+    def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        if not group["use_muon"]:
+            states = [self.state[param] for param in params]
+            for param, state in zip(params, states, strict=True):
+                if not state:
+                    state.update(create_state(param, amsgrad=False))
+            adam_step(params, states, {**group, "adam_w_mode": True, "bias_correction": True})
+            return
+        for param in params:
+            assert param.grad is not None
+            check_not_sparse(param.grad, "Muon")
+            if param.numel() == 0:
+                continue
+            state = self.state[param]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(param)
+            update = muon_update(
+                param.grad,
+                state["momentum_buffer"],
+                beta=group["momentum"],
+                ns_steps=group["ns_steps"],
+                nesterov=group["nesterov"],
+                ns_method=group["ns_method"],
+            )
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+            param.sub_(update.mul_(group["lr"]))
+
+
+# Names of parameters that are matrices, but whose rows are looked up or read out one by one
+_NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe")
+
+
+def mark_muon_parameters(module: torch.nn.Module) -> None:
+    """Set `p.use_muon` on each parameter that has not been marked: true for hidden matrices.
+
+    Hidden means two or more dimensions, not in a `torch.nn.Embedding`, and no "embed", "lm_head", "wte" or "wpe" in
+    the name. Called by the engine before it makes the optimizer "Muon"; users may mark parameters themselves first.
+    """
+    embedded = {
+        id(param)
+        for child in module.modules()
+        if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        for param in child.parameters(recurse=False)
+    }
+    for name, param in module.named_parameters():
+        if not hasattr(param, "use_muon"):
+            hidden = param.dim() >= 2 and id(param) not in embedded and not any(word in name for word in _NOT_HIDDEN)
+            param.use_muon = hidden  # type: ignore[attr-defined]
+
+
+def divide_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Param groups that each say `use_muon`; a group that does not say is divided by `p.use_muon` or by dimensions."""
+    entries = list(params)
+    groups = [entry if isinstance(entry, dict) else None for entry in entries]
+    if not entries or None in groups:
+        groups = [{"params": entries}]
+    divided = []
+    for group in groups:
+        assert group is not None
+        if "use_muon" in group:
+            divided.append(group)
+            continue
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        rest = {key: value for key, value in group.items() if key != "params"}
+        for use_muon in (True, False):
+            chosen = [param for param in members if bool(getattr(param, "use_muon", param.dim() >= 2)) is use_muon]
+            if chosen or not members:
+                divided.append({**rest, "params": chosen, "use_muon": use_muon})
+                if not members:
+                    break
+    return divided

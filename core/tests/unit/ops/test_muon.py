@@ -1,0 +1,165 @@
+"""Muon against the published iteration in numpy, and its AdamW half against torch."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.errors import ConfigError
+from deepspeed.ops.muon import Muon, mark_muon_parameters, muon_update
+from deepspeed.ops.muon.newton_schulz import orthogonalize
+
+
+def _numpy_newton_schulz(g, steps):
+    x = g / (np.linalg.norm(g) + 1e-7)
+    transposed = x.shape[0] > x.shape[1]
+    x = x.T if transposed else x
+    for _ in range(steps):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if transposed else x
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (6, 6), (1, 5)])
+def test_orthogonalize_is_the_published_iteration(method, shape):
+    matrix = np.random.default_rng(0).standard_normal(shape)
+    result = orthogonalize(torch.tensor(matrix, dtype=torch.float32), 5, method).numpy()
+    np.testing.assert_allclose(result, _numpy_newton_schulz(matrix, 5), atol=2e-5)
+    singular = np.linalg.svd(result, compute_uv=False)
+    assert singular.min() > 0.6
+    assert singular.max() < 1.3
+
+
+def test_orthogonalize_edges():
+    assert orthogonalize(torch.zeros(0, 3)).shape == (0, 3)
+    assert torch.equal(orthogonalize(torch.zeros(2, 3)), torch.zeros(2, 3))
+    assert orthogonalize(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="ns_method: found 'magic'.*gram, standard"):
+        orthogonalize(torch.ones(2, 2), method="magic")
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_steps(nesterov):
+    lr, wd, beta = 0.1, 0.3, 0.9
+    start = np.random.default_rng(1).standard_normal((8, 3))
+    grads = np.random.default_rng(2).standard_normal((4, 8, 3))
+    weights, m = start.copy(), np.zeros((8, 3))
+    for g in grads:
+        m = beta * m + (1 - beta) * g
+        u = (1 - beta) * g + beta * m if nesterov else m
+        weights = weights * (1 - lr * wd) - lr * np.sqrt(8 / 3) * _numpy_newton_schulz(u, 5)
+    param = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32))
+    optimizer = Muon([param], lr=lr, momentum=beta, weight_decay=wd, nesterov=nesterov)
+    for g in grads:
+        param.grad = torch.tensor(g, dtype=torch.float32)
+        optimizer.step()
+    np.testing.assert_allclose(param.detach().numpy(), weights, atol=5e-5)
+    assert set(optimizer.state[param]) == {"momentum_buffer"}
+
+
+def test_parameters_are_divided_and_the_rest_takes_adamw():
+    matrix, bias = torch.nn.Parameter(torch.ones(3, 3)), torch.nn.Parameter(torch.ones(3))
+    head = torch.nn.Parameter(torch.ones(3, 3))
+    head.use_muon = False
+    twins = [torch.nn.Parameter(torch.ones(3, 3)), torch.nn.Parameter(torch.ones(3))]
+    optimizer = Muon([matrix, head, bias], lr=0.2, muon_lr=0.5, adam_lr=0.01, weight_decay=0.1)
+    assert [(g["use_muon"], g["lr"], len(g["params"])) for g in optimizer.param_groups] == [
+        (True, 0.5, 1),
+        (False, 0.01, 2),
+    ]
+    theirs = torch.optim.AdamW(twins, lr=0.01, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1, fused=True)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for param in (matrix, head, bias):
+            param.grad = torch.randn(param.shape, generator=generator)
+        twins[0].grad, twins[1].grad = head.grad.clone(), bias.grad.clone()
+        optimizer.step()
+        theirs.step()
+    assert torch.equal(head, twins[0])
+    assert torch.equal(bias, twins[1])
+
+
+def test_groups_say_use_muon():
+    matrix, bias = torch.nn.Parameter(torch.ones(3, 3)), torch.nn.Parameter(torch.ones(3))
+    groups = [
+        {"params": [matrix], "use_muon": True, "lr": 0.3, "momentum": 0.5},
+        {"params": [bias], "use_muon": False, "lr": 0.1, "betas": (0.5, 0.6)},
+    ]
+    optimizer = Muon(groups, weight_decay=0.2)
+    assert optimizer.param_groups[0]["ns_steps"] == 5
+    assert optimizer.param_groups[0]["weight_decay"] == 0.2
+    assert "betas" not in optimizer.param_groups[0]
+    assert optimizer.param_groups[1]["betas"] == (0.5, 0.6)
+    with pytest.raises(ConfigError, match="use_muon: found None"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+
+
+def test_state_round_trip():
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+        return model, Muon(model.parameters(), lr=0.05)
+
+    def train(model, optimizer, seed):
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = make()
+    train(model, optimizer, 0)
+    other, fresh = make()
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twin = copy.deepcopy(fresh)
+    assert [group["use_muon"] for group in twin.param_groups] == [True, False]
+    train(model, optimizer, 1)
+    train(other, fresh, 1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_flat_shard_is_refused_and_an_empty_one_left_alone():
+    with pytest.raises(ConfigError, match=r"whole matrices, but found a parameter of shape \(6,\)"):
+        muon_update(torch.ones(6), torch.zeros(6))
+    empty = torch.nn.Parameter(torch.zeros(0))
+    empty.grad = torch.zeros(0)
+    Muon([{"params": [empty], "use_muon": True}]).step()
+
+
+def test_convolutions_are_flattened():
+    grad = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+    update = muon_update(grad, torch.zeros_like(grad))
+    assert update.shape == grad.shape
+    flat = muon_update(grad.reshape(4, 18), torch.zeros(4, 18))
+    assert torch.equal(update.reshape(4, 18), flat)
+
+
+def test_marking_a_model():
+    model = torch.nn.ModuleDict(
+        {
+            "wte": torch.nn.Embedding(5, 4),
+            "table": torch.nn.Embedding(5, 4),
+            "hidden": torch.nn.Linear(4, 4),
+            "mine": torch.nn.Linear(4, 4, bias=False),
+            "lm_head": torch.nn.Linear(4, 5, bias=False),
+        }
+    )
+    model["mine"].weight.use_muon = False
+    mark_muon_parameters(model)
+    marked = {name for name, param in model.named_parameters() if param.use_muon}
+    assert marked == {"hidden.weight"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"momentum": 1.0}, "^momentum: found 1.0"),
+        ({"ns_steps": 0}, "^ns_steps: found 0"),
+        ({"ns_method": "x"}, "^ns_method: found 'x'"),
+        ({"adam_lr": -1.0}, "^adam_lr: found -1.0"),
+    ],
+)
+def test_wrong_values_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Muon([torch.nn.Parameter(torch.ones(2, 2))], **arguments)
