@@ -1,0 +1,92 @@
+"""Checks what a user's JSON gives for a constructor, so that a wrong key or type is named before the call.
+
+Used by `factory.py` for `optimizer.params` and `scheduler.params`.
+"""
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.errors import ConfigError
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """' Did you mean "X"?' with the nearest of `known`, without regard to case, or ''."""
+    by_lower = {word.lower(): word for word in known}
+    near = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
+    return f' Did you mean "{by_lower[near[0]]}"?' if near else ""
+
+
+def construct(cls: type, first: Any, arguments: Mapping[str, Any], path: str) -> Any:
+    """`cls(first, **arguments)`, with every fault of `arguments` told as a ConfigError that starts with its key.
+
+    `path` is where the arguments stand in the config ("optimizer.params"). Lists for tuples become tuples.
+    """
+    parameters = list(inspect.signature(cls).parameters.values())[1:]  # without the optimizer's params
+    accepted = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    checked = {}
+    for key, value in arguments.items():
+        if key not in accepted:
+            hint = suggestion(key, accepted)
+            raise ConfigError(
+                f"{path}.{key}: {cls.__name__} has no such parameter.{hint} It accepts {', '.join(sorted(accepted))}"
+            )
+        checked[key] = _checked_value(value, accepted[key], f"{path}.{key}")
+    missing = [p.name for p in accepted.values() if p.default is p.empty and p.name not in arguments]
+    if missing:
+        raise ConfigError(f"{path}.{missing[0]}: found nothing, but {cls.__name__} needs it; give it a value")
+    try:
+        return cls(first, **checked)
+    except ConfigError as error:
+        raise ConfigError(f"{path}.{error}") from error
+    except (TypeError, ValueError, RuntimeError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{path}: {cls.__name__} refused {checked!r}: {error}") from error
+
+
+def _checked_value(value: Any, parameter: inspect.Parameter, path: str) -> Any:
+    """`value` if it fits what the parameter's default and annotation tell; what they do not tell is not checked."""
+    if isinstance(value, str) and value == "auto":
+        raise ConfigError(f'{path}: found "auto", which Hugging Face fills in; without it give a value')
+    default, words = parameter.default, set(re.findall(r"\w+", str(parameter.annotation)))
+    if isinstance(default, tuple) and default and all(_is_number(item) for item in default):
+        fits = isinstance(value, (list, tuple)) and len(value) == len(default) and all(map(_is_number, value))
+        if not fits:
+            raise ConfigError(f"{path}: found {value!r}, but it must be a list of {len(default)} numbers")
+        return tuple(value)
+    allowed = _allowed(default, words)
+    if allowed and not any(_FITS[kind](value) for kind in allowed):
+        raise ConfigError(f"{path}: found {value!r}, but it must be {' or '.join(allowed)}")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "true or false": lambda value: isinstance(value, (bool, Tensor)),
+    "a number": _is_number,
+    "a list of numbers, one per group": lambda value: isinstance(value, (list, tuple)) and all(map(_is_number, value)),
+    "a string": lambda value: isinstance(value, str),
+    "null": lambda value: value is None,
+}
+
+
+def _allowed(default: Any, words: set[str]) -> list[str]:
+    """Which of `_FITS` a parameter takes: by its default, or by the `words` of its annotation; empty if neither says."""
+    if isinstance(default, bool) or (default is None and "bool" in words):
+        kinds = ["true or false"]
+    elif isinstance(default, str):
+        kinds = ["a string"]
+    elif isinstance(default, (int, float)) or (words & {"int", "float"} and not words & {"str", "dict", "tuple"}):
+        kinds = ["a number"]
+        # a schedule takes one number, or one for each param group
+        if words & {"Sequence", "list", "Iterable"}:
+            kinds.append("a list of numbers, one per group")
+    else:
+        return []
+    return [*kinds, "null"] if default is None else kinds

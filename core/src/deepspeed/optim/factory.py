@@ -1,0 +1,149 @@
+"""Names in the config to objects: `optimizer.type` to an optimizer, `scheduler.type` to a schedule.
+
+Called by `engine.build`. Optimizers are first asked of the plugins (hook `ds_optimizer`); then a name is looked up,
+without regard to case, among DeepSpeed's, and among the classes of `torch.optim` and `torch.optim.lr_scheduler`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.muon import Muon
+from deepspeed.optim import lr_schedules
+from deepspeed.optim.arguments import construct, suggestion
+from deepspeed.plugins.manager import plugin_manager
+
+_OPTIMIZER_PATH = "optimizer.params"
+_SCHEDULER_PATH = "scheduler.params"
+_NOT_YET = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+_REFUSED = {
+    "LBFGS": "its step needs a closure, which the engine does not give",
+    "ReduceLROnPlateau": "its step needs a metric, which the engine does not have; step it yourself",
+}
+
+
+def create_optimizer(
+    type: str,
+    params: Mapping[str, Any],
+    param_groups: Sequence[Any],
+    *,
+    offload: bool = False,
+) -> torch.optim.Optimizer:
+    """The optimizer that the config names, over `param_groups` (groups, or parameters).
+
+    `params` is the section `optimizer.params`. `offload`: its state lives in host memory, so the CPU fronts are taken.
+    Raises ConfigError, which names the key, for an unknown name or key, and for a wrong type or value.
+    """
+    given = _from_plugin(str(type), params, param_groups)
+    if given is not None:
+        return given
+    arguments = dict(params)
+    _check_not_engine_keys(arguments)
+    key = str(type).lower()
+    if key in _NATIVE:
+        cls = _NATIVE[key](arguments, offload)
+    else:
+        cls = _class_of_torch(type, torch.optim, torch.optim.Optimizer, "optimizer.type", _NATIVE_NAMES)
+    return construct(cls, list(param_groups), arguments, _OPTIMIZER_PATH)
+
+
+def create_scheduler(type: str, params: Mapping[str, Any], optimizer: Any) -> Any:
+    """The schedule that the config names, over `optimizer` (anything that has `param_groups`).
+
+    `params` is the section `scheduler.params`. Raises ConfigError, which names the key, as `create_optimizer` does.
+    """
+    own = {name.lower(): name for name in lr_schedules.VALID_LR_SCHEDULES}
+    if str(type).lower() in own:
+        cls = getattr(lr_schedules, own[str(type).lower()])
+        return construct(cls, optimizer, params, _SCHEDULER_PATH)
+    base = torch.optim.lr_scheduler.LRScheduler
+    names = lr_schedules.VALID_LR_SCHEDULES
+    cls = _class_of_torch(type, torch.optim.lr_scheduler, base, "scheduler.type", names)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # torch's schedules insist on the class
+    return construct(cls, optimizer, params, _SCHEDULER_PATH)
+
+
+def _adam(arguments: dict[str, Any], offload: bool, *, always_w: bool) -> type:
+    """DeepSpeed's reading of "Adam": AdamW unless `adam_w_mode` is false; "AdamW" always is; `torch_adam`: torch's."""
+    torch_adam = _take_flag(arguments, "torch_adam", False)
+    adam_w_mode = _take_flag(arguments, "adam_w_mode", True) or always_w
+    if torch_adam:
+        return torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    if offload:
+        arguments["adamw_mode"] = adam_w_mode
+        return DeepSpeedCPUAdam
+    arguments["adam_w_mode"] = adam_w_mode
+    # FusedAdam has no AMSGrad; the host front computes it wherever the parameters are
+    if arguments.get("amsgrad") is True:
+        arguments["adamw_mode"] = arguments.pop("adam_w_mode")
+        return DeepSpeedCPUAdam
+    return FusedAdam
+
+
+_Choose = Callable[[dict[str, Any], bool], type]
+# documented name -> which class, given the arguments (it takes out those meant for the choice) and `offload`
+_CHOICES: dict[str, _Choose] = {
+    "Adam": lambda arguments, offload: _adam(arguments, offload, always_w=False),
+    "AdamW": lambda arguments, offload: _adam(arguments, offload, always_w=True),
+    "Adagrad": lambda arguments, offload: DeepSpeedCPUAdagrad,
+    "Lion": lambda arguments, offload: DeepSpeedCPULion if offload else FusedLion,
+    "Lamb": lambda arguments, offload: FusedLamb,
+    "Muon": lambda arguments, offload: Muon,
+}
+_NATIVE = {name.lower(): choose for name, choose in _CHOICES.items()}
+_NATIVE_NAMES = list(_CHOICES)
+
+
+def _take_flag(arguments: dict[str, Any], key: str, default: bool) -> bool:
+    value = arguments.pop(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{_OPTIMIZER_PATH}.{key}: found {value!r}, but it must be true or false")
+    return value
+
+
+def _check_not_engine_keys(arguments: Mapping[str, Any]) -> None:
+    if "max_grad_norm" in arguments:
+        raise ConfigError(
+            f"{_OPTIMIZER_PATH}.max_grad_norm: found {arguments['max_grad_norm']!r}, but the engine clips, not the "
+            "optimizer; remove it and set the top-level key gradient_clipping"
+        )
+
+
+def _from_plugin(name: str, arguments: Mapping[str, Any], params: Sequence[Any]) -> torch.optim.Optimizer | None:
+    """An optimizer from the first plugin whose hook `ds_optimizer` knows the name, or None."""
+    groups = list(params)
+    if not all(isinstance(entry, dict) for entry in groups):
+        groups = [{"params": groups}]
+    return plugin_manager().hook.ds_optimizer(name=name, params=groups, arguments=arguments)
+
+
+def _class_of_torch(name: str, module: Any, base: type, path: str, ours: Sequence[str]) -> type:
+    """The class of a torch module by its name; ConfigError with the nearest name and all names if there is none."""
+    classes = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, base) and value is not base and not key.startswith("_")
+    }
+    usable = {key.lower(): value for key, value in classes.items() if key not in _REFUSED and key != "LRScheduler"}
+    key = str(name).lower()
+    if key in usable:
+        return usable[key]
+    for known, why in _REFUSED.items():
+        if key == known.lower():
+            raise ConfigError(f"{path}: found {name!r}, which cannot be used by name: {why}")
+    if path == "optimizer.type" and key in {word.lower() for word in _NOT_YET}:
+        raise ConfigError(f"{path}: found {name!r}, which is not in this version; use Adam, AdamW or Lamb")
+    torch_names = sorted(value.__name__ for value in usable.values())
+    others = [word for word in torch_names if word not in ours]
+    raise ConfigError(
+        f"{path}: found {name!r}, which is not known.{suggestion(str(name), [*ours, *others])} "
+        f"Known are {', '.join(ours)}, and torch's {', '.join(others)}"
+    )

@@ -1,0 +1,413 @@
+"""DeepSpeed's learning-rate schedules. Each is a closed form of the step count, so its state is one number.
+
+`n` below is `last_batch_iteration`: -1 at construction, 0 after the first `step()`. The engine calls `step()` after
+every optimizer step; construction already sets the learning rate of n = -1, which the first optimizer step uses.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.log import warn_once
+from deepspeed.optim.lr_arguments import (
+    add_tuning_arguments,
+    get_config_from_args,
+    get_lr_from_config,
+    override_params,
+    parse_arguments,
+)
+
+LR_RANGE_TEST = "LRRangeTest"
+ONE_CYCLE = "OneCycle"
+WARMUP_LR = "WarmupLR"
+WARMUP_DECAY_LR = "WarmupDecayLR"
+WARMUP_COSINE_LR = "WarmupCosineLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+WARMUP_LOG_RATE = "log"
+WARMUP_LINEAR_RATE = "linear"
+
+__all__ = [
+    "VALID_LR_SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "add_tuning_arguments",
+    "get_config_from_args",
+    "get_lr_from_config",
+    "get_torch_optimizer",
+    "override_params",
+    "parse_arguments",
+    "update_lr",
+]
+
+
+def get_torch_optimizer(optimizer: Any) -> Any:
+    """The object whose `param_groups` a schedule writes: `optimizer`, or the one that it wraps as `.optimizer`."""
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        if hasattr(candidate, "param_groups"):
+            return candidate
+    raise TypeError(
+        f"{type(optimizer).__name__} is not an optimizer: it has no param_groups, nor an .optimizer that has"
+    )
+
+
+def update_lr(param_groups: list[dict[str, Any]], lrs: Sequence[float]) -> list[float]:
+    """Write one learning rate per group, into the tensor where a group holds one; returns them as numbers."""
+    for group, lr in zip(param_groups, lrs, strict=True):
+        if torch.is_tensor(group["lr"]):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+    return [float(lr) for lr in lrs]
+
+
+class Schedule:
+    """What all schedules share: counting, writing the learning rates, state. A subclass writes `get_lr`."""
+
+    def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
+        self.optimizer = get_torch_optimizer(optimizer)
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr: list[float] | None = None
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param group at `last_batch_iteration`."""
+        raise NotImplementedError(f"{type(self).__name__} must write get_lr")
+
+    def get_last_lr(self) -> list[float]:
+        """Learning rates that the last `step()` wrote; AssertionError before the first one."""
+        assert self._last_lr is not None, "need to call step() first"
+        return self._last_lr
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go on to the next step count, or to the given one, and write the learning rates."""
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
+        self._last_lr = self._write()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: Mapping[str, Any]) -> None:
+        """Continue at the saved count, and write its learning rates. CheckpointError if `sd` holds no count."""
+        if "last_batch_iteration" not in sd:
+            raise CheckpointError(
+                f"{type(self).__name__}: the saved scheduler state has {sorted(sd)}, but no last_batch_iteration; it "
+                "was saved by another kind of scheduler, so load with load_lr_scheduler_states=False"
+            )
+        self.last_batch_iteration = int(sd["last_batch_iteration"])
+        lrs = self._write()
+        self._last_lr = lrs if self.last_batch_iteration >= 0 else None
+
+    def _write(self) -> list[float]:
+        return update_lr(self.optimizer.param_groups, self.get_lr())
+
+    def _per_group(self, value: float | Sequence[float], name: str) -> list[float]:
+        """One number for each param group there is now; a single number serves also groups added later."""
+        num_groups = len(self.optimizer.param_groups)
+        if not isinstance(value, (list, tuple)):
+            return [float(value)] * num_groups  # type: ignore[arg-type]
+        if len(value) != num_groups:
+            raise ConfigError(
+                f"{name}: found {len(value)} values {list(value)}, but there are {num_groups} param groups"
+            )
+        return [float(item) for item in value]
+
+
+class LRRangeTest(Schedule):
+    """Grows the learning rate until training diverges, to find the largest useful one (L. Smith, arXiv 1803.09820).
+
+    lr = min_lr * (1 + step_rate * (n + 1) / step_size), the fraction rounded down with `staircase`.
+
+    Args:
+        lr_range_test_min_lr: first learning rate, or one per param group.
+        lr_range_test_step_size: steps per interval.
+        lr_range_test_step_rate: growth per interval, as a multiple of the first learning rate.
+        lr_range_test_staircase: grow once per interval rather than at every step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        _check_positive("lr_range_test_step_size", lr_range_test_step_size)
+        self.min_lr = lr_range_test_min_lr
+        self.step_size = lr_range_test_step_size
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        self._write()
+
+    def get_lr(self) -> list[float]:
+        interval = (self.last_batch_iteration + 1) / self.step_size
+        if self.staircase:
+            interval = math.floor(interval)
+        factor = 1 + self.step_rate * interval
+        return [lr * factor for lr in self._per_group(self.min_lr, "lr_range_test_min_lr")]
+
+
+class OneCycle(Schedule):
+    """One rise and fall of the learning rate, momentum moving the other way, then a decay (L. Smith, arXiv 1803.09820).
+
+    With k = n + 1 steps gone and s going 0 -> 1 over the first half and 1 -> 0 over the second:
+
+        cycle   lr  = min_lr + (max_lr - min_lr) * s          mom = max_mom - (max_mom - min_mom) * s
+        after   lr  = min_lr / (1 + decay_lr_rate * d)        mom = max_mom * (1 + decay_mom_rate * d)
+                d = (k - cycle length) / decay_step_size, 0 if that is 0
+
+    Args:
+        cycle_min_lr, cycle_max_lr: one number, or one per param group.
+        decay_lr_rate, decay_mom_rate, decay_step_size: see above.
+        cycle_first_step_size, cycle_second_step_size: steps of the halves; the second as the first if None.
+        cycle_first_stair_count, cycle_second_stair_count: s moves in so many stairs; 0 means at every step; the second
+            as the first if None.
+        cycle_momentum: also write `betas[0]` (or `momentum`) of each group; off, with a warning, where there is none.
+        cycle_min_mom, cycle_max_mom: one number, or one per param group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        _check_positive("cycle_first_step_size", cycle_first_step_size)
+        if decay_step_size < 0:
+            raise ConfigError(f"decay_step_size: found {decay_step_size!r}, but it must be at least 0 (0: no decay)")
+        self.cycle_min_lr, self.cycle_max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
+        self.cycle_min_mom, self.cycle_max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
+        self.first_step_size = cycle_first_step_size
+        # negative numbers mean "not given", as on the command line
+        self.second_step_size = _given(cycle_second_step_size, otherwise=cycle_first_step_size)
+        self.first_stair_count = max(0, cycle_first_stair_count)
+        self.second_stair_count = _given(cycle_second_stair_count, otherwise=self.first_stair_count)
+        self.total_size = self.first_step_size + self.second_step_size
+        self.decay_step_size = decay_step_size
+        self.cycle_momentum = cycle_momentum and self._has_momentum()
+        self._write()
+
+    def get_lr(self) -> list[float]:
+        scale, decay = self._position()
+        min_lrs = self._per_group(self.cycle_min_lr, "cycle_min_lr")
+        max_lrs = self._per_group(self.cycle_max_lr, "cycle_max_lr")
+        if decay is not None:
+            return [lr / (1 + self.decay_lr_rate * decay) for lr in min_lrs]
+        return [low + (high - low) * scale for low, high in zip(min_lrs, max_lrs, strict=True)]
+
+    def get_mom(self) -> list[float] | None:
+        """Momentum of each param group at `last_batch_iteration`, or None if it is not cycled."""
+        if not self.cycle_momentum:
+            return None
+        scale, decay = self._position()
+        min_moms = self._per_group(self.cycle_min_mom, "cycle_min_mom")
+        max_moms = self._per_group(self.cycle_max_mom, "cycle_max_mom")
+        if decay is not None:
+            return [mom * (1 + self.decay_mom_rate * decay) for mom in max_moms]
+        return [high - (high - low) * scale for low, high in zip(min_moms, max_moms, strict=True)]
+
+    def _position(self) -> tuple[float, float | None]:
+        """(s, None) within the cycle, (0, decay intervals) after it."""
+        steps = self.last_batch_iteration + 1
+        if steps > self.total_size:
+            after = steps - self.total_size
+            return 0.0, after / self.decay_step_size if self.decay_step_size else 0.0
+        if steps <= self.first_step_size:
+            return _stairs(steps / self.first_step_size, self.first_stair_count), None
+        fallen = (steps - self.first_step_size) / self.second_step_size
+        return 1.0 - _stairs(fallen, self.second_stair_count), None
+
+    def _has_momentum(self) -> bool:
+        found = all("betas" in group or "momentum" in group for group in self.optimizer.param_groups)
+        if not found:
+            name = type(self.optimizer).__name__
+            warn_once(f"OneCycle: cycle_momentum is off, because {name} has neither betas nor momentum")
+        return found
+
+    def _write(self) -> list[float]:
+        moms = self.get_mom()
+        if moms is not None:
+            for group, mom in zip(self.optimizer.param_groups, moms, strict=True):
+                if "betas" in group:
+                    group["betas"] = (mom, *group["betas"][1:])
+                else:
+                    group["momentum"] = mom
+        return super()._write()
+
+
+class WarmupLR(Schedule):
+    """Raises the learning rate from min to max over the first steps, then holds it.
+
+        lr = min_lr + (max_lr - min_lr) * gamma(n)
+        gamma(n) = log(n + 1) / log(W)   (log)    or   n / W   (linear)      for n < W = max(2, warmup_num_steps)
+        gamma(n) = 1                                                        from then on
+
+    Args:
+        warmup_min_lr, warmup_max_lr: one number, or one per param group.
+        warmup_num_steps: positive.
+        warmup_type: "log" or "linear".
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.warmup_min_lr, self.warmup_max_lr = warmup_min_lr, warmup_max_lr
+        self.warmup_num_steps = _checked_warmup(warmup_num_steps, warmup_type)
+        self.warmup_type = warmup_type
+        # a schedule that needs more than this writes the first rates itself, once it has it
+        if type(self) is WarmupLR:
+            self._write()
+
+    def get_lr(self) -> list[float]:
+        gamma = self._get_gamma()
+        min_lrs = self._per_group(self.warmup_min_lr, "warmup_min_lr")
+        max_lrs = self._per_group(self.warmup_max_lr, "warmup_max_lr")
+        return [low + (high - low) * gamma for low, high in zip(min_lrs, max_lrs, strict=True)]
+
+    def _get_gamma(self) -> float:
+        n = max(0, self.last_batch_iteration)
+        return 1.0 if n >= self.warmup_num_steps else _warmup_gamma(n, self.warmup_num_steps, self.warmup_type)
+
+
+class WarmupDecayLR(WarmupLR):
+    """As `WarmupLR`, then a straight line back down to min at `total_num_steps` (T), where it stays.
+
+    gamma(n) = max(0, (T - n) / max(1, T - W)) for n >= W.
+
+    Args:
+        total_num_steps: steps of the whole training.
+        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type: as in `WarmupLR`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        self.total_num_steps = total_num_steps
+        _warn_if_short(type(self).__name__, total_num_steps, warmup_num_steps)
+        self._write()
+
+    def _get_gamma(self) -> float:
+        n = self.last_batch_iteration
+        if n < self.warmup_num_steps:
+            return super()._get_gamma()
+        return max(0.0, (self.total_num_steps - n) / max(1.0, self.total_num_steps - self.warmup_num_steps))
+
+
+class WarmupCosineLR(Schedule):
+    """Scales each group's own learning rate: a warm-up to 1, then half a cosine down to `cos_min_ratio`.
+
+        lr = lr at construction * ratio(n)
+        ratio(n) = warmup_min_ratio + (1 - warmup_min_ratio) * gamma(n)             for n < W, gamma as in `WarmupLR`
+        ratio(n) = cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * q)) / 2      from then on
+                   q = min(1, (n - W + 1) / (T - W)), T = total_num_steps
+
+    Args:
+        total_num_steps: steps of the whole training.
+        warmup_min_ratio: ratio at the first step.
+        warmup_num_steps: positive.
+        cos_min_ratio: ratio at the end, and after it.
+        warmup_type: "log" or "linear".
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        for name, ratio in (("warmup_min_ratio", warmup_min_ratio), ("cos_min_ratio", cos_min_ratio)):
+            if not 0.0 <= ratio <= 1.0:
+                raise ConfigError(f"{name}: found {ratio!r}, but it must be in [0, 1]")
+        self.total_num_steps = total_num_steps
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.warmup_num_steps = _checked_warmup(warmup_num_steps, warmup_type)
+        self.warmup_type = warmup_type
+        _warn_if_short(type(self).__name__, total_num_steps, warmup_num_steps)
+        self.org_lrs: list[float] = []
+        self._write()
+
+    def get_lr_ratio(self) -> float:
+        """What the groups' own learning rates are multiplied by at `last_batch_iteration`."""
+        n, W = max(0, self.last_batch_iteration), self.warmup_num_steps
+        if n < W:
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * _warmup_gamma(n, W, self.warmup_type)
+        progress = min(1.0, (n - W + 1) / max(1, self.total_num_steps - W))
+        return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+    def get_lr(self) -> list[float]:
+        # groups added after construction bring their learning rate with them
+        for group in self.optimizer.param_groups[len(self.org_lrs) :]:
+            self.org_lrs.append(float(group["lr"]))
+        ratio = self.get_lr_ratio()
+        return [lr * ratio for lr in self.org_lrs]
+
+
+def _warmup_gamma(n: int, num_steps: int, warmup_type: str) -> float:
+    return math.log(n + 1) / math.log(num_steps) if warmup_type == WARMUP_LOG_RATE else n / num_steps
+
+
+def _checked_warmup(num_steps: int, warmup_type: str) -> int:
+    """The warm-up's length as it is used: at least 2, because log(1) = 0 would divide."""
+    _check_positive("warmup_num_steps", num_steps)
+    if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+        raise ConfigError(f'warmup_type: found {warmup_type!r}, but it must be "log" or "linear"')
+    return max(2, num_steps)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{name}: found {value!r}, but it must be positive")
+
+
+def _warn_if_short(name: str, total_num_steps: int, warmup_num_steps: int) -> None:
+    if total_num_steps < warmup_num_steps:
+        warn_once(f"{name}: total_num_steps {total_num_steps} is less than warmup_num_steps {warmup_num_steps}")
+
+
+def _given(value: int | None, otherwise: int) -> int:
+    return otherwise if value is None or value < 0 else value
+
+
+def _stairs(fraction: float, count: int) -> float:
+    return math.floor(fraction * count) / count if count else fraction

@@ -1,0 +1,77 @@
+"""What the engine must know of an optimizer before it shards the state: decided by type, never by trying."""
+
+import inspect
+from typing import Any
+
+import torch
+
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.muon import Muon
+
+_OURS = (FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, FusedLion, DeepSpeedCPULion)
+_ELEMENTWISE = (
+    *_OURS,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+_TESTED_WITH_ZERO = (
+    *_OURS,
+    Muon,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.SGD,
+)
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether each element's update depends on that element alone, so that state may be cut anywhere.
+
+    True for Adam(W), SGD, Adagrad, Lion and torch's others of that kind, and for subclasses that keep their `step`.
+    False for LAMB, Muon, Adafactor, LBFGS, and for every class that is not known, unless the class (or the object)
+    says `is_elementwise = True`. A wrapper is asked for its `.optimizer`.
+    """
+    said = getattr(optimizer, "is_elementwise", None)
+    if isinstance(said, bool):
+        return said
+    return any(_is_a(_unwrapped(optimizer), known) for known in _ELEMENTWISE)
+
+
+def is_tested_with_zero(optimizer: Any) -> bool:
+    """Whether the optimizer is one that ZeRO is tested with; any other needs `zero_allow_untested_optimizer: true`.
+
+    DeepSpeed's documented list (Adam, AdamW, Adagrad, Lion, Muon, in torch's and in its own classes), and SGD.
+    """
+    return any(_is_a(_unwrapped(optimizer), known) for known in _TESTED_WITH_ZERO)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    # Accelerate's wrapper is itself a torch Optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _is_a(optimizer: Any, known: type) -> bool:
+    """Of this class, or of a subclass that did not write its own `step` (or the parts that our `step` calls)."""
+    cls = type(optimizer)
+    if not issubclass(cls, known):
+        return False
+    return all(
+        # torch wraps `step` of every class that is instantiated: compare what is inside
+        inspect.unwrap(getattr(cls, method)) is inspect.unwrap(getattr(known, method))
+        for method in ("step", "update_params", "before_update")
+        if hasattr(known, method)
+    )

@@ -1,0 +1,178 @@
+"""Names to objects, and a one-line error that names the key for everything that is wrong."""
+
+import pytest
+import torch
+from deepspeed.errors import ConfigError
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.muon import Muon
+from deepspeed.optim import create_optimizer, create_scheduler
+from deepspeed.plugins import hookimpl
+from deepspeed.plugins.manager import plugin_manager
+
+
+def _params():
+    return [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(3))]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "offload", "cls"),
+    [
+        ("Adam", {}, False, FusedAdam),
+        ("adamw", {}, False, FusedAdam),
+        ("ADAM", {}, True, DeepSpeedCPUAdam),
+        ("AdamW", {"amsgrad": True}, False, DeepSpeedCPUAdam),
+        ("Adam", {"torch_adam": True}, False, torch.optim.AdamW),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, False, torch.optim.Adam),
+        ("AdamW", {"torch_adam": True, "adam_w_mode": False}, False, torch.optim.AdamW),
+        ("Adagrad", {}, False, DeepSpeedCPUAdagrad),
+        ("Lion", {}, False, FusedLion),
+        ("lion", {}, True, DeepSpeedCPULion),
+        ("Lamb", {}, False, FusedLamb),
+        ("Muon", {}, False, Muon),
+        ("SGD", {"momentum": 0.9}, False, torch.optim.SGD),
+        ("rmsprop", {}, False, torch.optim.RMSprop),
+        ("NAdam", {}, False, torch.optim.NAdam),
+    ],
+)
+def test_names(name, params, offload, cls):
+    optimizer = create_optimizer(name, {"lr": 0.25, **params}, _params(), offload=offload)
+    assert type(optimizer) is cls
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_adam_is_decoupled_unless_told_otherwise():
+    def trained(name, **params):
+        param = torch.nn.Parameter(torch.tensor([2.0]))
+        optimizer = create_optimizer(name, {"lr": 0.1, "weight_decay": 0.5, **params}, [param])
+        param.grad = torch.tensor([1.0])
+        optimizer.step()
+        return param.item()
+
+    decoupled, coupled = 2.0 * 0.95 - 0.1, 2.0 - 0.1
+    assert trained("Adam") == pytest.approx(decoupled)
+    assert trained("AdamW", adam_w_mode=False) == pytest.approx(decoupled)
+    assert trained("Adam", adam_w_mode=False) == pytest.approx(coupled)
+
+
+def test_groups_and_json_lists():
+    a, b = _params()
+    groups = [{"params": [a], "weight_decay": 0.3}, {"params": [b], "name": "bias"}]
+    optimizer = create_optimizer("AdamW", {"betas": [0.5, 0.75], "weight_decay": 0.1}, groups)
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.1]
+    assert optimizer.param_groups[1]["name"] == "bias"
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("AdmW", {}, r'^optimizer\.type: found \'AdmW\'.*Did you mean "AdamW"\?.*Known are Adam, .*RMSprop'),
+        ("Optimizer", {}, r"^optimizer\.type: found 'Optimizer'"),
+        ("OneBitAdam", {}, r"^optimizer\.type: found 'OneBitAdam', which is not in this version"),
+        ("zerooneadam", {}, "not in this version"),
+        ("LBFGS", {}, r"^optimizer\.type: found 'LBFGS'.*closure"),
+        ("AdamW", {"lrr": 1}, r'^optimizer\.params\.lrr: FusedAdam has no such.*Did you mean "lr"\?.*accepts.*betas'),
+        ("SGD", {"betas": [0.9, 0.99]}, r"^optimizer\.params\.betas: SGD has no such parameter"),
+        ("AdamW", {"lr": "1e-3"}, r"^optimizer\.params\.lr: found '1e-3', but it must be a number"),
+        ("AdamW", {"lr": "auto"}, r'^optimizer\.params\.lr: found "auto"'),
+        ("AdamW", {"lr": True}, r"^optimizer\.params\.lr: found True"),
+        ("AdamW", {"betas": 0.9}, r"^optimizer\.params\.betas: found 0\.9.*list of 2 numbers"),
+        ("AdamW", {"betas": [0.9]}, r"^optimizer\.params\.betas: found \[0\.9\]"),
+        ("AdamW", {"betas": [0.9, 1.5]}, r"^optimizer\.params\.betas\[1\]: found 1\.5"),
+        (
+            "AdamW",
+            {"bias_correction": 1},
+            r"^optimizer\.params\.bias_correction: found 1, but it must be true or false",
+        ),
+        ("Adam", {"torch_adam": "yes"}, r"^optimizer\.params\.torch_adam: found 'yes'"),
+        ("AdamW", {"lr": -1}, r"^optimizer\.params\.lr: found -1"),
+        ("SGD", {"lr": -1}, r"^optimizer\.params: SGD refused.*Invalid learning rate"),
+        ("Lamb", {"max_grad_norm": 1.0}, r"^optimizer\.params\.max_grad_norm: found 1\.0.*gradient_clipping"),
+        ("Muon", {"muon_lr": "x"}, r"^optimizer\.params\.muon_lr: found 'x', but it must be a number or null"),
+        ("RMSprop", {"foreach": 1}, r"^optimizer\.params\.foreach: found 1, but it must be true or false or null"),
+        ("Muon", {"ns_method": 3}, r"^optimizer\.params\.ns_method: found 3, but it must be a string"),
+    ],
+)
+def test_faults_name_the_key(name, params, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        create_optimizer(name, params, _params())
+    assert "\n" not in str(caught.value)
+
+
+def test_the_section_is_left_as_it_was():
+    params = {"lr": 0.1, "torch_adam": True, "adam_w_mode": False}
+    create_optimizer("Adam", params, _params())
+    assert params == {"lr": 0.1, "torch_adam": True, "adam_w_mode": False}
+
+
+def test_a_plugin_is_asked_first():
+    class Plugin:
+        @hookimpl
+        def ds_optimizer(self, name, params, arguments):
+            return torch.optim.SGD(params, **arguments) if name == "Shiny" else None
+
+    manager = plugin_manager()
+    manager.register(Plugin(), "test-optimizer")
+    manager.activate("test-optimizer")
+    try:
+        optimizer = create_optimizer("Shiny", {"lr": 0.5}, _params())
+        assert type(optimizer) is torch.optim.SGD
+        assert len(optimizer.param_groups[0]["params"]) == 2
+        assert type(create_optimizer("Adam", {}, _params())) is FusedAdam
+    finally:
+        manager.unregister("test-optimizer")
+
+
+def test_schedules_by_name():
+    optimizer = create_optimizer("SGD", {"lr": 1.0}, _params())
+    own = create_scheduler("warmuplr", {"warmup_max_lr": 0.5, "warmup_num_steps": 2}, optimizer)
+    assert type(own).__name__ == "WarmupLR"
+    own.step(5)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    listed = create_scheduler("WarmupLR", {"warmup_max_lr": [0.25]}, optimizer)
+    listed.step(5000)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_torch_schedules_by_name():
+    optimizer = create_optimizer("SGD", {"lr": 1.0}, _params())
+
+    class Face:
+        def __init__(self):
+            self.optimizer = optimizer
+            self.param_groups = optimizer.param_groups
+
+    for face in (optimizer, Face()):
+        schedule = create_scheduler("CosineAnnealingLR", {"T_max": 4}, face)
+        assert type(schedule) is torch.optim.lr_scheduler.CosineAnnealingLR
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("WarmpLR", {}, r'^scheduler\.type: found \'WarmpLR\'.*Did you mean "WarmupLR"\?.*torch\'s.*CosineAnnealingLR'),
+        ("LRScheduler", {}, r"^scheduler\.type: found 'LRScheduler'"),
+        ("ReduceLROnPlateau", {}, r"^scheduler\.type: found 'ReduceLROnPlateau'.*metric"),
+        ("WarmupDecayLR", {}, r"^scheduler\.params\.total_num_steps: found nothing, but WarmupDecayLR needs it"),
+        ("WarmupLR", {"warmup_steps": 3}, r'^scheduler\.params\.warmup_steps.*Did you mean "warmup_num_steps"\?'),
+        ("WarmupLR", {"warmup_num_steps": "auto"}, r'^scheduler\.params\.warmup_num_steps: found "auto"'),
+        ("WarmupLR", {"warmup_num_steps": 0}, r"^scheduler\.params\.warmup_num_steps: found 0"),
+        ("WarmupLR", {"warmup_num_steps": [1]}, r"^scheduler\.params\.warmup_num_steps: found \[1\].* a number"),
+        ("WarmupLR", {"warmup_max_lr": "x"}, r"^scheduler\.params\.warmup_max_lr: found 'x'.*one per group"),
+        ("WarmupDecayLR", {"total_num_steps": "many"}, r"^scheduler\.params\.total_num_steps: found 'many'.*a number"),
+        (
+            "OneCycle",
+            {"cycle_min_lr": "x", "cycle_max_lr": 1},
+            r"^scheduler\.params\.cycle_min_lr: found 'x'.*per group",
+        ),
+        ("StepLR", {"step_size": "x"}, r"^scheduler\.params\.step_size: found 'x', but it must be a number"),
+        ("MultiStepLR", {"milestones": 3}, r"^scheduler\.params: MultiStepLR refused"),
+    ],
+)
+def test_schedule_faults_name_the_key(name, params, message):
+    optimizer = create_optimizer("SGD", {"lr": 1.0}, _params())
+    with pytest.raises(ConfigError, match=message):
+        create_scheduler(name, params, optimizer)
