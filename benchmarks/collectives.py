@@ -47,7 +47,6 @@ def exchanges(flat) -> dict[tuple[str, str], Exchange]:  # type: ignore[no-untyp
     """(group, primitive) -> what to time, over this buffer."""
     import torch
     import torch.distributed as torch_dist
-
     from deepspeed.comm.backend import Piece
     from deepspeed.comm.torch_backend import TorchBackend, all_gather_into_tensor, even_pieces, reduce_scatter_tensor
 

@@ -1,9 +1,8 @@
 """The three exchanges of `TorchBackend` over gloo, against sums computed by hand."""
 
+import deepspeed.comm as dist
 import pytest
 import torch
-
-import deepspeed.comm as dist
 from deepspeed.comm import Piece
 from deepspeed.comm.torch_backend import TorchBackend, even_pieces
 from deepspeed.errors import CommError

@@ -79,9 +79,7 @@ def _from_arguments(
     env: Mapping[str, str], rank: int, world_size: int, default_port: int, has_init_method: bool
 ) -> Placement:
     if rank < 0 or world_size < 1:
-        raise CommError(
-            f"init_distributed got rank={rank} and world_size={world_size}; give both, or neither to use the environment"
-        )
+        raise CommError(f"init_distributed got rank={rank} and world_size={world_size}; give both, or neither")
     source = "the arguments of init_distributed"
     addr = env.get("MASTER_ADDR")
     if addr is None and world_size > 1 and not has_init_method:

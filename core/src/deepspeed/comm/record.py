@@ -120,7 +120,7 @@ def log_summary(show_straggler: bool = False) -> str:
 
 
 def _num_bytes(values: tuple[Any, ...]) -> int:
-    """Bytes of the largest tensor, or list of tensors, among the arguments: the whole message of a gather or scatter."""
+    """Bytes of the largest tensor or list of tensors: the whole message of a gather or scatter."""
     largest = 0
     for value in values:
         if isinstance(value, torch.Tensor):

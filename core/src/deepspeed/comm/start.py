@@ -53,12 +53,14 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise CommError(
-            "init_distributed(dist_init_required=False) was asked to use an existing process group, but torch.distributed"
-            " is not initialized; leave the argument out, or call torch.distributed.init_process_group() first"
+            "init_distributed(dist_init_required=False) was asked to use an existing process group, but"
+            " torch.distributed is not initialized; leave the argument out, or call"
+            " torch.distributed.init_process_group() first"
         )
     if not comm.is_available():
         raise CommError("this torch was built without torch.distributed; install a build that has it")
     library = dist_backend or _accelerator_library()
+    _check_library(library)
     placement = find_placement(
         rank, world_size, distributed_port, auto_mpi_discovery, has_init_method=init_method is not None
     )
@@ -133,6 +135,18 @@ def _accelerator_library() -> str:
     return str(name)
 
 
+def _check_library(library: str) -> None:
+    """`CommError` unless torch has it, or each of a list such as "cpu:gloo,xyz:abc"."""
+    for entry in library.split(","):
+        name = entry.rpartition(":")[2]
+        if not torch_dist.is_backend_available(name):
+            available = [known for known in torch_dist.Backend.backend_list if torch_dist.is_backend_available(known)]
+            raise CommError(
+                f"dist_backend: this torch has no communication backend {name!r} (asked for: {library!r}); it has"
+                f" {', '.join(available)}. Give one of these, or import the package that registers {name!r} first"
+            )
+
+
 def _join(library: str, placement: Placement, init_method: str | None, timeout: timedelta) -> None:
     """Enter the world group; every error becomes a `CommError` that says where we tried to go."""
     start: Callable[[], None]
@@ -163,9 +177,9 @@ def _failure(
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     return (
         f"rank {placement.rank} of {placement.world_size} could not join the process group over {library!r} at {where}"
-        f" after {took_s:.1f} s (timeout {timeout.total_seconds():g} s; placement from {placement.source}): {first_line}."
-        f" Check that rank 0 runs on {placement.master_addr}, that the port is free there and open to this machine,"
-        f" that all {placement.world_size} ranks were started, and that torch has the {library!r} backend"
+        f" after {took_s:.1f} s (timeout {timeout.total_seconds():g} s; placement from {placement.source}):"
+        f" {first_line}. Check that rank 0 runs on {placement.master_addr}, that the port is free there and open to"
+        f" this machine, that all {placement.world_size} ranks were started, and that torch has the {library!r} backend"
     )
 
 
@@ -175,4 +189,6 @@ def _create_backend(name: str) -> Backend:
 
 def _plugin_backend(name: str) -> Backend | None:
     """A plugin's answer to `ds_comm_backend(name)`; the hook is called once per world, never per bucket."""
-    return None
+    from deepspeed.plugins.manager import plugin_manager
+
+    return plugin_manager().hook.ds_comm_backend(name=name)  # type: ignore[no-any-return]

@@ -1,6 +1,32 @@
 """`Backend` over torch.distributed: gloo for host memory, and any other library by its collectives.
 
-On gloo the primitives are very unequal, so point-to-point messages and a local sum replace most collectives there.
+gloo's primitives are very unequal. Milliseconds for one full fp32 tensor over loopback, one core per rank
+(`benchmarks/collectives.py`; the machine had two cores, so four ranks share them):
+
+    exchange                          primitive         2 ranks 64 MiB   4 ranks 16 MiB   4 ranks 64 MiB
+    every rank gets the sum           messages                     69               30              158
+                                      all_reduce                   76               25              120
+    each piece to its owner           messages                     36               15               80
+                                      reduce each                  96               20               91
+                                      all_to_all, sum              46               16               86
+                                      reduce_scatter              123               42              241
+    each piece from its owner         messages                     32               12               65
+                                      broadcast each               45               14               58
+                                      all_gather                  101               18              217
+    one owner has all, from it        messages                     49               15               74
+                                      broadcast                    40               12               68
+
+Hence on gloo, for host memory:
+
+- to owners: messages, and a local sum. More than 8 ranks: `reduce` per piece, because the owner of a whole bucket
+  would have to hold a message from each.
+- every rank: messages (a sum at each rank's part, sent back), but `all_reduce` below 4 MiB for two ranks, and for more
+  than 8. With 3 to 8 ranks this costs up to 1.3 times an all_reduce and buys that stages 0, 1 and 2 get the same sum
+  to the last bit.
+- from owners: messages between two ranks, `broadcast` per piece among more.
+
+For device memory gloo has only `all_reduce` and `broadcast`. Other libraries get `reduce_scatter` and `all_gather` of
+one tensor where the pieces are W equal parts in rank order, `reduce` and `broadcast` per piece where they are not.
 
 Shape legend: N numel of a flat buffer, W ranks of the group.
 """
@@ -21,11 +47,15 @@ from deepspeed.errors import CommError
 _FIRST_TAG = 1 << 20
 _NUM_TAGS = 1 << 20
 
-# A low-precision sum of three or more ranks goes through fp32 in blocks that stay in a core's cache.
-_BLOCK_NUMEL = 1 << 15
+# A low-precision sum of three or more ranks goes through fp32 in blocks that stay in a core's cache (512 KiB).
+_BLOCK_NUMEL = 1 << 17
 
-# Below this size the latency of two message rounds exceeds what all_reduce loses in bandwidth.
-_EXCHANGE_MIN_BYTES = 1 << 20
+# Two rounds of messages take longer than one all_reduce below this. Only two ranks may choose by size: there a + b is
+# the same whoever adds, while more ranks get the sum in rank order from messages alone.
+_MIN_MESSAGE_BYTES = 4 << 20
+
+# Among more ranks a message to each costs more memory and more latency than a tree.
+_MAX_MESSAGE_RANKS = 8
 
 _DEFAULT_STAGING_BYTES = 64 << 20
 
@@ -33,8 +63,8 @@ _DEFAULT_STAGING_BYTES = 64 << 20
 class TorchBackend:
     """The three exchanges over the process groups of torch.distributed.
 
-    Made by `deepspeed.comm.backend()`, once per process. Sums are added in the order of ranks, so a result depends
-    neither on the moment at which messages arrive nor on where a buffer is cut. At most `staging_bytes` (or one
+    Made by `deepspeed.comm.backend()`, once per process. Sums by messages are added in the order of ranks, so a result
+    depends neither on the moment at which messages arrive nor on where a buffer is cut. At most `staging_bytes` (or one
     exchange, if that is more) are held for messages that are still to be added; a further exchange first finishes
     the oldest, which its peers have always sent already or are about to send, so that this cannot deadlock.
     """
@@ -61,9 +91,10 @@ class TorchBackend:
         _check(flat_N, (), queue.world_size)
         if queue.world_size == 1 or flat_N.numel() == 0:
             return DONE
-        if not queue.uses_messages(flat_N) or _nbytes(flat_N) < _EXCHANGE_MIN_BYTES:
+        is_small = queue.world_size == 2 and _nbytes(flat_N) < _MIN_MESSAGE_BYTES
+        if is_small or not queue.sums_by_messages(flat_N):
             return as_work(torch_dist.all_reduce(flat_N, group=queue.group, async_op=True))
-        return _Exchange(queue, flat_N, even_pieces(flat_N.numel(), queue.world_size), then_gather=True)
+        return self._messages(flat_N, even_pieces(flat_N.numel(), queue.world_size), group, then_gather=True)
 
     def reduce_to_owners(
         self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
@@ -73,8 +104,8 @@ class TorchBackend:
         pieces = _check(flat_N, pieces, queue.world_size)
         if queue.world_size == 1 or not pieces:
             return DONE
-        if queue.uses_messages(flat_N):
-            return _Exchange(queue, flat_N, pieces, then_gather=False)
+        if queue.sums_by_messages(flat_N):
+            return self._messages(flat_N, pieces, group, then_gather=False)
         if queue.only_broadcast_and_all_reduce(flat_N):
             return _each(pieces, lambda p: torch_dist.all_reduce(_view(flat_N, p), group=queue.group, async_op=True))
         if _is_even_cover(flat_N, pieces, queue.world_size) and queue.has_tensor_collectives(flat_N):
@@ -93,7 +124,7 @@ class TorchBackend:
         pieces = _check(flat_N, pieces, queue.world_size)
         if queue.world_size == 1 or not pieces:
             return DONE
-        if queue.uses_messages(flat_N):
+        if queue.world_size == 2 and queue.is_gloo_on_host(flat_N):
             return as_work(*queue.post_gather(flat_N, pieces, queue.next_tag()))
         if _is_even_cover(flat_N, pieces, queue.world_size) and queue.has_tensor_collectives(flat_N):
             own = _view(flat_N, pieces[queue.rank])
@@ -109,6 +140,11 @@ class TorchBackend:
             queue.finish_reductions()
         self._queues.clear()
         self._staging.release()
+
+    def _messages(
+        self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None, *, then_gather: bool
+    ) -> "_Exchange":
+        return _Exchange(self._queue(group), flat_N, pieces, then_gather=then_gather)
 
     def _queue(self, group: ProcessGroup | None) -> "_Queue":
         resolved = group if group is not None else torch_dist.group.WORLD
@@ -187,9 +223,13 @@ class _Queue:
         """The library that moves tensors of this device: "gloo", ..."""
         return self._library_of.get(tensor.device.type, self._library_of.get("", ""))
 
-    def uses_messages(self, tensor: torch.Tensor) -> bool:
-        """True where point-to-point messages beat collectives: gloo, on host memory."""
+    def is_gloo_on_host(self, tensor: torch.Tensor) -> bool:
+        """True where point-to-point messages exist and beat most collectives."""
         return tensor.device.type == "cpu" and self.library(tensor) == "gloo"
+
+    def sums_by_messages(self, tensor: torch.Tensor) -> bool:
+        """True where sums are made here, in the order of ranks, from messages."""
+        return self.world_size <= _MAX_MESSAGE_RANKS and self.is_gloo_on_host(tensor)
 
     def only_broadcast_and_all_reduce(self, tensor: torch.Tensor) -> bool:
         """True where the library has no other collective: gloo, on device memory."""
@@ -289,7 +329,8 @@ class _Exchange:
     def advance(self) -> None:
         """Wait for the messages to us, add them, give the staging back. The oldest of the queue only."""
         oldest = self._queue.reductions.popleft()
-        assert oldest is self and not self.is_summed
+        assert oldest is self
+        assert not self.is_summed
         for work in self._receives:
             work.wait()
         queue = self._queue
@@ -360,8 +401,8 @@ def _check(flat_N: torch.Tensor, pieces: Sequence[Piece], world_size: int) -> li
     """The pieces that hold something; raises `CommError` for a buffer or piece that breaks the contract."""
     if flat_N.dim() != 1 or not flat_N.is_contiguous():
         raise CommError(
-            f"an exchange needs a contiguous 1-D buffer, got shape {tuple(flat_N.shape)} with strides {flat_N.stride()};"
-            " pass buffer.view(-1)"
+            f"an exchange needs a contiguous 1-D buffer, got shape {tuple(flat_N.shape)} with strides"
+            f" {flat_N.stride()}; pass buffer.view(-1)"
         )
     filled = []
     for piece in pieces:

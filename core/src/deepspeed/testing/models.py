@@ -86,7 +86,7 @@ class GPT(nn.Module):
     def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[B, T, V]`, or with targets (-100: ignored) the mean cross-entropy in nats, computed in fp32."""
         T = tokens_BT.shape[1]
-        if T > self.config.sequence_length:
+        if self.config.sequence_length < T:
             raise ValueError(f"{T} tokens were given, the model has positions for {self.config.sequence_length}")
         x_BTD = self.tokens(tokens_BT) + self.positions(torch.arange(T, device=tokens_BT.device))
         for block in self.blocks:
@@ -104,7 +104,7 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """`tokens_BT` followed by `num_tokens` more; temperature 0 takes the likeliest. Leaves train or eval as it is."""
+        """`tokens_BT` followed by `num_tokens` more; temperature 0 takes the likeliest. Keeps train or eval mode."""
         was_training = self.training
         self.eval()
         for _ in range(num_tokens):
@@ -128,6 +128,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for block in self.blocks:
-            for layer in (block.attention.out, block.mlp_out):
-                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.config.num_layers))
+        residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
+        for name, weight in self.named_parameters():
+            if name.endswith(("attention.out.weight", "mlp_out.weight")):
+                nn.init.normal_(weight, std=residual_std)

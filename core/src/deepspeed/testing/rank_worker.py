@@ -92,7 +92,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 def _load(path: str, module_name: str) -> ModuleType:
     """The module of a job: by name for this package, else by path under its name in the test process."""
-    if module_name.split(".")[0] == "deepspeed":
+    if module_name.split(".", maxsplit=1)[0] == "deepspeed":
         return importlib.import_module(module_name)
     changed_ns = Path(path).stat().st_mtime_ns
     if path in _loaded and _loaded[path][0] == changed_ns:
