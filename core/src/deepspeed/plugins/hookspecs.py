@@ -81,7 +81,7 @@ def ds_op_builders() -> "Mapping[str, type]":  # type: ignore[empty-body]
 
 @hookspec
 def ds_check_config(config: "DeepSpeedConfig") -> None:
-    """Refuse or remark on a configuration. Called once per engine, before anything is built, in every loaded plugin.
+    """Refuse or remark on a configuration. Called once per engine, before anything is built, in every active plugin.
 
     Args:
         config: the parsed configuration; read it, never write it.
