@@ -77,7 +77,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 
 
 def _allowed(default: Any, words: set[str]) -> list[str]:
-    """Which of `_FITS` a parameter takes: by its default, or by the `words` of its annotation; empty if neither says."""
+    """Which of `_FITS` a parameter takes, by its default or the `words` of its annotation; empty if neither says."""
     if isinstance(default, bool) or (default is None and "bool" in words):
         kinds = ["true or false"]
     elif isinstance(default, str):

@@ -82,8 +82,8 @@ def _run(items: list[_Item], group: dict[str, Any]) -> None:
     first = items[0][0]
     amsgrad = group.get("amsgrad", False)
     fused, foreach = _kernel_choice(first, group)
-    steps = [_step_tensor(state, first.device, on_device=bool(fused) or group.get("capturable", False))
-             for _, _, state in items]  # fmt: skip
+    where = first.device if fused or group.get("capturable", False) else torch.device("cpu")
+    steps = [_step_tensor(state, where) for _, _, state in items]
     counted = steps
     if not group["bias_correction"]:
         # 1 - beta^t is exactly 1 at t = infinity, in every kernel of torch: no second set of formulas is needed.
@@ -122,11 +122,11 @@ def _kernel_choice(param: Tensor, group: dict[str, Any]) -> tuple[bool | None, b
     return fused, foreach
 
 
-def _step_tensor(state: dict[str, Any], device: torch.device, *, on_device: bool) -> Tensor:
+def _step_tensor(state: dict[str, Any], where: torch.device) -> Tensor:
     """The step counter where the kernel wants it: fused kernels read it on the device, the others on the host."""
     step = state["step"]
     if not isinstance(step, Tensor):  # older files hold a plain number
-        step = torch.tensor(float(step), dtype=torch.float32)
-    wanted = device if on_device else torch.device("cpu")
-    state["step"] = step.to(device=wanted, dtype=torch.float32)
-    return state["step"]
+        step = state["step"] = torch.tensor(float(step), dtype=torch.float32, device=where)
+    elif step.device != where:  # a checkpoint's counter may lie elsewhere
+        step = state["step"] = step.to(where)
+    return step
