@@ -221,8 +221,12 @@ def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> dict[str, LazyTe
     shapes = models[0].get("frozen_param_shapes") or {}
     fragments = [model.get("frozen_param_fragments") or {} for model in models]
     if stage == 3:
-        return {name: _from_parts([[f[name].reshape(-1)] for f in fragments], shape) for name, shape in shapes.items()}
-    return {name: LazyTensor([fragments[0][name]], shape) for name, shape in shapes.items()}
+        return {
+            name: _from_parts([[fragment[name]] for fragment in fragments], shape)
+            for name, shape in shapes.items()
+            if name in fragments[0]
+        }
+    return {name: LazyTensor([fragments[0][name]], shape) for name, shape in shapes.items() if name in fragments[0]}
 
 
 def _from_module(tensor: torch.Tensor) -> LazyTensor:
@@ -318,7 +322,7 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0917 - DeepSpeed's signature
+def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
     max_shard_size: str | int | None = "5GB",

@@ -82,7 +82,8 @@ class _Walk:
 
     def _mapping(self, value: dict[Any, Any], place: str) -> Any:
         attributes = getattr(value, "__dict__", {})  # a module's `state_dict()` has `_metadata` there
-        self.visit(attributes, f"{place}.__dict__")
+        if attributes:
+            self.visit(attributes, f"{place}.__dict__")
         keys = [self.visit(key, f"the key {key!r} of {place}") for key in value]
         items = [self.visit(item, f"{place}[{key!r}]") for key, item in value.items()]
         plain = type(value) is not collections.defaultdict

@@ -1,0 +1,207 @@
+"""Two ranks that save again and again are killed with SIGKILL at random moments; what is on disk is always whole.
+
+This file is also the program that runs them (`main`). It imports torch once and forks both ranks anew for each kill:
+"self" kills one rank before its n-th touch of the file system, and the other must notice; "parent" kills both upon the
+n-th sign of life, wherever they are by then. Trials follow each other in one directory, so each also meets what the
+former one left behind.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.checkpoint import Checkpointer, consolidate, durable, layout
+from deepspeed.errors import CheckpointError
+
+WORLD_SIZE = 2
+NUMEL = 20_000
+KILLS = 20  # of each kind
+FILE_SYSTEM = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}  # audit events
+
+
+@pytest.mark.parametrize("kind", ["self", "parent"])
+def test_every_kill_leaves_a_whole_checkpoint(kind, tmp_path):
+    command = [sys.executable, __file__, str(tmp_path), kind]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    trials = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(trials) == KILLS
+    for trial in trials:
+        assert trial["found_by_rank"] == [trial["found"]] * WORLD_SIZE, trial
+        assert trial["completed"] <= trial["found"] <= trial["completed"] + 1, trial
+        assert -signal.SIGKILL in trial["exits"], trial
+    # The kills met saves in the middle, not only the pauses between them.
+    assert sum(trial["unfinished"] for trial in trials) >= KILLS // 4
+
+
+# --- one rank, in a process of its own
+
+
+def save(checkpointer, directory, tag, step):
+    """A checkpoint whose every number is the step, so that files of two steps cannot be taken for one."""
+    model_state = {
+        "module": {"w": torch.full((NUMEL,), float(step))},
+        "param_shapes": [{"w": torch.Size([NUMEL])}],
+        "global_steps": step,
+        "dp_world_size": WORLD_SIZE,
+        "mp_world_size": 1,
+    }
+    part = torch.full((NUMEL // WORLD_SIZE,), float(step))
+    shard = {"zero_stage": 2, "partition_count": WORLD_SIZE, "single_partition_of_fp32_groups": [part]}
+    checkpointer.save(
+        directory,
+        tag,
+        model_state=model_state if checkpointer.writes_model else None,
+        shard_state={"optimizer_state_dict": shard},
+        client_state={"epoch": step},
+    )
+
+
+def watch_file_system(touch):
+    """Call `touch` before everything that this process does to files."""
+    sys.addaudithook(lambda event, args: touch() if event in FILE_SYSTEM else None)
+    real_fsync = os.fsync
+    os.fsync = lambda descriptor: (touch(), real_fsync(descriptor))[1]
+
+    class File:
+        def __init__(self, path, mode):
+            self.file = open(path, mode, buffering=0)  # noqa: SIM115 - closed by __exit__
+
+        def write(self, content):
+            touch()
+            return self.file.write(content)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            self.file.close()
+
+    durable.open = File
+
+
+def run_rank(rank, peer, directory, first_step, tag, kill_at, progress):
+    """Save until killed, or until the other rank is gone. `kill_at`: before which touch of a file to die, or None."""
+    touches = 0
+
+    def touch():
+        nonlocal touches
+        touches += 1
+        os.write(progress, b".")
+        if touches == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def agree(ok):
+        peer.sendall(b"\1" if ok else b"\0")
+        answer = peer.recv(1)
+        if not answer:
+            raise CheckpointError("the other rank is gone")
+        return ok and answer == b"\1"
+
+    checkpointer = Checkpointer(agree=agree, dp_rank=rank, dp_world_size=WORLD_SIZE)
+    watch_file_system(touch)
+    for step in range(first_step, first_step + 1000):
+        save(checkpointer, directory, tag or f"global_step{step}", step)
+        if rank == 0:
+            os.write(progress, b"S")
+
+
+# --- the program that starts, kills and looks
+
+
+def fork_ranks(directory, first_step, tag, kill_at):
+    """Start both ranks; gives their process ids and the end of a pipe: a dot per touch, an S per finished save."""
+    ends = socket.socketpair()
+    read, write = os.pipe()
+    pids = []
+    for rank in range(WORLD_SIZE):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(read)
+                ends[1 - rank].close()
+                run_rank(rank, ends[rank], directory, first_step, tag, kill_at.get(rank), write)
+            except (CheckpointError, OSError):
+                os._exit(3)
+            finally:
+                os._exit(4)
+        pids.append(pid)
+    os.close(write)
+    for end in ends:
+        end.close()
+    return pids, read
+
+
+def kill_once(directory, kind, rng, first_step, tag, touches_per_save):
+    """Run both ranks up to a kill. Gives the last step whose save returned, and how both ended."""
+    moment = rng.randint(1, 3 * touches_per_save)
+    kill_at = {rng.randrange(WORLD_SIZE): moment} if kind == "self" else {}
+    pids, read = fork_ranks(directory, first_step, tag, kill_at)
+    completed, seen = first_step - 1, 0
+    while sign := os.read(read, 1):
+        completed += sign == b"S"
+        seen += 1
+        if kind == "parent" and seen == moment * WORLD_SIZE:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+    os.close(read)
+    return completed, [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def look(directory):
+    """The step that each rank finds; raises when anything is not whole or not of one step."""
+    found = []
+    for rank in range(WORLD_SIZE):
+        checkpoint = Checkpointer(dp_rank=rank, dp_world_size=WORLD_SIZE).load(directory)
+        step = checkpoint.model_state["global_steps"]
+        (part,) = checkpoint.shard_state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        assert checkpoint.client_state == {"epoch": step}
+        assert (checkpoint.model_state["module"]["w"] == step).all()
+        assert (part == step).all(), f"rank {rank}: shard of step {part[0]}, model of step {step}"
+        found.append(step)
+    weights = consolidate.get_fp32_state_dict_from_zero_checkpoint(directory)["w"]
+    assert (weights == found[0]).all()
+    return found
+
+
+def count_touches(directory):
+    """How often one save of one rank touches files, measured over three saves under new tags."""
+    pids, read = fork_ranks(directory, 1, None, {})
+    signs = b""
+    while signs.count(b"S") < 3:
+        signs += os.read(read, 1)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    os.close(read)
+    return len(signs) // (3 * WORLD_SIZE)
+
+
+def main(directory, kind):
+    rng = random.Random(f"{kind} 2024")
+    touches_per_save = count_touches(directory / "rehearsal")
+    directory = directory / "checkpoints"
+    count_touches(directory)  # leaves a whole checkpoint to begin with
+    step = look(directory)[0]
+    for trial in range(KILLS):
+        tag = "same" if trial % 2 else None  # every other trial replaces one tag again and again
+        completed, exits = kill_once(directory, kind, rng, step + 1, tag, touches_per_save)
+        trial_result = {"completed": completed, "exits": exits, "unfinished": any(layout.leftovers_in(directory))}
+        by_rank = look(directory)
+        step = by_rank[0]
+        print(json.dumps({**trial_result, "found": step, "found_by_rank": by_rank}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,139 @@
+"""A small training's state as the engine would hand it over, and ranks that are threads."""
+
+import threading
+from collections import OrderedDict
+
+import pytest
+import torch
+from deepspeed.checkpoint import Checkpointer
+
+
+def partitions(weights, world_size):
+    """Weights of one group, end to end, padded to a multiple of 2 * world_size, cut into world_size parts."""
+    flat = torch.cat([w.float().reshape(-1) for w in weights])
+    padding = -flat.numel() % (2 * world_size)
+    return list(torch.cat([flat, flat.new_zeros(padding)]).chunk(world_size)), padding
+
+
+class Training:
+    """Two parameter groups, a frozen weight, a buffer, a counter and a tied weight; bf16 with masters."""
+
+    def __init__(self, world_size=2, stage=2, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape):
+            return torch.randn(shape, generator=generator)
+
+        self.world_size, self.stage, self.seed = world_size, stage, seed
+        self.groups = [
+            OrderedDict([("embed.weight", draw(7, 3)), ("lin.weight", draw(5, 3))]),
+            OrderedDict([("lin.bias", draw(5)), ("scale", draw())]),
+        ]
+        self.frozen = {"frozen.weight": draw(4, 2)}
+        self.buffers = {"running": draw(3).bfloat16().float(), "count": torch.tensor(11)}
+
+    @property
+    def weights(self):
+        """What zero_to_fp32 must give back."""
+        trained = {name: w for group in self.groups for name, w in group.items()}
+        return {**trained, **self.frozen, **self.buffers, "head.weight": trained["embed.weight"]}
+
+    def model_state(self):
+        half = {name: w.bfloat16() if w.is_floating_point() else w for name, w in self.weights.items()}
+        return {
+            "module": OrderedDict(half),
+            "buffer_names": list(self.buffers),
+            "optimizer": None,
+            "param_shapes": [OrderedDict((name, w.shape) for name, w in group.items()) for group in self.groups],
+            "frozen_param_shapes": {name: w.shape for name, w in self.frozen.items()},
+            "frozen_param_fragments": dict(self.frozen),
+            "shared_params": {"head.weight": "embed.weight"},
+            "lr_scheduler": {"last_batch_iteration": self.seed},
+            "data_sampler": None,
+            "random_ltd": None,
+            "sparse_tensor_module_names": set(),
+            "skipped_steps": 0,
+            "global_steps": self.seed,
+            "global_samples": 8 * self.seed,
+            "dp_world_size": self.world_size,
+            "mp_world_size": 1,
+            "ds_config": {"train_batch_size": 8, "steps_per_print": float("inf")},
+            "ds_version": "0.19.6",
+        }
+
+    def shard_state(self, rank):
+        parts, paddings = zip(*(partitions(group.values(), self.world_size) for group in self.groups))
+        last = rank == self.world_size - 1
+        return {
+            "optimizer_state_dict": {
+                "zero_stage": self.stage,
+                "partition_count": [self.world_size] * len(self.groups),
+                "group_paddings": [padding if last else 0 for padding in paddings],
+                "single_partition_of_fp32_groups": [part[rank] for part in parts],
+                "base_optimizer_state": {
+                    "state": {
+                        i: {"step": torch.tensor(3.0), "exp_avg": part[rank] / 2} for i, part in enumerate(parts)
+                    },
+                    "param_groups": [{"lr": 0.1}, {"lr": 0.2}],
+                },
+            },
+            "ds_config": {},
+            "ds_version": "0.19.6",
+        }
+
+
+class Ranks:
+    """Runs `call(checkpointer, rank)` on every rank at once; gives results or exceptions by rank."""
+
+    def __init__(self, world_size, **options):
+        self.world_size, self.options = world_size, options
+
+    def __call__(self, call):
+        barrier, flags = threading.Barrier(self.world_size, timeout=30), [True] * self.world_size
+        outcomes = [None] * self.world_size
+
+        def run(rank):
+            def agree(ok):
+                flags[rank] = ok
+                barrier.wait()
+                everybody = all(flags)
+                barrier.wait()
+                return everybody
+
+            checkpointer = Checkpointer(agree=agree, dp_rank=rank, dp_world_size=self.world_size, **self.options)
+            try:
+                outcomes[rank] = call(checkpointer, rank)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                outcomes[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+        return outcomes
+
+    def save(self, training, save_dir, tag, **more):
+        return self(
+            lambda checkpointer, rank: checkpointer.save(
+                save_dir,
+                tag,
+                model_state=training.model_state() if checkpointer.writes_model else None,
+                shard_state=training.shard_state(rank),
+                **more,
+            )
+        )
+
+    def load(self, load_dir, tag=None, **more):
+        return self(lambda checkpointer, rank: checkpointer.load(load_dir, tag, **more))
+
+
+@pytest.fixture
+def make_training():
+    return Training
+
+
+@pytest.fixture
+def make_ranks():
+    return Ranks

@@ -1,0 +1,233 @@
+"""A save and a load of all ranks together: what comes back, and what happens when one rank or one file is wrong."""
+
+import logging
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.checkpoint import MODEL_STATE_KEYS, Checkpointer, TorchStore, layout
+from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.log import logger
+
+
+@pytest.fixture
+def ranks(make_ranks):
+    return make_ranks(2)
+
+
+@pytest.fixture
+def saved(ranks, make_training, tmp_path):
+    training = make_training(seed=3)
+    outcomes = ranks.save(training, tmp_path, "global_step3", client_state={"epoch": 2, "best": np.float64(0.25)})
+    assert outcomes == [tmp_path / "global_step3"] * 2
+    return training
+
+
+def test_round_trip(saved, ranks, tmp_path):
+    for rank, found in enumerate(ranks.load(tmp_path, zero_stages=(1, 2))):
+        assert found.tag == "global_step3"
+        assert found.path == str(tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
+        assert found.client_state == {"epoch": 2, "best": 0.25}
+        assert set(found.model_state) == MODEL_STATE_KEYS
+        torch.testing.assert_close(found.model_state["module"], saved.model_state()["module"], rtol=0, atol=0)
+        shapes = found.model_state["param_shapes"]
+        assert shapes == saved.model_state()["param_shapes"]
+        assert all(isinstance(shape, torch.Size) for group in shapes for shape in group.values())
+        assert list(shapes[0]) == ["embed.weight", "lin.weight"], "the order is the flat order"
+        shard, expected = found.shard_state["optimizer_state_dict"], saved.shard_state(rank)["optimizer_state_dict"]
+        torch.testing.assert_close(shard, expected, rtol=0, atol=0)
+
+
+def test_without_latest_nothing_is_loaded_and_a_warning_says_so(ranks, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        assert ranks.load(tmp_path) == [None, None]
+    assert f"{tmp_path / 'latest'}" in caplog.text
+
+
+def test_latest_moves_only_when_asked(saved, ranks, make_training, tmp_path):
+    ranks.save(make_training(seed=4), tmp_path, "global_step4", save_latest=False)
+    assert ranks.load(tmp_path)[0].tag == "global_step3"
+    assert ranks.load(tmp_path, "global_step4")[0].model_state["global_steps"] == 4
+
+
+def test_a_tag_can_be_saved_again(saved, ranks, make_training, tmp_path):
+    ranks.save(make_training(seed=9), tmp_path, "global_step3")
+    assert ranks.load(tmp_path)[1].model_state["global_steps"] == 9
+
+
+def test_the_module_may_be_loaded_without_shards_and_by_another_number_of_ranks(saved, make_ranks, tmp_path):
+    (found,) = make_ranks(1).load(tmp_path, load_shard=False)
+    assert found.shard_state is None
+    assert found.model_state["global_steps"] == 3
+
+
+def test_the_prefix_is_in_the_name_and_either_is_read(make_ranks, make_training, tmp_path):
+    make_ranks(2, prefix="bf16_").save(make_training(), tmp_path, "t")
+    assert (tmp_path / "t" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").is_file()
+    assert make_ranks(2).load(tmp_path)[1].shard_state is not None
+
+
+def test_a_partitioned_model_has_a_file_per_rank(make_ranks, make_training, tmp_path):
+    ranks = make_ranks(2, partitioned_model=True)
+    ranks.save(make_training(stage=3), tmp_path, "t")
+    names = {path.name for path in (tmp_path / "t").iterdir() if "model" in path.name}
+    assert names == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)}
+    assert ranks.load(tmp_path)[1].path.endswith("zero_pp_rank_1_mp_rank_00_model_states.pt")
+
+
+def test_client_state_may_not_take_the_checkpoints_own_keys(ranks, make_training, tmp_path):
+    outcomes = ranks.save(make_training(), tmp_path, "t", client_state={"module": 1, "lr_scheduler": 2, "mine": 3})
+    assert isinstance(outcomes[0], ConfigError)
+    assert "client_state: the keys 'lr_scheduler', 'module'" in str(outcomes[0])
+    assert isinstance(outcomes[1], CheckpointError)
+    assert not list(tmp_path.iterdir())
+
+
+def test_client_state_that_would_not_load_is_refused_at_the_save(ranks, make_training, tmp_path):
+    outcomes = ranks.save(make_training(), tmp_path, "t", client_state={"where": tmp_path})
+    assert isinstance(outcomes[0], ConfigError)
+    assert "client_state['where'] is a pathlib" in str(outcomes[0])
+
+
+class FailingStore(TorchStore):
+    """Fails in one step on the rank that has it."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def fail(self, step):
+        if step == self.step:
+            raise CheckpointError(f"cannot {step}: the disk is full")
+
+    def create(self, folder):
+        self.fail("create")
+        super().create(folder)
+
+    def save(self, state, folder, name):
+        self.fail("save")
+        super().save(state, folder, name)
+
+    def commit(self, folder):
+        self.fail("commit")
+        super().commit(folder)
+
+
+@pytest.mark.parametrize(("step", "rank"), [("create", 0), ("save", 0), ("save", 1), ("commit", 0)])
+def test_when_one_rank_fails_all_raise_and_the_former_checkpoint_stays(
+    saved, ranks, make_training, tmp_path, step, rank
+):
+    training = make_training(seed=8)
+
+    def save(checkpointer, own_rank):
+        if own_rank == rank:
+            checkpointer.store = FailingStore(step)
+        model_state = training.model_state() if checkpointer.writes_model else None
+        checkpointer.save(tmp_path, "global_step3", model_state=model_state, shard_state=training.shard_state(own_rank))
+
+    outcomes = ranks(save)
+    assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
+    assert "the disk is full" in str(outcomes[rank])
+    assert "another rank failed" in str(outcomes[1 - rank])
+    assert f"{tmp_path / 'global_step3'}" in str(outcomes[1 - rank])
+    assert ranks.load(tmp_path)[1].model_state["global_steps"] == 3
+    ranks.save(training, tmp_path, "global_step8")  # and saving goes on, without remains
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "zero_to_fp32.py", "global_step3", "global_step8"}
+
+
+def test_ranks_with_different_tags_commit_nothing(ranks, make_training, tmp_path):
+    training = make_training()
+
+    def save(checkpointer, rank):
+        model_state = training.model_state() if checkpointer.writes_model else None
+        checkpointer.save(tmp_path, f"t{rank}", model_state=model_state, shard_state=training.shard_state(rank))
+
+    assert all(isinstance(outcome, CheckpointError) for outcome in ranks(save))
+    assert layout.tags_in(tmp_path) == []
+
+
+def expect(outcomes, *words):
+    for outcome in outcomes:
+        assert isinstance(outcome, CheckpointError), outcome
+    assert any(all(word in str(outcome) for word in words) for outcome in outcomes), outcomes
+
+
+def test_an_unknown_tag_lists_what_is_there(saved, ranks, tmp_path):
+    expect(ranks.load(tmp_path, "global_step7"), "'global_step7'", "It holds: global_step3")
+
+
+def test_latest_that_names_nothing(saved, ranks, tmp_path):
+    shutil.rmtree(tmp_path / "global_step3")
+    expect(ranks.load(tmp_path), "global_step3", "No checkpoint was found there")
+
+
+def test_another_number_of_ranks(saved, make_ranks, tmp_path):
+    expect(make_ranks(1).load(tmp_path), "saved by 2 data parallel ranks, this job has 1", "zero_to_fp32.py")
+    expect(make_ranks(3).load(tmp_path), "saved by 2 data parallel ranks, this job has 3")
+
+
+def test_another_number_of_model_parallel_ranks(saved, make_ranks, tmp_path):
+    expect(make_ranks(2, mp_world_size=4).load(tmp_path), "saved by 1 model parallel ranks, this job has 4")
+
+
+def test_another_stage(saved, ranks, tmp_path):
+    expect(ranks.load(tmp_path, zero_stages=(3,)), "saved by ZeRO stage 2", "zero_optimization.stage to 2")
+
+
+def test_a_checkpoint_without_shards(ranks, make_training, tmp_path):
+    training = make_training(stage=0)
+
+    def save(checkpointer, rank):
+        state = {**training.model_state(), "optimizer": {"state": {}}} if checkpointer.writes_model else None
+        checkpointer.save(tmp_path, "t", model_state=state, shard_state=None)
+
+    ranks(save)
+    expect(ranks.load(tmp_path), "no optimizer shards", "inside the model file")
+    assert ranks.load(tmp_path, load_shard=False)[1].model_state["optimizer"] == {"state": {}}
+
+
+def test_a_missing_shard_fails_every_rank(saved, ranks, tmp_path):
+    name = layout.shard_file(1, 0)
+    (tmp_path / "global_step3" / name).unlink()
+    expect(ranks.load(tmp_path), "incomplete", name)
+
+
+def test_a_damaged_shard_fails_every_rank(saved, ranks, tmp_path):
+    path = tmp_path / "global_step3" / layout.shard_file(1, 0)
+    path.write_bytes(path.read_bytes()[:1000])
+    expect(ranks.load(tmp_path), str(path), "cut short")
+
+
+def test_a_missing_model_file(saved, ranks, tmp_path):
+    (tmp_path / "global_step3" / layout.model_file(0)).unlink()
+    expect(ranks.load(tmp_path), "mp_rank_00_model_states.pt is missing")
+
+
+@pytest.mark.parametrize("content", [{"weights": 1}, [1, 2]])
+def test_a_foreign_model_file(saved, ranks, tmp_path, content):
+    torch.save(content, tmp_path / "global_step3" / layout.model_file(0))
+    expect(ranks.load(tmp_path), "no model file of a checkpoint")
+
+
+def test_a_foreign_shard(saved, ranks, tmp_path):
+    torch.save({"x": 1}, tmp_path / "global_step3" / layout.shard_file(0, 0))
+    expect(ranks.load(tmp_path), "no optimizer shard")
+
+
+def test_a_directory_that_only_some_ranks_see(saved, ranks, tmp_path):
+    outcomes = ranks(lambda checkpointer, rank: checkpointer.load(tmp_path if rank else tmp_path / "elsewhere"))
+    expect(outcomes, "some ranks see")
+
+
+def test_one_process_needs_no_communication(make_training, tmp_path):
+    training = make_training(world_size=1)
+    checkpointer = Checkpointer()
+    checkpointer.save(tmp_path, 5, model_state=training.model_state(), shard_state=training.shard_state(0))
+    assert checkpointer.load(str(tmp_path)).tag == "5"
+
+
+def test_loaded_weights_may_outlive_the_next_save_of_the_same_tag(saved, ranks, make_training, tmp_path):
+    found = ranks.load(tmp_path)[0]
+    ranks.save(make_training(seed=9), tmp_path, "global_step3")
+    torch.testing.assert_close(found.model_state["module"], saved.model_state()["module"], rtol=0, atol=0)

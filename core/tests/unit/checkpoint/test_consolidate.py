@@ -1,0 +1,271 @@
+"""fp32 weights out of checkpoints of every stage, and the program that stands alone."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.checkpoint import consolidate, layout
+from deepspeed.errors import CheckpointError
+
+get_weights = consolidate.get_fp32_state_dict_from_zero_checkpoint
+convert = consolidate.convert_zero_checkpoint_to_fp32_state_dict
+
+
+@pytest.fixture
+def saved(make_ranks, make_training, tmp_path):
+    training = make_training(world_size=3)
+    make_ranks(3).save(training, tmp_path / "ckpt", "global_step1")
+    return training
+
+
+def assert_same(found, expected):
+    assert set(found) == set(expected)
+    for name, weight in expected.items():
+        assert found[name].dtype == weight.dtype, name
+        assert found[name].shape == weight.shape, name
+        assert torch.equal(found[name], weight), name
+
+
+def test_the_masters_come_back_bit_for_bit(saved, tmp_path):
+    found = get_weights(tmp_path / "ckpt")
+    assert_same(found, saved.weights)
+    assert found["head.weight"] is found["embed.weight"], "tied weights stay tied"
+
+
+def test_more_than_nine_ranks_are_joined_in_order(make_ranks, make_training, tmp_path):
+    training = make_training(world_size=12)
+    make_ranks(12).save(training, tmp_path, "t")
+    assert_same(get_weights(tmp_path), training.weights)
+
+
+def test_partitions_may_be_unequal(saved, tmp_path):
+    folder = tmp_path / "ckpt" / "global_step1"
+    paths = [folder / layout.shard_file(rank, 0) for rank in range(3)]
+    shards = [torch.load(path, weights_only=True) for path in paths]
+    states = [shard["optimizer_state_dict"] for shard in shards]
+    for group in range(2):
+        whole = torch.cat([state["single_partition_of_fp32_groups"][group] for state in states])
+        for state, part in zip(states, whole.split([1, 0, whole.numel() - 1])):
+            state["single_partition_of_fp32_groups"][group] = part.clone()
+    for shard, path in zip(shards, paths):
+        torch.save(shard, path)
+    assert_same(get_weights(tmp_path / "ckpt"), saved.weights)
+
+
+def test_a_group_that_every_rank_holds_whole(saved, tmp_path):
+    folder = tmp_path / "ckpt" / "global_step1"
+    for rank in range(3):
+        shard = torch.load(folder / layout.shard_file(rank, 0), weights_only=True)
+        state = shard["optimizer_state_dict"]
+        state["partition_count"] = [3, 1]
+        state["single_partition_of_fp32_groups"][1] = torch.cat([w.reshape(-1) for w in saved.groups[1].values()])
+        torch.save(shard, folder / layout.shard_file(rank, 0))
+    assert_same(get_weights(tmp_path / "ckpt"), saved.weights)
+
+
+def test_lazy_mode_reads_when_asked(saved, tmp_path):
+    found = get_weights(tmp_path / "ckpt", lazy_mode=True)
+    weight = found["lin.weight"]
+    assert (weight.shape, weight.dtype, weight.numel()) == ((5, 3), torch.float32, 15)
+    assert torch.equal(weight.contiguous(), saved.weights["lin.weight"])
+
+
+def test_results_do_not_hang_on_the_files(saved, tmp_path):
+    found = get_weights(tmp_path / "ckpt")
+    for path in (tmp_path / "ckpt" / "global_step1").iterdir():
+        path.write_bytes(b"\0" * path.stat().st_size)
+    assert_same(found, saved.weights)
+
+
+def test_without_frozen_parameters(saved, tmp_path):
+    found = get_weights(tmp_path / "ckpt", "global_step1", exclude_frozen_parameters=True)
+    assert set(saved.weights) - set(found) == {"frozen.weight"}
+
+
+def test_a_trainable_weight_that_no_optimizer_has_comes_from_the_module(saved, tmp_path):
+    path = tmp_path / "ckpt" / "global_step1" / layout.model_file(0)
+    model = torch.load(path, weights_only=True)
+    model["module"]["forgotten"] = torch.ones(3, dtype=torch.bfloat16)
+    torch.save(model, path)
+    assert torch.equal(get_weights(tmp_path / "ckpt")["forgotten"], torch.ones(3))
+
+
+def test_stage_0_gives_the_modules_weights_as_fp32(make_ranks, make_training, tmp_path):
+    training = make_training(world_size=1, stage=0)
+    state = training.model_state()
+    make_ranks(1)(lambda c, _: c.save(tmp_path, "t", model_state=state, shard_state=None))
+    expected = {n: w.float() if w.is_floating_point() else w for n, w in state["module"].items()}
+    assert_same(get_weights(tmp_path), {**expected, **training.frozen})
+
+
+def test_stage_0_with_masters_in_the_model_file(make_ranks, make_training, tmp_path):
+    training = make_training(world_size=1, stage=0)
+    state = {**training.model_state(), "optimizer": training.shard_state(0)["optimizer_state_dict"]}
+    make_ranks(1)(lambda c, _: c.save(tmp_path, "t", model_state=state, shard_state=None))
+    assert_same(get_weights(tmp_path), training.weights)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_stage_3(make_ranks, make_training, tmp_path, world_size):
+    """Made by hand from the definition: every parameter cut into equal parts, parts of one rank end to end."""
+    training = make_training(world_size=world_size, stage=3)
+
+    def part(tensor, rank):
+        width = math.ceil(tensor.numel() / world_size)
+        padded = torch.full((width * world_size,), 99.0)
+        padded[: tensor.numel()] = tensor.reshape(-1)
+        return padded[rank * width : (rank + 1) * width].clone()
+
+    def save(checkpointer, rank):
+        model = training.model_state()
+        for name in set(model["module"]) - set(training.buffers):
+            model["module"][name] = torch.empty(0, dtype=torch.bfloat16)
+        model["frozen_param_fragments"] = {name: part(w, rank) for name, w in training.frozen.items()}
+        flat = torch.cat([part(w, rank) for group in training.groups for w in group.values()])
+        cut = flat.numel() // 3  # sub-groups end anywhere, also inside a parameter
+        shard = {"zero_stage": 3, "partition_count": world_size, "fp32_flat_groups": [flat[:cut], flat[cut:]]}
+        checkpointer.save(tmp_path, "t", model_state=model, shard_state={"optimizer_state_dict": shard})
+
+    outcomes = make_ranks(world_size, partitioned_model=True)(save)
+    assert outcomes == [None] * world_size
+    assert_same(get_weights(tmp_path), training.weights)
+
+
+def test_a_former_version_is_found_after_a_kill_between_the_renames(saved, tmp_path):
+    folder = tmp_path / "ckpt" / "global_step1"
+    folder.rename(layout.former_folder(folder))
+    assert_same(get_weights(tmp_path / "ckpt"), saved.weights)
+
+
+def test_names_that_lightning_looks_up(saved, tmp_path):
+    folder = tmp_path / "ckpt" / "global_step1"
+    assert consolidate.get_model_state_file(folder, 2) == str(folder / "mp_rank_00_model_states.pt")
+    files = consolidate.get_optim_files(str(folder))
+    assert [Path(f).name for f in files] == [layout.shard_file(rank, 0) for rank in range(3)]
+    assert torch.load(files[0], weights_only=True)["optimizer_state_dict"]["zero_stage"] == 2
+
+
+def test_load_into_a_model(saved, tmp_path):
+    model = torch.nn.Module()
+    model.lin = torch.nn.Linear(3, 5, dtype=torch.float64)
+    assert consolidate.load_state_dict_from_zero_checkpoint(model, tmp_path / "ckpt") is model
+    assert torch.equal(model.lin.weight, saved.weights["lin.weight"].double())
+    with pytest.raises(CheckpointError, match="of another model"):
+        consolidate.load_state_dict_from_zero_checkpoint(torch.nn.ReLU(), tmp_path / "ckpt")
+
+
+def broken(folder, what):
+    shard = folder / layout.shard_file(1, 0)
+    if what == "missing shard":
+        shard.unlink()
+    elif what == "missing last shard":
+        (folder / layout.shard_file(2, 0)).unlink()
+    elif what == "model parallel":
+        (folder / layout.shard_file(0, 1)).write_bytes(shard.read_bytes())
+    elif what == "no model file":
+        (folder / layout.model_file(0)).unlink()
+    elif what == "truncated":
+        shard.write_bytes(shard.read_bytes()[:500])
+    elif what == "other shapes":
+        model = torch.load(folder / layout.model_file(0), weights_only=True)
+        del model["param_shapes"][0]["lin.weight"]
+        torch.save(model, folder / layout.model_file(0))
+    elif what == "too short":
+        model = torch.load(folder / layout.model_file(0), weights_only=True)
+        model["param_shapes"][0]["lin.weight"] = torch.Size([500])
+        torch.save(model, folder / layout.model_file(0))
+    elif what == "code":
+        torch.save({"optimizer_state_dict": Path("x")}, shard)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("missing shard", r"shards of ranks \[0, 2\]"),
+        ("missing last shard", "one of 3 shards"),
+        ("model parallel", "several model parallel ranks"),
+        ("no model file", "mp_rank_00_model_states.pt is missing"),
+        ("truncated", "rank_1.*cannot be read"),
+        ("other shapes", "not of one checkpoint"),
+        ("too short", "too early"),
+        ("code", "rank_1.*was refused"),
+    ],
+)
+def test_what_does_not_fit_is_refused(saved, tmp_path, what, words):
+    broken(tmp_path / "ckpt" / "global_step1", what)
+    with pytest.raises(CheckpointError, match=words):
+        get_weights(tmp_path / "ckpt")
+
+
+def test_missing_latest_and_tag(saved, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no checkpoint with the tag 'nope'"):
+        get_weights(tmp_path / "ckpt", "nope")
+    with pytest.raises(CheckpointError, match="latest is missing"):
+        get_weights(tmp_path)
+
+
+def test_files_are_split_and_indexed(saved, tmp_path):
+    out = tmp_path / "out"
+    convert(tmp_path / "ckpt", out, max_shard_size=100)
+    index = json.loads((out / "pytorch_model.bin.index.json").read_text())
+    assert index["weight_map"]["head.weight"] == index["weight_map"]["embed.weight"], "tied weights in one file"
+    assert index["metadata"]["total_size"] == sum(w.nbytes for n, w in saved.weights.items() if n != "head.weight")
+    found = {}
+    for name in sorted(set(index["weight_map"].values())):
+        found.update(torch.load(out / name, weights_only=True))
+    assert_same(found, saved.weights)
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    assert len(list(out.iterdir())) == 1 + len(set(index["weight_map"].values()))
+
+
+def test_safetensors(saved, tmp_path):
+    from safetensors.torch import load_file
+
+    convert(tmp_path / "ckpt", tmp_path / "out", safe_serialization=True)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), saved.weights)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("5GB", 5 * 10**9), ("1.5MiB", 3 * 2**19), ("7", 7), (7, 7), (0, None), (None, None)]
+)
+def test_sizes(text, nbytes):
+    assert consolidate._parse_size_bytes(text) == nbytes
+
+
+def test_a_wrong_size_is_named(saved, tmp_path):
+    with pytest.raises(ValueError, match="max_shard_size: found '5 apples'"):
+        convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="5 apples")
+
+
+def run_script(directory, *arguments):
+    """The script in a checkpoint directory, in a Python that cannot import this package."""
+    blocker = (
+        "import sys, runpy; sys.modules['deepspeed'] = None; sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", blocker, str(directory / "zero_to_fp32.py"), *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
+    script = tmp_path / "ckpt" / "zero_to_fp32.py"
+    assert script.read_bytes() == Path(consolidate.__file__).read_bytes()
+    assert os.access(script, os.X_OK)
+    done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "writing" in done.stderr
+    assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), saved.weights)
+
+
+def test_the_script_reports_errors_in_one_line(tmp_path, saved):
+    done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out", "-t", "nope")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("zero_to_fp32: ")
+    assert "Traceback" not in done.stderr
