@@ -94,31 +94,32 @@ def test_a_job_leaves_no_traces():
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "message"),
+    ("world_size", "kind", "error", "message"),
     [
-        ("config", ConfigError, "zero_optimization.stage: found 9"),
-        ("assert", AssertionError, "not seventeen"),
-        ("exit", RankError, "SystemExit: 3"),
-        ("kill", RankError, "was killed by SIGKILL"),
-        ("picky", RankError, "Picky: picky"),
+        (2, "config", ConfigError, "zero_optimization.stage: found 9"),
+        (1, "assert", AssertionError, "not seventeen"),
+        (1, "exit", RankError, "SystemExit: 3"),
+        (2, "kill", RankError, "was killed by SIGKILL"),
+        (1, "picky", RankError, "Picky: picky"),
     ],
 )
-def test_a_failure_is_raised_here_with_its_rank(kind, error, message):
+def test_a_failure_is_raised_here_with_its_rank(world_size, kind, error, message):
     with pytest.raises(error) as caught:
-        run_ranks(2, fail_job, kind, 1)
+        run_ranks(world_size, fail_job, kind, world_size - 1)
     text = str(caught.value)
-    assert text.startswith("[rank 1 of 2] fail_job failed:")
+    assert text.startswith(f"[rank {world_size - 1} of {world_size}] fail_job failed:")
     assert message in text
-    if kind not in ("kill",):
+    if kind != "kill":
         assert "in fail_job" in text
-    assert len(run_ranks(2, environment_job)) == 2  # new processes
+    assert len(run_ranks(world_size, environment_job)) == world_size  # new processes
 
 
 def test_a_hang_ends_and_shows_where():
+    run_ranks(2, environment_job)  # this file is loaded there now
     with pytest.raises(RankError) as caught:
-        run_ranks(2, hang_job, timeout_s=3)
+        run_ranks(2, hang_job, timeout_s=5)
     text = str(caught.value)
-    assert "hang_job did not end within 3 s on rank 0" in text
+    assert "hang_job did not end within 5 s on rank 0" in text
     assert "in hang_job" in text
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     """Serve jobs until the pipe closes."""
     pipe = Connection(int(sys.argv[1]))
     if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, all_threads=False)
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     # Reads in a thread of its own, so that a job that hangs still ends with the test process.
     threading.Thread(target=_read, args=(pipe, jobs), daemon=True).start()
