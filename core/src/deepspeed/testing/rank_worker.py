@@ -129,8 +129,8 @@ def _tidy(environment: dict[str, str]) -> None:
 def _reset_package() -> None:
     """Globals of this package, in the modules that the job has imported."""
     accelerator = sys.modules.get("deepspeed.accelerator.current")
-    if accelerator is not None and hasattr(accelerator, "reset"):
-        accelerator.reset()
+    if accelerator is not None:
+        accelerator.set_accelerator(None)
     groups = sys.modules.get("deepspeed.parallel.groups")
     if groups is not None:
         groups.reset()
