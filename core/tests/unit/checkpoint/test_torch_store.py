@@ -100,6 +100,19 @@ def test_a_full_disk_names_the_file_and_leaves_the_former_version(tmp_path):
     assert not (tmp_path / "w.bin").exists()
 
 
+def test_the_process_wide_checksum_option_is_put_back(tmp_path):
+    assert torch.serialization.get_crc32_options()
+    save_version(tmp_path / "tag", 1)
+    assert torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_version(tmp_path / "tag", 2)
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert value_in(tmp_path / "tag") == 2
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot prepare .*file/tag"):
