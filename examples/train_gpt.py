@@ -30,7 +30,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     parser.add_argument("--steps", type=int, help="stop at this step (default: the scheduler's total_num_steps)")
     parser.add_argument("--output", type=Path, default=Path("runs/gpt"))
-    parser.add_argument("--check-every", type=int, default=100, help="steps between validation losses and checkpoints")
+    parser.add_argument("--check-every", type=int, default=100, help="steps between validation losses")
+    parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--sample-bytes", type=int, default=400, help="length of the text written at the end")
     parser.add_argument("--text-megabytes", type=float, help="train on so much of the text (default: all)")
     deepspeed.add_config_arguments(parser)
@@ -95,6 +96,7 @@ def train(
         validation_loss = 0.0
         if step % arguments.check_every == 0 or step == steps[-1]:
             validation_loss = validate(engine, corpus)
+        if step % arguments.save_every == 0 or step == steps[-1]:
             engine.save_checkpoint(str(arguments.output / "checkpoint"))
         if log is not None:
             log.add(
