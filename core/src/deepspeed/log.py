@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 

@@ -27,7 +27,7 @@ class RepeatingLoader:
         except StopIteration:
             self._epoch += 1
             sampler = getattr(self.loader, "sampler", None) or getattr(self.loader, "data_sampler", None)
-            if hasattr(sampler, "set_epoch"):
+            if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self._epoch)
             self._iterator = iter(self.loader)
             try:

@@ -16,9 +16,12 @@ from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.config.precision import torch_dtype
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.events import tell
 from deepspeed.errors import ConfigError
+from deepspeed.ops.muon import mark_muon_parameters
 from deepspeed.optim import create_optimizer, create_scheduler, is_elementwise, is_tested_with_zero
 from deepspeed.parallel import groups
+from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.zero import fragments
@@ -78,12 +81,13 @@ def initialize(
     group = _lay_out_ranks(mpu, mesh_param)
     settings = DeepSpeedConfig(source, world_size=groups._get_data_parallel_world_size())
     settings.check_supported()
+    plugin_manager().hook.ds_check_config(config=settings)
     device = _claim_device(args)
 
     module = model.to(device)
     precision = _create_precision(settings, device)
     params = _trainable(module, model_parameters)
-    basic_optimizer = _create_optimizer(settings, optimizer, params)
+    basic_optimizer = _create_optimizer(settings, optimizer, params, module)
     _check_offload(settings, device)
     sharding = _create_sharding(settings, precision, basic_optimizer, group)
     engine = DeepSpeedEngine(
@@ -110,6 +114,7 @@ def initialize(
     engine.lr_scheduler = _create_scheduler(settings, lr_scheduler, basic_optimizer)
     if settings.dump_state:
         log.report(settings.describe())
+    tell("ds_engine_ready", engine=engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -203,7 +208,9 @@ def _trainable(module: torch.nn.Module, model_parameters: Parameters | None) -> 
     return list(model_parameters)
 
 
-def _create_optimizer(config: DeepSpeedConfig, given: OptimizerLike | None, params: list[Any]) -> Optimizer | None:
+def _create_optimizer(
+    config: DeepSpeedConfig, given: OptimizerLike | None, params: list[Any], module: torch.nn.Module
+) -> Optimizer | None:
     """The user's optimizer, or the config's, or None for an engine that only evaluates."""
     if given is not None:
         if config.optimizer is not None:
@@ -214,6 +221,10 @@ def _create_optimizer(config: DeepSpeedConfig, given: OptimizerLike | None, para
         return optimizer
     if config.optimizer is None or not params:
         return None
+    if unresolved := [name for name in config.unresolved_auto() if name.startswith("optimizer.")]:
+        raise ConfigError(f'{unresolved[0]}: found "auto", which Hugging Face\'s Trainer fills in; give a value')
+    if config.optimizer.type.lower() == "muon":
+        mark_muon_parameters(module)
     return create_optimizer(config.optimizer.type, config.optimizer.params, params)
 
 
@@ -242,8 +253,9 @@ def _create_sharding(
         accumulation_dtype=torch_dtype(accumulation) if accumulation is not None else None,
         wire_dtype=torch_dtype(wire) if wire is not None else None,
         bucket_numel=zero.reduce_bucket_size,
-        overlap=zero.overlap_comm is not False,
+        overlap="overlap_comm" not in zero.model_fields_set or bool(zero.overlap_comm),
         predivide_factor=config.gradient_predivide_factor if config.prescale_gradients else None,
+        allows_unused=zero.ignore_unused_parameters,
     )
     if optimizer is None:
         return Stage0(options, comm.backend(group), group)
@@ -252,7 +264,9 @@ def _create_sharding(
             f"optimizer: found {type(optimizer).__name__} with zero_optimization.stage {zero.stage}, which was not "
             'tested together; set "zero_allow_untested_optimizer": true to use it, or stage 0'
         )
-    return (Stage0, Stage1, Stage2)[zero.stage](options, comm.backend(group), group)
+    stages: dict[int, type[Sharding]] = {0: Stage0, 1: Stage1, 2: Stage2}
+    stage = plugin_manager().hook.ds_sharding(name=str(zero.stage)) or stages[zero.stage]
+    return stage(options, comm.backend(group), group)  # type: ignore[no-any-return]
 
 
 def _optimizer_face(engine: DeepSpeedEngine) -> Optimizer | None:
@@ -268,7 +282,7 @@ def _optimizer_face(engine: DeepSpeedEngine) -> Optimizer | None:
 def _create_scheduler(config: DeepSpeedConfig, given: SchedulerLike | None, optimizer: Optimizer | None) -> Any:
     if given is not None:
         is_scheduler = hasattr(given, "step")
-        return given if is_scheduler or not callable(given) else given(optimizer)
+        return given if is_scheduler or not callable(given) or optimizer is None else given(optimizer)
     if config.scheduler is None or config.scheduler.type is None or optimizer is None:
         return None
     return create_scheduler(config.scheduler.type, config.scheduler.params, optimizer)

@@ -20,7 +20,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.data import DeepSpeedDataLoader
 from deepspeed.engine.accessors import EngineAccessors
 from deepspeed.engine.accumulation import Accumulation
-from deepspeed.engine.export import Export
+from deepspeed.engine.events import tell
 from deepspeed.engine.saving import Saving, create_checkpointer
 from deepspeed.engine.step import StepStats, take_step
 from deepspeed.errors import ConfigError, StateError
@@ -29,7 +29,7 @@ from deepspeed.profiling.timer import PhaseTimers
 from deepspeed.zero.strategy import BackwardPlan, Sharding
 
 
-class DeepSpeedEngine(EngineAccessors, Saving, Export, torch.nn.Module):
+class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
     """What `deepspeed.initialize` returns: call it, `backward(loss)`, `step()`.
 
     Built by `engine/build.py`, which reads the configuration; the engine itself only asks its parts.
@@ -150,7 +150,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, Export, torch.nn.Module):
     def _step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         if self.basic_optimizer is None:
             raise StateError(
-                'step: the engine has no optimizer; give one to initialize() or name one under "optimizer" in the config'
+                'step: the engine has no optimizer; give one to initialize() or name one in the config ("optimizer")'
             )
         with self._timers.phase("step"):
             self._stats = take_step(
@@ -159,6 +159,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, Export, torch.nn.Module):
         self.global_steps += 1
         self.global_samples += self._train_batch_size
         self.skipped_steps += not self._stats.applied
+        tell("ds_step_end", stats=self._stats)
         self._report()
 
     def _advance_schedule(self, lr_kwargs: dict[str, Any] | None) -> None:

@@ -1,30 +1,32 @@
 """Weights for use elsewhere: state dicts and 16-bit model files."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.checkpoint import save_state_dict_file
 from deepspeed.errors import ConfigError
-
-if TYPE_CHECKING:
-    from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.zero.strategy import Sharding
 
 
 class Export:
-    """Mixed into `DeepSpeedEngine`."""
+    """Mixed into `DeepSpeedEngine`, whose attributes it names here."""
+
+    module: torch.nn.Module
+    sharding: Sharding
 
     def module_state_dict(
-        self: "DeepSpeedEngine",
+        self,
         destination: dict[str, Any] | None = None,
         prefix: str = "",
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """The module's state dict, on request without frozen parameters."""
-        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)  # type: ignore[arg-type,type-var]
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters():
                 if not param.requires_grad:
@@ -32,7 +34,7 @@ class Export:
         return state
 
     def load_module_state_dict(
-        self: "DeepSpeedEngine", checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
+        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
     ) -> None:
         """Load weights from `checkpoint["module"]` and start the fp32 masters from them."""
         if custom_load_fn is not None:
@@ -42,7 +44,7 @@ class Export:
         self.sharding.masters_from_weights()
 
     def save_16bit_model(
-        self: "DeepSpeedEngine",
+        self,
         save_dir: str,
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
@@ -60,16 +62,12 @@ class Export:
 
     save_fp16_model = save_16bit_model  # the documented older name
 
-    def _consolidated_16bit_state_dict(
-        self: "DeepSpeedEngine", exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor]:
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Whole weights on the host, under every stage of this version."""
         state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
 
-    def _zero3_consolidated_16bit_state_dict(
-        self: "DeepSpeedEngine", exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor]:
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Whole weights of a partitioned model; libraries call it when the stage is 3."""
         raise ConfigError(
             f"_zero3_consolidated_16bit_state_dict: zero_optimization.stage is {self.sharding.stage}, nothing is "

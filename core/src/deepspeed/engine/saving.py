@@ -1,25 +1,40 @@
 """`save_checkpoint` and `load_checkpoint`: the engine's state as values for the checkpointer, and back."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from deepspeed import comm
 from deepspeed._version import __version__
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import Checkpointer, LoadedCheckpoint, validate_tag
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.accumulation import Accumulation
+from deepspeed.engine.events import tell
+from deepspeed.engine.export import Export
 from deepspeed.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.precision import Precision
 
 
-class Saving:
-    """Mixed into `DeepSpeedEngine`."""
+class Saving(Export):
+    """Mixed into `DeepSpeedEngine`, whose attributes it names here."""
+
+    schedule: Accumulation
+    precision: Precision
+    checkpointer: Checkpointer
+    basic_optimizer: Optimizer | None
+    optimizer: Optimizer | None
+    lr_scheduler: Any
+    config: dict[str, Any]
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    _config: DeepSpeedConfig
 
     def save_checkpoint(
-        self: "DeepSpeedEngine",
+        self,
         save_dir: str,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
@@ -47,10 +62,11 @@ class Saving:
             client_state=client_state,
             save_latest=save_latest,
         )
+        tell("ds_checkpoint_saved", directory=save_dir, tag=tag)
         return True
 
     def load_checkpoint(
-        self: "DeepSpeedEngine",
+        self,
         load_dir: str,
         tag: str | None = None,
         load_module_strict: bool = True,
@@ -101,12 +117,12 @@ class Saving:
                 self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         return loaded.path, loaded.client_state
 
-    def _loadable_stages(self: "DeepSpeedEngine") -> tuple[int, ...]:
+    def _loadable_stages(self) -> tuple[int, ...]:
         """Stages whose shards this run can take: 1 and 2 hold the same."""
         return (1, 2) if self.sharding.stage in (1, 2) else (self.sharding.stage,)
 
 
-def create_checkpointer(engine: "DeepSpeedEngine") -> Checkpointer:
+def create_checkpointer(engine: "Saving") -> Checkpointer:
     """The checkpointer of an engine; called when it is built."""
     sharding = engine.sharding
     return Checkpointer(
@@ -117,7 +133,7 @@ def create_checkpointer(engine: "DeepSpeedEngine") -> Checkpointer:
     )
 
 
-def _model_state(engine: "DeepSpeedEngine", exclude_frozen: bool) -> dict[str, Any]:
+def _model_state(engine: "Saving", exclude_frozen: bool) -> dict[str, Any]:
     """The content of `mp_rank_00_model_states.pt`."""
     module, sharding = engine.module, engine.sharding
     named = list(module.named_parameters())
@@ -149,7 +165,7 @@ def _model_state(engine: "DeepSpeedEngine", exclude_frozen: bool) -> dict[str, A
     }
 
 
-def _shard_state(engine: "DeepSpeedEngine") -> dict[str, Any] | None:
+def _shard_state(engine: "Saving") -> dict[str, Any] | None:
     """The content of this rank's `*_optim_states.pt`; None without sharding, where the model file has it all."""
     if engine.sharding.stage == 0 or engine.basic_optimizer is None:
         return None
@@ -165,7 +181,7 @@ def _shard_state(engine: "DeepSpeedEngine") -> dict[str, Any] | None:
     return {"optimizer_state_dict": optimizer_state, "ds_config": engine.config, "ds_version": __version__}
 
 
-def _restore_optimizer(engine: "DeepSpeedEngine", loaded: LoadedCheckpoint) -> None:
+def _restore_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:
     if loaded.shard_state is None:
         assert engine.optimizer is not None
         engine.optimizer.load_state_dict(loaded.model_state["optimizer"])

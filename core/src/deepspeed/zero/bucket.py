@@ -123,6 +123,7 @@ class Bucket:
             return
         assert self._work is not None
         assert self._memory is not None
+        assert self._wire is not None
         self._work.wait()
         if self._wire is not self._memory and self._give is None:
             self._memory.copy_(self._wire)

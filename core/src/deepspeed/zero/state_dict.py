@@ -20,7 +20,9 @@ from torch import Tensor
 from deepspeed.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from deepspeed.zero.flat_group import FlatGroup
+    from torch.optim import Optimizer
+
+    from deepspeed.zero.flat_group import FlatGroup, Unit
     from deepspeed.zero.strategy import Sharding
 
 
@@ -63,10 +65,30 @@ def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states:
     if optimizer is None or not load_optimizer_states:
         return
     base = saved["base_optimizer_state"]
-    for group, values in zip(optimizer.param_groups, base["param_groups"], strict=True):
-        group.update({name: value for name, value in values.items() if name != "params"})
+    for param_group, values in zip(optimizer.param_groups, base["param_groups"], strict=True):
+        param_group.update({name: value for name, value in values.items() if name != "params"})
     for index, group in enumerate(sharding.groups):
         _unflatten_group(sharding, group, base["state"].get(index, {}))
+
+
+def adopt(optimizer: Optimizer, group: FlatGroup) -> None:
+    """Give each unit its share of the state that the user's optimizer has for the whole parameter, if any.
+
+    Adagrad makes state when it is built; others have it when they stepped before `initialize`.
+    """
+    whole = {id(param): optimizer.state.pop(param) for param in group.params if param in optimizer.state}
+    for unit in group.units:
+        state = whole.get(id(group.params[unit.fragment.param]))
+        if state:
+            optimizer.state[unit.master] = {name: _share(value, unit) for name, value in state.items()}
+
+
+def _share(value: Any, unit: Unit) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return _owned(value, unit.master.device)
+    start = unit.fragment.param_start
+    piece = value.detach().reshape(-1)[start : start + unit.fragment.numel]
+    return piece.to(unit.master.dtype, copy=True).view(unit.master.shape)
 
 
 def _master_partition(group: FlatGroup) -> Tensor:
@@ -139,7 +161,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _owned(value: Any, device: torch.device) -> Any:
-    """A copy that the optimizer may change; scalars stay on the host, where fused optimizers and Adam's `step` differ."""
+    """A copy that the optimizer may change. Scalars, as Adam's `step`, stay where they were saved."""
     if not isinstance(value, Tensor):
         return value
     return value.clone() if value.dim() == 0 else value.to(device, copy=True)

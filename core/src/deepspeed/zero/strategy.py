@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from deepspeed.comm.backend import Backend, Piece, Work
 from deepspeed.errors import ConfigError, StateError
+from deepspeed.optim.norm import sum_of_squares
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket, Slot
@@ -48,6 +49,7 @@ class ShardingOptions:
     bucket_numel: int = 500_000_000  # upper bound; the backend's own wish may be smaller
     update_numel: int = 4 * 2**20  # elements updated and published in one go
     overlap: bool = True  # launch a bucket when it is full, not when the backward is over
+    allows_unused: bool = True  # a parameter without gradient is skipped; False: it is an error that names it
     predivide_factor: float | None = None  # gradients are divided by this before the sum and by W / this after it
 
 
@@ -159,13 +161,9 @@ class Sharding:
         self._plan = plan
         self._is_whole = not is_elementwise
         self._positions = {id(param): place for place, param in enumerate(module.parameters())}
+        self._names = {id(param): name for name, param in module.named_parameters()}
         self._gradients: list[Tensor] = []
         groups = optimizer.param_groups if optimizer is not None else [{"params": list(module.parameters())}]
-        if optimizer is not None and optimizer.state:
-            raise ConfigError(
-                "optimizer: found one that has state already (it stepped, or its state was loaded); hand over a fresh "
-                "one, and load its state with load_checkpoint"
-            )
         for index, param_group in enumerate(groups):
             self._attach_group(index, param_group["params"])
         self._finish_groups()
@@ -209,6 +207,8 @@ class Sharding:
             self.params.extend(same_dtype)
             self._gradients.append(self._create_gradients(group, self._accumulation_dtype(group)))
             units.extend(group.units)
+            if self.optimizer is not None:
+                states.adopt(self.optimizer, group)
         if self.optimizer is not None:
             self.optimizer.param_groups[index]["params"] = [unit.master for unit in units]
 
@@ -327,8 +327,21 @@ class Sharding:
                 if is_late:
                     bucket.is_late = False
                     bucket.launch(partial(self._exchange, bucket))
+        if not (self.options.allows_unused or all(self._used_anywhere)):
+            self._refuse_unused()
         self._norm = math.sqrt(facts[0]) * self._after_sum if facts[0] >= 0 else math.nan
         self._after_reduce()
+
+    def _refuse_unused(self) -> None:
+        unused = [
+            self._names.get(id(param), "?")
+            for param, used in zip(self.params, self._used_anywhere, strict=True)
+            if not used
+        ]
+        raise StateError(
+            f"zero_optimization.ignore_unused_parameters is false and {len(unused)} parameters got no gradient: "
+            f"{', '.join(unused[:10])}; let the loss depend on them, freeze them, or set the key to true"
+        )
 
     def _after_reduce(self) -> None:
         """Stage 0 shows the averaged gradients as `param.grad`, as plain data parallelism does."""
@@ -342,10 +355,7 @@ class Sharding:
                     param.grad = gradients.narrow(0, offset, param.numel()).view(param.shape)
 
     def _local_square_sum(self) -> float:
-        norms = [torch.linalg.vector_norm(gradients, dtype=torch.float32) for gradients in self._owned_gradients()]
-        if not norms:
-            return 0.0
-        return float(torch.linalg.vector_norm(torch.stack(norms)).square()) * self._norm_share()
+        return float(sum_of_squares(self._owned_gradients())) * self._norm_share()
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.world_size == 1:

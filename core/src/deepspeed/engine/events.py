@@ -1,0 +1,14 @@
+"""What plugins hear from the engine. They observe; they cannot change the step."""
+
+from typing import Any
+
+from deepspeed.log import warn_once
+from deepspeed.plugins.manager import plugin_manager
+
+
+def tell(event: str, **values: Any) -> None:
+    """Call one event hook of all plugins. One that fails is named in the log once, and training goes on."""
+    try:
+        getattr(plugin_manager().hook, event)(**values)
+    except Exception as error:  # noqa: BLE001 - see above
+        warn_once(f"a plugin failed in {event}: {type(error).__name__}: {error}")
