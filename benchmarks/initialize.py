@@ -58,7 +58,8 @@ def main() -> None:
     names = ["ddp", *(f"stage{stage}" for stage in arguments.stages)]
     by_rank = rank_processes.run(arguments.ranks, time_constructions, case, names, arguments.rounds)
     times = {name: [max(values) for values in zip(*(rank[name] for rank in by_rank), strict=True)] for name in names}
-    table = Table(title=f"construction, {case.model}, {case.dtype}, {arguments.ranks} ranks; median (least greatest)")
+    print(f"construction, {case.model}, {case.dtype}, {arguments.ranks} ranks; median (least greatest)")
+    table = Table()
     for heading in ("", "first, ms", "ms", "to DDP"):
         table.add_column(heading, justify="right" if heading else "left")
     for name in names:

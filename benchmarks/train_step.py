@@ -98,9 +98,9 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def build_table(rows: list[Row], title: str) -> Table:
+def build_table(rows: list[Row]) -> Table:
     """The rows as a rich table; bytes in MiB per rank."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     table.add_column("variant")
     for heading in ("ms per step", "to DDP", "to floor", "state MiB", "to formula", "resident MiB", "peak MiB"):
         table.add_column(heading, justify="right")
@@ -161,8 +161,8 @@ def main() -> None:
             case = dataclasses.replace(CASES[model], dtype=dtype)
             case_rows = measure_case(case, arguments)
             rows += case_rows
-            title = f"{case.model}, {dtype}, batch {case.batch}, {arguments.ranks} ranks; median (least greatest)"
-            console.print(build_table(case_rows, title))
+            print(f"\n{case.model}, {dtype}, batch {case.batch}, {arguments.ranks} ranks; median (least greatest)")
+            console.print(build_table(case_rows))
             if arguments.json:  # after each case: an interrupted run keeps what it has
                 arguments.json.write_text(json.dumps(rows, indent=1))
     if arguments.markdown:
