@@ -1,9 +1,9 @@
 """Two ranks that save again and again are killed with SIGKILL at random moments; what is on disk is always whole.
 
 This file is also the program that runs them (`main`). It imports torch once and forks both ranks anew for each kill:
-"self" kills one rank before its n-th touch of the file system, and the other must notice; "parent" kills both upon the
-n-th sign of life, wherever they are by then. Trials follow each other in one directory, so each also meets what the
-former one left behind.
+"self" kills one rank before a random touch of the file system, and the other must notice; "parent" kills both upon a
+random sign of life, wherever they are by then; "each" kills the publishing rank before every touch of one save in turn,
+writes excepted. Trials follow each other in one directory, so each also meets what the former one left behind.
 """
 
 import json
@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from deepspeed.errors import CheckpointError
 
 WORLD_SIZE = 2
 NUMEL = 20_000
-KILLS = 20  # of each kind
+KILLS = 20  # of each random kind
 FILE_SYSTEM = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}  # audit events
 
 
@@ -31,13 +32,15 @@ def test_every_kill_leaves_a_whole_checkpoint(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     trials = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(trials) == 2 * KILLS
+    by_kind = Counter(trial["kind"] for trial in trials)
+    assert by_kind["self"] == by_kind["parent"] == KILLS
+    assert by_kind["each"] > KILLS
     for trial in trials:
         assert trial["found_by_rank"] == [trial["found"]] * WORLD_SIZE, trial
         assert trial["completed"] <= trial["found"] <= trial["completed"] + 1, trial
         assert -signal.SIGKILL in trial["exits"], trial
     # The kills met saves in the middle, not only the pauses between them.
-    assert sum(trial["unfinished"] for trial in trials) >= KILLS // 2
+    assert sum(trial["unfinished"] for trial in trials) >= len(trials) // 4
 
 
 # --- one rank, in a process of its own
@@ -64,7 +67,7 @@ def save(checkpointer, directory, tag, step):
 
 
 def watch_file_system(touch):
-    """Call `touch` before everything that this process does to files."""
+    """Call `touch` before everything that this process does to files; `touch("write")` before a write."""
     sys.addaudithook(lambda event, args: touch() if event in FILE_SYSTEM else None)
     real_fsync = os.fsync
     os.fsync = lambda descriptor: (touch(), real_fsync(descriptor))[1]
@@ -74,7 +77,7 @@ def watch_file_system(touch):
             self.file = open(path, mode, buffering=0)  # noqa: SIM115 - closed by __exit__
 
         def write(self, content):
-            touch()
+            touch("write")
             return self.file.write(content)
 
         def __getattr__(self, name):
@@ -90,14 +93,18 @@ def watch_file_system(touch):
 
 
 def run_rank(rank, peer, directory, first_step, tag, kill_at, progress):
-    """Save until killed, or until the other rank is gone. `kill_at`: before which touch of a file to die, or None."""
+    """Save until killed, or until the other rank is gone.
+
+    `kill_at`: (n, counts writes) dies before its n-th touch of a file; None does not.
+    """
+    moment, counts_writes = kill_at or (0, True)
     touches = 0
 
-    def touch():
+    def touch(what="name"):
         nonlocal touches
-        touches += 1
+        touches += what == "name" or counts_writes
         os.write(progress, b".")
-        if touches == kill_at:
+        if touches == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def agree(ok):
@@ -141,20 +148,30 @@ def fork_ranks(directory, first_step, tag, kill_at):
     return pids, read
 
 
-def kill_once(directory, kind, rng, first_step, tag, touches_per_save):
-    """Run both ranks up to a kill. Gives the last step whose save returned, and how both ended."""
-    moment = rng.randint(1, 3 * touches_per_save)
-    kill_at = {rng.randrange(WORLD_SIZE): moment} if kind == "self" else {}
-    pids, read = fork_ranks(directory, first_step, tag, kill_at)
+def kill_once(directory, first_step, tag, kill_at=None, kill_upon=None):
+    """Run both ranks up to a kill; gives what is to be known of it.
+
+    `kill_at`: by rank, see `run_rank`. `kill_upon`: the number of signs of life upon which to kill both.
+    """
+    pids, read = fork_ranks(directory, first_step, tag, kill_at or {})
     completed, seen = first_step - 1, 0
     while sign := os.read(read, 1):
         completed += sign == b"S"
         seen += 1
-        if kind == "parent" and seen == moment * WORLD_SIZE:
+        if seen == kill_upon:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
     os.close(read)
-    return completed, [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    exits = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    unfinished = any(layout.leftovers_in(directory))
+    by_rank = look(directory)
+    return {
+        "completed": completed,
+        "exits": exits,
+        "unfinished": unfinished,
+        "found": by_rank[0],
+        "found_by_rank": by_rank,
+    }
 
 
 def look(directory):
@@ -192,14 +209,23 @@ def main(directory):
     directory = directory / "checkpoints"
     count_touches(directory)  # leaves a whole checkpoint to begin with
     step = look(directory)[0]
-    for trial in range(2 * KILLS):
-        kind = "self" if trial < KILLS else "parent"
+
+    def run(kind, tag, **kill):
+        nonlocal step
+        trial = kill_once(directory, step + 1, tag, **kill)
+        print(json.dumps({"kind": kind, **trial}))
+        was_saved, step = trial["completed"] > step, trial["found"]
+        return was_saved
+
+    for trial in range(KILLS):
         tag = "same" if trial % 2 else None  # every other trial replaces one tag again and again
-        completed, exits = kill_once(directory, kind, rng, step + 1, tag, touches_per_save)
-        trial_result = {"completed": completed, "exits": exits, "unfinished": any(layout.leftovers_in(directory))}
-        by_rank = look(directory)
-        step = by_rank[0]
-        print(json.dumps({**trial_result, "found": step, "found_by_rank": by_rank}))
+        moment = rng.randint(1, 3 * touches_per_save)
+        run("self", tag, kill_at={rng.randrange(WORLD_SIZE): (moment, True)})
+        run("parent", tag, kill_upon=moment * WORLD_SIZE)
+    for tag in ("same", None):
+        touch = 1
+        while not run("each", tag, kill_at={0: (touch, False)}):
+            touch += 1
 
 
 if __name__ == "__main__":

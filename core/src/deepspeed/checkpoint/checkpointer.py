@@ -184,7 +184,5 @@ class Checkpointer:
             self._agree(False)
             raise
         if not self._agree(True):
-            raise CheckpointError(
-                f"cannot {what}: another rank failed, and its own message says why. Nothing was changed by this."
-            )
+            raise CheckpointError(f"cannot {what}: another rank failed, and its own message says why.")
         return result
