@@ -1,0 +1,75 @@
+"""Leaf modules: those whose parameters stage 3 gathers all at once, without looking at their children.
+
+Called by users and by Accelerate (`transformer_moe_cls_names`) before `initialize`, for modules of which every forward
+uses other children, such as experts. The functions only mark modules; stages 0, 1 and 2 hold whole parameters and have
+no use for the marks.
+"""
+
+from collections.abc import Sequence
+
+from torch.nn import Module, Parameter
+
+_MARK = "_z3_leaf"
+
+
+def set_z3_leaf_modules(
+    model: Module, leaf_module_classes: Sequence[type[Module] | str], raise_if_not_found: bool = True
+) -> list[Module]:
+    """Mark every module of the given classes; returns them.
+
+    Args:
+        leaf_module_classes: classes, or their names, short or with the module ("pkg.mod.Class").
+        raise_if_not_found: False lets classes without a module pass.
+
+    Raises:
+        ValueError: if no module has one of the classes.
+    """
+    return _mark(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: Module, leaf_module_classes: Sequence[type[Module] | str], raise_if_not_found: bool = True
+) -> list[Module]:
+    """Take the mark of `set_z3_leaf_modules` back; returns the modules of the given classes."""
+    return _mark(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_module(model: Module, flag: bool) -> None:
+    """Mark one module, or with False take the mark back."""
+    setattr(model, _MARK, flag)
+
+
+def get_z3_leaf_modules(model: Module) -> list[Module]:
+    """Every marked module below `model`, in the order of `model.modules()`."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def z3_leaf_module(model: Module) -> bool:
+    """Whether this module is marked."""
+    return bool(getattr(model, _MARK, False))
+
+
+def z3_leaf_parameter(parameter: Parameter) -> bool:
+    """Whether stage 3 gathers this parameter with a leaf module: never in this version."""
+    return bool(getattr(parameter, "ds_z3_leaf_module", False))
+
+
+def _mark(model: Module, classes: Sequence[type[Module] | str], flag: bool, raise_if_not_found: bool) -> list[Module]:
+    if isinstance(classes, str) or not isinstance(classes, Sequence):
+        raise TypeError(f"leaf_module_classes: found {type(classes).__name__}, wanted a list of classes or names")
+    found = [module for module in model.modules() if any(_is_of(module, each) for each in classes)]
+    if raise_if_not_found:
+        missing = [each for each in classes if not any(_is_of(module, each) for module in found)]
+        if missing:
+            names = ", ".join(each if isinstance(each, str) else each.__qualname__ for each in missing)
+            raise ValueError(f"leaf_module_classes: found no module of class {names} in {type(model).__name__}")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def _is_of(module: Module, wanted: type[Module] | str) -> bool:
+    if not isinstance(wanted, str):
+        return isinstance(module, wanted)
+    cls = type(module)
+    return wanted in (cls.__name__, cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}")

@@ -1,0 +1,88 @@
+"""The table of old addresses: where DeepSpeed's users import from, and where that lives here.
+
+`old_addresses.py` beside it writes the files and the reference page. All names are below `deepspeed.`.
+"""
+
+# Old module -> new module. The old name *is* the new module, so a patched attribute reaches the real code.
+ALIASES = {
+    "accelerator.real_accelerator": "accelerator.current",
+    "runtime.activation_checkpointing.checkpointing": "activation.checkpointing",
+    "runtime.dataloader": "data.loader",
+    "runtime.engine": "engine.engine",
+    "runtime.fp16.loss_scaler": "precision.loss_scaler",
+    "runtime.lr_schedules": "optim.lr_schedules",
+    "runtime.zero.partition_parameters": "zero.construct",
+    "utils.groups": "parallel.groups",
+    "utils.logging": "log",
+    "utils.tensor_fragment": "zero.fragments",
+    "utils.zero_to_fp32": "checkpoint.consolidate",
+}
+
+# Old module -> its names, from several new modules or under another name: old name -> "new.module:name".
+COLLECTIONS = {
+    "runtime.base_optimizer": {
+        "DeepSpeedOptimizer": "zero.optimizer:DeepSpeedOptimizer",
+        "ZeROOptimizer": "zero.optimizer:ZeroOptimizer",
+    },
+    "runtime.config": {
+        "DeepSpeedConfig": "config.root:DeepSpeedConfig",
+        "DeepSpeedConfigError": "errors:ConfigError",
+    },
+    "runtime.utils": {
+        "clip_grad_norm_": "optim.norm:clip_grad_norm_",
+        "clip_tensors_by_global_norm": "optim.norm:clip_tensors_by_global_norm",
+        "get_global_norm": "optim.norm:get_global_norm",
+        "get_global_norm_of_tensors": "optim.norm:get_global_norm_of_tensors",
+        "get_grad_norm": "optim.norm:get_grad_norm",
+        "get_weight_norm": "optim.norm:get_weight_norm",
+        "move_to_device": "data.placement:move_to_device",
+        "see_memory_usage": "profiling.memory:see_memory_usage",
+    },
+    "runtime.zero.config": {
+        "DeepSpeedZeroConfig": "config.zero:ZeroConfig",
+    },
+    "runtime.zero.offload_config": {
+        "DeepSpeedZeroOffloadOptimizerConfig": "config.zero:OffloadOptimizerConfig",
+        "DeepSpeedZeroOffloadParamConfig": "config.zero:OffloadParamConfig",
+    },
+    "runtime.zero.stage_1_and_2": {
+        "DeepSpeedZeroOptimizer": "zero.optimizer:ZeroOptimizer",
+    },
+}
+
+# Old package -> names it has beside its modules. Packages that only hold modules are not listed.
+PACKAGES = {
+    "runtime.zero": {
+        "GatheredParameters": "zero.gather:GatheredParameters",
+        "Init": "zero.construct:Init",
+        "ZeroParamStatus": "zero.param_state:ZeroParamStatus",
+        "register_external_parameter": "zero.gather:register_external_parameter",
+        "unregister_external_parameter": "zero.gather:unregister_external_parameter",
+    },
+    "utils": {
+        "RepeatingLoader": "data.loader:RepeatingLoader",
+        "get_z3_leaf_modules": "zero.leaf_modules:get_z3_leaf_modules",
+        "log_dist": "log:log_dist",
+        "logger": "log:logger",
+        "safe_get_full_fp32_param": "zero.fragments:safe_get_full_fp32_param",
+        "safe_get_full_grad": "zero.fragments:safe_get_full_grad",
+        "safe_get_full_optimizer_state": "zero.fragments:safe_get_full_optimizer_state",
+        "safe_set_full_fp32_param": "zero.fragments:safe_set_full_fp32_param",
+        "safe_set_full_grad": "zero.fragments:safe_set_full_grad",
+        "safe_set_full_optimizer_state": "zero.fragments:safe_set_full_optimizer_state",
+        "set_z3_leaf_module": "zero.leaf_modules:set_z3_leaf_module",
+        "set_z3_leaf_modules": "zero.leaf_modules:set_z3_leaf_modules",
+        "unset_z3_leaf_modules": "zero.leaf_modules:unset_z3_leaf_modules",
+        "z3_leaf_module": "zero.leaf_modules:z3_leaf_module",
+        "z3_leaf_parameter": "zero.leaf_modules:z3_leaf_parameter",
+    },
+}
+
+# Old module -> the feature it belongs to, which this version does not have: importing it says so.
+ABSENT = {
+    "runtime.hybrid_engine": "the hybrid engine",
+    "runtime.pipe": "pipeline parallelism",
+    "runtime.sequence_parallel.ulysses_sp": "Ulysses sequence parallelism",
+    "runtime.zero.stage3": "ZeRO stage 3",
+    "runtime.zero.tiling": "tiled linear layers of ZeRO stage 3",
+}
