@@ -18,6 +18,7 @@ class Unit:
     """What the optimizer updates as one tensor: the owned fragment of one parameter."""
 
     index: int  # of the parameter among all attached ones
+    param_group: int  # of the optimizer
     fragment: Fragment
     weight: Tensor  # the model's own memory of this fragment, 1-D or the parameter itself
     master: Tensor  # what the optimizer holds; the memory of `weight` unless the model has low precision
@@ -88,13 +89,13 @@ class FlatGroup:
         param = self.params[fragment.param]
         index = self.first_index + fragment.param
         if self.flat_N is None and self.master_S is None:  # fp32 without sharding: the parameter is the master
-            return Unit(index, fragment, param.data, param, None)
+            return Unit(index, self.param_group, fragment, param.data, param, None)
         weight = _piece(param, fragment)
         master = weight if self.master_S is None else self._slice(self.master_S, fragment)
         if is_whole:
             assert fragment.numel == param.numel(), fragment
             master = master.view(param.shape)
-        return Unit(index, fragment, weight, master.detach(), None)
+        return Unit(index, self.param_group, fragment, weight, master.detach(), None)
 
     def _slice(self, buffer_S: Tensor, fragment: Fragment) -> Tensor:
         return buffer_S.narrow(0, fragment.start - self.partition_start, fragment.numel)

@@ -47,14 +47,16 @@ class GroupLayout:
     Args:
         numels: elements of each parameter, in order.
         cuts: W+1 rising offsets, the first 0; the last is the padded length of the flat group.
+        max_fragment_numel: longer fragments are divided, so that an update can go through them piece by piece.
     """
 
-    def __init__(self, numels: Sequence[int], cuts: Sequence[int]) -> None:
+    def __init__(self, numels: Sequence[int], cuts: Sequence[int], max_fragment_numel: int | None = None) -> None:
         self.numels = tuple(numels)
         self.cuts = tuple(cuts)
         self.offsets = (0, *accumulate(self.numels))
         assert self.cuts[0] == 0, self.cuts
         assert self.cuts[-1] >= self.offsets[-1], (self.cuts, self.offsets[-1])
+        self._max_fragment_numel = max_fragment_numel or self.padded_numel
         self.fragments = tuple(self._divide())
 
     @property
@@ -86,15 +88,15 @@ class GroupLayout:
             while position < stop:
                 while self.cuts[owner + 1] <= position:
                     owner += 1
-                end = min(stop, self.cuts[owner + 1])
+                end = min(stop, self.cuts[owner + 1], position + self._max_fragment_numel)
                 yield Fragment(index, position - self.offsets[index], position, end, owner)
                 position = end
 
 
-def even_cuts(numel: int, world_size: int) -> tuple[int, ...]:
+def even_cuts(numels: Sequence[int], world_size: int) -> tuple[int, ...]:
     """Equal partitions; the flat group is padded to a multiple of 2 W, as DeepSpeed's stage 1 and 2 files are."""
     unit = 2 * world_size
-    padded = -(-numel // unit) * unit
+    padded = -(-sum(numels) // unit) * unit
     return tuple(padded // world_size * rank for rank in range(world_size + 1))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.comm.backend import Piece, Work
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.layout import BucketSpec, GroupLayout, even_cuts, parameter_cuts
+from deepspeed.zero.layout import BucketSpec, even_cuts, parameter_cuts
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.update import Batch
 
@@ -25,10 +25,9 @@ class Stage1(Sharding):
     def _owner_rank(self) -> int:
         return self.rank
 
-    def _layout(self, numels: Sequence[int]) -> GroupLayout:
-        if self._is_whole:
-            return GroupLayout(numels, parameter_cuts(numels, self.world_size))
-        return GroupLayout(numels, even_cuts(sum(numels), self.world_size))
+    def _cuts(self, numels: Sequence[int]) -> tuple[int, ...]:
+        cut = parameter_cuts if self._is_whole else even_cuts
+        return cut(numels, self.world_size)
 
     def _is_flat(self) -> bool:
         return True
@@ -46,6 +45,7 @@ class Stage1(Sharding):
         return self.backend.reduce_to_owners(wire_N, [Piece(0, bucket.spec.numel, bucket.spec.owner)], self.group)
 
     def _publish(self, batch: Batch) -> Work:
+        assert batch.group is not None
         flat_N = self.groups[batch.group].flat_N
         assert flat_N is not None
         return self.backend.gather_from_owners(flat_N, batch.pieces, self.group)

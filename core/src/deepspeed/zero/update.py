@@ -17,11 +17,11 @@ from deepspeed.zero.flat_group import Unit
 
 @dataclass(slots=True)
 class Batch:
-    """Units of one flat group that are updated in one optimizer call, and what each rank then publishes."""
+    """Units that are updated in one optimizer call, and what each rank then publishes."""
 
-    group: int
+    group: int | None  # the flat group they belong to; None when nothing is published
     units: list[Unit]
-    pieces: list[Piece]  # of the flat group, one per rank that has something in this batch
+    pieces: list[Piece]  # of that group, one per rank that has something in this batch
 
 
 class OptimizerUpdate:
@@ -38,18 +38,30 @@ class OptimizerUpdate:
         self._used = used
 
     def step(self, scale: float) -> Iterator[Batch]:
-        """Update one batch after the other and yield it when its weights are final."""
+        """Update one batch after the other and yield it when its weights are final.
+
+        While a batch is updated the optimizer's groups hold its units only, so that the optimizer does not look
+        through all the others each time.
+        """
+        groups = self._optimizer.param_groups
+        all_params = [group["params"] for group in groups]
         widened: Tensor | None = None
-        for batch in self._batches:
-            units = [unit for unit in batch.units if self._used[unit.index]]
-            if units:
-                widened = self._set_gradients(units, scale, widened)
-                self._optimizer.step()
-                for unit in units:
-                    unit.master.grad = None
-                    if unit.has_master:
-                        unit.weight.copy_(unit.master.view_as(unit.weight))
-            yield batch
+        try:
+            for batch in self._batches:
+                units = [unit for unit in batch.units if self._used[unit.index]]
+                if units:
+                    for index, group in enumerate(groups):
+                        group["params"] = [unit.master for unit in units if unit.param_group == index]
+                    widened = self._set_gradients(units, scale, widened)
+                    self._optimizer.step()
+                    for unit in units:
+                        unit.master.grad = None
+                        if unit.has_master:
+                            unit.weight.copy_(unit.master.view_as(unit.weight))
+                yield batch
+        finally:
+            for group, params in zip(groups, all_params, strict=True):
+                group["params"] = params
 
     def _set_gradients(self, units: list[Unit], scale: float, widened: Tensor | None) -> Tensor | None:
         """Point every master's `.grad` at its gradient times `scale`; returns the buffer for the next batch."""
