@@ -23,6 +23,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     Everything that is not named here is answered by the inner torch optimizer.
     """
 
+    #: torch's schedulers look here for whether a step came before theirs; the engine makes the steps
+    _opt_called = True
+
     def __init__(self, sharding: Sharding, optimizer: Optimizer, step: Callable[[], Any], loss_scaler: Any) -> None:
         # Optimizer.__init__ is not called on purpose: groups and state are the inner optimizer's
         self.__dict__.update(_sharding=sharding, optimizer=optimizer, _step=step, loss_scaler=loss_scaler)

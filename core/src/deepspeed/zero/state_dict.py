@@ -5,7 +5,7 @@ Per flat group, this rank's partition of S elements (padding included):
     single_partition_of_fp32_groups   [S] the weights that the optimizer updates
     base_optimizer_state              {"state": {group: {name: [S] tensor or scalar}}, "param_groups": [...]}
 
-The optimizer keeps one state per fragment. Tensor states of a fragment's size are laid end to end to [S]. Scalars,
+The optimizer keeps one state per fragment. Tensor states of a fragment's shape are laid end to end to [S]. Scalars,
 such as Adam's `step`, are stored once when all fragments agree, and else also one by one under
 `fragment_scalars`. A state of another shape (factored moments) is stored per fragment under `fragment_states`.
 """
@@ -80,11 +80,12 @@ def adopt(optimizer: Optimizer, group: FlatGroup) -> None:
     for unit in group.units:
         state = whole.get(id(group.params[unit.fragment.param]))
         if state:
-            optimizer.state[unit.master] = {name: _share(value, unit) for name, value in state.items()}
+            shape = group.params[unit.fragment.param].shape
+            optimizer.state[unit.master] = {name: _share(value, unit, shape) for name, value in state.items()}
 
 
-def _share(value: Any, unit: Unit) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0:
+def _share(value: Any, unit: Unit, shape: torch.Size) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != shape:
         return _owned(value, unit.master.device)
     start = unit.fragment.param_start
     piece = value.detach().reshape(-1)[start : start + unit.fragment.numel]
@@ -101,34 +102,42 @@ def _master_partition(group: FlatGroup) -> Tensor:
 
 def _flatten_group(sharding: Sharding, group: FlatGroup) -> dict[str, Any]:
     optimizer = sharding.optimizer
-    start, stop = group.layout.partition(group.rank)
     flat: dict[str, Any] = {}
-    scalars: dict[str, list[Any]] = {}
-    odd: dict[str, list[Any]] = {}
     if optimizer is None:
         return flat
-    for unit in group.units:
-        for name, value in optimizer.state.get(unit.master, {}).items():
-            if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == unit.fragment.numel:
-                if name not in flat:
-                    flat[name] = torch.zeros(stop - start, dtype=value.dtype, device=value.device)
-                _cut(flat[name], group, unit.fragment.start, unit.fragment.numel).copy_(value.reshape(-1))
-    for name_of, is_scalar in ((scalars, True), (odd, False)):
-        for unit in group.units:
-            for name, value in optimizer.state.get(unit.master, {}).items():
-                if name not in flat and _is_scalar(value) is is_scalar:
-                    name_of.setdefault(name, [None] * len(group.units))
-        for place, unit in enumerate(group.units):
-            for name, value in optimizer.state.get(unit.master, {}).items():
-                if name in name_of:
-                    name_of[name][place] = value
-    for name, values in scalars.items():
-        flat[name] = next(value for value in values if value is not None)
-        if any(value is None or value != flat[name] for value in values):
-            flat.setdefault("fragment_scalars", {})[name] = values
-    if odd:
-        flat["fragment_states"] = odd
+    held = [optimizer.state.get(unit.master, {}) for unit in group.units]
+    for name in {name: None for state in held for name in state}:  # each once, in order
+        values = [state.get(name) for state in held]
+        if _has_the_masters_shape(values, group.units):
+            flat[name] = _lay_end_to_end(values, group)
+        elif all(_is_scalar(value) for value in values):
+            flat[name] = next((value for value in values if value is not None), None)
+            if any(value is None or value != flat[name] for value in values):
+                flat.setdefault("fragment_scalars", {})[name] = values
+        else:
+            flat.setdefault("fragment_states", {})[name] = values
     return flat
+
+
+def _has_the_masters_shape(values: list[Any], units: list[Unit]) -> bool:
+    """Whether a state has one number per element, for every unit that has it.
+
+    One unit does not tell: a moment per row of a matrix has the size of the matrix's bias. Nor does a parameter of no
+    dimensions, whose `step` looks like its moments.
+    """
+    present = [(value, unit) for value, unit in zip(values, units, strict=True) if value is not None]
+    fits = all(isinstance(value, Tensor) and value.shape == unit.master.shape for value, unit in present)
+    return fits and any(value.dim() > 0 for value, _ in present)
+
+
+def _lay_end_to_end(values: list[Any], group: FlatGroup) -> Tensor:
+    start, stop = group.layout.partition(group.rank)
+    like = next(value for value in values if value is not None)
+    flat_S = torch.zeros(stop - start, dtype=like.dtype, device=like.device)
+    for value, unit in zip(values, group.units, strict=True):
+        if value is not None:
+            _cut(flat_S, group, unit.fragment.start, unit.fragment.numel).copy_(value.reshape(-1))
+    return flat_S
 
 
 def _unflatten_group(sharding: Sharding, group: FlatGroup, flat: dict[str, Any]) -> None:

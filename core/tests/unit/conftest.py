@@ -1,0 +1,61 @@
+"""What several floors share: a process group of one rank, engines in it, and the lines that are logged."""
+
+import logging
+import os
+
+import hypothesis
+import pytest
+
+# nothing depends on how fast the machine is, and no examples are kept between runs
+hypothesis.settings.register_profile("project", deadline=None, database=None)
+hypothesis.settings.load_profile("project")
+
+
+@pytest.fixture(scope="module")
+def single_rank():
+    """`deepspeed.comm` with one rank and no launcher's environment; gone after the module's tests."""
+    import deepspeed.comm as dist
+
+    before = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    dist.init_distributed("gloo", verbose=False)
+    yield
+    dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def make_engine(single_rank):
+    """Builds an engine over one rank: `make_engine(model, arguments={...of initialize}, **config keys)`."""
+    import deepspeed
+
+    engines = []
+
+    def make(model, *, arguments=None, **config):
+        defaults = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+        config = {name: value for name, value in {**defaults, **config}.items() if value is not None}
+        engine, *_ = deepspeed.initialize(model=model, config=config, **(arguments or {}))
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.destroy()
+
+
+@pytest.fixture
+def lines():
+    """Messages of the project's logger, as (level, text)."""
+    from deepspeed.log import logger
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            seen.append((record.levelname, record.getMessage()))
+
+    seen = []
+    listener = Listener()
+    logger.addHandler(listener)
+    yield seen
+    logger.removeHandler(listener)

@@ -1,0 +1,55 @@
+"""`zero.Init` and `GatheredParameters` where parameters are whole, and the refusal of stage 3."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.errors import ConfigError
+from torch import nn
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_init_leaves_modules_alone_below_stage_3(stage):
+    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": stage}}):
+        layer = nn.Linear(3, 2)
+    assert layer.weight.shape == (2, 3)
+
+
+def test_init_takes_the_older_argument_and_can_be_turned_off():
+    with deepspeed.zero.Init(config={"zero_optimization": {"stage": 1}}):
+        pass
+    with deepspeed.zero.Init(enabled=False, config={"zero_optimization": {"stage": 3}}) as context:
+        assert not context.enabled
+
+
+@pytest.mark.parametrize("arguments", [{}, {"config_dict_or_path": {"zero_optimization": {"stage": 3}}}])
+def test_init_refuses_stage_3(arguments):
+    with pytest.raises(ConfigError, match=r"zero\.Init: asked to partition parameters .*stage 3.*not in this version"):
+        deepspeed.zero.Init(**arguments)
+
+
+def test_gathered_parameters_are_the_parameters():
+    layer = nn.Linear(3, 2)
+    with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0) as context:
+        assert context.params == [layer.weight]
+        with torch.no_grad():
+            layer.weight.zero_()
+    assert layer.weight.abs().sum() == 0
+    assert len(deepspeed.zero.GatheredParameters(layer.parameters()).params) == 2
+
+
+def test_an_exception_inside_passes_through():
+    with pytest.raises(RuntimeError, match="inside"), deepspeed.zero.GatheredParameters([]):
+        raise RuntimeError("inside")
+
+
+def test_external_parameters_are_checked():
+    layer = nn.Linear(3, 2)
+    deepspeed.zero.register_external_parameter(layer, layer.weight)
+    deepspeed.zero.unregister_external_parameter(layer, layer.weight)
+    with pytest.raises(TypeError, match=r"register_external_parameter: found Tensor, wanted a torch\.nn\.Parameter"):
+        deepspeed.zero.register_external_parameter(layer, torch.ones(2))
+
+
+def test_an_unknown_name_of_the_room():
+    with pytest.raises(AttributeError, match="'deepspeed.zero' has no attribute 'nothing'"):
+        deepspeed.zero.nothing

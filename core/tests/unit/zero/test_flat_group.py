@@ -1,0 +1,126 @@
+"""One group's weights and masters: views of one buffer, fp32 copies of the user's weights, units per fragment."""
+
+import pytest
+import torch
+from deepspeed.zero.flat_group import FlatGroup
+from deepspeed.zero.layout import GroupLayout, even_cuts, parameter_cuts
+from torch.nn import Parameter
+
+SHAPES = [(2, 3), (5,), (1,)]
+
+
+def make_params(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def make_group(params, *, rank=0, world_size=1, model_dtype=None, is_flat=True, is_whole=False):
+    numels = [param.numel() for param in params]
+    cuts = parameter_cuts(numels, world_size) if is_whole else even_cuts(sum(numels), world_size)
+    return FlatGroup(
+        params,
+        first_index=10,
+        param_group=0,
+        layout=GroupLayout(numels, cuts if is_flat else (0, sum(numels))),
+        rank=rank,
+        model_dtype=model_dtype,
+        is_flat=is_flat,
+        is_whole=is_whole,
+        allocate=lambda numel, dtype, device: torch.zeros(numel, dtype=dtype, device=device),
+    )
+
+
+def test_without_sharding_in_fp32_the_parameter_is_the_master():
+    params = make_params()
+    homes = [param.data_ptr() for param in params]
+    group = make_group(params, is_flat=False, is_whole=True)
+    assert [unit.master for unit in group.units] == params
+    assert [param.data_ptr() for param in params] == homes
+    assert not any(unit.has_master for unit in group.units)
+    assert (group.flat_N, group.master_S) == (None, None)
+
+
+def test_parameters_become_views_of_one_buffer_with_their_values():
+    params = make_params()
+    before = [param.detach().clone() for param in params]
+    group = make_group(params)
+    assert group.flat_N.numel() == 12
+    for param, old, offset in zip(params, before, group.layout.offsets):
+        assert torch.equal(param, old)
+        assert param.data_ptr() == group.flat_N[offset:].data_ptr()
+    group.flat_N.zero_()
+    assert all(param.abs().sum() == 0 for param in params)
+
+
+def test_a_master_starts_from_the_users_weights_before_they_are_rounded():
+    params = make_params()
+    before = [param.detach().clone() for param in params]
+    group = make_group(params, model_dtype=torch.bfloat16)
+    for unit, param, old in zip(group.units, params, before):
+        assert (param.dtype, unit.master.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(unit.master, old.reshape(-1))
+        assert torch.equal(param, old.bfloat16())
+        assert unit.has_master
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_low_precision_gets_masters_flat_or_not(is_flat):
+    params = make_params()
+    group = make_group(params, model_dtype=torch.float16, is_flat=is_flat, is_whole=True)
+    assert [unit.master.shape for unit in group.units] == [param.shape for param in params]
+    assert {param.dtype for param in params} == {torch.float16}
+    assert group.master_S.numel() == 12
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_holds_masters_of_its_own_partition_only(rank):
+    params = make_params()
+    flat = torch.cat([param.detach().reshape(-1) for param in params])
+    group = make_group(params, rank=rank, world_size=2, model_dtype=torch.bfloat16)
+    start, stop = group.layout.partition(rank)
+    assert group.master_S.numel() == stop - start == 6
+    assert torch.equal(group.master_S, flat[start:stop])
+    for unit in group.units:
+        assert torch.equal(unit.master, flat[unit.fragment.start : unit.fragment.stop])
+        assert unit.index == 10 + unit.fragment.param
+
+
+def test_a_fragment_of_a_sharded_fp32_group_shares_the_models_memory():
+    params = make_params()
+    group = make_group(params, rank=1, world_size=2)
+    (unit, *_) = group.units
+    unit.master.fill_(9.0)
+    assert not unit.has_master
+    assert params[unit.fragment.param].reshape(-1)[unit.fragment.param_start] == 9.0
+
+
+def test_whole_units_keep_the_parameters_shape():
+    params = make_params()
+    units = [unit for rank in (0, 1) for unit in make_group(params, rank=rank, world_size=2, is_whole=True).units]
+    assert [tuple(unit.master.shape) for unit in units] == SHAPES
+
+
+def test_masters_and_weights_follow_each_other():
+    params = make_params()
+    group = make_group(params, model_dtype=torch.bfloat16)
+    with torch.no_grad():
+        params[0].fill_(3.0)
+    group.masters_from_weights()
+    assert group.units[0].master.tolist() == [3.0] * 6
+    group.units[1].master.fill_(1 / 3)
+    group.weights_from_masters()
+    assert torch.equal(params[1], torch.full((5,), 1 / 3, dtype=torch.bfloat16))
+
+
+def test_parameters_that_are_not_contiguous():
+    transposed = Parameter(torch.arange(6.0).view(2, 3).t())
+    before = transposed.detach().clone()
+    make_group([transposed], model_dtype=torch.bfloat16)
+    assert torch.equal(transposed.float(), before)
+
+
+def test_a_mixed_group_keeps_integers_out_of_it():
+    params = [Parameter(torch.ones(3, dtype=torch.float64))]
+    group = make_group(params, model_dtype=torch.bfloat16)
+    assert group.dtype is torch.bfloat16
+    assert make_group([Parameter(torch.ones(3, dtype=torch.float64))]).dtype is torch.float64

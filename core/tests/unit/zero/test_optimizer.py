@@ -1,0 +1,127 @@
+"""What users hold as `engine.optimizer`: a torch optimizer's face over a sharding stage."""
+
+import pytest
+import torch
+from deepspeed.zero.optimizer import DeepSpeedOptimizer, ZeroOptimizer
+from torch import nn
+from torch.optim import lr_scheduler
+
+
+@pytest.fixture
+def engine(make_engine):
+    torch.manual_seed(0)
+    return make_engine(nn.Linear(4, 2), zero_optimization={"stage": 2})
+
+
+def run_backward(engine):
+    engine.backward(engine(torch.ones(4, 4)).sum())
+
+
+def test_it_is_a_torch_optimizer(engine):
+    optimizer = engine.optimizer
+    assert isinstance(optimizer, (torch.optim.Optimizer, DeepSpeedOptimizer))
+    assert type(optimizer) is ZeroOptimizer
+    assert optimizer.defaults["lr"] == 0.1
+    assert "stage=2" in repr(optimizer)
+
+
+def test_param_groups_are_the_ones_that_count(engine):
+    optimizer = engine.optimizer
+    assert optimizer.param_groups is engine.basic_optimizer.param_groups
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = engine.module.weight.detach().clone()
+    run_backward(engine)
+    engine.step()
+    assert torch.equal(engine.module.weight, before)
+
+
+def test_plain_fp32_without_sharding_gets_the_users_own(make_engine):
+    model = nn.Linear(4, 2)
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = make_engine(model, arguments={"optimizer": mine}, optimizer=None)
+    assert engine.optimizer is mine
+
+
+def test_step_and_zero_grad_are_the_engines(engine):
+    before = engine.module.weight.detach().clone()
+    run_backward(engine)
+    engine.optimizer.zero_grad()
+    run_backward(engine)
+    engine.optimizer.step()
+    assert engine.global_steps == 1
+    assert engine.get_global_grad_norm() == pytest.approx((8 * 4**2 + 2 * 4**2) ** 0.5)
+    assert not torch.equal(engine.module.weight, before)
+
+
+def test_a_closure_is_refused(engine):
+    with pytest.raises(ValueError, match="found a closure"):
+        engine.optimizer.step(lambda: 1.0)
+
+
+def test_torchs_schedulers_take_it(engine):
+    schedules = {
+        "StepLR": lr_scheduler.StepLR(engine.optimizer, 1, gamma=0.5),
+        "OneCycleLR": lr_scheduler.OneCycleLR(engine.optimizer, 1.0, total_steps=10),
+    }
+    engine.set_lr(0.1)
+    for scheduler in schedules.values():
+        run_backward(engine)
+        engine.step()  # the optimizer's step is made by the engine, and torch must not warn that it was left out
+        scheduler.step()
+    assert engine.get_lr() == schedules["OneCycleLR"].get_last_lr()
+
+
+def test_it_backwards_with_the_scale_of_the_engine(make_engine):
+    engine = make_engine(
+        nn.Linear(4, 2), zero_optimization={"stage": 1}, fp16={"enabled": True, "initial_scale_power": 4}
+    )
+    optimizer = engine.optimizer
+    assert (optimizer.cur_scale, optimizer.loss_scale, optimizer.dynamic_loss_scale) == (16.0, 16.0, True)
+    optimizer.backward(engine(torch.ones(4, 4, dtype=torch.float16)).sum())
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx((10 * 4.0**2) ** 0.5, rel=1e-3)
+    assert optimizer.overflow is False
+
+
+def test_overflow_is_seen(make_engine):
+    engine = make_engine(
+        nn.Linear(4, 2), zero_optimization={"stage": 1}, fp16={"enabled": True, "loss_scale": 128, "hysteresis": 1}
+    )
+    before = engine.module.weight.detach().clone()
+    engine.backward(engine(torch.full((4, 4), 6e4, dtype=torch.float16)).float().sum())
+    engine.step()
+    assert engine.optimizer.overflow is True
+    assert (engine.skipped_steps, engine.was_step_applied()) == (1, False)
+    assert torch.equal(engine.module.weight, before)
+
+
+def test_a_group_added_later_is_trained(make_engine):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    engine = make_engine(model, arguments={"model_parameters": model[1].parameters()}, zero_optimization={"stage": 1})
+    before = model[0].weight.detach().clone()
+    engine.optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.5})
+    run_backward(engine)
+    engine.step()
+    assert engine.get_lr() == [0.1, 0.5]
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_the_rest_is_answered_by_the_inner_optimizer(engine):
+    engine.basic_optimizer.its_own = 5
+    assert engine.optimizer.its_own == 5
+    with pytest.raises(AttributeError):
+        engine.optimizer.nothing_of_that_name
+
+
+def test_state_dict_round_trip(make_engine):
+    engines = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        engines.append(make_engine(nn.Linear(4, 2), zero_optimization={"stage": 1}, bf16={"enabled": True}))
+    first, second = engines
+    first.backward(first(torch.ones(4, 4).bfloat16()).sum())
+    first.step()
+    saved = first.optimizer.state_dict()
+    assert "loss_scaler" in saved
+    second.optimizer.load_state_dict(saved)
+    assert torch.equal(first.module.weight, second.module.weight)

@@ -1,0 +1,82 @@
+"""The optimizer's step in batches: which units it sees, with which gradients, and what is rounded back."""
+
+import pytest
+import torch
+from deepspeed.comm.backend import Piece
+from deepspeed.zero.flat_group import Unit
+from deepspeed.zero.layout import Fragment
+from deepspeed.zero.update import Batch, OptimizerUpdate
+
+
+def make_unit(index, numel, *, dtype=torch.float32, grad_dtype=None, grad=1.0):
+    weight = torch.full((numel,), 1.0, dtype=dtype)
+    master = weight if dtype == torch.float32 else weight.float()
+    reduced = torch.full((numel,), grad, dtype=grad_dtype or dtype)
+    return Unit(index, Fragment(index, 0, 0, numel, 0), weight, master, reduced)
+
+
+def make_update(units, used=None, per_batch=1, lr=0.5):
+    optimizer = torch.optim.SGD([unit.master for unit in units], lr=lr)
+    batches = [Batch(0, units[i : i + per_batch], [Piece(0, 1, 0)]) for i in range(0, len(units), per_batch)]
+    return OptimizerUpdate(optimizer, batches, used or [True] * len(units)), batches
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_fp32_is_updated_in_place_with_scaled_gradients(scale):
+    units = [make_unit(0, 2, grad=2.0), make_unit(1, 3, grad=4.0)]
+    update, batches = make_update(units)
+    assert list(update.step(scale)) == batches
+    assert units[0].weight.tolist() == [1 - 0.5 * 2 * scale] * 2
+    assert units[1].weight.tolist() == [1 - 0.5 * 4 * scale] * 3
+    assert all(unit.master.grad is None for unit in units)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("per_batch", [1, 2, 3])
+def test_low_precision_widens_and_rounds_back(scale, per_batch):
+    units = [make_unit(i, numel, dtype=torch.bfloat16, grad=1.0 + i) for i, numel in enumerate((2, 5, 1))]
+    update, _ = make_update(units, per_batch=per_batch, lr=0.1)
+    for _ in update.step(scale):
+        pass
+    for index, unit in enumerate(units):
+        wanted = 1 - torch.tensor(0.1) * (1.0 + index) * scale
+        torch.testing.assert_close(unit.master, wanted.expand_as(unit.master))
+        assert torch.equal(unit.weight, unit.master.bfloat16())
+        assert unit.grad.dtype is torch.bfloat16
+
+
+def test_gradients_that_are_wide_already_are_used_as_they_are():
+    units = [
+        make_unit(0, 2, dtype=torch.bfloat16, grad_dtype=torch.float32, grad=1.0),
+        make_unit(1, 2, dtype=torch.bfloat16),
+    ]
+    update, _ = make_update(units, per_batch=2)
+    for _ in update.step(0.5):
+        pass
+    assert units[0].master.tolist() == units[1].master.tolist() == [0.75, 0.75]
+
+
+def test_a_unit_that_no_rank_used_is_left_alone():
+    units = [make_unit(0, 2), make_unit(1, 2)]
+    update, batches = make_update(units, used=[False, True], per_batch=1)
+    optimizer = update._optimizer
+    optimizer.param_groups[0]["momentum"] = 0.9
+    assert list(update.step(1.0)) == batches, "all ranks publish every batch, also one without a unit to update"
+    assert units[0].weight.tolist() == [1.0, 1.0]
+    assert units[0].master not in optimizer.state
+    assert units[1].master in optimizer.state
+
+
+def test_a_batch_is_yielded_when_its_weights_are_final():
+    units = [make_unit(0, 1), make_unit(1, 1)]
+    update, _ = make_update(units)
+    seen = [[unit.weight.item() for unit in units] for _ in update.step(1.0)]
+    assert seen == [[0.5, 1.0], [0.5, 0.5]]
+
+
+def test_units_of_any_shape():
+    unit = make_unit(0, 6, dtype=torch.bfloat16)
+    unit.master, unit.grad = unit.master.view(2, 3), unit.grad.view(2, 3)
+    update, _ = make_update([unit])
+    list(update.step(1.0))
+    assert unit.weight.tolist() == [0.5] * 6
