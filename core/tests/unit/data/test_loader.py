@@ -1,0 +1,96 @@
+"""The loader that shares a dataset among ranks, and the one that never ends."""
+
+import itertools
+
+import pytest
+import torch
+from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler
+
+
+class Numbers(Dataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+def samples(loader):
+    return [int(value) for batch in loader for value in batch]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_the_dataset(world_size):
+    loaders = [DeepSpeedDataLoader(Numbers(16), 2, num_replicas=world_size, rank=rank) for rank in range(world_size)]
+    seen = [samples(loader) for loader in loaders]
+    assert sorted(itertools.chain(*seen)) == list(range(16))
+    assert {len(share) for share in seen} == {16 // world_size}
+    assert len(loaders[0]) == 16 // world_size // 2
+
+
+def test_shuffled_alike_on_all_ranks_and_differently_in_each_epoch():
+    loader = DeepSpeedDataLoader(Numbers(16), 4, num_replicas=1, rank=0)
+    first = samples(loader)
+    assert first != sorted(first)
+    assert samples(loader) == first
+    loader.set_epoch(1)
+    assert samples(loader) != first
+
+
+def test_in_order_on_request():
+    loader = DeepSpeedDataLoader(Numbers(6), 2, num_replicas=2, rank=1, shuffle=False)
+    assert samples(loader) == [1, 3, 5]
+    loader.set_epoch(3)
+    assert samples(loader) == [1, 3, 5]
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 3]), (True, [4])])
+def test_the_short_last_batch(drop_last, sizes):
+    loader = DeepSpeedDataLoader(Numbers(7), 4, num_replicas=1, rank=0, drop_last=drop_last)
+    assert [len(batch) for batch in loader] == sizes
+    assert len(loader) == len(sizes)
+
+
+def test_a_sampler_of_the_users_is_used_as_it_is():
+    dataset = Numbers(4)
+    loader = DeepSpeedDataLoader(dataset, 2, num_replicas=2, rank=1, data_sampler=SequentialSampler(dataset))
+    assert samples(loader) == [0, 1, 2, 3]
+    loader.set_epoch(1)  # it has none, and that is no error
+
+
+def test_an_iterable_dataset_shards_itself():
+    loader = DeepSpeedDataLoader(Stream(), 2, num_replicas=2, rank=1)
+    assert samples(loader) == [0, 1, 2, 3, 4]
+
+
+def test_collate():
+    loader = DeepSpeedDataLoader(Numbers(2), 2, num_replicas=1, rank=0, shuffle=False, collate_fn=tuple)
+    assert list(loader) == [(0, 1)]
+
+
+def test_repeating_starts_again():
+    loader = RepeatingLoader([1, 2, 3])
+    assert iter(loader) is loader
+    assert [next(loader) for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_repeating_shuffles_each_epoch_anew():
+    loader = DeepSpeedDataLoader(Numbers(16), 16, num_replicas=1, rank=0)
+    repeating = RepeatingLoader(loader)
+    first, second = next(repeating), next(repeating)
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(16))
+    assert not torch.equal(first, second)
+
+
+def test_repeating_nothing_is_an_error_and_no_endless_loop():
+    with pytest.raises(ValueError, match="found a loader without a single batch"):
+        next(RepeatingLoader([]))

@@ -1,0 +1,114 @@
+"""What each number format does to inputs, losses, modules and steps."""
+
+import math
+from collections import namedtuple
+
+import pytest
+import torch
+from deepspeed.precision import BF16, FP16, Autocast, Precision
+from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from torch import nn
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, 5.0, 1e9])
+@pytest.mark.parametrize("scale", [1.0, 256.0])
+def test_the_factor_unscales_and_clips_as_torch_does(clip_norm, scale):
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (7,))]
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+    scaled = [param.grad * scale for param in params]
+    scaled_norm = float(torch.cat([grad.reshape(-1) for grad in scaled]).norm())
+    norm = nn.utils.clip_grad_norm_(params, clip_norm)
+    precision = FP16(LossScaler(scale), clip_norm=clip_norm)
+    verdict = precision.verdict(scaled_norm)
+    assert verdict.applies
+    assert verdict.norm == pytest.approx(float(norm))
+    for param, grad in zip(params, scaled):
+        torch.testing.assert_close(grad * verdict.grad_scale, param.grad)
+
+
+def test_without_clipping_only_the_loss_scale_counts():
+    assert Precision().verdict(1e9).grad_scale == 1.0
+    assert FP16(LossScaler(8.0)).verdict(1e9).grad_scale == 1 / 8
+
+
+def test_a_zero_norm_is_harmless():
+    assert Precision(clip_norm=1.0).verdict(0.0).grad_scale == 1.0
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_overflow_is_judged_by_those_who_check(norm):
+    assert not FP16(LossScaler(8.0), clip_norm=1.0).verdict(norm).applies
+    assert not BF16(checks_overflow=True).verdict(norm).applies
+    for precision in (Precision(), BF16()):
+        assert precision.verdict(norm).applies, "as documented, fp32 and bf16 make the step"
+
+
+def test_the_scale_learns_from_the_verdict():
+    precision = FP16(DynamicLossScaler(16, hysteresis=1))
+    precision.after_step(precision.verdict(math.inf))
+    assert (precision.loss_scaler.loss_scale, precision.loss_scaler.overflow) == (8.0, True)
+    precision.after_step(precision.verdict(1.0))
+    assert precision.loss_scaler.overflow is False
+
+
+Pair = namedtuple("Pair", "x mask")
+
+
+def test_fp16_casts_floating_inputs_of_any_nesting():
+    x, ids, mask = torch.ones(2), torch.arange(2), torch.tensor([True])
+    precision = FP16(LossScaler(1.0), auto_cast=True)
+    args, kwargs = precision.cast_inputs(
+        (x, [ids, {"a": x.double()}], Pair(x, mask), "text"), {"b": (x.bfloat16(), None)}
+    )
+    assert args[0].dtype is torch.float16
+    assert args[1][0] is ids
+    assert args[1][1]["a"].dtype is torch.float16
+    assert isinstance(args[2], Pair)
+    assert (args[2].x.dtype, args[2].mask.dtype) == (torch.float16, torch.bool)
+    assert args[3] == "text"
+    assert kwargs["b"][0].dtype is torch.float16
+    assert kwargs["b"][1] is None
+
+
+@pytest.mark.parametrize("precision", [Precision(), BF16(), FP16(LossScaler(1.0))])
+def test_others_leave_inputs_as_they_are(precision):
+    args, kwargs = (torch.ones(2),), {"a": torch.ones(1)}
+    cast_args, cast_kwargs = precision.cast_inputs(args, kwargs)
+    assert cast_args[0] is args[0]
+    assert cast_kwargs["a"] is kwargs["a"]
+
+
+def test_a_gradient_flows_through_the_cast():
+    x = torch.ones(2, requires_grad=True)
+    (half,), _ = FP16(LossScaler(1.0), auto_cast=True).cast_inputs((x,), {})
+    half.sum().backward()
+    assert x.grad.tolist() == [1.0, 1.0]
+
+
+def test_a_module_is_cast_with_its_frozen_parameters_and_buffers():
+    module = nn.BatchNorm1d(3)
+    module.weight.requires_grad = False
+    BF16().cast_module(module)
+    assert {tensor.dtype for tensor in (module.weight, module.bias, module.running_mean)} == {torch.bfloat16}
+    assert module.num_batches_tracked.dtype is torch.int64
+    Precision().cast_module(module)
+    assert module.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_its_dtype_and_keeps_the_parameters(dtype):
+    layer = nn.Linear(2, 2)
+    precision = Autocast("cpu", dtype, loss_scaler=DynamicLossScaler(4.0) if dtype is torch.float16 else None)
+    with precision.forward_context():
+        assert layer(torch.ones(1, 2)).dtype is dtype
+    assert layer(torch.ones(1, 2)).dtype is torch.float32
+    assert layer.weight.dtype is torch.float32
+    assert precision.checks_overflow is (dtype is torch.float16)
+    assert precision.scale(torch.tensor(1.0)).item() == (4.0 if dtype is torch.float16 else 1.0)
+
+
+def test_others_have_no_context():
+    with BF16().forward_context():
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float32

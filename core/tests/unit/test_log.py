@@ -1,0 +1,92 @@
+"""The logger: who speaks, at which level, once or always, and where it is written."""
+
+import io
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+from deepspeed import log
+
+
+@pytest.fixture
+def at_info():
+    before = log.logger.level
+    log.logger.setLevel(logging.INFO)
+    yield
+    log.logger.setLevel(before)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "speaks"),
+    [
+        ("0", None, True),
+        ("1", None, False),
+        ("1", [1, 3], True),
+        ("2", [1, 3], False),
+        ("5", [-1], True),
+        (None, None, True),
+        ("0", [], False),
+    ],
+)
+def test_log_dist_speaks_on_the_ranks_that_were_named(lines, at_info, monkeypatch, rank, ranks, speaks):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    log.log_dist("hello", ranks)
+    assert lines == ([("INFO", "hello")] if speaks else [])
+
+
+def test_log_dist_keeps_to_the_level(lines, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    log.log_dist("quiet")
+    log.log_dist("loud", level=logging.ERROR)
+    assert lines == [("ERROR", "loud")]
+
+
+def test_report_speaks_whatever_the_level(lines, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    log.report("asked for")
+    monkeypatch.setenv("RANK", "1")
+    log.report("not here")
+    log.report("here", ranks=[1])
+    assert [text for _, text in lines] == ["asked for", "here"]
+
+
+def test_warn_once(lines):
+    for _ in range(3):
+        log.warn_once("a warning of test_log")
+        log.warn_once("another warning of test_log")
+    assert lines == [("WARNING", "a warning of test_log"), ("WARNING", "another warning of test_log")]
+
+
+def test_a_line_has_its_rank_and_goes_to_todays_stderr(monkeypatch):
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("RANK", "3")
+    log.logger.warning("look")
+    line = stderr.getvalue()
+    assert line.endswith("[WARNING] [rank 3] look\n")
+
+
+def test_a_root_logger_with_handlers_does_not_repeat_it(monkeypatch):
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    handler = logging.StreamHandler(stderr)
+    logging.getLogger().addHandler(handler)
+    log.logger.warning("only once")
+    logging.getLogger().removeHandler(handler)
+    assert stderr.getvalue().count("only once") == 1
+
+
+@pytest.mark.parametrize(
+    ("level", "wanted"), [(None, "WARNING"), ("debug", "DEBUG"), ("ERROR", "ERROR"), ("nonsense", "WARNING")]
+)
+def test_the_level_of_the_environment(level, wanted):
+    environment = {name: value for name, value in os.environ.items() if name != "DS_LOG_LEVEL"}
+    if level is not None:
+        environment["DS_LOG_LEVEL"] = level
+    script = "import logging; from deepspeed.log import logger; print(logging.getLevelName(logger.level))"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == wanted
