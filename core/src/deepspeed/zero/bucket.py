@@ -63,6 +63,7 @@ class Bucket:
         self.slots = [Slot(self, fragment) for fragment in spec.fragments]
         self.num_missing = len(self.slots)
         self.is_late = False  # a gradient arrived after the launch, in the same backward
+        self._was_launched = False  # in the present backward; its reduction may be over already
         self._is_holder = is_holder
         self._take, self._give = take, give
         self._wire_dtype = wire_dtype
@@ -73,13 +74,14 @@ class Bucket:
     def begin_backward(self) -> None:
         """Forget which gradients have arrived; what was accumulated stays."""
         self.finish()
+        self._was_launched = False
         self.num_missing = len(self.slots)
         for slot in self.slots:
             slot.arrived = False
 
     def write(self, slot: Slot, grad: Tensor, factor: float) -> None:
         """slot = factor * grad, or slot += factor * grad if it holds a value. `grad` has the parameter's shape."""
-        if self.state is BucketState.REDUCING:
+        if self._was_launched:
             self.finish()
             self.is_late = True
         if self._memory is None:
@@ -115,6 +117,7 @@ class Bucket:
         wire = memory if self._wire_dtype in (None, memory.dtype) else memory.to(self._wire_dtype)
         self._wire = wire
         self._work = exchange(wire)
+        self._was_launched = True
         self.state = BucketState.REDUCING
 
     def finish(self) -> None:

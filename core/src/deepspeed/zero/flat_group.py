@@ -83,6 +83,8 @@ class FlatGroup:
                 param.data = home
             elif self.master_S is not None:
                 param.data = param.data.to(self.dtype).contiguous()
+            elif not param.is_contiguous():  # fused optimizers want weight and gradient laid out alike
+                param.data = param.data.contiguous()
         self.units = [self._create_unit(fragment, is_whole) for fragment in layout.owned_by(rank)]
 
     def _create_unit(self, fragment: Fragment, is_whole: bool) -> Unit:

@@ -172,13 +172,15 @@ class Sharding:
         for index, param_group in enumerate(groups):
             self._attach_group(index, param_group["params"])
         self._finish_groups()
+        if optimizer is not None:  # a group that only the optimizer knew would train without averaging
+            optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take over one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
         assert self.optimizer is not None
         if self.window.is_open or any(self._used):
             raise StateError("add_param_group: found gradients of a step that is not over; call it after step()")
-        self.optimizer.add_param_group(param_group)
+        type(self.optimizer).add_param_group(self.optimizer, param_group)
         last = len(self.optimizer.param_groups) - 1
         for handle in self._hooks:
             handle.remove()
@@ -288,6 +290,8 @@ class Sharding:
         param.grad = None
         if not self.window.is_open:
             self.window.open_from_autograd()
+        if grad.requires_grad:  # of a backward with create_graph=True; the step needs no graph
+            grad = grad.detach()
         if grad.is_sparse:  # of an embedding with sparse=True; its bucket is dense
             grad = grad.to_dense()
         self._used[index] = True
@@ -410,6 +414,8 @@ class Sharding:
         """Remove the hooks; the module can then be used without the engine."""
         for handle in self._hooks:
             handle.remove()
+        if self.optimizer is not None:
+            vars(self.optimizer).pop("add_param_group", None)
         self.zero_grad()
 
     # ---- states and single parameters ---------------------------------------------------------------------------

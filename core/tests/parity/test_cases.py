@@ -1,0 +1,456 @@
+"""Models and training loops that are out of the ordinary: every stage against plain torch, on two ranks.
+
+The reference is a loop anyone can read: plain `backward`, gradients averaged over ranks by hand, one torch optimizer.
+A parameter that got no gradient on any rank keeps `grad = None`, as under `DistributedDataParallel`.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.testing.distributed import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+STAGES = (0, 1, 2)
+NUM_STEPS = 6
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+BATCH, INPUTS, WIDTH, OUTPUTS = 4, 5, 7, 3
+
+
+class Net(nn.Module):
+    """Sizes that two does not divide, a scalar, and a block that cases use as they like."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(INPUTS, WIDTH)
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, OUTPUTS)
+
+    def forward(self, x_BI):
+        return self.last(torch.tanh(self.extra(torch.tanh(self.block(torch.tanh(self.first(x_BI)) * self.gain)))))
+
+
+class UsedTwice(Net):
+    def forward(self, x_BI):
+        x = torch.tanh(self.first(x_BI)) * self.gain
+        return self.last(torch.tanh(self.block(torch.tanh(self.block(x)))) + torch.tanh(self.extra(x)))
+
+
+class Sometimes(Net):
+    def forward(self, x_BI, with_extra):
+        x = torch.tanh(self.block(torch.tanh(self.first(x_BI)) * self.gain))
+        return self.last(torch.tanh(self.extra(x)) if with_extra else x)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, WIDTH)
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens_B):
+        return self.head(torch.tanh(self.block(self.tokens(tokens_B))))
+
+
+class SparseEmbedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, WIDTH, sparse=True)
+        self.last = nn.Linear(WIDTH, OUTPUTS)
+
+    def forward(self, tokens_B):
+        return self.last(torch.tanh(self.tokens(tokens_B)))
+
+
+class ManyOutputs(Net):
+    def forward(self, x_BI):
+        hidden = torch.tanh(self.block(torch.tanh(self.first(x_BI)) * self.gain))
+        return {"logits": self.last(hidden), "parts": [hidden, (self.extra(hidden),)], "name": "x"}
+
+
+class Checkpointed(Net):
+    """The block runs in two checkpoints; reentrant ones run a backward of their own inside the backward."""
+
+    use_reentrant = True
+
+    def forward(self, x_BI):
+        x = torch.tanh(self.first(x_BI))
+        x = checkpoint(self.piece, x, use_reentrant=self.use_reentrant)
+        return self.last(checkpoint(self.piece, x, use_reentrant=self.use_reentrant))
+
+    def piece(self, x):
+        return torch.tanh(self.extra(torch.tanh(self.block(x) * self.gain)))
+
+
+class CheckpointedFlat(Checkpointed):
+    use_reentrant = False
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.block.requires_grad_(False)
+
+
+class ZeroSized(Net):
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x_BI):
+        return super().forward(x_BI) + self.nothing.sum()
+
+
+class Transposed(Net):
+    """A parameter whose memory is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.block.weight = nn.Parameter(self.block.weight.detach().t())
+
+
+class TwoDtypes(Net):
+    def __init__(self):
+        super().__init__()
+        self.block.double()
+
+    def forward(self, x_BI):
+        x = torch.tanh(self.block(torch.tanh(self.first(x_BI)).double())).float() * self.gain
+        return self.last(self.extra(x))
+
+
+Backward = Callable[..., Any]
+
+
+def mse(output, batch):
+    return (output - batch.target).square().mean()
+
+
+def usual(model, batch, backward):
+    backward(mse(model(batch.x), batch))
+
+
+def on_tokens(model, batch, backward):
+    backward(F.cross_entropy(model(batch.tokens), batch.tokens.flip(0).clamp(max=OUTPUTS - 1)))
+
+
+def on_some_steps(model, batch, backward):
+    backward(mse(model(batch.x, batch.step % 2 == 0), batch))
+
+
+def on_some_ranks(model, batch, backward):
+    backward(mse(model(batch.x, batch.step % 2 == dist.get_rank()), batch))
+
+
+def two_backwards(model, batch, backward):
+    output = model(batch.x)
+    backward(mse(output, batch), retain_graph=True)
+    backward(output.abs().mean())
+
+
+def two_forwards_then_two_backwards(model, batch, backward):
+    one, two = mse(model(batch.x), batch), mse(model(batch.x.flip(0)), batch)
+    backward(two)
+    backward(one)
+
+
+def two_backwards_of_different_parts(model, batch, backward):
+    outputs = model(batch.x)
+    backward(mse(outputs["logits"], batch), retain_graph=True)
+    backward(outputs["parts"][1][0].square().mean())
+
+
+def one_sum(model, batch, backward):
+    output = model(batch.x)
+    backward(mse(output, batch) + output.abs().mean())
+
+
+def plain(model, batch, backward):
+    mse(model(batch.x), batch).backward()
+
+
+def plain_many_outputs(model, batch, backward):
+    outputs = model(batch.x)
+    loss = mse(outputs["logits"], batch) + outputs["parts"][0].square().mean()
+    (loss + outputs["parts"][1][0].mean()).backward()
+
+
+def plain_twice(model, batch, backward):
+    output = model(batch.x)
+    mse(output, batch).backward(retain_graph=True)
+    output.abs().mean().backward()
+
+
+def plain_vector(model, batch, backward):
+    model(batch.x).backward(batch.target)
+
+
+def around_the_engine(model, batch, backward):
+    inner = getattr(model, "module", model)
+    mse(inner(batch.x), batch).backward()
+
+
+def gradient_penalty(model, batch, backward):
+    x = batch.x.clone().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    backward(mse(output, batch) + slope.square().mean())
+
+
+def with_create_graph(model, batch, backward):
+    backward(mse(model(batch.x), batch), create_graph=True)
+
+
+def all_parameters(net):
+    return [param for param in net.parameters() if param.requires_grad]
+
+
+def groups_with_own_rates(net):
+    return [
+        {"params": [*net.first.parameters(), net.gain], "lr": 3e-3},
+        {"params": list(net.last.parameters()), "weight_decay": 0.0},
+        {"params": [*net.block.parameters(), *net.extra.parameters()]},
+    ]
+
+
+def without_extra(net):
+    return [param for name, param in net.named_parameters() if not name.startswith("extra")]
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], nn.Module] = Net
+    backward: Callable[[Any, Any, Backward], None] = usual
+    parameters: Callable[[Any], list[Any]] = all_parameters
+    keys: dict[str, Any] = field(default_factory=dict)
+    added_later: bool = False  # `extra` is an own group from step 2 on
+    by_client: bool = False  # hand over torch's AdamW instead of naming it
+    accumulation: int = 1
+    tolerance: float = 1e-5
+
+
+CASES = {
+    "as usual": Case(),
+    "buckets of few elements": Case(keys={"zero_optimization": {"reduce_bucket_size": 10}}),
+    "no overlap": Case(keys={"zero_optimization": {"overlap_comm": False}}),
+    "a module used twice": Case(UsedTwice),
+    "a parameter that is never used": Case(ManyOutputs, lambda m, b, backward: backward(mse(m(b.x)["logits"], b))),
+    "a parameter used on some steps": Case(Sometimes, on_some_steps),
+    "a parameter used on some ranks": Case(Sometimes, on_some_ranks),
+    "a parameter used on some ranks, accumulated": Case(Sometimes, on_some_ranks, accumulation=3),
+    "tied weights": Case(Tied, on_tokens),
+    "two backwards": Case(backward=two_backwards),
+    "two backwards, accumulated": Case(backward=two_backwards, accumulation=3),
+    "two backwards of different parts": Case(ManyOutputs, two_backwards_of_different_parts),
+    "two forwards, then two backwards": Case(backward=two_forwards_then_two_backwards, accumulation=2),
+    "a sum of two losses": Case(backward=one_sum),
+    "plain backward": Case(backward=plain),
+    "plain backward, accumulated": Case(backward=plain, accumulation=4),
+    "plain backward, twice": Case(backward=plain_twice, accumulation=2),
+    "plain backward of several outputs": Case(ManyOutputs, plain_many_outputs),
+    "plain backward of a vector": Case(backward=plain_vector),
+    "plain backward past the engine's forward": Case(backward=around_the_engine),
+    "gradient penalty": Case(backward=gradient_penalty),
+    "create_graph": Case(backward=with_create_graph),
+    "reentrant checkpoints": Case(Checkpointed),
+    "reentrant checkpoints, accumulated": Case(Checkpointed, accumulation=3),
+    "reentrant checkpoints, tiny buckets": Case(
+        Checkpointed, accumulation=2, keys={"zero_optimization": {"reduce_bucket_size": 1}}
+    ),
+    "reentrant checkpoints, two backwards": Case(Checkpointed, two_backwards),
+    "reentrant checkpoints, plain": Case(Checkpointed, plain),
+    "checkpoints": Case(CheckpointedFlat),
+    "checkpoints, plain, accumulated": Case(CheckpointedFlat, plain, accumulation=2),
+    "frozen parameters": Case(Frozen),
+    "a zero-sized parameter": Case(ZeroSized),
+    "a parameter that is not contiguous": Case(Transposed),
+    "own rates": Case(parameters=groups_with_own_rates),
+    "two dtypes": Case(TwoDtypes, by_client=True),
+    "a subset of the parameters": Case(parameters=without_extra),
+    "a group added later": Case(parameters=without_extra, added_later=True),
+    "sparse embedding": Case(SparseEmbedding, on_tokens),
+    "prescaled": Case(keys={"prescale_gradients": True, "gradient_predivide_factor": 4.0, "gradient_clipping": 0.05}),
+    "clipped, accumulated": Case(accumulation=3, keys={"gradient_clipping": 0.05}),
+    "autocast": Case(keys={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+}
+
+
+@dataclass
+class Batch:
+    step: int
+    x: torch.Tensor
+    target: torch.Tensor
+    tokens: torch.Tensor
+
+
+def batches(case):
+    generator = torch.Generator().manual_seed(10 + dist.get_rank())
+    for step in range(NUM_STEPS):
+        yield [
+            Batch(
+                step,
+                torch.randn(BATCH, INPUTS, generator=generator),
+                torch.randn(BATCH, OUTPUTS, generator=generator),
+                torch.randint(11, (BATCH,), generator=generator),
+            )
+            for _ in range(case.accumulation)
+        ]
+
+
+def build(case):
+    torch.manual_seed(3)
+    return case.build()
+
+
+def add_extra(case, step, net, optimizer):
+    if case.added_later and step == 2:
+        optimizer.add_param_group({"params": list(net.extra.parameters()), "lr": 2e-2})
+
+
+def average_gradients(params):
+    """Over ranks; None stays None where no rank has a gradient."""
+    for param in params:
+        has = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(has)
+        if not has:
+            continue
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        if param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
+        grad = param.grad.detach().contiguous()
+        dist.all_reduce(grad)
+        param.grad = grad / dist.get_world_size()
+
+
+def train_plain(case):
+    net = build(case)
+    optimizer = torch.optim.AdamW(case.parameters(net), **ADAMW)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled="torch_autocast" in case.keys)
+    norms = []
+    model = InContext(net, autocast)
+    for step, micro_batches in enumerate(batches(case)):
+        add_extra(case, step, net, optimizer)
+        for batch in micro_batches:
+            case.backward(model, batch, lambda loss, **options: loss.backward(**options))
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:  # backwards summed, micro-batches averaged
+            if param.grad is not None and case.accumulation > 1:
+                param.grad = param.grad / case.accumulation
+        average_gradients(params)
+        norms.append(nn.utils.clip_grad_norm_(params, case.keys.get("gradient_clipping", float("inf"))))
+        optimizer.step()
+        net.zero_grad()
+    return weights(net), torch.stack(norms)
+
+
+class InContext(nn.Module):
+    def __init__(self, module, context):
+        super().__init__()
+        self.module, self.context = module, context
+
+    def forward(self, *args):
+        with self.context:
+            return self.module(*args)
+
+
+def create_engine(case, stage, net):
+    keys = copy.deepcopy(case.keys)
+    zero = {"stage": stage, **keys.pop("zero_optimization", {})}
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": case.accumulation,
+        "zero_optimization": zero,
+        "steps_per_print": 1_000_000,
+        **keys,
+    }
+    if not case.by_client:
+        config["optimizer"] = {"type": "AdamW", "params": ADAMW}
+    client = torch.optim.AdamW(case.parameters(net), **ADAMW) if case.by_client else None
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=net,
+        optimizer=client,
+        model_parameters=None if case.by_client else case.parameters(net),
+        config=config,
+    )
+    return engine, optimizer
+
+
+def train_engine(case, stage):
+    net = build(case)
+    engine, optimizer = create_engine(case, stage, net)
+    norms = []
+    for step, micro_batches in enumerate(batches(case)):
+        add_extra(case, step, net, optimizer)
+        for batch in micro_batches:
+            case.backward(engine, batch, engine.backward)
+            engine.step()
+        norms.append(torch.as_tensor(engine.get_global_grad_norm()))
+    assert engine.global_steps == NUM_STEPS
+    engine.destroy()
+    return weights(net), torch.stack(norms).float()
+
+
+def weights(net):
+    return {name: param.detach().double().clone() for name, param in net.named_parameters()}
+
+
+def case_job(name):
+    """The reference's and the three stages' weights and norms."""
+    case = CASES[name]
+    return [train_plain(case), *(train_engine(case, stage) for stage in STAGES)]
+
+
+@functools.cache
+def results_by_rank(name):
+    return run_ranks(2, case_job, name)
+
+
+def assert_close(found, expected, tolerance):
+    """max |a - b| / max |b| of each tensor."""
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if value.numel():
+            difference = (found[key] - value).abs().max() / value.abs().max().clamp(min=1e-30)
+            assert difference <= tolerance, (key, difference.item())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_plain_torch(name, stage):
+    for reference, *stages in results_by_rank(name):
+        (expected, expected_norms), (found, found_norms) = reference, stages[stage]
+        assert_close(found, expected, CASES[name].tolerance)
+        assert_close({"norm": found_norms}, {"norm": expected_norms}, CASES[name].tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_end_equal(name):
+    one, two = results_by_rank(name)
+    is_trained = [key for key in one[0][0] if name != "a subset of the parameters" or not key.startswith("extra")]
+    for (first, _), (second, _) in zip(one, two, strict=True):
+        assert all(torch.equal(first[key], second[key]) for key in is_trained)
+
+
+def test_what_was_never_used_is_not_decayed():
+    start = run_ranks(1, start_job)[0]
+    for weights_and_norms in results_by_rank("a parameter that is never used")[0]:
+        assert torch.equal(weights_and_norms[0]["extra.weight"], start["extra.weight"])
+        assert not torch.equal(weights_and_norms[0]["last.weight"], start["last.weight"])
+
+
+def start_job():
+    torch.manual_seed(3)
+    return weights(ManyOutputs())
