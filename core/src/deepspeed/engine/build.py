@@ -215,9 +215,13 @@ def _create_optimizer(
     if given is not None:
         if config.optimizer is not None:
             log.log_dist("the optimizer given to initialize() is used, not the config's")
-        optimizer = given if isinstance(given, Optimizer) else given(params)
+        optimizer = given if isinstance(given, Optimizer) or not callable(given) else given(params)
         if not isinstance(optimizer, Optimizer):
-            raise ConfigError(f"initialize: optimizer gave {type(optimizer).__name__}; wanted a torch.optim.Optimizer")
+            found = "gave" if callable(given) else "is"
+            raise ConfigError(
+                f"initialize: optimizer {found} {type(optimizer).__name__}; wanted a torch.optim.Optimizer, or a "
+                "callable that makes one of the parameters"
+            )
         return optimizer
     if config.optimizer is None or not params:
         return None
@@ -281,7 +285,7 @@ def _optimizer_face(engine: DeepSpeedEngine) -> Optimizer | None:
 
 def _create_scheduler(config: DeepSpeedConfig, given: SchedulerLike | None, optimizer: Optimizer | None) -> Any:
     if given is not None:
-        is_scheduler = hasattr(given, "step")
+        is_scheduler = hasattr(given, "step") and not isinstance(given, type)
         return given if is_scheduler or not callable(given) or optimizer is None else given(optimizer)
     if config.scheduler is None or config.scheduler.type is None or optimizer is None:
         return None

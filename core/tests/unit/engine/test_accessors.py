@@ -1,0 +1,99 @@
+"""The table of getters: each is a method of the engine and gives the right answer."""
+
+import pytest
+import torch
+from deepspeed.engine.accessors import FROM_CONFIG, FROM_ENGINE
+from torch import nn
+
+CONFIG = {
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 3,
+    "gradient_clipping": 0.7,
+    "prescale_gradients": True,
+    "gradient_predivide_factor": 2.0,
+    "steps_per_print": 50,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+    "fp16": {"enabled": True, "initial_scale_power": 5, "auto_cast": True},
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_bucket_size": 1000,
+        "reduce_bucket_size": 2000,
+        "overlap_comm": True,
+    },
+}
+
+ANSWERS = {
+    "bfloat16_enabled": False,
+    "dump_state": False,
+    "fp16_auto_cast": True,
+    "fp16_enabled": True,
+    "get_batch_info": (6, 2, 3),
+    "get_global_grad_norm": None,
+    "gradient_accumulation_steps": 3,
+    "gradient_clipping": 0.7,
+    "gradient_predivide_factor": 2.0,
+    "initial_scale_power": 5,
+    "is_gradient_accumulation_boundary": False,
+    "loss_scale": 32.0,
+    "optimizer_name": "AdamW",
+    "optimizer_params": {"lr": 0.5},
+    "postscale_gradients": False,
+    "scheduler_name": "WarmupLR",
+    "scheduler_params": {"warmup_num_steps": 4},
+    "sparse_gradients_enabled": False,
+    "steps_per_print": 50,
+    "torch_autocast_enabled": False,
+    "train_batch_size": 6,
+    "train_micro_batch_size_per_gpu": 2,
+    "wall_clock_breakdown": False,
+    "was_step_applied": False,
+    "zero_allgather_bucket_size": 1000,
+    "zero_allgather_partitions": True,
+    "zero_allow_untested_optimizer": False,
+    "zero_contiguous_gradients": True,
+    "zero_force_ds_cpu_optimizer": True,
+    "zero_gather_16bit_weights_on_model_save": False,
+    "zero_ignore_unused_parameters": True,
+    "zero_optimization": True,
+    "zero_optimization_partition_gradients": True,
+    "zero_optimization_partition_weights": False,
+    "zero_optimization_stage": 2,
+    "zero_overlap_comm": True,
+    "zero_reduce_bucket_size": 2000,
+    "zero_reduce_scatter": True,
+    "zero_sub_group_size": 1_000_000_000,
+}
+
+
+def test_the_answers_here_are_all_of_the_table():
+    assert set(ANSWERS) == {*FROM_CONFIG, *FROM_ENGINE}
+    assert not set(FROM_CONFIG) & set(FROM_ENGINE)
+
+
+def test_every_getter_answers(make_engine):
+    engine = make_engine(nn.Linear(4, 2), **CONFIG)
+    assert {name: getattr(engine, name)() for name in ANSWERS} == ANSWERS
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_questions_about_the_stage(make_engine, stage):
+    engine = make_engine(nn.Linear(4, 2), zero_optimization={"stage": stage})
+    assert engine.zero_optimization_stage() == stage
+    assert engine.zero_optimization() is (stage > 0)
+    assert engine.zero_optimization_partition_gradients() is (stage == 2)
+
+
+def test_what_a_step_leaves_behind(make_engine):
+    engine = make_engine(nn.Linear(4, 2), train_batch_size=1)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    assert engine.was_step_applied() is True
+    assert engine.get_global_grad_norm() == pytest.approx(10**0.5)
+    assert engine.is_gradient_accumulation_boundary() is True
+
+
+def test_they_have_names_and_docstrings(make_engine):
+    assert make_engine(nn.Linear(4, 2)).train_batch_size.__name__ == "train_batch_size"
+    assert "gradient_clipping" in make_engine(nn.Linear(4, 2)).gradient_clipping.__doc__

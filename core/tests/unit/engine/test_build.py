@@ -1,0 +1,173 @@
+"""`initialize`: its four results, its arguments, and the one-line refusals of wrong ones."""
+
+import argparse
+import json
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.errors import ConfigError
+from deepspeed.zero.optimizer import ZeroOptimizer
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset
+
+SGD = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+
+
+def test_the_four_results():
+    model = nn.Linear(4, 2)
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        training_data=TensorDataset(torch.ones(8, 4)),
+        config={**SGD, "scheduler": {"type": "WarmupLR"}, "zero_optimization": {"stage": 1}},
+    )
+    assert engine.module is model
+    assert (optimizer, loader, scheduler) == (engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+    assert isinstance(optimizer, ZeroOptimizer)
+    assert len(loader) == 2
+    engine.destroy()
+
+
+def test_what_there_is_none_of_is_none():
+    engine, *rest = deepspeed.initialize(model=nn.Linear(4, 2), config={"train_batch_size": 4})
+    assert rest == [None, None, None]
+    assert engine(torch.ones(1, 4)).shape == (1, 2)
+    assert engine.get_lr() == []
+
+
+def test_a_step_without_an_optimizer():
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 2), config={"train_batch_size": 4})
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    with pytest.raises(deepspeed.errors.StateError, match='the engine has no optimizer; give one .*"optimizer"'):
+        engine.step()
+
+
+@pytest.mark.parametrize("model", [None, lambda x: x, nn.Linear])
+def test_no_model(model):
+    with pytest.raises(ConfigError, match=r"initialize: model is \w+; hand over a torch\.nn\.Module"):
+        deepspeed.initialize(model=model, config=SGD)
+
+
+def test_no_configuration():
+    with pytest.raises(ConfigError, match=r"initialize: found no configuration; pass config="):
+        deepspeed.initialize(model=nn.Linear(4, 2))
+    with pytest.raises(ConfigError, match="--deepspeed_config through args"):
+        deepspeed.initialize(args=argparse.Namespace(deepspeed_config=None), model=nn.Linear(4, 2))
+
+
+def test_two_configurations_that_differ():
+    with pytest.raises(ConfigError, match="different configurations in config and config_params; give one"):
+        deepspeed.initialize(model=nn.Linear(4, 2), config=SGD, config_params={**SGD, "train_batch_size": 8})
+
+
+@pytest.mark.parametrize("place", ["config", "config_params", "args", "both"])
+def test_a_configuration_in_any_place(tmp_path, place):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**SGD, "train_batch_size": 6}))
+    args = argparse.Namespace(deepspeed_config=str(path), local_rank=0)
+    given = {
+        "config": {"config": str(path)},
+        "config_params": {"config_params": {**SGD, "train_batch_size": 6}},
+        "args": {"args": args},
+        "both": {"args": args, "config": str(path)},
+    }[place]
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 2), **given)
+    assert engine.train_batch_size() == 6
+    assert engine.config == {**SGD, "train_batch_size": 6}
+
+
+def test_the_users_dict_is_not_changed():
+    config = json.loads(json.dumps(SGD))
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 2), config=config)
+    assert config == SGD
+    assert engine.config is config
+
+
+@pytest.mark.parametrize("given", [3, lambda params: "adam"])
+def test_an_optimizer_of_a_wrong_type(given):
+    with pytest.raises(ConfigError, match=r"optimizer .*(int|str); wanted a torch\.optim\.Optimizer"):
+        deepspeed.initialize(model=nn.Linear(4, 2), config=SGD, optimizer=given)
+
+
+def test_an_optimizer_that_zero_was_not_tested_with():
+    model = nn.Linear(4, 2)
+    sharded = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
+    with pytest.raises(
+        ConfigError, match='found Rprop with zero_optimization.stage 1.*"zero_allow_untested_optimizer"'
+    ):
+        deepspeed.initialize(model=model, config=sharded, optimizer=torch.optim.Rprop(model.parameters()))
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={**sharded, "zero_allow_untested_optimizer": True},
+        optimizer=torch.optim.Rprop(model.parameters()),
+    )
+    assert type(engine.basic_optimizer) is torch.optim.Rprop
+    deepspeed.initialize(model=model, config={"train_batch_size": 4}, optimizer=torch.optim.Rprop(model.parameters()))
+
+
+def test_an_optimizer_given_beats_the_configs():
+    model = nn.Linear(4, 2)
+    engine, *_ = deepspeed.initialize(model=model, config=SGD, optimizer=lambda p: torch.optim.Adam(p, lr=0.7))
+    assert type(engine.basic_optimizer) is torch.optim.Adam
+    assert engine.get_lr() == [0.7]
+
+
+def test_auto_that_nobody_filled_in():
+    config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}}
+    with pytest.raises(ConfigError, match=r'^optimizer\.params\.lr: found "auto"'):
+        deepspeed.initialize(model=nn.Linear(4, 2), config=config)
+
+
+def test_a_parameter_in_two_groups():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+    optimizer.param_groups[1]["params"].append(model.weight)
+    with pytest.raises(ConfigError, match=r"param_groups\[1\]: a parameter of shape \(2, 4\) is in two groups"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 4}, optimizer=optimizer)
+
+
+def test_offload_moves_nothing_where_memory_is_the_hosts():
+    config = {**SGD, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    deepspeed.initialize(model=nn.Linear(4, 2), config=config)
+
+
+@pytest.mark.parametrize("kind", ["instance", "callable", "class"])
+def test_a_scheduler_given(kind):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+    given = {
+        "instance": lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+        "callable": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+        "class": lr_scheduler.LinearLR,
+    }[kind]
+    engine, *_ = deepspeed.initialize(
+        model=model, config={"train_batch_size": 1}, optimizer=optimizer, lr_scheduler=given
+    )
+    before = engine.get_lr()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    assert isinstance(engine.lr_scheduler, lr_scheduler.LRScheduler)
+    assert engine.get_lr() != before
+
+
+def test_frozen_and_empty_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    engine, *_ = deepspeed.initialize(model=model, config={**SGD, "zero_optimization": {"stage": 2}})
+    assert engine.sharding.params == [model[1].weight, model[1].bias]
+
+
+def test_the_arguments_of_a_script():
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json"])
+    assert (args.deepspeed, args.deepspeed_config) == (True, "x.json")
+
+
+def test_a_missing_file_names_itself():
+    with pytest.raises(ConfigError, match="no_such_file.json"):
+        deepspeed.initialize(model=nn.Linear(4, 2), config="no_such_file.json")

@@ -1,0 +1,332 @@
+"""The engine around one module: passing on, counting, refusing, printing, letting go."""
+
+import re
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.errors import ConfigError, StateError
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.drop = nn.Linear(4, 2), nn.Dropout(0.5)
+        self.its_own = "value"
+
+    def forward(self, x, twice=False):
+        y = self.drop(self.layer(x))
+        return 2 * y if twice else y
+
+    def says(self):
+        return "hello"
+
+
+X = torch.ones(1, 4)
+
+
+def train(engine, num_steps=1):
+    for _ in range(num_steps):
+        engine.backward(engine(X.to(engine.module.layer.weight.dtype)).float().sum())
+        engine.step()
+
+
+# ---- the module -------------------------------------------------------------------------------------------------
+
+
+def test_attributes_of_the_module_are_the_engines(make_engine):
+    engine = make_engine(Net())
+    assert engine.its_own == "value"
+    assert engine.says() == "hello"
+    assert engine.layer is engine.module.layer
+    with pytest.raises(AttributeError, match="neither DeepSpeedEngine nor the wrapped Net has 'nothing'"):
+        engine.nothing
+    assert not hasattr(engine, "nothing")
+
+
+def test_arguments_and_results_are_passed_on(make_engine):
+    engine = make_engine(Net()).eval()
+    assert torch.equal(engine(X, twice=True), 2 * engine(x=X))
+
+
+def test_train_and_eval(make_engine):
+    engine = make_engine(Net())
+    assert engine.eval() is engine
+    assert not engine.module.drop.training
+    engine.train()
+    assert engine.module.drop.training
+    engine.train(False)
+    assert not engine.module.drop.training
+
+
+def test_no_gradient_no_hooks(make_engine):
+    engine = make_engine(Net())
+    with torch.no_grad():
+        assert engine(X).grad_fn is None
+
+
+def test_compile_in_place(make_engine):
+    engine = make_engine(Net()).eval()
+    before = engine(X)
+    assert not engine.is_compiled
+    engine.compile(backend="eager")
+    assert engine.is_compiled
+    assert torch.equal(engine(X), before)
+    assert list(engine.module.state_dict()) == ["layer.weight", "layer.bias"]
+    train(engine)
+    assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("option", [{"schedule": [(0, [])]}, {"compiled_autograd_enabled": True}])
+def test_compile_refuses_what_is_not_there(make_engine, option):
+    with pytest.raises(ConfigError, match="compile: .*not in this version"):
+        make_engine(Net()).compile(backend="eager", **option)
+
+
+# ---- backward and step ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (torch.ones(2, requires_grad=True), r"shape \(2,\), requires_grad=True"),
+        (torch.tensor(1.0), r"shape \(\), requires_grad=False"),
+        (3.0, "found float"),
+        (None, "found NoneType"),
+    ],
+)
+def test_what_is_no_loss(make_engine, loss, found):
+    with pytest.raises(ValueError, match=f"backward: asked for the gradients of one loss, .*{found}"):
+        make_engine(Net()).backward(loss)
+
+
+def test_backward_returns_the_divided_loss(make_engine):
+    engine = make_engine(Net(), train_batch_size=None, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=4)
+    engine.eval()
+    loss = engine(X).sum()
+    assert engine.backward(loss).item() == pytest.approx(loss.item() / 4)
+    assert engine.backward(engine(X).sum(), scale_wrt_gas=False).item() == pytest.approx(loss.item())
+
+
+def test_counters(make_engine):
+    engine = make_engine(Net(), train_batch_size=None, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2)
+    train(engine, 5)
+    assert (engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps) == (5, 2, 12, 0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_plain_backward_does_the_same(make_engine, stage):
+    weights = []
+    for plain in (False, True):
+        engine = make_engine(
+            Net(),
+            train_batch_size=None,
+            train_micro_batch_size_per_gpu=1,
+            gradient_accumulation_steps=2,
+            optimizer={"type": "SGD", "params": {"lr": 0.1}},
+            zero_optimization={"stage": stage},
+        ).eval()
+        for micro in range(2):
+            loss = engine(X * (micro + 1)).pow(2).sum()
+            if plain:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        weights.append(engine.module.layer.weight.detach().clone())
+    assert torch.equal(*weights)
+    torch.manual_seed(0)
+    assert not torch.equal(weights[0], nn.Linear(4, 2).weight)
+
+
+def test_a_plain_backward_of_an_unscaled_fp16_loss_is_refused(make_engine):
+    engine = make_engine(Net(), fp16={"enabled": True, "loss_scale": 64}).eval()
+    loss = engine(X.half()).float().sum()
+    with pytest.raises(StateError, match=r"loss scale is 64 .*engine\.scale\(loss\)\.backward\(\)"):
+        loss.backward()
+    engine.scale(engine(X.half()).float().sum()).backward()
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(10**0.5, rel=1e-3)
+
+
+def test_an_exception_in_a_backward_leaves_nothing_behind(make_engine):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("in the middle")
+
+    engine = make_engine(nn.Linear(4, 2), train_batch_size=1, zero_optimization={"stage": 2})
+    out = engine(X)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        engine.backward(out.sum() + Failing.apply(engine.module.weight).sum())
+    assert not engine.sharding.window.is_open
+    engine.backward(engine(X).sum())
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(10**0.5)
+
+
+def test_zero_grad_forgets(make_engine):
+    engine = make_engine(Net()).eval()
+    engine.backward(engine(X * 100).sum())
+    engine.zero_grad()
+    train(engine)
+    assert engine.get_global_grad_norm() == pytest.approx(10**0.5)
+
+
+# ---- accumulation -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_no_sync_accumulates_and_refuses_a_step(make_engine, stage):
+    engine = make_engine(Net(), zero_optimization={"stage": stage}).eval()
+    with engine.no_sync():
+        engine.backward(engine(X).sum())
+        with pytest.raises(StateError, match=r"step: found inside no_sync\(\)"):
+            engine.step()
+    train(engine)
+    assert engine.get_global_grad_norm() == pytest.approx(2 * 10**0.5)
+
+
+def test_no_sync_with_sharded_gradients(make_engine):
+    with pytest.raises(ConfigError, match=r"no_sync: zero_optimization\.stage is 2.*use stage 0 or 1"):
+        make_engine(Net(), zero_optimization={"stage": 2}).no_sync()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_boundary_by_hand(make_engine, stage):
+    engine = make_engine(Net(), zero_optimization={"stage": stage}).eval()
+    engine.set_gradient_accumulation_boundary(False)
+    train(engine, 3)
+    assert engine.global_steps == 0
+    engine.set_gradient_accumulation_boundary(True)  # after the last backward
+    engine.step()
+    assert engine.global_steps == 1
+    assert engine.get_global_grad_norm() == pytest.approx(3 * 10**0.5)
+
+
+def test_batch_sizes_can_be_changed(make_engine):
+    engine = make_engine(Net(), train_batch_size=None, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=3)
+    engine.set_train_batch_size(8)
+    assert engine.get_batch_info() == (8, 2, 4)
+    engine.set_train_micro_batch_size(5)
+    assert engine.get_batch_info() == (20, 5, 4)
+    engine.set_gradient_accumulation_steps(1)
+    assert engine.get_batch_info() == (5, 5, 1)
+
+
+@pytest.mark.parametrize("size", [0, 3, -2])
+def test_batch_sizes_that_do_not_fit(make_engine, size):
+    engine = make_engine(Net(), train_batch_size=None, train_micro_batch_size_per_gpu=2)
+    with pytest.raises(ConfigError, match=f"train_batch_size: asked for {size}, which is not a multiple of 2"):
+        engine.set_train_batch_size(size)
+    assert engine.get_batch_info() == (2, 2, 1)
+    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu: asked for 0, allowed is 1 or more"):
+        engine.set_train_micro_batch_size(0)
+
+
+def test_learning_rate_and_momentum(make_engine):
+    engine = make_engine(Net())
+    engine.set_lr(0.25)
+    assert (engine.get_lr(), [tuple(m) for m in engine.get_mom()]) == ([0.25], [(0.9, 0.999)])
+    sgd = make_engine(Net(), optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.8}})
+    assert sgd.get_mom() == [0.8]
+
+
+# ---- what is printed --------------------------------------------------------------------------------------------
+
+
+def test_steps_are_printed_as_asked_for(make_engine, lines):
+    train(make_engine(Net(), steps_per_print=2), 5)
+    printed = [text for _, text in lines if text.startswith("step=")]
+    assert [text.split(",")[0] for text in printed] == ["step=2", "step=4"]
+    assert re.fullmatch(r"step=2, skipped=0, lr=\[0\.1\], mom=\[.*0\.9.*0\.999.*\]", printed[0])
+
+
+def test_nothing_is_printed_that_was_not_asked_for(make_engine, lines):
+    train(make_engine(Net()), 10)
+    train(make_engine(Net(), steps_per_print=float("inf")), 2)
+    assert [text for _, text in lines if "step=" in text or "time (ms)" in text] == []
+
+
+def test_wall_clock_breakdown(make_engine, lines):
+    train(make_engine(Net(), wall_clock_breakdown=True, steps_per_print=2), 4)
+    printed = [text for _, text in lines if text.startswith("time (ms)")]
+    number = r"\d+\.\d\d"
+    assert len(printed) == 2
+    assert re.fullmatch(rf"time \(ms\) \| forward: {number} \| backward: {number} \| step: {number}", printed[0])
+
+
+def test_dump_state(make_engine, lines):
+    make_engine(Net(), dump_state=True, gradient_clipping=0.125)
+    printed = "\n".join(text for _, text in lines)
+    assert "gradient_clipping" in printed
+    assert "0.125" in printed
+    lines.clear()
+    make_engine(Net())
+    assert not any("gradient_clipping" in text for _, text in lines)
+
+
+# ---- data, weights, the end -------------------------------------------------------------------------------------
+
+
+def test_deepspeed_io(make_engine):
+    engine = make_engine(Net(), train_batch_size=2)
+    data = TensorDataset(torch.arange(6.0))
+    shuffled = [value for (batch,) in engine.deepspeed_io(data) for value in batch.tolist()]
+    assert sorted(shuffled) == list(range(6))
+    in_order = engine.deepspeed_io(
+        data, batch_size=4, route="eval", collate_fn=lambda items: [float(i[0]) for i in items]
+    )
+    assert list(in_order) == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0]]
+
+
+def test_training_data_with_a_short_last_batch_dropped(make_engine):
+    data = TensorDataset(torch.arange(7.0))
+    engine = make_engine(Net(), train_batch_size=2, dataloader_drop_last=True, arguments={"training_data": data})
+    assert [len(batch[0]) for batch in engine.training_dataloader] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_save_16bit_model(make_engine, tmp_path, stage):
+    model = Net()
+    model.layer.bias.requires_grad_(False)
+    engine = make_engine(model, bf16={"enabled": True}, zero_optimization={"stage": stage})
+    assert engine.save_16bit_model(str(tmp_path)) is True
+    loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert {name: value.dtype for name, value in loaded.items()} == dict.fromkeys(
+        ("layer.weight", "layer.bias"), torch.bfloat16
+    )
+    assert torch.equal(loaded["layer.weight"], engine.module.layer.weight)
+    engine.save_16bit_model(str(tmp_path), "trained.bin", exclude_frozen_parameters=True)
+    assert list(torch.load(tmp_path / "trained.bin", weights_only=True)) == ["layer.weight"]
+
+
+def test_loaded_weights_reach_the_masters(make_engine):
+    engine = make_engine(Net(), bf16={"enabled": True}, zero_optimization={"stage": 2})
+    weights = {name: torch.zeros_like(value) for name, value in engine.module_state_dict().items()}
+    engine.load_module_state_dict({"module": weights})
+    assert deepspeed.zero is not None
+    assert all(unit.master.abs().sum() == 0 for group in engine.sharding.groups for unit in group.units)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_destroy_leaves_a_plain_module(make_engine, stage):
+    engine = make_engine(Net(), train_batch_size=1, zero_optimization={"stage": stage})
+    train(engine)
+    model = engine.module
+    engine.destroy()
+    assert (engine.optimizer, engine.basic_optimizer, engine.lr_scheduler) == (None, None, None)
+    model.eval()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.layer.weight.detach().clone()
+    model(X).sum().backward()
+    assert torch.equal(model.layer.weight.grad, torch.ones(2, 4))
+    plain.step()
+    assert torch.allclose(model.layer.weight, before - 0.1)
