@@ -16,7 +16,7 @@ def make_params(dtype=torch.float32):
 
 def make_group(params, *, rank=0, world_size=1, model_dtype=None, is_flat=True, is_whole=False):
     numels = [param.numel() for param in params]
-    cuts = parameter_cuts(numels, world_size) if is_whole else even_cuts(sum(numels), world_size)
+    cuts = parameter_cuts(numels, world_size) if is_whole else even_cuts(numels, world_size)
     return FlatGroup(
         params,
         first_index=10,

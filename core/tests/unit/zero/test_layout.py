@@ -10,12 +10,12 @@ WORLD = st.integers(1, 5)
 CUTTERS = st.sampled_from(["even", "parameter"])
 
 
-def layout_of(numels, world_size, cutter):
-    cuts = even_cuts(sum(numels), world_size) if cutter == "even" else parameter_cuts(numels, world_size)
-    return GroupLayout(numels, cuts)
+def layout_of(numels, world_size, cutter, max_fragment_numel=None):
+    cuts = even_cuts(numels, world_size) if cutter == "even" else parameter_cuts(numels, world_size)
+    return GroupLayout(numels, cuts, max_fragment_numel)
 
 
-LAYOUTS = st.builds(layout_of, NUMELS, WORLD, CUTTERS)
+LAYOUTS = st.builds(layout_of, NUMELS, WORLD, CUTTERS, st.none() | st.integers(1, 30))
 
 
 @given(LAYOUTS)
@@ -43,13 +43,22 @@ def test_partitions_are_fragments_and_padding(layout):
         assert sum(f.numel for f in layout.owned_by(rank)) + layout.padding(rank) == stop - start
 
 
-@given(st.integers(0, 10_000), st.integers(1, 9))
-def test_even_cuts_are_even_and_padded_to_twice_the_ranks(numel, world_size):
-    cuts = even_cuts(numel, world_size)
+@given(st.lists(st.integers(0, 1000), max_size=5), st.integers(1, 9))
+def test_even_cuts_are_even_and_padded_to_twice_the_ranks(numels, world_size):
+    cuts, numel = even_cuts(numels, world_size), sum(numels)
     sizes = {stop - start for start, stop in zip(cuts, cuts[1:])}
     assert (cuts[0], len(cuts), len(sizes)) == (0, world_size + 1, 1)
     assert cuts[-1] % (2 * world_size) == 0
     assert 0 <= cuts[-1] - numel < 2 * world_size
+
+
+@given(NUMELS, WORLD, st.integers(1, 30))
+def test_long_fragments_are_divided_on_request(numels, world_size, max_numel):
+    whole, divided = (layout_of(numels, world_size, "even", limit) for limit in (None, max_numel))
+    assert max(fragment.numel for fragment in divided.fragments) <= max_numel
+    at_most = sum(-(-fragment.numel // max_numel) for fragment in whole.fragments)
+    assert len(divided.fragments) == at_most, "no more pieces than needed"
+    assert divided.cuts == whole.cuts
 
 
 @given(NUMELS, WORLD)
@@ -64,7 +73,7 @@ def test_parameter_cuts_leave_every_parameter_whole(numels, world_size):
 
 
 def test_a_group_written_out():
-    layout = GroupLayout([3, 2], even_cuts(5, 2))
+    layout = GroupLayout([3, 2], even_cuts([3, 2], 2))
     assert layout.cuts == (0, 4, 8)
     assert [(f.param, f.param_start, f.start, f.stop, f.owner) for f in layout.fragments] == [
         (0, 0, 0, 3, 0),
@@ -88,7 +97,8 @@ def several_groups(draw):
     for group in numels:
         positions.append(list(places[taken : taken + len(group)]))
         taken += len(group)
-    return [layout_of(group, world_size, cutter) for group in numels], positions
+    limit = draw(st.none() | st.integers(1, 30))
+    return [layout_of(group, world_size, cutter, limit) for group in numels], positions
 
 
 @given(several_groups(), st.integers(1, 60))

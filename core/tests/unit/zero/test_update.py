@@ -12,7 +12,7 @@ def make_unit(index, numel, *, dtype=torch.float32, grad_dtype=None, grad=1.0):
     weight = torch.full((numel,), 1.0, dtype=dtype)
     master = weight if dtype == torch.float32 else weight.float()
     reduced = torch.full((numel,), grad, dtype=grad_dtype or dtype)
-    return Unit(index, Fragment(index, 0, 0, numel, 0), weight, master, reduced)
+    return Unit(index, 0, Fragment(index, 0, 0, numel, 0), weight, master, reduced)
 
 
 def make_update(units, used=None, per_batch=1, lr=0.5):
@@ -80,3 +80,31 @@ def test_units_of_any_shape():
     update, _ = make_update([unit])
     list(update.step(1.0))
     assert unit.weight.tolist() == [0.5] * 6
+
+
+class Spy(torch.optim.SGD):
+    """Notes which tensors its groups hold at each step."""
+
+    def step(self, closure=None):
+        self.__dict__.setdefault("seen", []).append([list(group["params"]) for group in self.param_groups])
+        if self.__dict__.get("fails"):
+            raise RuntimeError("in the step")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_optimizer_sees_the_units_of_the_batch_and_keeps_its_groups(fails):
+    units = [make_unit(i, 1) for i in range(3)]
+    units[2].param_group = 1
+    masters = [unit.master for unit in units]
+    optimizer = Spy([{"params": masters[:2]}, {"params": masters[2:], "lr": 0.25}], lr=0.5)
+    optimizer.fails = fails
+    update = OptimizerUpdate(optimizer, [Batch(0, units[:1], []), Batch(0, units[1:], [])], [True] * 3)
+    if fails:
+        with pytest.raises(RuntimeError, match="in the step"):
+            list(update.step(1.0))
+    else:
+        list(update.step(1.0))
+        assert [[len(group) for group in groups] for groups in optimizer.seen] == [[1, 0], [1, 1]]
+        assert [unit.weight.item() for unit in units] == [0.5, 0.5, 0.75]
+    assert [group["params"] for group in optimizer.param_groups] == [masters[:2], masters[2:]]
