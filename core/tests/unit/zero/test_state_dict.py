@@ -43,9 +43,11 @@ def settings(stage, dtype):
     return {"zero_optimization": {"stage": stage}, **({"bf16": {"enabled": True}} if dtype == "bf16" else {})}
 
 
+@pytest.mark.parametrize("piece_numel", [5, 2**19])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_restored_run_goes_on_as_the_first(make_engine, stage, dtype):
+def test_a_restored_run_goes_on_as_the_first(make_engine, monkeypatch, stage, dtype, piece_numel):
+    monkeypatch.setattr("deepspeed.zero.strategy.WIDENED_NUMEL", piece_numel)
     first = make_engine(make_model(), **settings(stage, dtype))
     train(first)
     saved = _copied(first.sharding.state_dict())

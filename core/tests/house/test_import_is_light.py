@@ -1,0 +1,34 @@
+"""`import deepspeed` loads names only: no torch, no pydantic, no plugin, and of ours only the front and the ground."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "pydantic", "pluggy", "numpy", "psutil", "rich", "hjson", "safetensors", "importlib_metadata"}
+
+
+def modules_loaded_by(statement):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", statement], capture_output=True, text=True, check=True
+    )
+    return set(re.findall(r"^import time:[^|]*\|[^|]*\|\s*(\S+)$", done.stderr, flags=re.MULTILINE))
+
+
+def test_import_deepspeed():
+    loaded = modules_loaded_by("import deepspeed; deepspeed.__version__")
+    assert "deepspeed" in loaded, "the report of importtime was not understood"
+    assert {name.split(".")[0] for name in loaded} & HEAVY == set()
+    ours = {name.removeprefix("deepspeed.") for name in loaded if name.startswith("deepspeed.")}
+    assert {name for name in ours if not name.startswith("_")} <= {"errors", "log"}
+    assert not any(name.startswith("ds_ext_") for name in loaded)
+
+
+def test_importtime_would_show_it():
+    assert "torch" in modules_loaded_by("import deepspeed; deepspeed.initialize")
+
+
+@pytest.mark.parametrize("statement", ["from deepspeed.errors import ConfigError", "from deepspeed.log import logger"])
+def test_the_ground_floor_is_light_too(statement):
+    assert {name.split(".")[0] for name in modules_loaded_by(statement)} & HEAVY == set()
