@@ -1,0 +1,433 @@
+"""Training loops that differ from forward, backward, step: every stage, on two ranks and on four.
+
+Fp16 with overflows, gradients that wait on a rank, boundaries by hand, a backward that fails, an engine that
+only evaluates, two engines that train against each other, ranks that own nothing.
+"""
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.errors import ConfigError, StateError
+from deepspeed.testing.distributed import run_ranks
+from torch import nn
+
+STAGES = (0, 1, 2)
+every_stage = pytest.mark.parametrize("stage", STAGES)
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def create_net(inputs=5, width=7):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def create_engine(stage, net=None, optimizer="AdamW", **keys):
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 20},
+        "steps_per_print": 1_000_000,
+        **keys,
+    }
+    if optimizer:
+        config["optimizer"] = {"type": optimizer, "params": ADAMW}
+    return deepspeed.initialize(model=net or create_net(), config=config)[0]
+
+
+def inputs(step, inputs=5):
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    return torch.randn(4, inputs, generator=generator)
+
+
+def loss_of(output):
+    return (output.float() - 1.0).square().mean()
+
+
+def copies(module):
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def assert_close(found, expected, tolerance):
+    """max |a - b| / max |b| of each tensor."""
+    for one, other in zip(found, expected, strict=True):
+        difference = (one.float() - other.float()).abs().max() / other.float().abs().max()
+        assert difference <= tolerance, difference.item()
+
+
+def average(params):
+    for param in params:
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+
+
+# ---- fp16 ---------------------------------------------------------------------------------------------------------
+
+FP16 = {"enabled": True, "initial_scale_power": 9, "loss_scale_window": 3, "hysteresis": 2, "min_loss_scale": 1}
+OVERFLOWS = {(4, 1), (5, 0), (6, 1), (11, 0)}  # (step, rank) at which one rank's loss is too large for fp16
+FP16_STEPS = 16
+
+
+def fp16_batch(step):
+    factor = 2.0**13 if (step, dist.get_rank()) in OVERFLOWS else 1.0
+    return inputs(step).half(), factor
+
+
+def train_fp16_by_hand(clip):
+    """Dynamic loss scaling in plain torch: an fp16 model, fp32 masters, a scale that follows overflows."""
+    net = create_net()
+    masters = [param.detach().clone().requires_grad_() for param in net.parameters()]
+    net.half()
+    optimizer = torch.optim.AdamW(masters, **ADAMW)
+    scale, left, last, trace = 2.0 ** FP16["initial_scale_power"], FP16["hysteresis"], -1, []
+    for step in range(FP16_STEPS):
+        x, factor = fp16_batch(step)
+        gradients = torch.autograd.grad(loss_of(net(x)) * factor * scale, list(net.parameters()))
+        for master, gradient in zip(masters, gradients, strict=True):
+            total = (gradient / dist.get_world_size()).float()
+            dist.all_reduce(total)
+            master.grad = total.half().float() / scale
+        overflow = any(not master.grad.isfinite().all() for master in masters)
+        if not overflow:
+            nn.utils.clip_grad_norm_(masters, clip)
+            optimizer.step()
+            with torch.no_grad():
+                for param, master in zip(net.parameters(), masters, strict=True):
+                    param.copy_(master)
+        trace.append((scale, overflow))
+        if overflow:
+            last = step
+            if left == 1:
+                scale /= 2
+            else:
+                left -= 1
+        elif (step - last) % FP16["loss_scale_window"] == 0:
+            scale, left = scale * 2, FP16["hysteresis"]
+    return copies(net), trace
+
+
+def train_fp16_engine(stage, clip):
+    engine = create_engine(stage, fp16=FP16, gradient_clipping=clip)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(engine.basic_optimizer, lambda count: 1.0)
+    engine.lr_scheduler = scheduler
+    trace = []
+    for step in range(FP16_STEPS):
+        x, factor = fp16_batch(step)
+        scale = engine.loss_scale()
+        engine.backward(loss_of(engine(x)) * factor)
+        engine.step()
+        trace.append((scale, engine.optimizer.overflow))
+        assert engine.was_step_applied() is not engine.optimizer.overflow
+    assert engine.skipped_steps == sum(overflow for _, overflow in trace)
+    assert scheduler.last_epoch == FP16_STEPS - engine.skipped_steps
+    weights = copies(engine.module)
+    engine.destroy()
+    return weights, trace
+
+
+def fp16_job():
+    expected, expected_trace = train_fp16_by_hand(clip=0.5)
+    assert sum(overflow for _, overflow in expected_trace) == len(OVERFLOWS)
+    for stage in STAGES:
+        weights, trace = train_fp16_engine(stage, clip=0.5)
+        assert trace == expected_trace, stage
+        assert_close(weights, expected, 1e-3)
+
+
+def test_fp16_with_overflows_in_the_middle():
+    run_ranks(2, fp16_job)
+
+
+def fp16_plain_backward_job(stage):
+    engine = create_engine(stage, fp16=FP16)
+    before = copies(engine.module)
+    with pytest.raises(StateError, match="loss scale is 512"):
+        loss_of(engine(inputs(0).half())).backward()
+    engine.scale(loss_of(engine(inputs(0).half()))).backward()
+    engine.step()
+    other = create_engine(stage, fp16=FP16)
+    other.backward(loss_of(other(inputs(0).half())))
+    other.step()
+    assert not torch.equal(copies(engine.module)[0], before[0])
+    assert all(map(torch.equal, copies(engine.module), copies(other.module)))
+
+
+@every_stage
+def test_fp16_plain_backward_wants_a_scaled_loss(stage):
+    run_ranks(2, fp16_plain_backward_job, stage)
+
+
+# ---- gradient accumulation ----------------------------------------------------------------------------------------
+
+
+def train_accumulated_by_hand(num_steps, accumulation):
+    net = create_net()
+    optimizer = torch.optim.AdamW(net.parameters(), **ADAMW)
+    for step in range(num_steps):
+        for micro in range(accumulation):
+            (loss_of(net(inputs(step * accumulation + micro))) / accumulation).backward()
+        average(net.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return copies(net)
+
+
+def no_sync_job(stage):
+    engine = create_engine(stage)
+    for step in range(4):
+        with engine.no_sync():
+            for micro in range(2):
+                engine.backward(loss_of(engine(inputs(3 * step + micro))) / 3)
+            with pytest.raises(StateError, match="no_sync"):
+                engine.step()
+        engine.backward(loss_of(engine(inputs(3 * step + 2))) / 3)
+        engine.step()
+    assert_close(copies(engine.module), train_accumulated_by_hand(4, 3), 1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_no_sync(stage):
+    run_ranks(2, no_sync_job, stage)
+
+
+def no_sync_refused_job():
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage is 2"):
+        create_engine(2).no_sync()
+
+
+def test_no_sync_is_refused_with_sharded_gradients():
+    run_ranks(2, no_sync_refused_job)
+
+
+def only_no_sync_job(stage):
+    """Every backward waits, and the step itself finds that nothing was exchanged."""
+    engine = create_engine(stage)
+    for step in range(4):
+        with engine.no_sync():
+            for micro in range(2):
+                engine.backward(loss_of(engine(inputs(2 * step + micro))) / 2)
+        engine.step()
+    assert_close(copies(engine.module), train_accumulated_by_hand(4, 2), 1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_waited_are_exchanged_by_the_step(stage):
+    run_ranks(2, only_no_sync_job, stage)
+
+
+def boundary_job(stage, told_late):
+    """As Accelerate does it: the loss is divided outside, the boundary is said by hand; also after the backward."""
+    engine = create_engine(stage)
+    for step in range(4):
+        for micro in range(3):
+            is_last = micro == 2
+            engine.set_gradient_accumulation_boundary(is_boundary=is_last and not told_late)
+            engine.backward(loss_of(engine(inputs(3 * step + micro))) / 3, scale_wrt_gas=False)
+            if is_last:
+                engine.set_gradient_accumulation_boundary(is_boundary=True)
+            engine.step()
+    assert engine.global_steps == 4
+    assert_close(copies(engine.module), train_accumulated_by_hand(4, 3), 1e-5)
+
+
+@pytest.mark.parametrize("told_late", [False, True])
+@every_stage
+def test_boundaries_by_hand(stage, told_late):
+    run_ranks(2, boundary_job, stage, told_late)
+
+
+# ---- low precision on the wire ------------------------------------------------------------------------------------
+
+
+def wire_job(keys):
+    results = []
+    for stage in STAGES:
+        engine = create_engine(stage, bf16={"enabled": True}, gradient_clipping=0.1, **keys)
+        for step in range(6):
+            engine.backward(loss_of(engine(inputs(step).bfloat16())))
+            engine.step()
+        results.append(copies(engine.module))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+    assert_close(results[0], train_masters_by_hand(6, clip=0.1), 1e-2)
+
+
+def train_masters_by_hand(num_steps, clip):
+    """A bf16 model whose gradients are averaged in fp32 and update fp32 masters."""
+    net = create_net()
+    masters = [param.detach().clone().requires_grad_() for param in net.parameters()]
+    net.bfloat16()
+    optimizer = torch.optim.AdamW(masters, **ADAMW)
+    for step in range(num_steps):
+        gradients = torch.autograd.grad(loss_of(net(inputs(step).bfloat16())), list(net.parameters()))
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient.float()
+        average(masters)
+        nn.utils.clip_grad_norm_(masters, clip)
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(net.parameters(), masters, strict=True):
+                param.copy_(master)
+    return copies(net)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"communication_data_type": "fp32"},
+        {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}},
+        {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}},
+        {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+    ],
+    ids=str,
+)
+def test_bf16_with_other_dtypes_on_the_wire_is_the_same_in_every_stage(keys, world_size):
+    run_ranks(world_size, wire_job, keys)
+
+
+# ---- failures and evaluation --------------------------------------------------------------------------------------
+
+
+class Bomb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("bomb")
+
+
+def failing_backward_job(stage, by_engine):
+    """The layers above the bomb have their gradients, and perhaps their exchange, when it goes off."""
+    net = create_net()
+    engine = create_engine(stage, net)
+    handle = None
+    for step in range(5):
+        if step == 2:
+            handle = net[1].register_forward_hook(lambda module, args, output: Bomb.apply(output))
+            with pytest.raises(ArithmeticError, match="bomb"):
+                backward(engine, loss_of(engine(inputs(77))), by_engine)
+            handle.remove()
+        backward(engine, loss_of(engine(inputs(step))), by_engine)
+        engine.step()
+    assert_close(copies(net), train_accumulated_by_hand(5, 1), 1e-5)
+
+
+def backward(engine, loss, by_engine):
+    if by_engine:
+        engine.backward(loss)
+    else:
+        loss.backward()
+
+
+@pytest.mark.parametrize("by_engine", [True, False])
+@every_stage
+def test_training_goes_on_after_a_failed_backward(stage, by_engine):
+    run_ranks(2, failing_backward_job, stage, by_engine)
+
+
+def evaluation_job(stage):
+    """Evaluating between steps, with and without gradients, changes nothing."""
+    engine = create_engine(stage, nn.Sequential(create_net(), nn.Dropout(0.0)))
+    assert engine.training
+    for step in range(5):
+        engine.eval()
+        assert not engine.module.training
+        with torch.no_grad():
+            assert not engine(inputs(99)).requires_grad
+        engine(inputs(98))  # a graph that nobody walks
+        engine.train()
+        engine.backward(loss_of(engine(inputs(step))))
+        with torch.no_grad():
+            engine(inputs(97))
+        engine.step()
+    assert_close(copies(engine.module), train_accumulated_by_hand(5, 1), 1e-5)
+
+
+@every_stage
+def test_evaluation_in_between(stage):
+    run_ranks(2, evaluation_job, stage)
+
+
+def no_optimizer_job(stage):
+    net = create_net()
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=net, config={"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+    )
+    assert (optimizer, loader, scheduler) == (None, None, None)
+    assert_close([engine(inputs(0))], [create_net()(inputs(0))], 0.0)
+    engine.backward(loss_of(engine(inputs(0))))
+    with pytest.raises(StateError, match="no optimizer"):
+        engine.step()
+
+
+@every_stage
+def test_without_an_optimizer_the_engine_evaluates_and_step_says_why_not(stage):
+    run_ranks(2, no_optimizer_job, stage)
+
+
+# ---- two engines --------------------------------------------------------------------------------------------------
+
+
+def train_gan_by_hand(num_steps):
+    generator, critic = create_net(5, 7), create_net(3, 6)
+    optimizers = [torch.optim.AdamW(net.parameters(), **ADAMW) for net in (generator, critic)]
+    for step in range(num_steps):
+        for net, optimizer, loss in (
+            (generator, optimizers[0], lambda: critic(generator(inputs(step))).mean()),
+            (critic, optimizers[1], lambda: critic(generator(inputs(step)).detach()).square().mean()),
+        ):
+            generator.zero_grad(), critic.zero_grad()
+            loss().backward()
+            average(net.parameters())
+            optimizer.step()
+    return copies(generator), copies(critic)
+
+
+def gan_job(stage):
+    """A backward of the generator's loss runs through the critic, whose gradients are then thrown away."""
+    generator, critic = create_engine(stage, create_net(5, 7)), create_engine(stage, create_net(3, 6))
+    for step in range(4):
+        generator.backward(critic(generator(inputs(step))).mean())
+        generator.step()
+        critic.zero_grad()
+        critic.backward(critic(generator(inputs(step)).detach()).square().mean())
+        critic.step()
+    expected = train_gan_by_hand(4)
+    assert_close(copies(generator.module), expected[0], 1e-5)
+    assert_close(copies(critic.module), expected[1], 1e-5)
+
+
+@every_stage
+def test_two_engines_whose_graphs_meet(stage):
+    run_ranks(2, gan_job, stage)
+
+
+# ---- ranks that own nothing ---------------------------------------------------------------------------------------
+
+
+def tiny_job(stage, keys):
+    """Five elements on four ranks: the partitions are padded, the last ranks own nothing but padding."""
+    torch.manual_seed(3)
+    net = nn.Linear(2, 1)
+    net.gain = nn.Parameter(torch.tensor(1.0))
+    start = copies(net)
+    engine = create_engine(stage, net, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}}, **keys)
+    for step in range(5):
+        x = inputs(step, 2).to(net.weight.dtype)
+        engine.backward(loss_of(engine(x) * net.gain))
+        engine.step()
+    assert all(not torch.equal(one, two) for one, two in zip(copies(net), start, strict=True) if one.dim() < 2)
+    return copies(net), engine.get_global_grad_norm(), engine.get_lr()
+
+
+@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}, {"gradient_clipping": 0.01}], ids=str)
+def test_more_ranks_than_parameters(keys):
+    results = {stage: run_ranks(4, tiny_job, stage, keys) for stage in STAGES}
+    expected, expected_norm, expected_lr = results[0][0]
+    for per_rank in results.values():
+        for weights, norm, lr in per_rank:
+            assert_close(weights, expected, 1e-6)
+            assert norm == pytest.approx(expected_norm, rel=1e-6)
+            assert lr == expected_lr
