@@ -167,16 +167,17 @@ class BucketPool:
         self._max_free = max_free
         self._allocate = allocate
         self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}  # by address: the whole buffer of which a bucket uses the beginning
 
     def take(self, spec: BucketSpec) -> Tensor:
         """A 1-D buffer of spec.numel elements, with arbitrary contents."""
-        for index, buffer in enumerate(self._free):
-            if buffer.numel() >= spec.numel:
-                return self._free.pop(index)[: spec.numel]
-        return self._allocate(spec.numel)
+        fitting = [index for index, buffer in enumerate(self._free) if buffer.numel() >= spec.numel]
+        buffer = self._free.pop(fitting[0]) if fitting else self._allocate(spec.numel)
+        self._lent[buffer.data_ptr()] = buffer
+        return buffer[: spec.numel]
 
     def give(self, memory: Tensor) -> None:
-        buffer = memory if memory._base is None else memory._base
+        buffer = self._lent.pop(memory.data_ptr())
         if len(self._free) < self._max_free:
             self._free.append(buffer)
 

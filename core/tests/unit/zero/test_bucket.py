@@ -210,6 +210,21 @@ def test_a_pool_keeps_a_limited_number_and_none_after_release():
     assert allocate.sizes == [3, 3, 3, 3]
 
 
+def test_a_backends_own_memory_is_not_taken_for_one_large_buffer():
+    arena, sizes = torch.zeros(100), []
+
+    def allocate(numel):
+        sizes.append(numel)
+        return arena[10 * len(sizes) :][:numel]  # a part of a shared-memory segment, as a backend may hand it out
+
+    pool = BucketPool(2, allocate)
+    first = pool.take(spec_of(2))
+    pool.give(first)
+    assert pool.take(spec_of(3)).data_ptr() == arena[20:].data_ptr()
+    assert pool.take(spec_of(1)).data_ptr() == first.data_ptr()
+    assert sizes == [2, 3]
+
+
 def test_a_buffer_that_is_too_small_stays_in_the_pool():
     allocate = Allocator()
     pool = BucketPool(2, allocate)
