@@ -161,6 +161,7 @@ def _unflatten_group(sharding: Sharding, group: FlatGroup, flat: dict[str, Any])
                 state[name] = _owned(values[place], unit.master.device)
         if any(name in scalars and scalars[name][place] is None for name in scalars):
             state = {}  # this fragment had never been updated
+        optimizer.state.pop(unit.master, None)  # of steps that this run made before the load
         if state:
             optimizer.state[unit.master] = state
 

@@ -1,0 +1,428 @@
+"""`engine.save_checkpoint` and `load_checkpoint` on two ranks: a resumed run is the uninterrupted one, bit for bit."""
+
+import os
+import pickle
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.errors import CheckpointError
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+STAGES = (0, 1, 2)
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}},
+}
+every_stage = pytest.mark.parametrize("stage", STAGES)
+every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+class Net(nn.Module):
+    """A tied weight, a frozen layer, a scalar, a parameter that is never used, a buffer; 2 ranks do not divide it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 7)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.block = nn.Linear(7, 7)
+        self.unused = nn.Linear(7, 3)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens_BT):
+        self.calls += 1
+        x = torch.tanh(self.frozen(self.tokens(tokens_BT))) * self.gain
+        return nn.functional.cross_entropy(self.head(self.block(x)).flatten(0, 1).float(), tokens_BT.flip(1).flatten())
+
+
+def create_engine(stage, precision, seed=0, net=None, **keys):
+    torch.manual_seed(seed)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 40},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 20}},
+        "steps_per_print": 1_000_000,
+        **PRECISIONS[precision],
+        **keys,
+    }
+    net = net or Net()
+    groups = [
+        {"params": [net.tokens.weight, net.gain]},
+        {"params": [*net.block.parameters(), *net.unused.parameters()], "weight_decay": 0.0},
+    ]
+    return deepspeed.initialize(model=net, model_parameters=groups, config=config)[0]
+
+
+def train(engine, first, last):
+    """Losses of steps first .. last - 1; in fp16 step 3 overflows."""
+    losses = []
+    for step in range(first, last):
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(1000 * dist.get_rank() + 10 * step + micro)
+            loss = engine(torch.randint(11, (4, 6), generator=generator))
+            if engine.fp16_enabled() and step == 3:
+                loss = loss * 1e6
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach().clone())
+    return losses
+
+
+def snapshot(engine):
+    """Everything that a resumed run must have alike."""
+    trained = [param for param in engine.module.parameters() if param.requires_grad]
+    tensors = [tensor.detach().clone() for tensor in engine.module.state_dict().values()]
+    for param in trained:
+        tensors += [safe_get_full_fp32_param(param)]
+        tensors += [safe_get_full_optimizer_state(param, name) for name in ("exp_avg", "exp_avg_sq")]
+    values = {
+        "lr": engine.get_lr(),
+        "scale": engine.loss_scale(),
+        "scaler": engine.precision.loss_scaler.state_dict(),
+        "schedule": engine.lr_scheduler.state_dict(),
+        "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps),
+        "groups": [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in engine.basic_optimizer.param_groups
+        ],
+    }
+    return tensors, values
+
+
+def assert_same(found, expected):
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    assert found[1] == expected[1]
+
+
+def resume_job(folder, stage, precision):
+    engine = create_engine(stage, precision)
+    train(engine, 0, 5)
+    engine.save_checkpoint(folder, client_state={"epoch": 3, "seen": torch.arange(3)})
+    saved = snapshot(engine)
+    losses = train(engine, 5, 9)
+    finished = snapshot(engine)
+
+    resumed = create_engine(stage, precision, seed=1)  # other weights, never trained
+    path, client = resumed.load_checkpoint(folder)
+    assert Path(path).is_file()
+    assert client["epoch"] == 3
+    assert torch.equal(client["seen"], torch.arange(3))
+    assert_same(snapshot(resumed), saved)
+    assert all(map(torch.equal, train(resumed, 5, 9), losses))
+    assert_same(snapshot(resumed), finished)
+
+    engine.load_checkpoint(folder)  # back, in an engine that went on
+    assert_same(snapshot(engine), saved)
+    assert all(map(torch.equal, train(engine, 5, 9), losses))
+    assert_same(snapshot(engine), finished)
+    if precision == "fp16":
+        assert engine.skipped_steps >= 1
+    return sorted(os.listdir(Path(folder) / "global_step5"))
+
+
+@every_precision
+@every_stage
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, stage, precision):
+    names = run_ranks(2, resume_job, str(tmp_path), stage, precision)[0]
+    prefix = "bf16_" if precision == "bf16" else ""
+    shards = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)] if stage else []
+    assert names == sorted(["mp_rank_00_model_states.pt", *shards])
+    assert (tmp_path / "latest").read_text() == "global_step5"
+    assert (tmp_path / "zero_to_fp32.py").is_file()
+
+
+def before_training_job(folder, stage):
+    """A checkpoint of step 0 has no moments; loading it into a trained engine must not leave the trained ones."""
+    engine = create_engine(stage, "fp32")
+    engine.save_checkpoint(folder)
+    losses = train(engine, 0, 3)
+    finished = snapshot(engine)
+    engine.load_checkpoint(folder)
+    assert all(map(torch.equal, train(engine, 0, 3), losses))
+    assert_same(snapshot(engine), finished)
+
+
+@every_stage
+def test_back_to_the_start(tmp_path, stage):
+    run_ranks(2, before_training_job, str(tmp_path), stage)
+
+
+def parts_job(folder, stage, precision):
+    engine = create_engine(stage, precision)
+    train(engine, 0, 5)
+    engine.save_checkpoint(folder)
+    weights = [tensor.clone() for tensor in engine.module.state_dict().values()]
+
+    def fresh():
+        other = create_engine(stage, precision, seed=1)
+        train(other, 0, 2)
+        return other
+
+    def has_weights(other):
+        return all(map(torch.equal, other.module.state_dict().values(), weights))
+
+    def masters_fit(other):
+        return all(
+            torch.equal(safe_get_full_fp32_param(param).to(param.dtype), param)
+            for param in other.module.parameters()
+            if param.requires_grad
+        )
+
+    module_only = fresh()
+    schedule = module_only.lr_scheduler.state_dict()
+    path, _ = module_only.load_checkpoint(folder, load_module_only=True)
+    assert path
+    assert has_weights(module_only)
+    assert masters_fit(module_only)
+    assert module_only.global_steps == 2
+    assert module_only.lr_scheduler.state_dict() == schedule
+
+    no_optimizer = fresh()
+    moment = safe_get_full_optimizer_state(no_optimizer.module.gain, "exp_avg")
+    no_optimizer.load_checkpoint(folder, load_optimizer_states=False)
+    assert has_weights(no_optimizer)
+    assert masters_fit(no_optimizer)
+    assert no_optimizer.global_steps == 5
+    assert torch.equal(safe_get_full_optimizer_state(no_optimizer.module.gain, "exp_avg"), moment)
+    assert no_optimizer.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
+
+    no_schedule = fresh()
+    no_schedule.load_checkpoint(folder, load_lr_scheduler_states=False)
+    assert has_weights(no_schedule)
+    assert no_schedule.lr_scheduler.state_dict() == schedule
+
+    calls = []
+
+    def load(src, dst):
+        calls.append((sorted(src), dst))
+        dst.load_state_dict(src)
+
+    custom = fresh()
+    custom.load_checkpoint(folder, custom_load_fn=load)
+    assert calls == [(sorted(custom.module.state_dict()), custom.module)]
+    assert_same(snapshot(custom), snapshot(engine))
+
+    missing = fresh()
+    before = snapshot(missing)
+    assert missing.load_checkpoint(folder + "/nowhere") == (None, {})
+    with pytest.raises(CheckpointError, match="global_step5"):
+        missing.load_checkpoint(folder, tag="global_step6")
+    assert_same(snapshot(missing), before)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (2, "fp32"), (0, "bf16")])
+def test_parts_of_a_checkpoint(tmp_path, stage, precision):
+    run_ranks(2, parts_job, str(tmp_path), stage, precision)
+
+
+def frozen_job(folder, stage):
+    engine = create_engine(stage, "bf16")
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    saved = snapshot(engine)
+    resumed = create_engine(stage, "bf16")
+    with pytest.raises(RuntimeError, match=r"frozen\.weight"):
+        resumed.load_checkpoint(folder)
+    resumed.load_checkpoint(folder, load_module_strict=False)
+    assert_same(snapshot(resumed), saved)
+    names = torch.load(f"{folder}/global_step2/mp_rank_00_model_states.pt", weights_only=True)["module"]
+    assert "block.weight" in names
+    assert not [name for name in names if name.startswith("frozen")]
+
+
+@every_stage
+def test_without_frozen_parameters(tmp_path, stage):
+    run_ranks(2, frozen_job, str(tmp_path), stage)
+
+
+def tags_job(folder):
+    engine = create_engine(1, "fp32", checkpoint={"tag_validation": "Fail"})
+    with pytest.raises(CheckpointError, match="different tags"):
+        engine.save_checkpoint(folder, tag=f"mine{dist.get_rank()}")
+    assert not Path(folder).exists() or not os.listdir(folder)
+    assert engine.save_checkpoint(folder, tag="mine")
+    engine.save_checkpoint(folder, tag="other", save_latest=False)
+    dist.barrier()
+    assert (Path(folder) / "latest").read_text() == "mine"
+
+
+def test_ranks_that_disagree_on_the_tag_save_nothing(tmp_path):
+    run_ranks(2, tags_job, str(tmp_path / "checkpoints"))
+
+
+def save_job(folder, stage, precision="bf16"):
+    engine = create_engine(stage, precision)
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    masters = {}
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
+        master = safe_get_full_fp32_param(param) if param.requires_grad else None
+        masters[name] = param.detach().float() if master is None else master.float()
+    return masters
+
+
+def load_job(folder, stage, message, **flags):
+    engine = create_engine(stage, "bf16")
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_checkpoint(folder)
+    path, _ = engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert path
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_another_number_of_ranks_is_refused(tmp_path, stage, world_size):
+    run_ranks(2, save_job, str(tmp_path), stage)
+    run_ranks(
+        world_size, load_job, str(tmp_path), stage, "saved by 2 data parallel ranks, this job has " + str(world_size)
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "loads", "message"), [(0, 1, "stage 0"), (1, 0, "stage 1 or above"), (2, 0, "or above")]
+)
+def test_another_stage_is_refused(tmp_path, saved, loads, message):
+    run_ranks(2, save_job, str(tmp_path), saved)
+    run_ranks(2, load_job, str(tmp_path), loads, message)
+
+
+def other_stage_job(folder):
+    """Stages 1 and 2 hold the same."""
+    engine = create_engine(1, "bf16")
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    other = create_engine(2, "bf16", seed=1)
+    other.load_checkpoint(folder)
+    assert_same(snapshot(other), snapshot(engine))
+
+
+def test_stage_2_takes_the_files_of_stage_1(tmp_path):
+    run_ranks(2, other_stage_job, str(tmp_path))
+
+
+@every_precision
+@every_stage
+def test_zero_to_fp32_gives_the_masters(tmp_path, stage, precision):
+    expected = run_ranks(2, save_job, str(tmp_path), stage, precision)[0]
+    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    assert set(expected) <= set(found)
+    for name, master in expected.items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], master), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_shards_lie_end_to_end_as_deepspeeds_do(tmp_path, stage, precision):
+    """Rank r's file has the r-th of equal partitions of each group's parameters in order, padded at the end."""
+    masters = run_ranks(2, save_job, str(tmp_path), stage, precision)[0]
+    prefix = "bf16_" if precision == "bf16" else ""
+    folder = tmp_path / "global_step2"
+    files = [folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+    states = [torch.load(file, weights_only=True)["optimizer_state_dict"] for file in files]
+    model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
+    assert [list(shapes) for shapes in model["param_shapes"]] == [
+        ["tokens.weight", "gain"],
+        ["block.weight", "block.bias", "unused.weight", "unused.bias"],
+    ]
+    for group, shapes in enumerate(model["param_shapes"]):
+        partitions = [state["single_partition_of_fp32_groups"][group] for state in states]
+        expected = torch.cat([masters[name].flatten() for name in shapes])
+        padded = -(-expected.numel() // 4) * 4
+        assert [part.shape for part in partitions] == [(padded // 2,), (padded // 2,)]
+        assert torch.equal(torch.cat(partitions)[: expected.numel()], expected)
+        assert states[1]["group_paddings"][group] == padded - expected.numel()
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert states[0]["base_optimizer_state"]["state"][group][name].shape == (padded // 2,)
+    assert states[0]["zero_stage"] == stage
+    for file, state in zip(files, states, strict=True):
+        assert file.stat().st_size < num_bytes(state) + 20_000  # pickle and zip need a few KB
+    assert (folder / "mp_rank_00_model_states.pt").stat().st_size < num_bytes(model) + 30_000
+
+
+def num_bytes(state):
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    if isinstance(state, dict):
+        return sum(map(num_bytes, state.values()))
+    return sum(map(num_bytes, state)) if isinstance(state, list | tuple) else 0
+
+
+def large_job(folder, stage):
+    """Two megabytes of weights per rank: a storage that came along whole would show."""
+    net = Net()
+    net.block = nn.Linear(7, 100_000)
+    net.forward = lambda x: (net.block(x).square().mean() + net.tokens.weight.sum() + net.gain) * 1.0
+    engine = create_engine(stage, "fp32", net=net)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(4, 7)))
+        engine.step()
+    engine.save_checkpoint(folder)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_files_hold_no_storage_larger_than_their_tensors(tmp_path, stage):
+    run_ranks(2, large_job, str(tmp_path), stage)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "global_step1").iterdir()}
+    for name, size in sizes.items():
+        state = torch.load(tmp_path / "global_step1" / name, weights_only=True)
+        assert size < num_bytes(state) * 1.02 + 30_000, name
+    shards = [size for name, size in sizes.items() if "optim" in name]
+    assert len(shards) == 2
+    assert max(shards) < 1.1 * 12 * 800_000 / 2  # fp32 master and two moments of half the elements
+
+
+class Payload:
+    def __reduce__(self):
+        return (Path.touch, (Path(os.environ["DS_TEST_PAYLOAD"]),))
+
+
+def evil_job(folder, stage, mark):
+    engine = create_engine(stage, "fp32")
+    before = snapshot(engine)
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(folder)
+    assert not Path(mark).exists()
+    assert_same(snapshot(engine), before)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+@pytest.mark.parametrize(("stage", "name"), [(0, "mp_rank_00_model"), (1, "mp_rank_00_model"), (2, "zero_pp_rank_1")])
+def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path, monkeypatch, stage, name, how):
+    run_ranks(2, save_job, str(tmp_path), stage, "fp32")
+    mark = tmp_path / "ran"
+    monkeypatch.setenv("DS_TEST_PAYLOAD", str(mark))
+    (victim,) = [path for path in (tmp_path / "global_step2").iterdir() if path.name.startswith(name)]
+    if how == "pickle":
+        victim.write_bytes(pickle.dumps({"module": Payload()}))
+    else:
+        torch.save({"module": Payload()}, victim)
+    run_ranks(2, evil_job, str(tmp_path), stage, str(mark))
+    assert not mark.exists()
+
+
+def sixteen_bit_job(folder, stage):
+    engine = create_engine(stage, "bf16")
+    train(engine, 0, 1)
+    assert engine.save_16bit_model(folder, "weights.bin")
+    loaded = torch.load(f"{folder}/weights.bin", weights_only=True)
+    assert loaded.keys() == engine.module.state_dict().keys()
+    assert all(torch.equal(loaded[name], value) for name, value in engine.module.state_dict().items())
+
+
+@every_stage
+def test_save_16bit_model(tmp_path, stage):
+    run_ranks(2, sixteen_bit_job, str(tmp_path), stage)
