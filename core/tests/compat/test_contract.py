@@ -1,0 +1,517 @@
+"""What third-party libraries look up in `deepspeed`, as one table, read from their sources.
+
+transformers 5.23.0, accelerate 1.15.0, lightning 2.6.6, peft 0.21.2, trl 1.16.0. What belongs to features that this
+version does not have is listed at the end with its reason; when such a line begins to work, its test fails and the
+line moves up.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.testing.distributed import run_ranks
+from packaging.version import Version
+
+# ---- reachable from a plain `import deepspeed`, without importing anything else -------------------------------------
+
+PUBLIC = """
+    DeepSpeedEngine __version__ accelerator add_config_arguments checkpointing.configure comm.get_rank
+    comm.init_distributed comm.is_initialized get_accelerator init_distributed init_inference initialize log_dist logger
+    runtime.engine.DeepSpeedEngine runtime.lr_schedules.VALID_LR_SCHEDULES tp_model_init utils.groups
+    utils.logging.logger utils.safe_get_full_grad zero.GatheredParameters zero.Init zero.register_external_parameter
+"""
+
+# ---- module -> names that are imported from it ----------------------------------------------------------------------
+
+IMPORTS = {
+    "deepspeed.accelerator": "get_accelerator set_accelerator DeepSpeedAccelerator",
+    "deepspeed.accelerator.abstract_accelerator": "DeepSpeedAccelerator",
+    "deepspeed.accelerator.real_accelerator": "get_accelerator set_accelerator",
+    "deepspeed.checkpoint.utils": "clone_tensors_for_torch_save",
+    "deepspeed.comm": "init_distributed is_initialized get_rank get_world_size barrier all_reduce all_gather broadcast",
+    "deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
+    "deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
+    "deepspeed.ops.lion": "DeepSpeedCPULion",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "checkpoint configure is_configured",
+    "deepspeed.runtime.base_optimizer": "DeepSpeedOptimizer",
+    "deepspeed.runtime.config": "DeepSpeedConfig DeepSpeedConfigError",
+    "deepspeed.runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
+    "deepspeed.runtime.engine": "DeepSpeedEngine",
+    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+    "deepspeed.runtime.lr_schedules": "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR",
+    "deepspeed.runtime.utils": "clip_grad_norm_ get_global_norm move_to_device see_memory_usage",
+    "deepspeed.runtime.zero": "GatheredParameters Init ZeroParamStatus register_external_parameter",
+    "deepspeed.runtime.zero.config": "DeepSpeedZeroConfig",
+    "deepspeed.runtime.zero.partition_parameters": "Init GatheredParameters ZeroParamStatus get_accelerator "
+    "zero_wrapper_for_fp_tensor_constructor _orig_torch_arange register_external_parameter",
+    "deepspeed.utils": "RepeatingLoader groups logger log_dist safe_get_full_fp32_param safe_get_full_grad "
+    "safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
+    "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module",
+    "deepspeed.utils.groups": "_get_sequence_parallel_group _get_sequence_parallel_world_size "
+    "_get_sequence_parallel_rank _get_data_parallel_group _get_model_parallel_group",
+    "deepspeed.utils.logging": "logger log_dist",
+    "deepspeed.utils.tensor_fragment": "safe_get_full_grad",
+    "deepspeed.utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files "
+    "convert_zero_checkpoint_to_fp32_state_dict load_state_dict_from_zero_checkpoint",
+}
+
+# ---- old modules whose attributes are replaced, or compared by identity: the old name is the new module -------------
+
+SAME_MODULE = {
+    "deepspeed.runtime.engine": "deepspeed.engine.engine",
+    "deepspeed.runtime.zero.partition_parameters": "deepspeed.zero.construct",
+    "deepspeed.utils.groups": "deepspeed.parallel.groups",
+    "deepspeed.utils.logging": "deepspeed.log",
+    "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator.current",
+}
+
+# ---- calls, as (function, positional arguments, keyword arguments) --------------------------------------------------
+
+ANY = object()
+CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    # accelerate
+    (
+        "deepspeed:initialize",
+        (),
+        {"model": ANY, "config_params": ANY, "optimizer": ANY, "lr_scheduler": ANY, "mpu": ANY},
+    ),
+    ("deepspeed:initialize", (), {"model": ANY, "config_params": ANY, "model_parameters": ANY}),
+    ("deepspeed.comm:init_distributed", (), {"dist_backend": None, "auto_mpi_discovery": False, "timeout": ANY}),
+    ("deepspeed.ops.adam:DeepSpeedCPUAdam", (ANY,), {"lr": ANY, "weight_decay": ANY, "adamw_mode": ANY}),
+    ("deepspeed.ops.adagrad:DeepSpeedCPUAdagrad", (ANY,), {"lr": ANY, "weight_decay": ANY}),
+    ("deepspeed.ops.lion:DeepSpeedCPULion", (ANY,), {"lr": ANY, "weight_decay": ANY}),
+    ("deepspeed.zero:GatheredParameters", (ANY,), {"modifier_rank": None, "fwd_module": None, "enabled": True}),
+    ("deepspeed.utils:set_z3_leaf_modules", (ANY, ANY), {}),
+    # lightning
+    ("deepspeed:init_distributed", ("gloo",), {"distributed_port": 29500, "timeout": timedelta(minutes=1)}),
+    (
+        "deepspeed:initialize",
+        (),
+        {
+            "args": ANY,
+            "config": ANY,
+            "model": ANY,
+            "model_parameters": ANY,
+            "optimizer": ANY,
+            "lr_scheduler": ANY,
+            "dist_init_required": False,
+        },
+    ),
+    ("deepspeed.zero:Init", (), {"enabled": True, "remote_device": None, "config_dict_or_path": ANY}),
+    (
+        "deepspeed:checkpointing.configure",
+        (),
+        {
+            "mpu_": None,
+            "partition_activations": ANY,
+            "contiguous_checkpointing": ANY,
+            "checkpoint_in_cpu": ANY,
+            "profile": None,
+        },
+    ),
+    # transformers
+    ("deepspeed.zero:Init", (), {"config_dict_or_path": ANY}),
+    ("deepspeed.zero:register_external_parameter", (ANY, ANY), {}),
+    ("deepspeed.runtime.zero.partition_parameters:zero_wrapper_for_fp_tensor_constructor", (ANY, ANY), {}),
+    (
+        "deepspeed.runtime.zero.partition_parameters:zero_wrapper_for_fp_tensor_constructor",
+        (ANY, ANY),
+        {"target_device": ANY},
+    ),
+]
+
+ENGINE = "deepspeed.engine.engine:DeepSpeedEngine."
+ENGINE_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("set_gradient_accumulation_boundary", (), {"is_boundary": True}),
+    ("backward", (ANY,), {"scale_wrt_gas": False}),
+    ("backward", (ANY,), {"retain_graph": True, "create_graph": True}),
+    ("step", (), {}),
+    ("get_global_grad_norm", (), {}),
+    ("compile", (), {"backend": ANY, "compile_kwargs": ANY}),
+    ("save_checkpoint", (ANY, "pytorch_model"), {}),
+    ("save_checkpoint", (ANY,), {"exclude_frozen_parameters": True}),
+    ("save_checkpoint", (ANY,), {"client_state": ANY, "tag": "checkpoint", "exclude_frozen_parameters": False}),
+    ("load_checkpoint", (ANY, "pytorch_model"), {}),
+    (
+        "load_checkpoint",
+        (ANY,),
+        {"load_module_strict": True, "load_optimizer_states": True, "load_lr_scheduler_states": True},
+    ),
+    ("load_checkpoint", (ANY,), {"tag": "checkpoint", "load_module_strict": False}),
+    ("zero_gather_16bit_weights_on_model_save", (), {}),
+    ("_zero3_consolidated_16bit_state_dict", (), {"exclude_frozen_parameters": True}),
+    ("_consolidated_16bit_state_dict", (), {}),
+    ("destroy", (), {}),
+    ("train", (), {}),
+    ("eval", (), {}),
+    ("parameters", (), {}),
+    ("modules", (), {}),
+]
+
+# ---- configs as the libraries hand them over ------------------------------------------------------------------------
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "accelerate": {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "none", "nvme_path": None},
+            "offload_param": {"device": "none", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "steps_per_print": float("inf"),
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "zero_allow_untested_optimizer": True,
+    },
+    "lightning": {
+        "activation_checkpointing": {
+            "partition_activations": False,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+            "synchronize_checkpoint_boundary": False,
+        },
+        "aio": {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "single_submit": False,
+            "overlap_events": True,
+            "thread_count": 1,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 2,
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "allgather_partitions": True,
+            "reduce_scatter": True,
+            "allgather_bucket_size": 200000000,
+            "reduce_bucket_size": 200000000,
+            "sub_group_size": 1000000000000,
+        },
+        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+    },
+    "lightning fp16": {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
+    },
+    "trl": {  # keys with dots are no keys; they must be tolerated
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 0},
+        "zero_optimization.reduce_bucket_size": 4096,
+    },
+    "transformers": {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1024},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1}},
+    },
+}
+
+# ---- top-level keys of a checkpoint, which Lightning keeps out of client states -------------------------------------
+
+CLIENT_STATE_MAY_NOT_HAVE = """
+    module buffer_names optimizer param_shapes lr_scheduler sparse_tensor_module_names skipped_steps global_steps
+    global_samples dp_world_size mp_world_size ds_config ds_version
+"""
+
+# ---- not in this version --------------------------------------------------------------------------------------------
+
+STAGE_3 = "ZeRO stage 3"
+OUT_OF_SCOPE = {
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF": "Ulysses sequence parallelism",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter": "Ulysses sequence parallelism",
+    "deepspeed:PipelineModule": "pipeline parallelism",
+    "deepspeed.runtime.pipe:PipelineModule": "pipeline parallelism",
+    "deepspeed:moe": "mixture of experts",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": STAGE_3,
+    "deepspeed.engine.engine:DeepSpeedEngine.parameter_offload": STAGE_3 + " (trl reaches for its hooks)",
+}
+
+# The stage 3 line also stands for what libraries probe on its parameters and modules: ds_id, ds_shape, ds_numel,
+# ds_status, ds_tensor, ds_active_sub_modules, partition_numel(), all_gather(), partition(), ds_external_parameters().
+CONFIGS_OUT_OF_SCOPE: dict[str, dict[str, Any]] = {
+    STAGE_3: {"zero_optimization": {"stage": 3}},
+    "tensor parallelism": {"tensor_parallel": {"autotp_size": 2}},
+    "sequence parallelism": {"sequence_parallel_size": 2},
+    "partitioned activations": {"activation_checkpointing": {"partition_activations": True}},
+    "activations in host memory": {"activation_checkpointing": {"cpu_checkpointing": True}},
+}
+
+
+def find(address: str) -> Any:
+    """The object at "package.module:name.name"."""
+    module_name, _, path = address.partition(":")
+    value = importlib.import_module(module_name)
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+# ---- tests ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_distribution_is_there_as_libraries_ask_for_it() -> None:
+    assert importlib.util.find_spec("deepspeed") is not None
+    assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+    found = importlib.metadata.version("deepspeed")
+    assert found == deepspeed.__version__
+    # each threshold switches something on: accelerate's newest is 0.18.2, Lightning asks for 0.16.0
+    assert Version(found) >= Version("0.19.6")
+
+
+def test_the_compat_distribution_has_no_code_and_our_version() -> None:
+    text = (Path(__file__).parents[3] / "compat" / "deepspeed" / "pyproject.toml").read_text()
+    assert f'version = "{deepspeed.__version__}"' in text
+    assert "packages = []" in text
+
+
+def test_public_names_need_no_other_import() -> None:
+    lines = [f"deepspeed.{name}" for name in PUBLIC.split()]
+    # the first line: what `import deepspeed` alone may not load
+    program = "import sys, deepspeed\nassert 'torch' not in sys.modules\n" + "\n".join(lines)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("address", [f"{module}:{name}" for module, names in IMPORTS.items() for name in names.split()])
+def test_imports(address: str) -> None:
+    assert find(address) is not None
+
+
+@pytest.mark.parametrize("old", SAME_MODULE)
+def test_an_old_address_is_the_new_module(old: str) -> None:
+    assert importlib.import_module(old) is importlib.import_module(SAME_MODULE[old])
+
+
+@pytest.mark.parametrize(("address", "args", "kwargs"), CALLS, ids=lambda value: value if type(value) is str else "")
+def test_calls_fit_the_signature(address: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    inspect.signature(find(address)).bind(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "kwargs"), ENGINE_CALLS, ids=lambda value: value if type(value) is str else ""
+)
+def test_calls_fit_the_engine(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    inspect.signature(find(ENGINE + method)).bind(object(), *args, **kwargs)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_are_taken(name: str) -> None:
+    config = deepspeed.DeepSpeedConfig(CONFIGS[name], world_size=1)
+    config.check_supported()
+    assert config.raw is CONFIGS[name]
+
+
+def test_transformers_can_replace_the_constructor_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero import partition_parameters as pp
+    from deepspeed.zero import construct
+
+    monkeypatch.setattr(pp, "zero_wrapper_for_fp_tensor_constructor", lambda fn, *args, **kwargs: "replaced")
+    assert construct.zero_wrapper_for_fp_tensor_constructor(torch.empty) == "replaced"
+
+
+def test_the_constructor_wrapper_places_and_casts() -> None:
+    from deepspeed.runtime.zero import partition_parameters as pp
+
+    empty = pp.zero_wrapper_for_fp_tensor_constructor(torch.zeros, torch.float16, target_device="meta")
+    assert (empty(3).dtype, empty(3).device.type) == (torch.float16, "meta")
+    arange = pp.zero_wrapper_for_fp_tensor_constructor(pp._orig_torch_arange, torch.float16, target_device="cpu")
+    assert arange(4).dtype == torch.int64
+    assert arange(4, device="meta").device.type == "meta"
+
+
+def test_what_is_not_here_says_so() -> None:
+    with pytest.raises(AttributeError, match=r"deepspeed\.PipelineModule: pipeline parallelism is not in this version"):
+        _ = deepspeed.PipelineModule
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = deepspeed.nonsense
+    with pytest.raises(ValueError, match="tp_model_init: tensor parallelism is not in this version"):
+        deepspeed.tp_model_init(model=None, tp_size=2, dtype=None, config=None)
+    with pytest.raises(ImportError, match="ulysses_sp: Ulysses sequence parallelism is not in this version"):
+        importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        pytest.param(address, marks=pytest.mark.xfail(strict=True, raises=(ImportError, AttributeError), reason=reason))
+        for address, reason in OUT_OF_SCOPE.items()
+    ],
+)
+def test_not_in_this_version(address: str) -> None:
+    find(address)
+
+
+@pytest.mark.parametrize("feature", CONFIGS_OUT_OF_SCOPE)
+def test_configs_not_in_this_version(feature: str) -> None:
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, **CONFIGS_OUT_OF_SCOPE[feature]}, world_size=1)
+    with pytest.raises(ValueError, match="not (yet )?in this version"):
+        config.check_supported()
+
+
+# ---- the engine, built as each library builds it --------------------------------------------------------------------
+
+
+def as_accelerate(stage: int, folder: str) -> dict[str, Any]:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    config = {**CONFIGS["accelerate"], "zero_optimization": {"stage": stage}, "an_unknown_key": {"a": 1}}
+    engine, face, loader, scheduler = deepspeed.initialize(
+        model=model,
+        config_params=config,
+        optimizer=optimizer,
+        lr_scheduler=lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1),
+    )
+    engine.set_gradient_accumulation_boundary(is_boundary=True)
+    engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum(), scale_wrt_gas=False)
+    engine.step()
+    engine.save_checkpoint(folder, "pytorch_model")
+    path, client_state = engine.load_checkpoint(folder, "pytorch_model")
+    norm = engine.get_global_grad_norm()
+    facts = {
+        "loader": loader,
+        "is a module": isinstance(engine, torch.nn.Module),
+        "config is a dict": type(engine.config) is dict and engine.config["zero_optimization"]["stage"] == stage,
+        "norm is a number": float(norm) > 0,
+        "overflow": face.overflow,
+        "optimizer": all(hasattr(face, name) for name in ("param_groups", "state", "defaults", "state_dict")),
+        "scheduler": scheduler.get_last_lr() == [0.1 * 0.1],
+        "device": engine.device.type == engine.module.weight.device.type,
+        "path": path is not None,
+        "client state": client_state,
+        "weights": sorted(engine._consolidated_16bit_state_dict()),
+    }
+    engine.destroy()
+    return facts
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_accelerates_engine(stage: int, tmp_path: Path) -> None:
+    (facts,) = run_ranks(1, as_accelerate, stage, str(tmp_path))
+    assert facts == {
+        "loader": None,
+        "is a module": True,
+        "config is a dict": True,
+        "norm is a number": True,
+        "overflow": False,
+        "optimizer": True,
+        "scheduler": True,
+        "device": True,
+        "path": True,
+        "client state": {},
+        "weights": ["bias", "weight"],
+    }
+    assert (tmp_path / "latest").read_text() == "pytorch_model"
+
+
+def as_lightning(stage: int, folder: str) -> dict[str, Any]:
+    from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    config = {**CONFIGS["lightning"], "zero_optimization": {"stage": stage}}
+    engine, face, _, _ = deepspeed.initialize(
+        args=argparse.Namespace(device_rank=0),
+        config=config,
+        model=model,
+        model_parameters=filter(lambda param: param.requires_grad, model.parameters()),
+        optimizer=optimizer,
+        lr_scheduler=None,
+        dist_init_required=False,
+    )
+    engine.lr_scheduler = None
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    engine.save_checkpoint(folder, client_state={"epoch": 3}, tag="checkpoint", exclude_frozen_parameters=False)
+    _, client_state = engine.load_checkpoint(
+        folder, load_optimizer_states=True, load_lr_scheduler_states=False, load_module_strict=True
+    )
+    facts = {
+        "optimizer": isinstance(face, DeepSpeedOptimizer) and isinstance(engine.optimizer, torch.optim.Optimizer),
+        "inner optimizer": face.optimizer is optimizer,
+        "optimizable": callable(engine) and callable(engine.step),
+        "client state": client_state,
+    }
+    engine.destroy()
+    return facts
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_lightnings_engine(stage: int, tmp_path: Path) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files
+
+    (facts,) = run_ranks(1, as_lightning, stage, str(tmp_path))
+    assert facts == {"optimizer": True, "inner optimizer": True, "optimizable": True, "client state": {"epoch": 3}}
+
+    folder = tmp_path / "checkpoint"
+    (optim_file,) = get_optim_files(str(folder))
+    state = torch.load(optim_file, map_location="cpu", weights_only=True)["optimizer_state_dict"]
+    assert state["zero_stage"] == stage
+    model = torch.load(get_model_state_file(str(folder), stage), map_location="cpu", weights_only=True)
+    assert set(CLIENT_STATE_MAY_NOT_HAVE.split()) <= set(model)
+    assert (tmp_path / "zero_to_fp32.py").is_file()
+
+
+def as_trl() -> dict[str, Any]:
+    model = torch.nn.Linear(4, 2)
+    engine, face, _, _ = deepspeed.initialize(model=model, config=dict(CONFIGS["trl"]))
+    engine.eval()
+    with torch.no_grad():
+        output = engine(torch.ones(1, 4))
+    facts = {"optimizer": face, "output": list(output.shape), "training": engine.module.training}
+    engine.destroy()
+    return facts
+
+
+def test_trls_reference_model_needs_no_optimizer() -> None:
+    assert run_ranks(1, as_trl) == [{"optimizer": None, "output": [1, 2], "training": False}]
+
+
+def whole_parameters(folder: str) -> dict[str, Any]:
+    """peft, transformers: contexts around parameters below stage 3."""
+    model = torch.nn.Linear(4, 2)
+    unfilled = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
+    with deepspeed.zero.Init(config_dict_or_path=unfilled):
+        built = torch.nn.Linear(3, 3)
+    with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0, fwd_module=model):
+        torch.nn.init.ones_(model.weight)
+    with deepspeed.zero.GatheredParameters(model.weight, modifier_rank=None):
+        total = model.weight.sum().item()
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    engine, _, _, _ = deepspeed.initialize(model=model, config={**config, "zero_optimization": {"stage": 2}})
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    grad = deepspeed.utils.safe_get_full_grad(model.weight)
+    facts = {"built": list(built.weight.shape), "total": total, "grad": grad.tolist(), "dtype": str(built.weight.dtype)}
+    engine.destroy()
+    return facts
+
+
+def test_contexts_and_gradients_of_whole_parameters(tmp_path: Path) -> None:
+    (facts,) = run_ranks(1, whole_parameters, str(tmp_path))
+    assert facts == {"built": [3, 3], "total": 8.0, "grad": [[1.0] * 4] * 2, "dtype": "torch.float32"}
