@@ -1,0 +1,54 @@
+"""Marks of leaf modules: by class, by name, taken back, and what is not found."""
+
+import pytest
+import torch
+from deepspeed.utils import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = torch.nn.Linear(2, 2)
+
+
+def make():
+    return torch.nn.Sequential(Experts(), torch.nn.ReLU(), Experts())
+
+
+@pytest.mark.parametrize("wanted", [Experts, "Experts", f"{Experts.__module__}.Experts"])
+def test_mark_and_take_back(wanted):
+    model = make()
+    assert set_z3_leaf_modules(model, [wanted]) == [model[0], model[2]]
+    assert get_z3_leaf_modules(model) == [model[0], model[2]]
+    assert z3_leaf_module(model[0])
+    assert not z3_leaf_module(model[1])
+    assert unset_z3_leaf_modules(model, [wanted]) == [model[0], model[2]]
+    assert get_z3_leaf_modules(model) == []
+
+
+def test_one_module():
+    model = make()
+    set_z3_leaf_module(model[1], True)
+    assert get_z3_leaf_modules(model) == [model[1]]
+    assert not z3_leaf_parameter(model[0].one.weight)
+
+
+def test_a_class_without_module():
+    model = make()
+    with pytest.raises(ValueError, match="found no module of class Conv2d in Sequential"):
+        set_z3_leaf_modules(model, [Experts, torch.nn.Conv2d])
+    assert get_z3_leaf_modules(model) == []
+    assert set_z3_leaf_modules(model, [torch.nn.Conv2d], raise_if_not_found=False) == []
+
+
+@pytest.mark.parametrize("wrong", ["Experts", Experts])
+def test_the_classes_come_in_a_list(wrong):
+    with pytest.raises(TypeError, match="wanted a list of classes"):
+        set_z3_leaf_modules(make(), wrong)
