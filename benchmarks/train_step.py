@@ -62,6 +62,7 @@ def measure_memory(case: Case, name: str) -> Row:
     memory.resident_bytes()  # trims the heap: the peak starts from what is really held
     memory.reset_peak()
     variant.forward_backward()
+    variant.settle()
     state = memory.tensor_bytes() - tensors_before + variant.hidden_bytes()
     variant.update()
     variant.forward_backward()

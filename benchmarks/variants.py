@@ -71,6 +71,9 @@ class Plain:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def settle(self) -> None:
+        """Backward has waited for its exchanges."""
+
     def hidden_bytes(self) -> int:
         """Bytes held in C++ where no Python object points to them: DDP's reduction buckets."""
         if not isinstance(self.module, nn.parallel.DistributedDataParallel):
@@ -101,6 +104,10 @@ class Engine:
 
     def update(self) -> None:
         self.engine.step()
+
+    def settle(self) -> None:
+        """Finish the exchanges that backward left in flight, so that their buffers are not counted as states."""
+        self.engine.sharding.reduce()
 
     def hidden_bytes(self) -> int:
         return 0

@@ -345,6 +345,7 @@ class Sharding:
                 if is_late:
                     bucket.is_late = False
                     bucket.launch(partial(self._exchange, bucket))
+        self.backend.release()
         if not (self.options.allows_unused or all(self._used_anywhere)):
             self._refuse_unused()
         self._norm = _rounded(math.sqrt(facts[0]) * self._after_sum) if facts[0] >= 0 else math.nan
@@ -446,6 +447,16 @@ class Sharding:
     def was_used(self, index: int) -> bool:
         """Whether any rank has a gradient for the attached parameter `index`; known after `reduce()`."""
         return self._used_anywhere[index]
+
+    @property
+    def average_factor(self) -> float:
+        """What reduced gradients are still to be multiplied by to be averages over ranks; `update` does."""
+        return self._after_sum
+
+    def gradient_was_replaced(self, index: int) -> None:
+        """The reduced gradient of an attached parameter was written from outside, on all ranks alike."""
+        self._used[index] = True
+        self._norm = None
 
     def find(self, param: Parameter) -> tuple[FlatGroup, int]:
         """The group of a parameter and its index in it.
