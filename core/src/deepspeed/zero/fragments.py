@@ -1,10 +1,12 @@
 """`safe_get_*` and `safe_set_*`: one parameter's weight, gradient or optimizer state, whole, whatever the stage.
 
 The user's calls for debugging and for methods that read gradients (AdaLoRA). All ranks call them together, between
-`backward` and `step` for gradients. A parameter that no engine manages gives None.
+`backward` and `step` for gradients. Of a parameter that no engine manages there is no fp32 weight and no state (None),
+and its gradient is `param.grad`.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.comm.backend import Piece
-from deepspeed.zero.flat_group import FlatGroup
+from deepspeed.errors import StateError
+from deepspeed.zero.flat_group import FlatGroup, Unit
 from deepspeed.zero.strategy import Sharding
 
 #: id of a parameter -> who manages it; a Sharding keeps its parameters alive, so ids stay unique as long as it lives
@@ -40,50 +43,58 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     sharding.reduce()
     if not sharding.was_used(group.first_index + index):
         return None
-    return _assemble(sharding, group, index, param, lambda unit: unit.grad)
+    gradient = _assemble(sharding, group, index, param, lambda unit: unit.grad)
+    return gradient if gradient is None or sharding.average_factor == 1.0 else gradient.mul_(sharding.average_factor)
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
     """One state of the optimizer, such as "exp_avg", with the parameter's shape; None before the first step."""
     found = _find(param)
-    if found is None:
+    if found is None or (optimizer := found[0].optimizer) is None:
         return None
-    optimizer = found[0].optimizer
-    assert optimizer is not None
     return _assemble(*found, param, lambda unit: optimizer.state.get(unit.master, {}).get(optim_state_key))
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     """Replace the weight, in fp32 and in the model's dtype, on every rank."""
-    found = _find(param)
-    if found is None:
-        raise KeyError(f"safe_set_full_fp32_param: no engine manages this parameter of shape {tuple(param.shape)}")
-    _scatter(found[1], found[2], value, lambda unit: unit.master)
+    _scatter(param, value, "safe_set_full_fp32_param", lambda sharding, unit: unit.master)
     with torch.no_grad():
         param.copy_(value)
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace one state of the optimizer."""
-    found = _find(param)
-    if found is None:
-        raise KeyError(f"safe_set_full_optimizer_state: no engine manages this parameter of shape {tuple(param.shape)}")
-    optimizer = found[0].optimizer
-    assert optimizer is not None
-    _scatter(found[1], found[2], value, lambda unit: optimizer.state[unit.master][optim_state_key])
+    """Replace one state of the optimizer.
+
+    Raises:
+        StateError: if the optimizer has no such state yet, as before the first step.
+    """
+
+    def pick(sharding: Sharding, unit: Unit) -> Tensor:
+        state = sharding.optimizer.state.get(unit.master, {}) if sharding.optimizer is not None else {}
+        if optim_state_key not in state:
+            raise StateError(
+                f"safe_set_full_optimizer_state: found no state {optim_state_key!r}, only {sorted(state)}; states "
+                "exist after the first step"
+            )
+        return state[optim_state_key]  # type: ignore[no-any-return]
+
+    _scatter(param, value, "safe_set_full_optimizer_state", pick)
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     """Replace the reduced gradient."""
-    found = _find(param)
-    if found is None:
-        raise KeyError(f"safe_set_full_grad: no engine manages this parameter of shape {tuple(param.shape)}")
-    found[0].reduce()
-    _scatter(found[1], found[2], value, lambda unit: unit.grad)
+    if (found := _find(param)) is not None:
+        found[0].reduce()
+    _scatter(param, value, "safe_set_full_grad", lambda sharding, unit: unit.grad)
 
 
 def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
     sharding = _managers.get(id(param))
+    if sharding is None:  # perhaps of a group that was added after the engine was built
+        for manager in set(_managers.values()):
+            for other in manager.params:
+                _managers.setdefault(id(other), manager)
+        sharding = _managers.get(id(param))
     return None if sharding is None else (sharding, *sharding.find(param))
 
 
@@ -107,7 +118,10 @@ def _assemble(sharding: Sharding, group: FlatGroup, index: int, param: Parameter
     return whole_N.view(param.shape)
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.bool,
+)  # fmt: skip
 
 
 def _agree_on_dtype(sharding: Sharding, dtype: torch.dtype | None, device: torch.device) -> torch.dtype | None:
@@ -118,9 +132,19 @@ def _agree_on_dtype(sharding: Sharding, dtype: torch.dtype | None, device: torch
     return None if code.item() < 0 else _DTYPES[int(code.item())]
 
 
-def _scatter(group: FlatGroup, index: int, value: Tensor, pick: Any) -> None:
+def _scatter(param: Parameter, value: Tensor, asked: str, pick: Callable[[Sharding, Unit], Tensor | None]) -> None:
+    """Copy this rank's fragments of `value` to where `pick` says."""
+    found = _find(param)
+    if found is None:
+        raise KeyError(f"{asked}: no engine manages this parameter of shape {tuple(param.shape)}")
+    sharding, group, index = found
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{asked}: found a value of shape {tuple(value.shape)}, the parameter has {tuple(param.shape)}"
+        )
     flat = value.detach().reshape(-1)
     for unit in group.units:
-        if unit.fragment.param == index:
+        target = pick(sharding, unit) if unit.fragment.param == index else None
+        if target is not None:
             start = unit.fragment.param_start
-            pick(unit).data.view(-1).copy_(flat[start : start + unit.fragment.numel])
+            target.data.view(-1).copy_(flat[start : start + unit.fragment.numel])
