@@ -1,0 +1,142 @@
+"""Optimizers other than the config's AdamW: stages 1 and 2 against stage 0, and stage 0 against plain torch."""
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.errors import ConfigError
+from deepspeed.testing.distributed import run_ranks
+from torch import nn
+
+STAGES = (0, 1, 2)
+NUM_STEPS = 8
+
+CLIENTS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+    "AdamW, amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+    "Adam, foreach": lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1, foreach=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.1),
+}
+NAMED = {
+    "Lamb": {"lr": 1e-2},
+    "Muon": {"lr": 1e-2, "momentum": 0.9},
+    "Lion": {"lr": 1e-3},
+    "Adagrad": {"lr": 1e-2},
+    "Adam": {"lr": 1e-2, "weight_decay": 0.1},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
+}
+
+
+def create_net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def loss_of(net, step):
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    return (net(torch.randn(4, 5, generator=generator)) - 1.0).square().mean()
+
+
+def train_plain(create):
+    net = create_net()
+    optimizer = create(net.parameters())
+    for step in range(NUM_STEPS):
+        loss_of(net, step).backward()
+        for param in net.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+    return copies(net)
+
+
+def train_engine(stage, optimizer=None, name=None):
+    """`optimizer`: a callable, handed over as it is or as what it makes; `name`: of the config."""
+    net = create_net()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 40},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1_000_000,
+    }
+    if name:
+        config["optimizer"] = {"type": name, "params": NAMED[name]}
+    engine, face, *_ = deepspeed.initialize(model=net, optimizer=optimizer and optimizer(net), config=config)
+    for step in range(NUM_STEPS):
+        engine.backward(loss_of(engine, step))
+        engine.step()
+    assert isinstance(face, torch.optim.Optimizer)
+    return copies(net)
+
+
+def copies(net):
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def assert_close(found, expected, tolerance):
+    """max |a - b| / max |b| of each tensor."""
+    for one, other in zip(found, expected, strict=True):
+        difference = (one - other).abs().max() / other.abs().max()
+        assert difference <= tolerance, difference.item()
+
+
+def client_job(name, as_callable):
+    create = CLIENTS[name]
+    expected = train_plain(create)
+    for stage in STAGES:
+        weights = train_engine(stage, (lambda net: create) if as_callable else (lambda net: create(net.parameters())))
+        assert_close(weights, expected, 1e-5)
+
+
+@pytest.mark.parametrize("as_callable", [False, True], ids=["object", "callable"])
+@pytest.mark.parametrize("name", CLIENTS)
+def test_the_clients_optimizer(name, as_callable):
+    run_ranks(2, client_job, name, as_callable)
+
+
+def named_job(name):
+    start = copies(create_net())
+    results = [train_engine(stage, name=name) for stage in STAGES]
+    assert not any(map(torch.equal, results[0], start))
+    for weights in results[1:]:
+        assert_close(weights, results[0], 1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", NAMED)
+def test_by_name_every_stage_is_the_same(name, world_size):
+    run_ranks(world_size, named_job, name)
+
+
+class Whole(torch.optim.SGD):
+    """Its update looks at the whole tensor; the engine has not heard of it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param -= group["lr"] * param.grad / (param.grad.norm() + 1e-3)
+
+
+def whole_job():
+    expected = train_plain(lambda params: Whole(params, lr=1e-2))
+    for stage in STAGES:
+        assert_close(train_engine(stage, lambda net: Whole(net.parameters(), lr=1e-2)), expected, 1e-5)
+
+
+def test_an_unknown_optimizer_gets_whole_parameters():
+    run_ranks(2, whole_job)
+
+
+def untested_job(stage):
+    net = create_net()
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+    with pytest.raises(ConfigError, match="zero_allow_untested_optimizer"):
+        deepspeed.initialize(model=net, optimizer=Whole(net.parameters(), lr=1e-2), config=config)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_unknown_optimizer_must_be_allowed(stage):
+    run_ranks(2, untested_job, stage)
