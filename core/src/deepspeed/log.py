@@ -45,12 +45,15 @@ def _create_logger() -> logging.Logger:
 logger = _create_logger()
 
 
+def _speaks(ranks: Sequence[int] | None) -> bool:
+    """Whether this process is among the global `ranks`; None means rank 0, [-1] every rank."""
+    ranks = [0] if ranks is None else ranks
+    return -1 in ranks or int(os.environ.get("RANK") or "0") in ranks
+
+
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log `message` on the given global `ranks` only; `None` means rank 0, `[-1]` means every rank."""
-    rank = int(os.environ.get("RANK", "0"))
-    if ranks is None:
-        ranks = [0]
-    if -1 in ranks or rank in ranks:
+    if _speaks(ranks):
         logger.log(level, message)
 
 
@@ -62,6 +65,5 @@ def warn_once(message: str) -> None:
 
 def report(message: str, ranks: Sequence[int] | None = None) -> None:
     """Log what the user asked for in the configuration (`wall_clock_breakdown`, ...), whatever the level is."""
-    rank = int(os.environ.get("RANK", "0"))
-    if rank in (ranks or [0]):
+    if _speaks(ranks):
         logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, message, (), None))

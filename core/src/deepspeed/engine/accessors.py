@@ -31,7 +31,6 @@ FROM_CONFIG = {
     "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
     "zero_gather_16bit_weights_on_model_save": "zero_optimization.gather_16bit_weights_on_model_save",
     "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
-    "zero_overlap_comm": "zero_optimization.overlap_comm",
     "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
     "zero_reduce_scatter": "zero_optimization.reduce_scatter",
     "zero_sub_group_size": "zero_optimization.sub_group_size",
@@ -55,6 +54,7 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     "zero_optimization": lambda engine: engine._config.zero_optimization.stage > 0,
     "zero_optimization_partition_gradients": lambda engine: engine._config.zero_optimization.stage >= 2,
     "zero_optimization_partition_weights": lambda engine: engine._config.zero_optimization.stage >= 3,
+    "zero_overlap_comm": lambda engine: engine.sharding.options.overlap,
     "zero_optimization_stage": lambda engine: engine._config.zero_optimization.stage,
 }
 

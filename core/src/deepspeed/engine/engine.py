@@ -222,6 +222,8 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
 
     def set_gradient_accumulation_steps(self, num_steps: int) -> None:
         """Change the number of micro-batches per step; the micro-batch stays."""
+        if num_steps <= 0:
+            raise ConfigError(f"gradient_accumulation_steps: asked for {num_steps}, allowed is 1 or more")
         self.set_train_batch_size(num_steps * self._micro_batch_size * self.sharding.world_size)
 
     # ---- learning rate ----------------------------------------------------------------------------------------

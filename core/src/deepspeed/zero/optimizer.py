@@ -90,6 +90,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
 
     def __getattr__(self, name: str) -> Any:
+        if "optimizer" not in self.__dict__:  # a copy or an unpickled one that is not built yet
+            raise AttributeError(name)
         return getattr(self.__dict__["optimizer"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -7,7 +7,7 @@ Per flat group, this rank's partition of S elements (padding included):
 
 The optimizer keeps one state per fragment. Tensor states of a fragment's shape are laid end to end to [S]. Scalars,
 such as Adam's `step`, are stored once when all fragments agree, and else also one by one under
-`fragment_scalars`. A state of another shape (factored moments) is stored per fragment under `fragment_states`.
+`parameter_scalars`. A state of another shape (factored moments) is stored per fragment under `parameter_states`.
 """
 
 from __future__ import annotations
@@ -113,10 +113,15 @@ def _flatten_group(sharding: Sharding, group: FlatGroup) -> dict[str, Any]:
         elif all(_is_scalar(value) for value in values):
             flat[name] = next((value for value in values if value is not None), None)
             if any(value is None or value != flat[name] for value in values):
-                flat.setdefault("fragment_scalars", {})[name] = values
+                flat.setdefault("parameter_scalars", {})[name] = _by_parameter(values, group)
         else:
-            flat.setdefault("fragment_states", {})[name] = values
+            flat.setdefault("parameter_states", {})[name] = _by_parameter(values, group)
     return flat
+
+
+def _by_parameter(values: list[Any], group: FlatGroup) -> dict[int, Any]:
+    """The values of the units keyed by parameter; the units of one parameter are always updated together."""
+    return {unit.fragment.param: value for unit, value in zip(group.units, values, strict=True)}
 
 
 def _has_the_masters_shape(values: list[Any], units: list[Unit]) -> bool:
@@ -143,24 +148,25 @@ def _lay_end_to_end(values: list[Any], group: FlatGroup) -> Tensor:
 def _unflatten_group(sharding: Sharding, group: FlatGroup, flat: dict[str, Any]) -> None:
     optimizer = sharding.optimizer
     assert optimizer is not None
-    scalars = flat.get("fragment_scalars", {})
-    odd = flat.get("fragment_states", {})
-    for place, unit in enumerate(group.units):
+    scalars = flat.get("parameter_scalars", {})
+    odd = flat.get("parameter_states", {})
+    for unit in group.units:
+        param = unit.fragment.param
         state: dict[str, Any] = {}
         for name, value in flat.items():
-            if name in ("fragment_scalars", "fragment_states"):
+            if name in ("parameter_scalars", "parameter_states"):
                 continue
             if name in scalars:
-                value = scalars[name][place]
+                value = scalars[name].get(param)
             elif isinstance(value, Tensor) and value.dim() > 0:
                 value = _cut(value, group, unit.fragment.start, unit.fragment.numel).view(unit.master.shape)
             if value is not None:
                 state[name] = _owned(value, unit.master.device)
         for name, values in odd.items():
-            if values[place] is not None:
-                state[name] = _owned(values[place], unit.master.device)
-        if any(name in scalars and scalars[name][place] is None for name in scalars):
-            state = {}  # this fragment had never been updated
+            if values.get(param) is not None:
+                state[name] = _owned(values[param], unit.master.device)
+        if any(values.get(param) is None for values in scalars.values()):
+            state = {}  # this parameter had never been updated
         optimizer.state.pop(unit.master, None)  # of steps that this run made before the load
         if state:
             optimizer.state[unit.master] = state

@@ -96,7 +96,7 @@ def test_states_of_odd_shape_and_plain_numbers_come_back(make_engine):
     saved = _copied(first.sharding.state_dict())
     flat = saved["base_optimizer_state"]["state"][0]
     assert flat["count"] == 2
-    assert flat["fragment_states"]["rows"][0].shape == (3,)
+    assert flat["parameter_states"]["rows"][0].shape == (3,)
     second.sharding.load_state_dict(saved)
     for one, other in zip(_states(first), _states(second)):
         assert one["count"] == other["count"]
