@@ -250,7 +250,6 @@ OUT_OF_SCOPE = {
     "deepspeed.runtime.pipe:PipelineModule": "pipeline parallelism",
     "deepspeed:moe": "mixture of experts",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": STAGE_3,
-    "deepspeed.engine.engine:DeepSpeedEngine.parameter_offload": STAGE_3 + " (trl reaches for its hooks)",
 }
 
 # The stage 3 line also stands for what libraries probe on its parameters and modules: ds_id, ds_shape, ds_numel,
