@@ -8,8 +8,6 @@ import resource
 import sys
 from pathlib import Path
 
-import psutil
-
 _PROC = Path("/proc/self")
 _CGROUP = Path("/sys/fs/cgroup")
 # (limit, present use) of control groups version 2 and version 1, relative to _CGROUP
@@ -18,11 +16,15 @@ _CGROUP_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_byte
 
 def resident_bytes() -> int:
     """Bytes of this process in physical memory now."""
+    import psutil  # late: each rank and the launcher load this room before they ask for memory
+
     return int(psutil.Process().memory_info().rss)
 
 
 def total_bytes() -> int:
     """Bytes of memory of the machine, or of the container when its limit is lower."""
+    import psutil
+
     total = int(psutil.virtual_memory().total)
     cgroup = _cgroup_bytes()
     return total if cgroup is None else min(total, cgroup[0])
@@ -30,6 +32,8 @@ def total_bytes() -> int:
 
 def available_bytes() -> int:
     """Bytes that can be taken without swapping, within the container's limit."""
+    import psutil
+
     available = int(psutil.virtual_memory().available)
     cgroup = _cgroup_bytes()
     return available if cgroup is None else min(available, max(0, cgroup[0] - cgroup[1]))

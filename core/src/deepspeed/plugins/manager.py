@@ -17,7 +17,6 @@ from typing import Any
 
 import importlib_metadata
 import pluggy
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from deepspeed.errors import PluginError
 from deepspeed.log import logger
@@ -293,6 +292,8 @@ def _check_api(plugin: object, label: str) -> None:
     stated = getattr(plugin, "DS_PLUGIN_API", None)
     if stated is None:
         return
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # late: most plugins state no range
+
     try:
         wanted = SpecifierSet(stated)
     except (InvalidSpecifier, TypeError, AttributeError) as error:
