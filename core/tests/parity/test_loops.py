@@ -431,3 +431,43 @@ def test_more_ranks_than_parameters(keys):
             assert_close(weights, expected, 1e-6)
             assert norm == pytest.approx(expected_norm, rel=1e-6)
             assert lr == expected_lr
+
+
+# ---- at the edges of a step ---------------------------------------------------------------------------------------
+
+
+def empty_step_job(stage):
+    """A step without a backward changes nothing, and sees nothing of the gradients of the step before."""
+    engine = create_engine(stage, fp16=FP16)
+    engine.backward(loss_of(engine(inputs(0).half())) * 1e9)
+    engine.step()
+    assert engine.optimizer.overflow
+    before, scale = copies(engine.module), engine.loss_scale()
+    for _ in range(2):
+        engine.step()
+        assert engine.get_global_grad_norm() == 0.0
+        assert not engine.optimizer.overflow
+    assert engine.loss_scale() >= scale
+    assert all(map(torch.equal, copies(engine.module), before))
+
+
+@every_stage
+def test_a_step_without_a_backward(stage):
+    run_ranks(2, empty_step_job, stage)
+
+
+def second_engine_job(stage):
+    """As in a notebook: initialize again over the same module, and go on with the new engine."""
+    net = create_net()
+    forgotten = create_engine(stage, net)
+    forgotten.backward(loss_of(forgotten(inputs(50))))
+    engine = create_engine(stage, net)
+    for step in range(5):
+        engine.backward(loss_of(engine(inputs(step))))
+        engine.step()
+    assert_close(copies(net), train_accumulated_by_hand(5, 1), 1e-5)
+
+
+@every_stage
+def test_a_second_engine_takes_the_module_over(stage):
+    run_ranks(2, second_engine_job, stage)

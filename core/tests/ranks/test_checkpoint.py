@@ -124,6 +124,7 @@ def resume_job(folder, stage, precision):
     assert all(map(torch.equal, train(resumed, 5, 9), losses))
     assert_same(snapshot(resumed), finished)
 
+    engine.backward(engine(torch.zeros(4, 6, dtype=torch.int64)))  # a micro-batch that is not stepped
     engine.load_checkpoint(folder)  # back, in an engine that went on
     assert_same(snapshot(engine), saved)
     assert all(map(torch.equal, train(engine, 5, 9), losses))

@@ -101,6 +101,7 @@ def initialize(
         training_data=training_data,
         collate_fn=collate_fn,
     )
+    fragments.take_over(module)
     synchronize_module(module, group)
     sharding.attach(
         module,

@@ -100,6 +100,7 @@ class Saving(Export):
                 f"load {loaded.path}: found no optimizer state in it, so it was saved with ZeRO (stage 1 or above) and "
                 "this run has stage 0; use the same stage, or load_optimizer_states=False"
             )
+        self.sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights
         if custom_load_fn is not None:
             custom_load_fn(src=state["module"], dst=self.module)
         else:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from deepspeed.comm.backend import Piece
 from deepspeed.errors import StateError
+from deepspeed.log import log_dist
 from deepspeed.zero.flat_group import FlatGroup, Unit
 from deepspeed.zero.strategy import Sharding
 
@@ -26,6 +27,18 @@ def register(sharding: Sharding) -> None:
     """Make the parameters of an engine known here; called when the engine is built."""
     for param in sharding.params:
         _managers[id(param)] = sharding
+
+
+def take_over(module: torch.nn.Module) -> None:
+    """Let an engine that the module was in before let go of it; called before it is put into another one.
+
+    Two engines would both take a gradient that there is once. The former one trains nothing from now on.
+    """
+    managers = [_managers.pop(id(param), None) for param in module.parameters()]
+    for sharding in {manager for manager in managers if manager is not None}:
+        if sharding.is_attached:
+            log_dist("initialize: the model was in another engine, which lets go of it; destroy() engines after use")
+            sharding.destroy()
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:

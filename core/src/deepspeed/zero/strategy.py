@@ -348,6 +348,8 @@ class Sharding:
         self.backend.release()
         if not (self.options.allows_unused or all(self._used_anywhere)):
             self._refuse_unused()
+        if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
+            facts[0] = 0.0
         self._norm = _rounded(math.sqrt(facts[0]) * self._after_sum) if facts[0] >= 0 else math.nan
         self._after_reduce()
 
@@ -411,10 +413,16 @@ class Sharding:
         self._is_reduced = True
         self._norm = None
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether gradients of the module come here."""
+        return bool(self._hooks)
+
     def destroy(self) -> None:
         """Remove the hooks; the module can then be used without the engine."""
         for handle in self._hooks:
             handle.remove()
+        self._hooks = []
         if self.optimizer is not None:
             vars(self.optimizer).pop("add_param_group", None)
         self.zero_grad()
