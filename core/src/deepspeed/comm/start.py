@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm import comm
 from deepspeed.comm.backend import Backend
 from deepspeed.comm.environment import Placement, find_placement
+from deepspeed.comm.exit import settle_at_exit
 from deepspeed.comm.torch_backend import TorchBackend, no_group_error
 from deepspeed.errors import CommError
 from deepspeed.log import log_dist
@@ -49,6 +50,7 @@ def init_distributed(
     """
     if config is not None:
         comm.configure(config)
+    settle_at_exit()
     if comm.is_initialized():
         return
     if dist_init_required is False:
