@@ -95,10 +95,15 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
-    """Replace the reduced gradient."""
-    if (found := _find(param)) is not None:
+    """Replace the reduced gradient, given as `safe_get_full_grad` gives it; the step clips by the norm with it."""
+    found = _find(param)
+    if found is not None:
         found[0].reduce()
+        value = value / found[0].average_factor
     _scatter(param, value, "safe_set_full_grad", lambda sharding, unit: unit.grad)
+    if found is not None:
+        sharding, group, index = found
+        sharding.gradient_was_replaced(group.first_index + index)
 
 
 def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
