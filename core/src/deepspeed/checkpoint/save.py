@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint import consolidate, layout
+from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
 from deepspeed.checkpoint.loadable import make_loadable
 from deepspeed.checkpoint.tensors import compact
@@ -34,7 +34,7 @@ def merge_client_state(model_state: Mapping[str, Any], client_state: Mapping[str
 
 def write_script(save_dir: Path) -> None:
     """Put `zero_to_fp32.py` into `save_dir`: a copy of `consolidate.py`, which needs nothing of this package."""
-    source = Path(consolidate.__file__).read_bytes()
+    source = Path(__file__).with_name("consolidate.py").read_bytes()
     target = save_dir / layout.SCRIPT_FILE
     if target.is_file() and target.read_bytes() == source:
         return

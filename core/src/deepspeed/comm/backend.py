@@ -55,7 +55,7 @@ class Backend(Protocol):
         """Bytes of a bucket at which an exchange among `world_size` ranks is efficient and still overlaps."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-        """A zeroed 1-D buffer that exchanges well; a shared-memory backend hands out its own memory."""
+        """An uninitialized 1-D buffer that exchanges well; a shared-memory backend hands out its own memory."""
 
     def reduce(self, flat_N: torch.Tensor, group: ProcessGroup | None = None) -> Work:
         """Sum `flat_N` over the ranks, in place, on every rank (stage 0)."""

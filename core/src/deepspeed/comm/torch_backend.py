@@ -83,7 +83,7 @@ class TorchBackend:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """A zeroed 1-D tensor of torch's own allocator."""
-        return torch.zeros(numel, dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce(self, flat_N: torch.Tensor, group: ProcessGroup | None = None) -> Work:
         """Sum in place on every rank."""

@@ -18,7 +18,6 @@ from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.events import tell
 from deepspeed.errors import ConfigError
-from deepspeed.ops.muon import mark_muon_parameters
 from deepspeed.optim import create_optimizer, create_scheduler, is_elementwise, is_tested_with_zero
 from deepspeed.parallel import groups
 from deepspeed.plugins.manager import plugin_manager
@@ -229,6 +228,8 @@ def _create_optimizer(
     if unresolved := [name for name in config.unresolved_auto() if name.startswith("optimizer.")]:
         raise ConfigError(f'{unresolved[0]}: found "auto", which Hugging Face\'s Trainer fills in; give a value')
     if config.optimizer.type.lower() == "muon":
+        from deepspeed.ops.muon import mark_muon_parameters  # late: others do not need it
+
         mark_muon_parameters(module)
     return create_optimizer(config.optimizer.type, config.optimizer.params, params)
 

@@ -4,6 +4,7 @@ Called by `engine.build`. Optimizers are first asked of the plugins (hook `ds_op
 without regard to case, among DeepSpeed's, and among the classes of `torch.optim` and `torch.optim.lr_scheduler`.
 """
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,12 +12,6 @@ from typing import Any
 import torch
 
 from deepspeed.errors import ConfigError
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.ops.muon import Muon
-from deepspeed.optim import lr_schedules
 from deepspeed.optim.arguments import construct, suggestion
 from deepspeed.plugins.manager import plugin_manager
 
@@ -59,6 +54,8 @@ def create_scheduler(type: str, params: Mapping[str, Any], optimizer: Any) -> An
 
     `params` is the section `scheduler.params`. Raises ConfigError, which names the key, as `create_optimizer` does.
     """
+    from deepspeed.optim import lr_schedules  # late: a run without a schedule does not load them
+
     own = {name.lower(): name for name in lr_schedules.VALID_LR_SCHEDULES}
     if str(type).lower() in own:
         cls = getattr(lr_schedules, own[str(type).lower()])
@@ -79,13 +76,18 @@ def _adam(arguments: dict[str, Any], offload: bool, *, always_w: bool) -> type:
         return torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     if offload:
         arguments["adamw_mode"] = adam_w_mode
-        return DeepSpeedCPUAdam
+        return _front("adam", "DeepSpeedCPUAdam")
     arguments["adam_w_mode"] = adam_w_mode
     # FusedAdam has no AMSGrad; the host front computes it wherever the parameters are
     if arguments.get("amsgrad") is True:
         arguments["adamw_mode"] = arguments.pop("adam_w_mode")
-        return DeepSpeedCPUAdam
-    return FusedAdam
+        return _front("adam", "DeepSpeedCPUAdam")
+    return _front("adam", "FusedAdam")
+
+
+def _front(op: str, name: str) -> type:
+    """A front of `deepspeed.ops`; only the one that is asked for is loaded."""
+    return getattr(importlib.import_module(f"deepspeed.ops.{op}"), name)  # type: ignore[no-any-return]
 
 
 _Choose = Callable[[dict[str, Any], bool], type]
@@ -93,10 +95,10 @@ _Choose = Callable[[dict[str, Any], bool], type]
 _CHOICES: dict[str, _Choose] = {
     "Adam": lambda arguments, offload: _adam(arguments, offload, always_w=False),
     "AdamW": lambda arguments, offload: _adam(arguments, offload, always_w=True),
-    "Adagrad": lambda arguments, offload: DeepSpeedCPUAdagrad,
-    "Lion": lambda arguments, offload: DeepSpeedCPULion if offload else FusedLion,
-    "Lamb": lambda arguments, offload: FusedLamb,
-    "Muon": lambda arguments, offload: Muon,
+    "Adagrad": lambda arguments, offload: _front("adagrad", "DeepSpeedCPUAdagrad"),
+    "Lion": lambda arguments, offload: _front("lion", "DeepSpeedCPULion" if offload else "FusedLion"),
+    "Lamb": lambda arguments, offload: _front("lamb", "FusedLamb"),
+    "Muon": lambda arguments, offload: _front("muon", "Muon"),
 }
 _NATIVE = {name.lower(): choose for name, choose in _CHOICES.items()}
 _NATIVE_NAMES = list(_CHOICES)

@@ -1,18 +1,19 @@
 """What the engine must know of an optimizer before it shards the state: decided by type, never by trying."""
 
 import inspect
+import sys
 from typing import Any
 
 import torch
 
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.ops.muon import Muon
-
-_OURS = (FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, FusedLion, DeepSpeedCPULion)
+# fronts of ours, by module; looked up only where the module is loaded: no instance exists otherwise
+_OURS = (
+    ("deepspeed.ops.adam", ("FusedAdam", "DeepSpeedCPUAdam")),
+    ("deepspeed.ops.adagrad", ("DeepSpeedCPUAdagrad",)),
+    ("deepspeed.ops.lion", ("FusedLion", "DeepSpeedCPULion")),
+)
+_MUON = (("deepspeed.ops.muon", ("Muon",)),)
 _ELEMENTWISE = (
-    *_OURS,
     torch.optim.Adam,
     torch.optim.AdamW,
     torch.optim.SGD,
@@ -26,8 +27,6 @@ _ELEMENTWISE = (
     torch.optim.ASGD,
 )
 _TESTED_WITH_ZERO = (
-    *_OURS,
-    Muon,
     torch.optim.Adam,
     torch.optim.AdamW,
     torch.optim.Adagrad,
@@ -45,7 +44,7 @@ def is_elementwise(optimizer: Any) -> bool:
     said = getattr(optimizer, "is_elementwise", None)
     if isinstance(said, bool):
         return said
-    return any(_is_a(_unwrapped(optimizer), known) for known in _ELEMENTWISE)
+    return any(_is_a(_unwrapped(optimizer), known) for known in (*_ELEMENTWISE, *_loaded(_OURS)))
 
 
 def is_tested_with_zero(optimizer: Any) -> bool:
@@ -53,7 +52,12 @@ def is_tested_with_zero(optimizer: Any) -> bool:
 
     DeepSpeed's documented list (Adam, AdamW, Adagrad, Lion, Muon, in torch's and in its own classes), and SGD.
     """
-    return any(_is_a(_unwrapped(optimizer), known) for known in _TESTED_WITH_ZERO)
+    known = (*_TESTED_WITH_ZERO, *_loaded(_OURS), *_loaded(_MUON))
+    return any(_is_a(_unwrapped(optimizer), each) for each in known)
+
+
+def _loaded(table: tuple[tuple[str, tuple[str, ...]], ...]) -> list[type]:
+    return [getattr(sys.modules[module], name) for module, names in table if module in sys.modules for name in names]
 
 
 def _unwrapped(optimizer: Any) -> Any:

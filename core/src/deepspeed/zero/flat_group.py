@@ -42,7 +42,7 @@ class FlatGroup:
         model_dtype: dtype that the parameters get, or None to leave them.
         is_flat: whether the parameters become views of one buffer, so that they can be gathered in one go.
         is_whole: whether units keep the shape of their parameter; needs cuts between parameters.
-        allocate: gives a zeroed 1-D buffer for the flat weights.
+        allocate: gives a 1-D buffer for the flat weights.
     """
 
     def __init__(
@@ -71,9 +71,12 @@ class FlatGroup:
         needs_master = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
 
         self.flat_N: Tensor | None = allocate(layout.padded_numel, self.dtype, device) if is_flat else None
+        if self.flat_N is not None:
+            self.flat_N[layout.numel :].zero_()
         self.master_S: Tensor | None = None
         if needs_master:
-            self.master_S = torch.zeros(partition_numel, dtype=torch.float32, device=device)
+            self.master_S = torch.empty(partition_numel, dtype=torch.float32, device=device)
+            self.clear_padding(self.master_S)
             for fragment in layout.owned_by(rank):  # from the user's weights, before they are rounded
                 self._slice(self.master_S, fragment).copy_(_piece(self.params[fragment.param], fragment))
         for param, offset in zip(self.params, layout.offsets, strict=False):
@@ -106,6 +109,10 @@ class FlatGroup:
         """This rank's part of a buffer over the whole group."""
         start, stop = self.layout.partition(self.rank)
         return buffer_N[start:stop]
+
+    def clear_padding(self, partition_S: Tensor) -> None:
+        """Zero the elements of this rank's partition that belong to no parameter."""
+        partition_S[partition_S.numel() - self.layout.padding(self.rank) :].zero_()
 
     def masters_from_weights(self) -> None:
         """Start the masters anew from the model's weights, after these were loaded."""

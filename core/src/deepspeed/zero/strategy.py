@@ -213,6 +213,7 @@ class Sharding:
             self.groups.append(group)
             self.params.extend(same_dtype)
             self._gradients.append(self._create_gradients(group, self._accumulation_dtype(group)))
+            group.clear_padding(self._owned_gradients()[-1])
             units.extend(group.units)
             if self.optimizer is not None:
                 states.adopt(self.optimizer, group)
@@ -349,6 +350,8 @@ class Sharding:
         if not (self.options.allows_unused or all(self._used_anywhere)):
             self._refuse_unused()
         if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
+            facts[0] = 0.0
+        if not any(self._used_anywhere):  # no backward: the gradient memory was never written
             facts[0] = 0.0
         self._norm = _rounded(math.sqrt(facts[0]) * self._after_sum) if facts[0] >= 0 else math.nan
         self._after_reduce()
