@@ -28,6 +28,8 @@ TOOLS = (
     *("accelerate", "transformers"),
 )
 TESTS = Path("core/tests")
+RECIPES = sorted(path.name for path in (ROOT / "downstream/recipes").glob("*") if path.is_dir())
+EXTENSIONS = sorted(path.name.removeprefix("ds-ext-") for path in (ROOT / "extensions").glob("ds-ext-*"))
 # One thread per process: ranks share the machine's cores, and threads would fight for them.
 TEST_ENV = {"OMP_NUM_THREADS": "1"}
 
@@ -110,17 +112,17 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("name", sorted(path.name for path in (ROOT / "downstream/recipes").glob("*") if path.is_dir()))
+@nox.parametrize("name", RECIPES, ids=RECIPES)
 def downstream(session: nox.Session, name: str) -> None:
     """The DeepSpeed paths of a library that builds on us, run against this tree."""
     _pytest(session, Path("downstream/recipes") / name)
 
 
 @nox.session
-@nox.parametrize("name", sorted(path.name for path in (ROOT / "extensions").glob("ds-ext-*")))
+@nox.parametrize("name", EXTENSIONS, ids=EXTENSIONS)
 def ext(session: nox.Session, name: str) -> None:
     """An extension's own tests, the conformance suite among them."""
-    _pytest(session, Path("extensions") / name / "tests")
+    _pytest(session, Path("extensions") / f"ds-ext-{name}" / "tests")
 
 
 @nox.session

@@ -351,8 +351,6 @@ class Sharding:
             self._refuse_unused()
         if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
             facts[0] = 0.0
-        if not any(self._used_anywhere):  # no backward: the gradient memory was never written
-            facts[0] = 0.0
         self._norm = _rounded(math.sqrt(facts[0]) * self._after_sum) if facts[0] >= 0 else math.nan
         self._after_reduce()
 
