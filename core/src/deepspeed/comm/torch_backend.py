@@ -20,9 +20,8 @@ Hence on gloo, for host memory:
 
 - to owners: messages, and a local sum. More than 8 ranks: `reduce` per piece, because the owner of a whole bucket
   would have to hold a message from each.
-- every rank: messages (a sum at each rank's part, sent back), but `all_reduce` below 4 MiB for two ranks, and for more
-  than 8. With 3 to 8 ranks this costs up to 1.3 times an all_reduce and buys that stages 0, 1 and 2 get the same sum
-  to the last bit.
+- every rank: two ranks swap their buffers and add; 3 to 8 ranks sum at each rank's part and send it back, which costs
+  up to 1.3 times an all_reduce and buys that stages 0, 1 and 2 get the same sum to the last bit; more: `all_reduce`.
 - from owners: messages between two ranks, `broadcast` per piece among more.
 
 For device memory gloo has only `all_reduce` and `broadcast`. Other libraries get `reduce_scatter` and `all_gather` of
@@ -50,10 +49,6 @@ _NUM_TAGS = 1 << 20
 # A low-precision sum of three or more ranks goes through fp32 in blocks that stay in a core's cache (512 KiB).
 _BLOCK_NUMEL = 1 << 17
 
-# Two rounds of messages take longer than one all_reduce below this. Only two ranks may choose by size: there a + b is
-# the same whoever adds, while more ranks get the sum in rank order from messages alone.
-_MIN_MESSAGE_BYTES = 4 << 20
-
 # Among more ranks a message to each costs more memory and more latency than a tree.
 _MAX_MESSAGE_RANKS = 8
 
@@ -75,14 +70,14 @@ class TorchBackend:
         self._queues: dict[ProcessGroup, _Queue] = {}
 
     def preferred_bucket_bytes(self, world_size: int) -> int:
-        """16 MiB for few ranks: gloo's cost per byte is flat from there, and several buckets still overlap backward.
+        """8 MiB for few ranks: messages cost no less per byte beyond it, and less of the last one is waited for.
 
         More ranks cut a bucket into smaller messages only when it has several owners, so the size grows slowly.
         """
-        return (16 << 20) if world_size <= 8 else (32 << 20)
+        return (8 << 20) if world_size <= 8 else (32 << 20)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-        """A zeroed 1-D tensor of torch's own allocator."""
+        """An uninitialized 1-D tensor of torch's own allocator."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce(self, flat_N: torch.Tensor, group: ProcessGroup | None = None) -> Work:
@@ -91,10 +86,11 @@ class TorchBackend:
         _check(flat_N, (), queue.world_size)
         if queue.world_size == 1 or flat_N.numel() == 0:
             return DONE
-        is_small = queue.world_size == 2 and _nbytes(flat_N) < _MIN_MESSAGE_BYTES
-        if is_small or not queue.sums_by_messages(flat_N):
+        if not queue.sums_by_messages(flat_N):
             return as_work(torch_dist.all_reduce(flat_N, group=queue.group, async_op=True))
-        return self._messages(flat_N, even_pieces(flat_N.numel(), queue.world_size), group, then_gather=True)
+        if queue.world_size == 2:  # each sends all and adds: as many bytes as two rounds of halves, and one wait less
+            return _Exchange(queue, flat_N, [Piece(0, flat_N.numel(), queue.rank)], to_all=True)
+        return _Exchange(queue, flat_N, even_pieces(flat_N.numel(), queue.world_size), then_gather=True)
 
     def reduce_to_owners(
         self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
@@ -105,7 +101,7 @@ class TorchBackend:
         if queue.world_size == 1 or not pieces:
             return DONE
         if queue.sums_by_messages(flat_N):
-            return self._messages(flat_N, pieces, group, then_gather=False)
+            return _Exchange(queue, flat_N, pieces)
         if queue.only_broadcast_and_all_reduce(flat_N):
             return _each(pieces, lambda p: torch_dist.all_reduce(_view(flat_N, p), group=queue.group, async_op=True))
         if _is_even_cover(flat_N, pieces, queue.world_size) and queue.has_tensor_collectives(flat_N):
@@ -140,11 +136,6 @@ class TorchBackend:
             queue.finish_reductions()
         self._queues.clear()
         self._staging.release()
-
-    def _messages(
-        self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None, *, then_gather: bool
-    ) -> "_Exchange":
-        return _Exchange(self._queue(group), flat_N, pieces, then_gather=then_gather)
 
     def _queue(self, group: ProcessGroup | None) -> "_Queue":
         resolved = group if group is not None else torch_dist.group.WORLD
@@ -292,10 +283,22 @@ class _Queue:
 class _Exchange:
     """A sum by messages: everyone sends each piece to its owner, which adds what came in the order of ranks.
 
-    Two states, summed or not; only `advance` moves it. With `then_gather` the sums are sent back to everyone.
+    Two states, summed or not; only `advance` moves it.
+
+    Args:
+        then_gather: the sums are sent back to everyone.
+        to_all: `pieces` are what this rank adds up, and every other rank is sent the same, whoever their owner.
     """
 
-    def __init__(self, queue: _Queue, flat_N: torch.Tensor, pieces: Sequence[Piece], then_gather: bool) -> None:
+    def __init__(
+        self,
+        queue: _Queue,
+        flat_N: torch.Tensor,
+        pieces: Sequence[Piece],
+        *,
+        then_gather: bool = False,
+        to_all: bool = False,
+    ) -> None:
         self.is_summed = False
         self._queue = queue
         self._flat_N = flat_N
@@ -315,13 +318,20 @@ class _Exchange:
             for slots in self._staged
             for peer, slot in zip(queue.peers(), slots, strict=True)
         ]
-        self._sends = [queue.send(_view(flat_N, p), p.owner, tag) for p in pieces if p.owner != queue.rank]
+        self._to_all = to_all
+        if to_all:
+            self._sends = [queue.send(_view(flat_N, p), peer, tag) for p in pieces for peer in queue.peers()]
+        else:
+            self._sends = [queue.send(_view(flat_N, p), p.owner, tag) for p in pieces if p.owner != queue.rank]
         queue.reductions.append(self)
 
     def wait(self) -> None:
         """Add what came, send sums back if asked, and return when `flat_N` may be used and written."""
         if not self.is_summed:
             self._queue.advance_through(self)
+        self._finish_sends()
+
+    def _finish_sends(self) -> None:
         sends, self._sends = self._sends, []
         for work in sends:
             work.wait()
@@ -333,6 +343,8 @@ class _Exchange:
         assert not self.is_summed
         for work in self._receives:
             work.wait()
+        if self._to_all:  # what is added to is what is being sent
+            self._finish_sends()
         queue = self._queue
         for piece, slots in zip(self._own, self._staged, strict=True):
             by_rank: list[torch.Tensor] = [
@@ -344,8 +356,7 @@ class _Exchange:
         self.is_summed = True
         if self._gather_tag:
             # Ours is sent now; others' pieces of flat_N are overwritten, so their own sends must be over.
-            for work in self._sends:
-                work.wait()
+            self._finish_sends()
             self._sends = queue.post_gather(self._flat_N, self._pieces, self._gather_tag)
 
     def _cut(self, staged: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -437,7 +448,3 @@ def as_work(*works: torch_dist.Work | None) -> Work:
 
 def _view(flat_N: torch.Tensor, piece: Piece) -> torch.Tensor:
     return flat_N[piece.start : piece.stop]
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -5,6 +5,7 @@ backward  -> precision.scale, autograd (hooks fill buckets: zero/strategy.py)
 step      -> step.take_step at a boundary
 """
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -122,18 +123,16 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         return self.precision.scale(loss)
 
     def plan_backward(self, by_user: bool) -> BackwardPlan:
-        """Asked by the sharding when a backward begins.
-
-        Raises:
-            StateError: if the user starts a backward of an unscaled loss in fp16.
-        """
+        """Asked by the sharding when a backward begins. An unscaled loss in fp16 is refused at its first gradient."""
+        plan = self.schedule.plan(by_user)
         if by_user and self.precision.loss_scaler.loss_scale != 1.0 and not self._loss_is_scaled:
-            raise StateError(
+            refusal = StateError(
                 f"backward: the loss scale is {self.loss_scale():g} and loss.backward() got an unscaled loss; call "
                 "engine.backward(loss) or engine.scale(loss).backward()"
             )
+            plan = dataclasses.replace(plan, refusal=refusal)
         self._loss_is_scaled = False
-        return self.schedule.plan(by_user)
+        return plan
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a gradient accumulation boundary one optimizer step, else only the count of micro-batches.

@@ -42,6 +42,7 @@ class FlatGroup:
         model_dtype: dtype that the parameters get, or None to leave them.
         is_flat: whether the parameters become views of one buffer, so that they can be gathered in one go.
         is_whole: whether units keep the shape of their parameter; needs cuts between parameters.
+        has_optimizer: without one there are no masters.
         allocate: gives a 1-D buffer for the flat weights.
     """
 
@@ -56,6 +57,7 @@ class FlatGroup:
         model_dtype: torch.dtype | None,
         is_flat: bool,
         is_whole: bool,
+        has_optimizer: bool = True,
         allocate: Callable[[int, torch.dtype, torch.device], Tensor],
     ) -> None:
         self.params = list(params)
@@ -68,7 +70,8 @@ class FlatGroup:
         device = params[0].device
         self.partition_start, partition_stop = layout.partition(rank)
         partition_numel = partition_stop - self.partition_start
-        needs_master = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
+        is_low = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
+        needs_master = is_low and has_optimizer
 
         self.flat_N: Tensor | None = allocate(layout.padded_numel, self.dtype, device) if is_flat else None
         if self.flat_N is not None:

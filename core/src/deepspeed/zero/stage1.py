@@ -56,5 +56,8 @@ class Stage1(Sharding):
     def _norm_share(self) -> float:
         return 1.0
 
+    def _after_launch(self) -> None:
+        """Nobody reads gradients before the step: the exchanges go on."""
+
     def _after_reduce(self) -> None:
         """No rank has whole gradients to show: `param.grad` stays None; `safe_get_full_grad` collects one."""

@@ -44,17 +44,17 @@ class Stage2(Stage1):
     def _create_bucket(self, spec: BucketSpec) -> Bucket:
         if spec.owner == self.rank:
             return super()._create_bucket(spec)
-        pool = self._pool(self._gradients[spec.group])
+        group = self.groups[spec.group]
+        pool = self._pool(self._accumulation_dtype(group), group.params[0].device)
         return Bucket(spec, is_holder=False, take=pool.take, give=pool.give, wire_dtype=self.options.wire_dtype)
 
-    def _pool(self, like: Tensor) -> BucketPool:
+    def _pool(self, dtype: torch.dtype, device: torch.device) -> BucketPool:
         """The pool for buckets of this dtype and device."""
-        key = (like.dtype, like.device)
-        if key not in self._pools:
-            self._pools[key] = BucketPool(
-                MAX_IN_FLIGHT + 1, lambda numel: self.backend.allocate(numel, like.dtype, like.device)
+        if (dtype, device) not in self._pools:
+            self._pools[dtype, device] = BucketPool(
+                MAX_IN_FLIGHT + 1, lambda numel: self.backend.allocate(numel, dtype, device)
             )
-        return self._pools[key]
+        return self._pools[dtype, device]
 
     def _exchange(self, bucket: Bucket, wire_N: Tensor) -> Work:
         oldest = self._launched - 1 - MAX_IN_FLIGHT

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from deepspeed.comm.backend import Backend, Piece, Work
 from deepspeed.errors import ConfigError, StateError
+from deepspeed.log import warn_once
 from deepspeed.optim.norm import tensor_norm
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.backward_window import BackwardWindow
@@ -41,6 +42,10 @@ from deepspeed.zero.update import Batch, OptimizerUpdate
 #: elements whose gradients are widened to fp32 at once: 2 MiB, which a core's cache holds. Measured for Adam on 25 M
 #: bf16 parameters, one thread: 20.7 ms at 2**19, 27 at 2**20, 32 from 2**21
 WIDENED_NUMEL = 2**19
+
+
+#: small models get buckets of a third of their size, so that something overlaps the backward, but none below this
+MIN_BUCKET_NUMEL = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,7 @@ class BackwardPlan:
 
     reduces: bool  # whether the gradients are needed after it
     factor: float  # by which its gradients are multiplied, besides the averaging over ranks
+    refusal: Exception | None = None  # raised if a parameter gets a gradient in it
 
 
 class Sharding:
@@ -89,6 +95,8 @@ class Sharding:
         self._used_anywhere: list[bool] = []
         self._launched = 0
         self._reduces = False
+        self._refusal: Exception | None = None
+        self._gradients: list[Tensor] = []
         self._is_reduced = True  # no gradient waits on this rank for its exchange
         self._factor = 1.0
         self._norm: float | None = None
@@ -166,8 +174,7 @@ class Sharding:
         self._plan = plan
         self._is_whole = not is_elementwise
         self._positions = {id(param): place for place, param in enumerate(module.parameters())}
-        self._names = {id(param): name for name, param in module.named_parameters()}
-        self._gradients: list[Tensor] = []
+        self._named = list(module.named_parameters())
         groups = optimizer.param_groups if optimizer is not None else [{"params": list(module.parameters())}]
         for index, param_group in enumerate(groups):
             self._attach_group(index, param_group["params"])
@@ -208,12 +215,11 @@ class Sharding:
                 model_dtype=self.options.model_dtype,
                 is_flat=self._is_flat(),
                 is_whole=self._is_whole,
+                has_optimizer=self.optimizer is not None,
                 allocate=self.backend.allocate,
             )
             self.groups.append(group)
             self.params.extend(same_dtype)
-            self._gradients.append(self._create_gradients(group, self._accumulation_dtype(group)))
-            group.clear_padding(self._owned_gradients()[-1])
             units.extend(group.units)
             if self.optimizer is not None:
                 states.adopt(self.optimizer, group)
@@ -229,10 +235,21 @@ class Sharding:
         wanted = self.options.accumulation_dtype
         return wanted if wanted is not None and group.dtype.is_floating_point else group.dtype
 
+    def _allocate_gradients(self) -> None:
+        """Make the gradient memory of groups that have none yet: at the first backward, which an engine that only
+        evaluates never sees."""
+        first = len(self._gradients)
+        for group in self.groups[first:]:
+            self._gradients.append(self._create_gradients(group, self._accumulation_dtype(group)))
+        for group, owned in zip(self.groups[first:], self._owned_gradients()[first:], strict=True):
+            group.clear_padding(owned)
+        self._connect_units()
+
     def _finish_groups(self) -> None:
         """Buckets, hooks and update batches for all groups; again after a group was added."""
-        num_bytes = max((gradients.element_size() for gradients in self._gradients), default=4)
-        wish = self.backend.preferred_bucket_bytes(self.world_size) // num_bytes
+        itemsize = max((self._accumulation_dtype(group).itemsize for group in self.groups), default=4)
+        wish = self.backend.preferred_bucket_bytes(self.world_size) // itemsize
+        wish = min(wish, max(MIN_BUCKET_NUMEL, sum(group.layout.numel for group in self.groups) // 3))
         positions = [[self._positions.get(id(param), 0) for param in group.params] for group in self.groups]
         specs = cut_buckets([group.layout for group in self.groups], positions, min(self.options.bucket_numel, wish))
         self.buckets = [self._create_bucket(spec) for spec in specs]
@@ -241,6 +258,8 @@ class Sharding:
             first = self.groups[bucket.spec.group].first_index
             for slot in bucket.slots:
                 self._slots[first + slot.fragment.param].append(slot)
+        managed = {id(param) for param in self.params}
+        self._others = [(name, param) for name, param in self._named if id(param) not in managed]
         self._used = [False] * len(self.params)
         self._used_anywhere = list(self._used)
         self._hooks = [
@@ -249,7 +268,6 @@ class Sharding:
         ]
         if self.optimizer is not None:
             self._updates = OptimizerUpdate(self.optimizer, list(self._batches()), self._used_anywhere)
-        self._connect_units()
 
     def _batches(self) -> Iterator[Batch]:
         if not self._is_flat() and self.options.model_dtype is None:  # nothing to publish, nothing to widen
@@ -274,6 +292,9 @@ class Sharding:
 
     def _begin_backward(self, by_user: bool) -> None:
         plan = self._plan(by_user)
+        if len(self._gradients) < len(self.groups):
+            self._allocate_gradients()
+        self._refusal = plan.refusal
         self._reduces = plan.reduces or self.reduces_always
         self._factor = plan.factor * self._before_sum
         self._launched = 0
@@ -286,6 +307,8 @@ class Sharding:
 
     def _take_gradient(self, index: int, slots: list[Slot], param: Tensor) -> None:
         """Hook: autograd has put the gradient of one parameter into `param.grad`."""
+        if self._refusal is not None:
+            raise self._refusal
         grad = param.grad
         assert grad is not None
         param.grad = None
@@ -310,6 +333,17 @@ class Sharding:
     def _end_backward(self) -> None:
         if self._reduces:
             self._launch_rest()
+            self._after_launch()
+        for name, param in self._others:
+            if param.grad is not None:
+                warn_once(
+                    f"the parameter {name} got a gradient, and the optimizer does not have it: it is not trained. If "
+                    "it was unfrozen after initialize(), call engine.optimizer.add_param_group"
+                )
+
+    def _after_launch(self) -> None:
+        """Stage 0 waits, so that `param.grad` can be read, and clipped, when the backward is over."""
+        self.reduce()
 
     def _launch_rest(self) -> None:
         while self._launched < len(self.buckets):
@@ -317,6 +351,7 @@ class Sharding:
         self._is_reduced = True
 
     def _abort_backward(self) -> None:
+        """A backward that failed leaves gradients of which nobody knows how much is in them: the step starts anew."""
         self.zero_grad()
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -330,6 +365,8 @@ class Sharding:
         """
         if self._norm is not None:
             return
+        if len(self._gradients) < len(self.groups):
+            self._allocate_gradients()
         if not self._is_reduced:  # the boundary was declared after the backward
             self._launch_rest()
         while True:
@@ -355,10 +392,9 @@ class Sharding:
         self._after_reduce()
 
     def _refuse_unused(self) -> None:
+        names = {id(param): name for name, param in self._named}
         unused = [
-            self._names.get(id(param), "?")
-            for param, used in zip(self.params, self._used_anywhere, strict=True)
-            if not used
+            names.get(id(param), "?") for param, used in zip(self.params, self._used_anywhere, strict=True) if not used
         ]
         raise StateError(
             f"zero_optimization.ignore_unused_parameters is false and {len(unused)} parameters got no gradient: "
@@ -438,6 +474,12 @@ class Sharding:
         """Take masters and optimizer state of a run with as many ranks and the same stage."""
         states.restore(self, state, load_optimizer_states=load_optimizer_states)
         self.publish_all()
+
+    def start_anew(self) -> None:
+        """Forget the optimizer's state and take the masters from the module's weights, after these were loaded."""
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+        self.masters_from_weights()
 
     def masters_from_weights(self) -> None:
         """Start the masters anew after the module's weights were loaded or changed from outside."""
