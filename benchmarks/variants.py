@@ -75,7 +75,7 @@ class Plain:
         """Backward has waited for its exchanges."""
 
     def hidden_bytes(self) -> int:
-        """Bytes held in C++ where no Python object points to them: DDP's reduction buckets."""
+        """Bytes of states held in C++ where no Python object points to them: DDP's copies of the gradients."""
         if not isinstance(self.module, nn.parallel.DistributedDataParallel):
             return 0
         data = self.module._get_ddp_logging_data()
@@ -110,7 +110,8 @@ class Engine:
         self.engine.sharding.reduce()
 
     def hidden_bytes(self) -> int:
-        return 0
+        """Minus the buffers kept for exchanges, which are tensors but no states; `resident` and `peak` hold them."""
+        return -self.engine.sharding.exchange_bytes
 
 
 Variant = Plain | Engine

@@ -51,6 +51,10 @@ class Backend(Protocol):
 
     name: str
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes kept between exchanges for the next ones."""
+
     def preferred_bucket_bytes(self, world_size: int) -> int:
         """Bytes of a bucket at which an exchange among `world_size` ranks is efficient and still overlaps."""
 

@@ -20,8 +20,9 @@ Hence on gloo, for host memory:
 
 - to owners: messages, and a local sum. More than 8 ranks: `reduce` per piece, because the owner of a whole bucket
   would have to hold a message from each.
-- every rank: two ranks swap their buffers and add; 3 to 8 ranks sum at each rank's part and send it back, which costs
-  up to 1.3 times an all_reduce and buys that stages 0, 1 and 2 get the same sum to the last bit; more: `all_reduce`.
+- every rank: `all_reduce` for two ranks, which beside a running backward is the quicker one, and for more than 8. With
+  3 to 8 ranks messages (a sum at each rank's part, sent back), which cost up to 1.3 times an all_reduce and buy that
+  stages 0, 1 and 2 get the same sum to the last bit; of two ranks a + b is the same whoever adds.
 - from owners: messages between two ranks, `broadcast` per piece among more.
 
 For device memory gloo has only `all_reduce` and `broadcast`. Other libraries get `reduce_scatter` and `all_gather` of
@@ -52,7 +53,8 @@ _BLOCK_NUMEL = 1 << 17
 # Among more ranks a message to each costs more memory and more latency than a tree.
 _MAX_MESSAGE_RANKS = 8
 
-_DEFAULT_STAGING_BYTES = 64 << 20
+# Two buckets of the preferred size. They stay between steps: fresh memory costs more than the sum it is for.
+_DEFAULT_STAGING_BYTES = 8 << 20
 
 
 class TorchBackend:
@@ -69,12 +71,16 @@ class TorchBackend:
         self._staging = StagingPool(staging_bytes)
         self._queues: dict[ProcessGroup, _Queue] = {}
 
+    @property
+    def held_bytes(self) -> int:
+        return self._staging.held_bytes
+
     def preferred_bucket_bytes(self, world_size: int) -> int:
-        """8 MiB for few ranks: messages cost no less per byte beyond it, and less of the last one is waited for.
+        """4 MiB for few ranks: messages cost little less per byte beyond it, and less of the last one is waited for.
 
         More ranks cut a bucket into smaller messages only when it has several owners, so the size grows slowly.
         """
-        return (8 << 20) if world_size <= 8 else (32 << 20)
+        return (4 << 20) if world_size <= 8 else (32 << 20)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """An uninitialized 1-D tensor of torch's own allocator."""
@@ -86,10 +92,8 @@ class TorchBackend:
         _check(flat_N, (), queue.world_size)
         if queue.world_size == 1 or flat_N.numel() == 0:
             return DONE
-        if not queue.sums_by_messages(flat_N):
+        if queue.world_size == 2 or not queue.sums_by_messages(flat_N):
             return as_work(torch_dist.all_reduce(flat_N, group=queue.group, async_op=True))
-        if queue.world_size == 2:  # each sends all and adds: as many bytes as two rounds of halves, and one wait less
-            return _Exchange(queue, flat_N, [Piece(0, flat_N.numel(), queue.rank)], to_all=True)
         return _Exchange(queue, flat_N, even_pieces(flat_N.numel(), queue.world_size), then_gather=True)
 
     def reduce_to_owners(
@@ -283,21 +287,11 @@ class _Queue:
 class _Exchange:
     """A sum by messages: everyone sends each piece to its owner, which adds what came in the order of ranks.
 
-    Two states, summed or not; only `advance` moves it.
-
-    Args:
-        then_gather: the sums are sent back to everyone.
-        to_all: `pieces` are what this rank adds up, and every other rank is sent the same, whoever their owner.
+    Two states, summed or not; only `advance` moves it. With `then_gather` the sums are sent back to everyone.
     """
 
     def __init__(
-        self,
-        queue: _Queue,
-        flat_N: torch.Tensor,
-        pieces: Sequence[Piece],
-        *,
-        then_gather: bool = False,
-        to_all: bool = False,
+        self, queue: _Queue, flat_N: torch.Tensor, pieces: Sequence[Piece], *, then_gather: bool = False
     ) -> None:
         self.is_summed = False
         self._queue = queue
@@ -318,11 +312,7 @@ class _Exchange:
             for slots in self._staged
             for peer, slot in zip(queue.peers(), slots, strict=True)
         ]
-        self._to_all = to_all
-        if to_all:
-            self._sends = [queue.send(_view(flat_N, p), peer, tag) for p in pieces for peer in queue.peers()]
-        else:
-            self._sends = [queue.send(_view(flat_N, p), p.owner, tag) for p in pieces if p.owner != queue.rank]
+        self._sends = [queue.send(_view(flat_N, p), p.owner, tag) for p in pieces if p.owner != queue.rank]
         queue.reductions.append(self)
 
     def wait(self) -> None:
@@ -343,8 +333,6 @@ class _Exchange:
         assert not self.is_summed
         for work in self._receives:
             work.wait()
-        if self._to_all:  # what is added to is what is being sent
-            self._finish_sends()
         queue = self._queue
         for piece, slots in zip(self._own, self._staged, strict=True):
             by_rank: list[torch.Tensor] = [

@@ -181,6 +181,7 @@ class BucketPool:
         if len(self._free) < self._max_free:
             self._free.append(buffer)
 
-    def release(self) -> None:
-        """Give the waiting buffers back to the allocator; called when a backward and its reductions are over."""
-        self._free.clear()
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that wait for reuse."""
+        return sum(buffer.nbytes for buffer in self._free)

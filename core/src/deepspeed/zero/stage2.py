@@ -52,7 +52,7 @@ class Stage2(Stage1):
         """The pool for buckets of this dtype and device."""
         if (dtype, device) not in self._pools:
             self._pools[dtype, device] = BucketPool(
-                MAX_IN_FLIGHT + 1, lambda numel: self.backend.allocate(numel, dtype, device)
+                MAX_IN_FLIGHT, lambda numel: self.backend.allocate(numel, dtype, device)
             )
         return self._pools[dtype, device]
 
@@ -62,6 +62,10 @@ class Stage2(Stage1):
             self.buckets[oldest].finish()
         return super()._exchange(bucket, wire_N)
 
-    def _after_reduce(self) -> None:
-        for pool in self._pools.values():
-            pool.release()
+    @property
+    def exchange_bytes(self) -> int:
+        return super().exchange_bytes + sum(pool.free_bytes for pool in self._pools.values())
+
+    def destroy(self) -> None:
+        super().destroy()
+        self._pools.clear()

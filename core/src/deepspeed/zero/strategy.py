@@ -383,7 +383,6 @@ class Sharding:
                 if is_late:
                     bucket.is_late = False
                     bucket.launch(partial(self._exchange, bucket))
-        self.backend.release()
         if not (self.options.allows_unused or all(self._used_anywhere)):
             self._refuse_unused()
         if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
@@ -498,6 +497,11 @@ class Sharding:
     def was_used(self, index: int) -> bool:
         """Whether any rank has a gradient for the attached parameter `index`; known after `reduce()`."""
         return self._used_anywhere[index]
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes that stay allocated between steps for exchanges: no states, but held."""
+        return self.backend.held_bytes
 
     @property
     def average_factor(self) -> float:

@@ -194,7 +194,7 @@ def test_a_sent_bucket_gives_its_memory_back_and_the_next_takes_it():
     assert allocate.sizes == [4]
 
 
-def test_a_pool_keeps_a_limited_number_and_none_after_release():
+def test_a_pool_keeps_a_limited_number_and_counts_it():
     allocate = Allocator()
     pool = BucketPool(1, allocate)
     spec = spec_of(3)
@@ -204,10 +204,9 @@ def test_a_pool_keeps_a_limited_number_and_none_after_release():
     assert pool.take(spec).data_ptr() == first.data_ptr()
     pool.take(spec)
     assert allocate.sizes == [3, 3, 3]
+    assert pool.free_bytes == 0
     pool.give(first)
-    pool.release()
-    pool.take(spec)
-    assert allocate.sizes == [3, 3, 3, 3]
+    assert pool.free_bytes == first.nbytes
 
 
 def test_a_backends_own_memory_is_not_taken_for_one_large_buffer():
