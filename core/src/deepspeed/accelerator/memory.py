@@ -80,7 +80,7 @@ class MemoryFace(TorchModule):
             tensor: a CPU tensor; returned as it is when it is pinned and aligned already.
             align_bytes: the address is made a multiple of this, as direct file reading and writing needs.
         """
-        if self.is_pinned(tensor) and is_aligned(tensor, align_bytes):
+        if is_aligned(tensor, align_bytes) and self.is_pinned(tensor):
             return tensor
         if align_bytes <= 1:
             return tensor.pin_memory()
@@ -96,7 +96,16 @@ class MemoryFace(TorchModule):
 
 
 def is_aligned(tensor: torch.Tensor, align_bytes: int) -> bool:
-    """True when the first element of `tensor` stands at a multiple of `align_bytes`."""
+    """True when the first element of `tensor` stands at a multiple of `align_bytes`.
+
+    Raises:
+        ValueError: `align_bytes` is not a multiple of the element size, so no view can start there.
+    """
+    if align_bytes > 1 and align_bytes % tensor.element_size():
+        raise ValueError(
+            f"align_bytes={align_bytes} is no multiple of the {tensor.element_size()} bytes of {tensor.dtype}; "
+            "use a power of two such as 512"
+        )
     return align_bytes <= 1 or tensor.data_ptr() % align_bytes == 0
 
 
@@ -105,15 +114,7 @@ def aligned_copy(tensor: torch.Tensor, align_bytes: int, allocate: Any) -> torch
 
     `allocate(numel)` gives a 1-D uint8 buffer; `align_bytes` bytes more than needed are taken from it. The buffer lives
     as long as the copy, which is a view of it.
-
-    Raises:
-        ValueError: `align_bytes` is not a multiple of the element size, so no view can start there.
     """
-    if align_bytes % tensor.element_size():
-        raise ValueError(
-            f"align_bytes={align_bytes} is no multiple of the {tensor.element_size()} bytes of {tensor.dtype}; "
-            "use a power of two such as 512"
-        )
     num_bytes = tensor.numel() * tensor.element_size()
     buffer = allocate(num_bytes + align_bytes)
     start = -buffer.data_ptr() % align_bytes

@@ -80,7 +80,8 @@ class Saving(Export):
         Args:
             tag: default: the one that `latest` names.
             load_module_strict: the module's parameter names must match exactly.
-            load_optimizer_states: False starts the optimizer anew, its fp32 masters from the loaded weights.
+            load_optimizer_states: False leaves the optimizer's state as it is; fp32 masters start from the loaded
+                weights.
             load_lr_scheduler_states: False leaves the schedule.
             load_module_only: weights only; counters stay too.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of `load_state_dict`.
@@ -108,7 +109,7 @@ class Saving(Export):
         if with_optimizer:
             _restore_optimizer(self, loaded)
         else:
-            self.sharding.start_anew()
+            self.sharding.masters_from_weights()
         if not load_module_only:
             self.global_steps = int(state["global_steps"])
             self.global_samples = int(state["global_samples"])

@@ -474,12 +474,6 @@ class Sharding:
         states.restore(self, state, load_optimizer_states=load_optimizer_states)
         self.publish_all()
 
-    def start_anew(self) -> None:
-        """Forget the optimizer's state and take the masters from the module's weights, after these were loaded."""
-        if self.optimizer is not None:
-            self.optimizer.state.clear()
-        self.masters_from_weights()
-
     def masters_from_weights(self) -> None:
         """Start the masters anew after the module's weights were loaded or changed from outside."""
         for group in self.groups:
