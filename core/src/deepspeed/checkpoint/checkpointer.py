@@ -118,7 +118,7 @@ class Checkpointer:
                     write_latest(folder.parent, folder.name)
 
         for step in (prepare, write, publish):
-            self._together(step, f"save {folder}")
+            self.together(step, f"save {folder}")
         return folder
 
     def load(
@@ -164,10 +164,10 @@ class Checkpointer:
                 check_shard(shard, shard_path, self.position, zero_stages)
             return LoadedCheckpoint(str(path), name, own, shard, client)
 
-        return self._together(read, f"load {directory / name}")
+        return self.together(read, f"load {directory / name}")
 
     def _latest(self, directory: Path) -> str | None:
-        name = self._together(lambda: read_latest(directory), f"read {directory / layout.LATEST_FILE}")
+        name = self.together(lambda: read_latest(directory), f"read {directory / layout.LATEST_FILE}")
         found_by_all, missed_by_all = self._agree(name is not None), self._agree(name is None)
         if not found_by_all and not missed_by_all:
             raise CheckpointError(
@@ -176,7 +176,7 @@ class Checkpointer:
             )
         return name
 
-    def _together(self, step: Callable[[], T], what: str) -> T:
+    def together(self, step: Callable[[], T], what: str) -> T:
         """Run `step` on every rank; raise on every rank when it failed on one."""
         try:
             result = step()

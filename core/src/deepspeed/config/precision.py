@@ -99,7 +99,9 @@ class TorchAutocastConfig(Section):
     enabled: Flag = key(False, "Run the forward pass under torch.autocast. Excludes fp16 and amp.")
     dtype: LowDType = key("bf16", "The lower precision: bfloat16 or float16.")
     lower_precision_safe_modules: Texts = key(
-        _AUTOCAST_MODULES, "Module types whose gradients are exchanged in the lower precision."
+        _AUTOCAST_MODULES,
+        "Module types whose gradients are exchanged in the lower precision.",
+        support=warned("gradients are exchanged in fp32; torch chooses the operators"),
     )
 
 

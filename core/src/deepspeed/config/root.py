@@ -101,9 +101,17 @@ class DeepSpeedConfig(Section):
         "Average or add gradients over ranks.",
         support=refused("gradients are averaged; scale the loss instead"),
     )
-    prescale_gradients: Flag = key(False, "Divide gradients before the exchange, not after.")
-    gradient_predivide_factor: Float = key(1.0, "With prescale_gradients: divide by this first.", gt=0)
-    sparse_gradients: Flag = key(False, "Exchange the gradients of sparse embeddings as indices and values.")
+    prescale_gradients: Flag = key(
+        False, "Divide gradients by the number of ranks before the exchange, whatever gradient_predivide_factor says."
+    )
+    gradient_predivide_factor: Float = key(
+        1.0, "Divide by this before the exchange and by the rest after it; 1: all of it before.", gt=0
+    )
+    sparse_gradients: Flag = key(
+        False,
+        "Exchange the gradients of sparse embeddings as indices and values.",
+        support=warned("gradients of sparse embeddings are right, but exchanged densely"),
+    )
     seq_parallel_communication_data_type: DType = key(
         "fp32", "Type of sequence-parallel reductions.", support=quiet("sequence parallelism only")
     )

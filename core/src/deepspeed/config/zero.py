@@ -85,10 +85,16 @@ class ZeroConfig(Section):
     )
     reduce_bucket_size: Int = key(500_000_000, "Gradients reduced in one exchange, at most.", unit="elements", ge=1)
     overlap_comm: Flag | None = key(
-        None, "Reduce gradients while backward runs. null: false at stages 0 to 2, true at stage 3."
+        None,
+        "Reduce gradients while backward runs. The documented default is false at stages 0 to 2, true at stage 3; left "
+        "out, the engine overlaps at every stage.",
     )
-    contiguous_gradients: Flag = key(True, "Copy gradients into one buffer as they are produced.")
-    reduce_scatter: Flag = key(True, "Reduce to the owner of a shard, not to every rank.")
+    contiguous_gradients: Flag = key(
+        True, "Copy gradients into one buffer as they are produced.", support=warned("they always are")
+    )
+    reduce_scatter: Flag = key(
+        True, "Reduce to the owner of a shard, not to every rank.", support=warned("the backend chooses the exchange")
+    )
     ignore_unused_parameters: Flag = key(True, "Accept parameters that got no gradient; false: raise and name them.")
     offload_optimizer: OffloadOptimizerConfig | None = key(None, "Keep and update optimizer states elsewhere.")
     offload_param: OffloadParamConfig | None = key(None, "Keep parameters elsewhere (stage 3).")

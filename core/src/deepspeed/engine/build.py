@@ -119,7 +119,7 @@ def initialize(
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config` (and the launcher's `--local_rank`, unless it is there)."""
+    """Add `--deepspeed` and `--deepspeed_config`. The launcher's `--local_rank` is the script's own to add."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", action="store_true", help="use DeepSpeed (for the script to look at)")
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the DeepSpeed JSON configuration")
@@ -162,14 +162,25 @@ def _lay_out_ranks(mpu: Any, mesh_param: Any) -> Any:
         groups.set_mpu(mpu)
     elif mesh_param is not None:
         groups.set_mesh(mesh_param)
+    sizes = {
+        "model": groups._get_model_parallel_world_size(),
+        "sequence": groups._get_sequence_parallel_world_size(),
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            given = "mpu" if mpu is not None else "mesh_param"
+            raise ConfigError(f"initialize: {given} asks for {size} {name}-parallel ranks; this version has data "
+                              "parallelism only, leave the argument out")  # fmt: skip
     return groups._get_sequence_data_parallel_group()
 
 
 def _claim_device(args: Any) -> torch.device:
-    """This rank's device: `args.device_rank` or `args.local_rank` if given, else the launcher's LOCAL_RANK."""
+    """This rank's device: `args.device_rank` if given, else the launcher's LOCAL_RANK, else `args.local_rank`."""
     rank = getattr(args, "device_rank", None)
     if rank is None:
-        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank = getattr(args, "local_rank", None)
+        fallback = local_rank if isinstance(local_rank, int) and local_rank >= 0 else 0
+        rank = int(os.environ.get("LOCAL_RANK", fallback))
     accelerator = get_accelerator()
     accelerator.set_device(rank)
     return torch.device(accelerator.device_name(rank))
@@ -253,14 +264,19 @@ def _create_sharding(
 ) -> Sharding:
     zero = config.zero_optimization
     accumulation = config.data_types.grad_accum_dtype
+    if accumulation not in (None, "fp32") and precision.model_dtype is None:
+        raise ConfigError(
+            f"data_types.grad_accum_dtype: found {accumulation!r} with fp32 parameters, whose gradients would be "
+            'rounded; use "fp32", or enable bf16 or fp16'
+        )
     wire = config.communication_data_type
     options = ShardingOptions(
         model_dtype=precision.model_dtype,
         accumulation_dtype=torch_dtype(accumulation) if accumulation is not None else None,
         wire_dtype=torch_dtype(wire) if wire is not None else None,
         bucket_numel=zero.reduce_bucket_size,
-        overlap="overlap_comm" not in zero.model_fields_set or bool(zero.overlap_comm),
-        predivide_factor=config.gradient_predivide_factor if config.prescale_gradients else None,
+        overlap=bool(zero.overlap_comm) or "overlap_comm" not in zero.model_fields_set,
+        predivide_factor=_predivide_factor(config),
         allows_unused=zero.ignore_unused_parameters,
     )
     if optimizer is None:
@@ -275,6 +291,12 @@ def _create_sharding(
     return stage(options, comm.backend(group), group)  # type: ignore[no-any-return]
 
 
+def _predivide_factor(config: DeepSpeedConfig) -> float | None:
+    """By what gradients are divided before the sum; None: by the number of ranks, and by nothing after it."""
+    factor = config.gradient_predivide_factor
+    return None if config.prescale_gradients or factor == 1.0 else factor
+
+
 def _optimizer_face(engine: DeepSpeedEngine) -> Optimizer | None:
     """In fp32 without sharding the torch optimizer itself, as documented; else one whose step is the engine's."""
     optimizer = engine.basic_optimizer
@@ -286,6 +308,8 @@ def _optimizer_face(engine: DeepSpeedEngine) -> Optimizer | None:
 
 
 def _create_scheduler(config: DeepSpeedConfig, given: SchedulerLike | None, optimizer: Optimizer | None) -> Any:
+    if given is not None and optimizer is None and not hasattr(given, "step"):
+        return None  # a callable without an optimizer to give it
     if given is not None:
         is_scheduler = hasattr(given, "step") and not isinstance(given, type)
         return given if is_scheduler or not callable(given) or optimizer is None else given(optimizer)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
-from deepspeed.checkpoint import save_state_dict_file
+from deepspeed.checkpoint import Checkpointer, save_state_dict_file
 from deepspeed.errors import ConfigError
 from deepspeed.zero.strategy import Sharding
 
@@ -17,6 +17,7 @@ class Export:
 
     module: torch.nn.Module
     sharding: Sharding
+    checkpointer: Checkpointer
 
     def module_state_dict(
         self,
@@ -54,10 +55,14 @@ class Export:
         Returns:
             True: whole weights were saved.
         """
-        if comm.get_rank() == 0:
-            state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-            save_state_dict_file(state, Path(save_dir) / save_filename)
-        comm.barrier()
+        path = Path(save_dir) / save_filename
+
+        def write() -> None:
+            if comm.get_rank() == 0:
+                state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+                save_state_dict_file(state, path)
+
+        self.checkpointer.together(write, f"save {path}")
         return True
 
     save_fp16_model = save_16bit_model  # the documented older name

@@ -16,6 +16,7 @@ from deepspeed.engine.events import tell
 from deepspeed.engine.export import Export
 from deepspeed.errors import CheckpointError
 from deepspeed.precision import Precision
+from deepspeed.zero import state_dict as states
 
 
 class Saving(Export):
@@ -23,7 +24,6 @@ class Saving(Export):
 
     schedule: Accumulation
     precision: Precision
-    checkpointer: Checkpointer
     basic_optimizer: Optimizer | None
     optimizer: Optimizer | None
     lr_scheduler: Any
@@ -52,7 +52,9 @@ class Saving(Export):
         Returns:
             True. Failures raise CheckpointError on every rank, and the former checkpoint stays.
         """
-        tag = validate_tag(tag or f"global_step{self.global_steps}", self._config.checkpoint.tag_validation, _gather)
+        tag = validate_tag(
+            f"global_step{self.global_steps}" if tag is None else tag, self._config.checkpoint.tag_validation, _gather
+        )
         writes_model = self.checkpointer.writes_model
         self.checkpointer.save(
             save_dir,
@@ -96,11 +98,8 @@ class Saving(Export):
         if loaded is None:
             return None, {}
         state = loaded.model_state
-        if with_optimizer and self.sharding.stage == 0 and not state.get("optimizer"):
-            raise CheckpointError(
-                f"load {loaded.path}: found no optimizer state in it, so it was saved with ZeRO (stage 1 or above) and "
-                "this run has stage 0; use the same stage, or load_optimizer_states=False"
-            )
+        if with_optimizer:
+            _check_optimizer(self, loaded)
         self.sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights
         if custom_load_fn is not None:
             custom_load_fn(src=state["module"], dst=self.module)
@@ -181,6 +180,31 @@ def _shard_state(engine: "Saving") -> dict[str, Any] | None:
         "ds_version": __version__,
     }
     return {"optimizer_state_dict": optimizer_state, "ds_config": engine.config, "ds_version": __version__}
+
+
+def _check_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:
+    """Refuse an optimizer state that this run cannot take, before anything is changed."""
+    if loaded.shard_state is not None:
+        states.check(engine.sharding, loaded.shard_state["optimizer_state_dict"])
+        return
+    saved = loaded.model_state.get("optimizer")
+    if not saved:
+        raise CheckpointError(
+            f"load {loaded.path}: found no optimizer state in it, so it was saved with ZeRO (stage 1 or above) and "
+            "this run has stage 0; use the same stage, or load_optimizer_states=False"
+        )
+    has_masters, wants_masters = (
+        "single_partition_of_fp32_groups" in saved,
+        engine.optimizer is not engine.basic_optimizer,
+    )
+    if has_masters != wants_masters:
+        raise CheckpointError(
+            f"load {loaded.path}: found an optimizer state {'with' if has_masters else 'without'} fp32 masters, and "
+            f"this run {'has' if wants_masters else 'has no'} masters; use the same precision, or "
+            "load_optimizer_states=False"
+        )
+    if wants_masters:
+        states.check(engine.sharding, saved)
 
 
 def _restore_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:

@@ -140,6 +140,8 @@ def ds_sharding(name: str) -> "Callable[..., Any] | None":
 def ds_checkpoint_store(name: str) -> "Any | None":
     """Give the store that writes and reads checkpoint files. Called once per engine.
 
+    Declared for plugins to come; this version does not call it yet.
+
     Args:
         name: the store's name in the `checkpoint` section.
 
@@ -151,6 +153,8 @@ def ds_checkpoint_store(name: str) -> "Any | None":
 @hookspec(firstresult=True)
 def ds_monitor(name: str, arguments: "Mapping[str, Any]") -> "Any | None":
     """Give a monitor that metrics are written to. Called on rank 0, once per engine and configured monitor.
+
+    Declared for plugins to come; this version does not call it yet.
 
     Args:
         name: the monitor's section in the configuration, for example `"tensorboard"`.
@@ -164,6 +168,8 @@ def ds_monitor(name: str, arguments: "Mapping[str, Any]") -> "Any | None":
 @hookspec(firstresult=True)
 def ds_launcher(name: str) -> "Any | None":
     """Give a way to start ranks on many hosts. Called by the `deepspeed` command, in a process without torch.
+
+    Declared for plugins to come; this version does not call it yet.
 
     Args:
         name: the value of `--launcher`, lower case.
@@ -194,7 +200,7 @@ def ds_step_end(stats: "Any") -> None:
 
 @hookspec
 def ds_checkpoint_saved(directory: str, tag: str) -> None:
-    """A checkpoint is complete on disk and `latest` names it. Called on every rank, after the closing barrier.
+    """A checkpoint is complete on disk. Called on every rank, after the closing barrier.
 
     Args:
         directory: the `save_dir` the user gave.

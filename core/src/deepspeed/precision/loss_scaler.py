@@ -36,7 +36,7 @@ class LossScaler:
         return {"cur_scale": self.loss_scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loss_scale = float(state["cur_scale"])
+        """A constant scale is the configuration's, whatever a checkpoint had."""
 
 
 class DynamicLossScaler(LossScaler):
@@ -108,6 +108,9 @@ class DynamicLossScaler(LossScaler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another dynamic scale was; the state of a constant one leaves this one as it is."""
+        if "cur_hysteresis" not in state:
+            return
         self.loss_scale = float(state["cur_scale"])
         self._credit = int(state["cur_hysteresis"])
         self._num_steps = int(state["cur_iter"])

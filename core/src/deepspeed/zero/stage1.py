@@ -32,14 +32,8 @@ class Stage1(Sharding):
     def _is_flat(self) -> bool:
         return True
 
-    def _create_bucket(self, spec: BucketSpec) -> Bucket:
-        return Bucket(
-            spec,
-            is_holder=spec.owner == self.rank,
-            take=self._bucket_memory,
-            give=None,
-            wire_dtype=self.options.wire_dtype,
-        )
+    def _is_holder(self, spec: BucketSpec) -> bool:
+        return spec.owner == self.rank
 
     def _exchange(self, bucket: Bucket, wire_N: Tensor) -> Work:
         return self.backend.reduce_to_owners(wire_N, [Piece(0, bucket.spec.numel, bucket.spec.owner)], self.group)

@@ -44,9 +44,20 @@ def collect(sharding: Sharding) -> dict[str, Any]:
     }
 
 
-def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
-    """Put a collected state back: masters, and with `load_optimizer_states` also moments and param_groups."""
+def check(sharding: Sharding, saved: dict[str, Any]) -> None:
+    """Refuse a state of another model, other groups or another division.
+
+    Raises:
+        CheckpointError: says what was found; nothing was changed.
+    """
     masters = saved["single_partition_of_fp32_groups"]
+    optimizer = sharding.optimizer
+    param_groups = saved["base_optimizer_state"]["param_groups"]
+    if optimizer is not None and len(param_groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"optimizer state: found {len(param_groups)} parameter groups, this run has {len(optimizer.param_groups)}; "
+            "build the optimizer with the same groups"
+        )
     if len(masters) != len(sharding.groups):
         raise CheckpointError(
             f"optimizer state: found {len(masters)} parameter groups, this run has {len(sharding.groups)}; "
@@ -59,6 +70,12 @@ def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states:
                 f"optimizer state of group {index}: found a partition of {master.numel()} elements, this run has "
                 f"{stop - start}; load it with the same model and the same number of ranks"
             )
+
+
+def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
+    """Put a collected state back: masters, and with `load_optimizer_states` also moments and param_groups."""
+    check(sharding, saved)
+    for group, master in zip(sharding.groups, saved["single_partition_of_fp32_groups"], strict=True):
         for unit in group.units:
             unit.master.data.view(-1).copy_(_cut(master, group, unit.fragment.start, unit.fragment.numel))
     optimizer = sharding.optimizer

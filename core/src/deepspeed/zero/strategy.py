@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.backend import Backend, Piece, Work
 from deepspeed.errors import ConfigError, StateError
@@ -96,11 +97,13 @@ class Sharding:
         self._launched = 0
         self._reduces = False
         self._refusal: Exception | None = None
+        self._shows_gradients = False  # param.grad is a view of bucket memory
         self._gradients: list[Tensor] = []
         self._is_reduced = True  # no gradient waits on this rank for its exchange
         self._factor = 1.0
         self._norm: float | None = None
         self._updates: OptimizerUpdate | None = None
+        self._hooks: list[RemovableHandle] = []
         self._positions: dict[int, int] = {}
         average = options.predivide_factor or float(self.world_size)
         self._before_sum = 1.0 / average
@@ -131,11 +134,15 @@ class Sharding:
     def _create_bucket(self, spec: BucketSpec) -> Bucket:
         return Bucket(
             spec,
-            is_holder=self.rank == 0,
+            is_holder=self._is_holder(spec),
             take=self._bucket_memory,
             give=None,
             wire_dtype=self.options.wire_dtype,
         )
+
+    def _is_holder(self, spec: BucketSpec) -> bool:
+        """Whether this rank goes on adding to what a bucket holds after its reduction; one rank does."""
+        return self.rank == 0
 
     def _exchange(self, bucket: Bucket, wire_N: Tensor) -> Work:
         return self.backend.reduce(wire_N, self.group)
@@ -177,17 +184,27 @@ class Sharding:
         self._named = list(module.named_parameters())
         groups = optimizer.param_groups if optimizer is not None else [{"params": list(module.parameters())}]
         for index, param_group in enumerate(groups):
+            for param in param_group["params"]:
+                if param.requires_grad and id(param) not in self._positions:
+                    raise ConfigError(
+                        f"optimizer.param_groups[{index}]: a parameter of shape {tuple(param.shape)} is not in the "
+                        "model given to initialize(); hand over parameters of that model"
+                    )
             self._attach_group(index, param_group["params"])
         self._finish_groups()
         if optimizer is not None:  # a group that only the optimizer knew would train without averaging
             optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
+            optimizer.zero_grad = self._zero_grad_of_optimizer  # type: ignore[method-assign]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take over one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
         assert self.optimizer is not None
         if self.window.is_open or any(self._used):
             raise StateError("add_param_group: found gradients of a step that is not over; call it after step()")
-        type(self.optimizer).add_param_group(self.optimizer, param_group)
+        given = param_group["params"]
+        given = [given] if isinstance(given, Tensor) else list(given)
+        self._refuse_attached(len(self.optimizer.param_groups), given)
+        type(self.optimizer).add_param_group(self.optimizer, {**param_group, "params": given})
         last = len(self.optimizer.param_groups) - 1
         for handle in self._hooks:
             handle.remove()
@@ -196,12 +213,9 @@ class Sharding:
 
     def _attach_group(self, index: int, params: Sequence[Parameter]) -> None:
         """Split one optimizer group by dtype and lay out each part."""
-        attached = {id(param) for param in self.params}
+        self._refuse_attached(index, params)
         by_dtype: dict[torch.dtype, list[Parameter]] = {}
         for param in params:
-            if id(param) in attached:
-                raise ConfigError(f"optimizer.param_groups[{index}]: a parameter of shape {tuple(param.shape)} is in "
-                                  "two groups; put it in one")  # fmt: skip
             if param.requires_grad and param.numel() > 0:
                 by_dtype.setdefault(param.dtype, []).append(param)
         units: list[Unit] = []
@@ -225,6 +239,15 @@ class Sharding:
                 states.adopt(self.optimizer, group)
         if self.optimizer is not None:
             self.optimizer.param_groups[index]["params"] = [unit.master for unit in units]
+
+    def _refuse_attached(self, index: int, params: Sequence[Parameter]) -> None:
+        attached = {id(param) for param in self.params}
+        for param in params:
+            if id(param) in attached:
+                raise ConfigError(
+                    f"optimizer.param_groups[{index}]: a parameter of shape {tuple(param.shape)} is in two groups; put "
+                    "it in one"
+                )
 
     def _layout(self, numels: Sequence[int]) -> GroupLayout:
         """Fragments as long as possible, but for low precision with an update that may go piece by piece."""
@@ -268,6 +291,8 @@ class Sharding:
         ]
         if self.optimizer is not None:
             self._updates = OptimizerUpdate(self.optimizer, list(self._batches()), self._used_anywhere)
+        if len(self._gradients) == len(self.groups):
+            self._connect_units()
 
     def _batches(self) -> Iterator[Batch]:
         if not self._is_flat() and self.options.model_dtype is None:  # nothing to publish, nothing to widen
@@ -298,7 +323,7 @@ class Sharding:
         self._reduces = plan.reduces or self.reduces_always
         self._factor = plan.factor * self._before_sum
         self._launched = 0
-        self._is_reduced = False
+        self._is_reduced = self._shows_gradients = False
         self._norm = None
         for bucket in self.buckets:
             bucket.begin_backward()
@@ -313,6 +338,11 @@ class Sharding:
         assert grad is not None
         param.grad = None
         if not self.window.is_open:
+            if self._shows_gradients:  # autograd has just added into the bucket's own memory
+                raise StateError(
+                    "backward: found a second backward before step() that does not pass through the engine's outputs; "
+                    "add the losses up and call engine.backward(loss) once"
+                )
             self.window.open_from_autograd()
         if grad.requires_grad:  # of a backward with create_graph=True; the step needs no graph
             grad = grad.detach()
@@ -407,9 +437,11 @@ class Sharding:
         for group, gradients in zip(self.groups, self._gradients, strict=True):
             if gradients.dtype != group.dtype:
                 continue
-            for param, offset, index in zip(group.params, group.layout.offsets, range(group.first_index, 1 << 62)):  # noqa: B905
-                if self._used_anywhere[index]:
+            for index, param in enumerate(group.params):
+                if self._used_anywhere[group.first_index + index]:
+                    offset = group.layout.offsets[index]
                     param.grad = gradients.narrow(0, offset, param.numel()).view(param.shape)
+                    self._shows_gradients = True
 
     def _local_square_sum(self) -> float:
         return sum(map(_square_sum, self._owned_gradients())) * self._norm_share()
@@ -447,7 +479,12 @@ class Sharding:
             param.grad = None
             self._used[index] = False
         self._is_reduced = True
+        self._shows_gradients = False
         self._norm = None
+
+    def _zero_grad_of_optimizer(self, set_to_none: bool = True) -> None:
+        """What the user's own optimizer does at `zero_grad()`: what the buckets hold is forgotten too."""
+        self.zero_grad()
 
     @property
     def is_attached(self) -> bool:
@@ -461,6 +498,7 @@ class Sharding:
         self._hooks = []
         if self.optimizer is not None:
             vars(self.optimizer).pop("add_param_group", None)
+            vars(self.optimizer).pop("zero_grad", None)
         self.zero_grad()
 
     # ---- states and single parameters ---------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_static_stays():
     assert not scaler.is_dynamic
     other = LossScaler(1)
     other.load_state_dict(scaler.state_dict())
-    assert other.cur_scale == 128.0
+    assert other.cur_scale == 1.0, "a constant scale is the configuration's, whatever a checkpoint had"
 
 
 def test_a_half_precision_loss_is_scaled_in_fp32():
