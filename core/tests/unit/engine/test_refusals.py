@@ -1,9 +1,8 @@
 """What initialize and load_checkpoint cannot do is refused with a reason, before anything is changed."""
 
+import deepspeed
 import pytest
 import torch
-
-import deepspeed
 from deepspeed.errors import CheckpointError, ConfigError, StateError
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.1}}
