@@ -117,7 +117,10 @@ class NodeAgent(SimpleElasticAgent):
         """Body of one thread per rank: report its end. The process stays unreaped, so that its group's number stays
         taken."""
         if hasattr(os, "waitid"):
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            try:
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            except ChildProcessError:  # `_end_ranks` killed and reaped it meanwhile; nobody waits for this report
+                return
         else:
             process.wait()
         self._ended.put(local_rank)
