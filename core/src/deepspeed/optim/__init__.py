@@ -3,26 +3,15 @@
 May import `ops` and below. Read `factory.py` first; then `lr_schedules.py` and `norm.py`. Names load on first use.
 """
 
-import importlib
-from typing import Any
+from deepspeed._forward import forward
 
 _NAMES = {
-    "create_optimizer": "deepspeed.optim.factory",
-    "create_scheduler": "deepspeed.optim.factory",
-    "is_elementwise": "deepspeed.optim.traits",
-    "is_tested_with_zero": "deepspeed.optim.traits",
+    "create_optimizer": "deepspeed.optim.factory:create_optimizer",
+    "create_scheduler": "deepspeed.optim.factory:create_scheduler",
+    "is_elementwise": "deepspeed.optim.traits:is_elementwise",
+    "is_tested_with_zero": "deepspeed.optim.traits:is_tested_with_zero",
 }
 
 __all__ = sorted(_NAMES)  # noqa: PLE0605
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module 'deepspeed.optim' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_NAMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = forward(__name__, _NAMES)

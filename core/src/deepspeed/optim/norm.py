@@ -63,11 +63,6 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     return tensor_norm(torch.stack([norm.to(norms[0].device, wide) for norm in norms]), norm_type)
 
 
-def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
-    """`global_norm` squared: what the owners of shards add up across ranks before the square root."""
-    return global_norm(tensors).square()
-
-
 def clip_coefficient(total_norm: Tensor | float, max_norm: float) -> Tensor:
     """What gradients are multiplied by: min(1, max_norm / (norm + 1e-6)), 0-D; nan for nan, 0 for inf.
 

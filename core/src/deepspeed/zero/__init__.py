@@ -4,22 +4,15 @@ May import `precision`, `optim`, `parallel`, `comm` and below. Read `strategy.py
 `stage1.py` and `stage2.py` beside it, `layout.py`, `bucket.py`, `backward_window.py`. Names load on first use.
 """
 
-import importlib
-from typing import Any
+from deepspeed._forward import forward
 
 _NAMES = {
-    "GatheredParameters": "deepspeed.zero.gather",
-    "Init": "deepspeed.zero.construct",
-    "register_external_parameter": "deepspeed.zero.gather",
-    "unregister_external_parameter": "deepspeed.zero.gather",
+    "GatheredParameters": "deepspeed.zero.gather:GatheredParameters",
+    "Init": "deepspeed.zero.construct:Init",
+    "register_external_parameter": "deepspeed.zero.gather:register_external_parameter",
+    "unregister_external_parameter": "deepspeed.zero.gather:unregister_external_parameter",
 }
 
 __all__ = sorted(_NAMES)  # noqa: PLE0605
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module 'deepspeed.zero' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_NAMES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = forward(__name__, _NAMES)
