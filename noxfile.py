@@ -22,7 +22,7 @@ PYTHON = str(BIN / "python")
 DISTRIBUTIONS = ("core", "extensions/ds-ext-cpu", "compat/deepspeed")
 # What each session needs beyond the distributions' own dependencies; the versions are in constraints.txt.
 TOOLS = (
-    *("nox", "ruff", "mypy", "import-linter"),
+    *("nox", "ruff", "mypy", "import-linter", "clang-format"),
     *("pytest", "pytest-timeout", "hypothesis"),
     *("matplotlib",),
     *("accelerate", "transformers"),
@@ -61,10 +61,13 @@ def _pytest(session: nox.Session, *paths: Path) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style (ruff), layout (ruff format), floors (import-linter)."""
+    """Style (ruff), layout (ruff format, clang-format), floors (import-linter)."""
     _prepare(session)
     session.run(str(BIN / "ruff"), "check", ".", external=True)
     session.run(str(BIN / "ruff"), "format", "--check", ".", external=True)
+    kernels = [str(path) for path in ROOT.glob("extensions/*/src/*/csrc/**/*") if path.suffix in (".cpp", ".h", ".cu")]
+    if kernels:
+        session.run(str(BIN / "clang-format"), "--dry-run", "--Werror", *sorted(kernels), external=True)
     session.run(str(BIN / "lint-imports"), external=True)
 
 
