@@ -1,6 +1,8 @@
-"""What every optimizer written here in torch shares: the step loop, groups replaced in place, fp32 state."""
+"""What every optimizer written here shares: the step loop, groups replaced in place, fp32 state, one-pass steps."""
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +13,27 @@ from deepspeed.errors import ConfigError
 _HALF = (torch.float16, torch.bfloat16)
 
 
+@dataclass(slots=True)
+class OnePass:
+    """Gradients of one step, given beside the parameters: of any float dtype, and not yet scaled.
+
+    `grads[g]` and `copies[g]` belong to `param_groups[g]["params"]`. `copies[g]` is empty, or holds one tensor per
+    parameter that gets the new value rounded to its dtype: the weights of a low-precision model, beside fp32 masters.
+    """
+
+    grads: Sequence[list[Tensor]]
+    copies: Sequence[list[Tensor]]
+    scale: float  # unscales and clips in one factor
+
+
 class ReferenceOptimizer(torch.optim.Optimizer):
     """A torch optimizer that an engine may hand other tensors: 1-D, empty, replaced in `param_groups`, without `.grad`.
 
     A subclass writes `update_params`, and makes a parameter's state at its first gradient. Options live in `defaults`
     and so in each group: they survive copy and pickle, and a group may say otherwise.
+
+    One with a kernel that reads low-precision gradients, scales them, updates fp32 masters and writes low-precision
+    weights in one pass over memory also writes `has_one_pass` and `update_one_pass`.
     """
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -32,8 +50,16 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient. Returns what `closure` returned, if there is one."""
+    def step(self, closure: Callable[[], Any] | None = None, *, one_pass: OnePass | None = None) -> Any:
+        """One update of every parameter that has a gradient. Returns what `closure` returned, if there is one.
+
+        The engine gives `one_pass` instead, after it has asked `takes_one_pass`.
+        """
+        if one_pass is not None:
+            for group, grads, copies in zip(self.param_groups, one_pass.grads, one_pass.copies, strict=True):
+                if grads:
+                    self.update_one_pass(group["params"], grads, copies, one_pass.scale, group)
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -52,6 +78,32 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         """Update `params` in place; each has a gradient. Called per group, without autograd."""
         raise NotImplementedError(f"{type(self).__name__} must write update_params")
 
+    @property
+    def takes_one_pass(self) -> bool:
+        """Whether `step(one_pass=...)` does what `step()` would do on the present groups.
+
+        Not for a subclass with a step or update of its own, nor where a hook before the step wants to see gradients.
+        """
+        cls = type(self)
+        is_ours = inspect.unwrap(cls.step) is inspect.unwrap(ReferenceOptimizer.step)
+        is_paired = _definer(cls, "update_params") is _definer(cls, "update_one_pass")
+        return (
+            is_ours
+            and is_paired
+            and not self._optimizer_step_pre_hooks
+            and all(map(self.has_one_pass, self.param_groups))
+        )
+
+    def has_one_pass(self, group: dict[str, Any]) -> bool:
+        """Whether a kernel serves this group's options and tensors; loads it when first asked."""
+        return False
+
+    def update_one_pass(
+        self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
+    ) -> None:
+        """Update `params` in place from `scale * grads`, and write `copies`; makes states at the first use."""
+        raise NotImplementedError(f"{type(self).__name__} has no one-pass kernel; ask takes_one_pass first")
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but fp32 state of a half parameter stays fp32 (torch would round it to the parameter's dtype)."""
         super().load_state_dict(state_dict)
@@ -62,6 +114,10 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 if dtype != param.dtype and name != "step" and isinstance(value, Tensor):
                     self.state[param][name] = value.to(device=param.device, dtype=dtype, copy=True)
+
+
+def _definer(cls: type, name: str) -> type:
+    return next(base for base in cls.__mro__ if name in vars(base))
 
 
 def state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
