@@ -38,7 +38,7 @@ from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket, Slot
 from deepspeed.zero.flat_group import FlatGroup, Unit
 from deepspeed.zero.layout import BucketSpec, Fragment, GroupLayout, cut_buckets, update_batches
-from deepspeed.zero.update import Batch, OptimizerUpdate
+from deepspeed.zero.update import Batch, OptimizerUpdate, takes_one_pass
 
 #: elements whose gradients are widened to fp32 at once: 2 MiB, which a core's cache holds. Measured for Adam on 25 M
 #: bf16 parameters, one thread: 20.7 ms at 2**19, 27 at 2**20, 32 from 2**21
@@ -91,6 +91,7 @@ class Sharding:
         self.params: list[Parameter] = []
         self.buckets: list[Bucket] = []
         self._is_whole = False
+        self._widens = False  # gradients are copied to fp32 before the update, piece by piece
         self._slots: list[list[Slot]] = []  # by parameter
         self._used: list[bool] = []  # by parameter: a gradient arrived on this rank since the last step
         self._used_anywhere: list[bool] = []
@@ -178,6 +179,7 @@ class Sharding:
             is_elementwise: whether the optimizer's update of an element depends on that element only.
         """
         self.optimizer = optimizer
+        self._widens = self.options.model_dtype is not None and not takes_one_pass(optimizer)
         self._plan = plan
         self._is_whole = not is_elementwise
         self._positions = {id(param): place for place, param in enumerate(module.parameters())}
@@ -250,8 +252,8 @@ class Sharding:
                 )
 
     def _layout(self, numels: Sequence[int]) -> GroupLayout:
-        """Fragments as long as possible, but for low precision with an update that may go piece by piece."""
-        is_divided = self.options.model_dtype is not None and not self._is_whole
+        """Fragments as long as possible, but where gradients are widened and the update may go piece by piece."""
+        is_divided = self._widens and not self._is_whole
         return GroupLayout(numels, self._cuts(numels), WIDENED_NUMEL if is_divided else None)
 
     def _accumulation_dtype(self, group: FlatGroup) -> torch.dtype:
@@ -295,10 +297,10 @@ class Sharding:
             self._connect_units()
 
     def _batches(self) -> Iterator[Batch]:
-        if not self._is_flat() and self.options.model_dtype is None:  # nothing to publish, nothing to widen
+        if not self._is_flat() and not self._widens:  # nothing to publish
             yield Batch(None, [unit for group in self.groups for unit in group.units], [])
             return
-        numel = self.options.update_numel if self.options.model_dtype is None else WIDENED_NUMEL
+        numel = WIDENED_NUMEL if self._widens else self.options.update_numel
         for index, group in enumerate(self.groups):
             unit_of = {unit.fragment: unit for unit in group.units}
             for per_rank in update_batches(group.layout, numel):

@@ -1,7 +1,8 @@
 """The optimizer's step in batches of units, so that little is alive at once and results can be published early.
 
-Called by `Sharding.update`. In low precision a batch's gradients are widened to fp32 in one buffer that all batches
-share, the step is made on the fp32 masters, and the result is rounded into the model's weights.
+Called by `Sharding.update`. An optimizer with a one-pass kernel reads the gradients as they are, and writes masters
+and the model's weights in the same pass. For any other, a batch's low-precision gradients are widened to fp32 in one
+buffer that all batches share, the step is made on the fp32 masters, and the result is rounded into the weights.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed.comm.backend import Piece
+from deepspeed.ops.reference_optimizer import OnePass, ReferenceOptimizer
 from deepspeed.zero.flat_group import Unit
 
 
@@ -45,23 +47,33 @@ class OptimizerUpdate:
         """
         groups = self._optimizer.param_groups
         all_params = [group["params"] for group in groups]
+        one_pass = takes_one_pass(self._optimizer)
         widened: Tensor | None = None
         try:
             for batch in self._batches:
                 units = [unit for unit in batch.units if self._used[unit.index]]
                 if units:
-                    for index, group in enumerate(groups):
-                        group["params"] = [unit.master for unit in units if unit.param_group == index]
-                    widened = self._set_gradients(units, scale, widened)
-                    self._optimizer.step()
-                    for unit in units:
-                        unit.master.grad = None
-                        if unit.has_master:
-                            unit.weight.copy_(unit.master.view_as(unit.weight))
+                    by_group = [[unit for unit in units if unit.param_group == index] for index in range(len(groups))]
+                    for group, its_units in zip(groups, by_group, strict=True):
+                        group["params"] = [unit.master for unit in its_units]
+                    if one_pass:
+                        self._optimizer.step(one_pass=_one_pass(by_group, scale))  # type: ignore[call-arg]
+                    else:
+                        widened = self._step_widened(units, scale, widened)
                 yield batch
         finally:
             for group, params in zip(groups, all_params, strict=True):
                 group["params"] = params
+
+    def _step_widened(self, units: list[Unit], scale: float, widened: Tensor | None) -> Tensor | None:
+        """The step of any torch optimizer, through `.grad`; returns the buffer for the next batch."""
+        widened = self._set_gradients(units, scale, widened)
+        self._optimizer.step()
+        for unit in units:
+            unit.master.grad = None
+            if unit.has_master:
+                unit.weight.copy_(unit.master.view_as(unit.weight))
+        return widened
 
     def _set_gradients(self, units: list[Unit], scale: float, widened: Tensor | None) -> Tensor | None:
         """Point every master's `.grad` at its gradient times `scale`; returns the buffer for the next batch."""
@@ -82,6 +94,18 @@ class OptimizerUpdate:
             if grad.dtype == unit.master.dtype:
                 unit.master.grad = grad if scale == 1.0 else grad.mul_(scale)
         return widened
+
+
+def takes_one_pass(optimizer: Optimizer | None) -> bool:
+    """Whether the optimizer reads gradients, updates masters and writes weights in one pass; loads its kernel."""
+    return isinstance(optimizer, ReferenceOptimizer) and optimizer.takes_one_pass
+
+
+def _one_pass(by_group: list[list[Unit]], scale: float) -> OnePass:
+    copies = [[unit.weight.view_as(unit.master) for unit in units if unit.has_master] for units in by_group]
+    for its_copies, units in zip(copies, by_group, strict=True):
+        assert len(its_copies) in (0, len(units)), "masters are kept for all parameters of a model or for none"
+    return OnePass([[_grad(unit) for unit in units] for units in by_group], copies, scale)
 
 
 def _grad(unit: Unit) -> Tensor:

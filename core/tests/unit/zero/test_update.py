@@ -3,9 +3,10 @@
 import pytest
 import torch
 from deepspeed.comm.backend import Piece
+from deepspeed.ops.reference_optimizer import ReferenceOptimizer
 from deepspeed.zero.flat_group import Unit
 from deepspeed.zero.layout import Fragment
-from deepspeed.zero.update import Batch, OptimizerUpdate
+from deepspeed.zero.update import Batch, OptimizerUpdate, takes_one_pass
 
 
 def make_unit(index, numel, *, dtype=torch.float32, grad_dtype=None, grad=1.0):
@@ -108,3 +109,84 @@ def test_the_optimizer_sees_the_units_of_the_batch_and_keeps_its_groups(fails):
         assert [[len(group) for group in groups] for groups in optimizer.seen] == [[1, 0], [1, 1]]
         assert [unit.weight.item() for unit in units] == [0.5, 0.5, 0.75]
     assert [group["params"] for group in optimizer.param_groups] == [masters[:2], masters[2:]]
+
+
+class OnePassSGD(ReferenceOptimizer):
+    """Plain gradient descent that says it has a kernel, and counts its operator calls."""
+
+    def __init__(self, params, lr=0.5):
+        super().__init__(params, {"lr": lr})
+        self.calls = 0
+
+    def update_params(self, params, group):
+        for param in params:
+            param.sub_(group["lr"] * param.grad)
+
+    def has_one_pass(self, group):
+        return True
+
+    def update_one_pass(self, params, grads, copies, scale, group):
+        self.calls += 1
+        for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            assert param.grad is None
+            param.sub_(group["lr"] * scale * grad.float())
+            if copies:
+                copies[index].copy_(param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_pass_writes_masters_and_weights(dtype):
+    units = [make_unit(i, numel, dtype=dtype, grad=1.0 + i) for i, numel in enumerate((2, 5, 1))]
+    optimizer = OnePassSGD([unit.master for unit in units])
+    for _ in OptimizerUpdate(optimizer, [Batch(0, units, [])], [True, True, False]).step(0.25):
+        pass
+    assert optimizer.calls == 1
+    for index, unit in enumerate(units):
+        wanted = 1 - 0.5 * 0.25 * (1.0 + index) if index < 2 else 1.0
+        assert unit.master.tolist() == [wanted] * unit.master.numel()
+        assert torch.equal(unit.weight, unit.master.to(dtype))
+        assert unit.grad[0] == 1.0 + index, "the gradient is not scaled in memory"
+    assert all(param is unit.master for param, unit in zip(optimizer.param_groups[0]["params"], units, strict=True))
+
+
+def test_one_pass_with_units_in_several_groups():
+    units = [make_unit(0, 2), make_unit(1, 3)]
+    units[1].param_group = 1
+    optimizer = OnePassSGD([{"params": [units[0].master]}, {"params": [units[1].master], "lr": 0.25}])
+    for _ in OptimizerUpdate(optimizer, [Batch(0, [unit], []) for unit in units], [True, True]).step(1.0):
+        pass
+    assert [unit.weight[0].item() for unit in units] == [0.5, 0.75]
+    assert optimizer.calls == 2, "a group without units in a batch is not called"
+
+
+def test_a_subclass_with_an_update_of_its_own_is_not_bypassed():
+    class Mine(OnePassSGD):
+        def update_params(self, params, group):
+            for param in params:
+                param.zero_()
+
+    class Stepping(OnePassSGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    param = torch.ones(1)
+    assert takes_one_pass(OnePassSGD([param]))
+    assert not takes_one_pass(Mine([param]))
+    assert not takes_one_pass(Stepping([param]))
+    assert not takes_one_pass(torch.optim.SGD([param]))
+    unit = make_unit(0, 2)
+    for _ in OptimizerUpdate(Mine([unit.master]), [Batch(0, [unit], [])], [True]).step(1.0):
+        pass
+    assert unit.weight.tolist() == [0.0, 0.0]
+
+
+def test_a_hook_before_the_step_sees_gradients():
+    unit = make_unit(0, 2, grad=3.0)
+    optimizer = OnePassSGD([unit.master])
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda it, args, kwargs: seen.append(it.param_groups[0]["params"][0].grad.tolist())
+    )
+    for _ in OptimizerUpdate(optimizer, [Batch(0, [unit], [])], [True]).step(1.0):
+        pass
+    assert seen == [[3.0, 3.0]]
