@@ -7,6 +7,7 @@ buffer that all batches share, the step is made on the fp32 masters, and the res
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class OptimizerUpdate:
         """
         groups = self._optimizer.param_groups
         all_params = [group["params"] for group in groups]
-        one_pass = takes_one_pass(self._optimizer)
+        one_pass = self._optimizer if takes_one_pass(self._optimizer) else None
         widened: Tensor | None = None
         try:
             for batch in self._batches:
@@ -56,8 +57,8 @@ class OptimizerUpdate:
                     by_group = [[unit for unit in units if unit.param_group == index] for index in range(len(groups))]
                     for group, its_units in zip(groups, by_group, strict=True):
                         group["params"] = [unit.master for unit in its_units]
-                    if one_pass:
-                        self._optimizer.step(one_pass=_one_pass(by_group, scale))  # type: ignore[call-arg]
+                    if one_pass is not None:
+                        one_pass.step(one_pass=_one_pass(by_group, scale))
                     else:
                         widened = self._step_widened(units, scale, widened)
                 yield batch
@@ -96,7 +97,7 @@ class OptimizerUpdate:
         return widened
 
 
-def takes_one_pass(optimizer: Optimizer | None) -> bool:
+def takes_one_pass(optimizer: Optimizer | None) -> TypeGuard[ReferenceOptimizer]:
     """Whether the optimizer reads gradients, updates masters and writes weights in one pass; loads its kernel."""
     return isinstance(optimizer, ReferenceOptimizer) and optimizer.takes_one_pass
 
