@@ -2,12 +2,17 @@
 
 import importlib
 import importlib.util
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from deepspeed.accelerator.torch_module import TorchModule
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, PluginError
+from deepspeed.log import warn_once
+from deepspeed.plugins import plugin_manager
 
 _CORE_BUILDERS = "deepspeed.ops.op_builder"
 
@@ -20,32 +25,61 @@ class BuildingFace(TorchModule):
     def op_builder_dir(self) -> str:
         """The import path of the package that holds this accelerator's op builders.
 
-        Default: the folder `op_builder` beside the module of the accelerator's class, and the core's own
-        `deepspeed.ops.op_builder` when there is none. Importing that package compiles nothing.
+        Default: the folder `op_builder` beside the module of the accelerator's class, or beside a class that it derives
+        from; the core's own `deepspeed.ops.op_builder` when there is none. Importing that package compiles nothing.
         """
-        package = type(self).__module__.rpartition(".")[0]
-        beside = f"{package}.op_builder"
-        return beside if package and _exists(beside) else _CORE_BUILDERS
+        for kind in type(self).__mro__:
+            package = kind.__module__.rpartition(".")[0]
+            if package and package.split(".")[0] != "deepspeed" and _exists(f"{package}.op_builder"):
+                return f"{package}.op_builder"
+        return _CORE_BUILDERS
 
     def create_op_builder(self, class_name: str) -> Any:
         """An instance of the builder called `class_name`, for example `"FusedAdamBuilder"`; None when there is none.
 
-        None means that the device has no kernel of its own for the op; the core then looks further.
+        None means that the device has no kernel of its own for the op. `deepspeed.ops.registry` then looks further: the
+        host extension, the feature plugins, the torch reference.
         """
         builder_class = self.get_op_builder(class_name)
         return None if builder_class is None else builder_class()
 
     def get_op_builder(self, class_name: str) -> Any:
-        """The builder class called `class_name`, or None when this accelerator has none."""
-        package = importlib.import_module(self.op_builder_dir())
-        found = getattr(package, class_name, None)
-        return found if isinstance(found, type) else None
+        """The builder class called `class_name`, or None when this accelerator has none.
+
+        Default: what the accelerator's plugin names in the hook `ds_op_builders`, then the class of that name in the
+        package `op_builder_dir()`, in its `__init__` or in one of its modules. Both are asked at each call, so that a
+        name means this accelerator, whichever was in force when something was imported.
+
+        Raises:
+            PluginError: the plugin failed in its hook, or the package cannot be imported.
+        """
+        stated = self._stated_builders().get(class_name)
+        if stated is not None or self.op_builder_dir() == _CORE_BUILDERS:
+            return stated
+        return _find_class(_import_builders(self), class_name)
 
     def build_extension(self) -> Any:
-        """The setuptools command that compiles this device's extensions in a wheel build."""
+        """The setuptools command class that compiles this device's extensions in a wheel build.
+
+        Default: torch's `BuildExtension`. Called by `setup.py` of an extension as `cmdclass={"build_ext": ...}`.
+        """
         from torch.utils.cpp_extension import BuildExtension
 
         return BuildExtension
+
+    def _stated_builders(self) -> dict[str, type]:
+        """Builder name -> class, as the plugin that this accelerator came from states them."""
+        from deepspeed.accelerator.current import plugin_of  # late: that module imports this class
+
+        plugin = plugin_of(self)  # type: ignore[arg-type]
+        return {} if plugin is None else plugin_manager().op_builders(plugin)
+
+    def _builder_names(self) -> list[str]:
+        """The names under which builder classes can be found here: stated by the plugin, or in its package."""
+        names = set(self._stated_builders())
+        if self.op_builder_dir() != _CORE_BUILDERS:
+            names.update(name for module in _modules(_import_builders(self)) for name in _classes(module))
+        return sorted(names)
 
     # ----- environment -----------------------------------------------------------------------------------------------
 
@@ -85,3 +119,49 @@ def _exists(module_name: str) -> bool:
         return importlib.util.find_spec(module_name) is not None
     except ModuleNotFoundError:  # a parent package is missing, as for a class defined in a script
         return False
+
+
+def _import_builders(accelerator: BuildingFace) -> ModuleType:
+    """The package `op_builder_dir()`.
+
+    Raises:
+        PluginError: it cannot be imported, whatever a vendor's package raises.
+    """
+    where = accelerator.op_builder_dir()
+    try:
+        return importlib.import_module(where)
+    except Exception as error:
+        raise PluginError(
+            f"{type(accelerator).__name__}: its op builders are in {where}, which cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _find_class(package: ModuleType, name: str) -> type | None:
+    for module in _modules(package):
+        found = getattr(module, name, None)
+        if isinstance(found, type):
+            return found
+    return None
+
+
+def _modules(package: ModuleType) -> Iterator[ModuleType]:
+    """`package`, then its modules, as a vendor may keep one builder per file under an empty `__init__`.
+
+    A module that cannot be imported is warned about and left out: the other builders still count.
+    """
+    yield package
+    for info in pkgutil.iter_modules(getattr(package, "__path__", [])):
+        module_name = f"{package.__name__}.{info.name}"
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:  # noqa: BLE001 - a vendor's file, whatever it raises
+            warn_once(f"op builders in {module_name} are left out: {type(error).__name__}: {error}")
+        else:
+            yield module
+
+
+def _classes(module: ModuleType) -> list[str]:
+    """Names of builder classes in `module` by DeepSpeed's convention: `...Builder`, but not a base `...OpBuilder`."""
+    names = [name for name in dir(module) if name.endswith("Builder") and not name.endswith("OpBuilder")]
+    return [name for name in names if isinstance(getattr(module, name, None), type)]

@@ -77,6 +77,11 @@ def explain() -> Choice:
     return _choice if _choice is not None else _choose_once()
 
 
+def plugin_of(accelerator: DeepSpeedAccelerator) -> str | None:
+    """The plugin that `accelerator` came from; None when it was set by hand, is the plain one, or is not in force."""
+    return _choice.plugin if _choice is not None and _choice.accelerator is accelerator else None
+
+
 def _choose_once() -> Choice:
     global _choosing
     with _lock:

@@ -175,15 +175,28 @@ class PluginManager:
             raise PluginError(f"accelerator {name!r}: its ds_accelerator returned None, not an accelerator")
         return built
 
-    def op_builders(self, name: str) -> dict[str, type]:
-        """The op builders of the accelerator plugin `name`, by builder name; empty when it states none.
+    def op_builders(self, name: str, group: str = ACCELERATORS) -> dict[str, type]:
+        """The op builders of the plugin `name`, by builder name; empty when it states none.
 
         Raises:
-            PluginError: the plugin cannot be loaded or failed in `ds_op_builders`.
+            PluginError: the plugin cannot be loaded, or failed in `ds_op_builders`, or names there what is no class.
         """
-        if not self._implements(self.load(name), "ds_op_builders"):
+        if not self._implements(self.load(name, group), "ds_op_builders"):
             return {}
-        return dict(self._call(name, "ds_op_builders"))
+        answer = self._call(name, "ds_op_builders", group)
+        try:
+            builders = dict(answer)
+        except (TypeError, ValueError) as error:
+            raise PluginError(
+                f"{_KINDS[group]} {name!r}: its ds_op_builders returned {answer!r}, not builder name -> class"
+            ) from error
+        for builder_name, builder_class in builders.items():
+            if not isinstance(builder_class, type):
+                raise PluginError(
+                    f"{_KINDS[group]} {name!r}: its ds_op_builders gives {builder_class!r} as {builder_name!r}; "
+                    "a class that derives from OpBuilder is meant"
+                )
+        return builders
 
     # ----- inside ----------------------------------------------------------------------------------------------------
 
@@ -244,16 +257,16 @@ class PluginManager:
     def _implements(self, plugin: object, hook_name: str) -> bool:
         return any(impl.plugin is plugin for impl in getattr(self._candidates.hook, hook_name).get_hookimpls())
 
-    def _call(self, name: str, hook_name: str) -> Any:
+    def _call(self, name: str, hook_name: str, group: str = ACCELERATORS) -> Any:
         """Call an argument-free start hook of one plugin; what goes wrong inside becomes a `PluginError`."""
-        plugin = self.load(name)
+        plugin = self.load(name, group)
         if not self._implements(plugin, hook_name):
-            raise PluginError(f"accelerator {name!r} has no {hook_name} hook; see deepspeed.plugins.hookspecs")
+            raise PluginError(f"{_KINDS[group]} {name!r} has no {hook_name} hook; see deepspeed.plugins.hookspecs")
         others = [other for other in self._candidates.get_plugins() if other is not plugin]
         try:
             (answer,) = self._candidates.subset_hook_caller(hook_name, others)() or (None,)
         except Exception as error:
-            raise PluginError(f"accelerator {name!r} failed in {hook_name}: {_one_line(error)}") from error
+            raise PluginError(f"{_KINDS[group]} {name!r} failed in {hook_name}: {_one_line(error)}") from error
         return answer
 
     def _probe(self, name: str) -> Offer:

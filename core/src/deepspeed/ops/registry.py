@@ -1,0 +1,328 @@
+"""The op registry: for an op's name, the kernel of the best place that has one, and why not of a better one.
+
+    accelerator in force  ->  host extension  ->  feature plugins  ->  None: the torch reference beside the front
+
+A front asks `kernel("fused_adam")` at each use and takes its torch reference when the answer is None. Nothing is bound
+at import: after `set_accelerator(X)` every name means X's. `ds_report` shows the same by `resolve`.
+
+`DS_OPS_DISABLE=cpu_adam,quantizer`, or `all`, sends ops to their references; it can be set at any time.
+"""
+
+import difflib
+import inspect
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.errors import ConfigError, OpUnavailable
+from deepspeed.log import log_dist
+from deepspeed.ops.providers import Provider, Source, is_host, providers
+
+VARIABLE = "DS_OPS_DISABLE"
+
+
+class Op(NamedTuple):
+    """One documented op: the class name of its builders, and whether it works in host memory for every device.
+
+    An op that is not `on_host` takes the device's tensors; a host kernel serves it where the device is the host.
+    """
+
+    builder: str
+    on_host: bool = False
+
+
+# short name -> op. DeepSpeed's documented builders, each under the NAME that DeepSpeed's builder has.
+OPS: dict[str, Op] = {
+    "async_io": Op("AsyncIOBuilder", on_host=True),
+    "cpu_adagrad": Op("CPUAdagradBuilder", on_host=True),
+    "cpu_adam": Op("CPUAdamBuilder", on_host=True),
+    "cpu_lamb": Op("CPULambBuilder", on_host=True),
+    "cpu_lion": Op("CPULionBuilder", on_host=True),
+    "cutlass_ops": Op("InferenceCutlassBuilder"),
+    "dc": Op("DeepCompileBuilder"),
+    "deepspeed_ccl_comm": Op("CCLCommBuilder"),
+    "deepspeed_shm_comm": Op("ShareMemCommBuilder", on_host=True),
+    "evoformer_attn": Op("EvoformerAttnBuilder"),
+    "fp_quantizer": Op("FPQuantizerBuilder"),
+    "fused_adam": Op("FusedAdamBuilder"),
+    "fused_lamb": Op("FusedLambBuilder"),
+    "fused_lion": Op("FusedLionBuilder"),
+    "gds": Op("GDSBuilder"),
+    "inference_core_ops": Op("InferenceCoreBuilder"),
+    "quantizer": Op("QuantizerBuilder"),
+    "ragged_device_ops": Op("RaggedOpsBuilder"),
+    "ragged_ops": Op("RaggedUtilsBuilder"),
+    "random_ltd": Op("RandomLTDBuilder"),
+    "sparse_attn": Op("SparseAttnBuilder"),
+    "spatial_inference": Op("SpatialInferenceBuilder"),
+    "stochastic_transformer": Op("StochasticTransformerBuilder"),
+    "transformer": Op("TransformerBuilder"),
+    "transformer_inference": Op("InferenceBuilder"),
+    "utils": Op("UtilsBuilder", on_host=True),
+}
+_ON_HOST = {op.builder for op in OPS.values() if op.on_host}
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Where an op comes from.
+
+    Fields:
+        op: its short name.
+        builder: an instance of the builder that serves it; None for the torch reference.
+        source: "device", "host", "plugin" (a feature plugin) or "reference".
+        rejected: (where, reason) of every better place that does not serve it.
+    """
+
+    op: str
+    builder: Any | None
+    source: Source
+    rejected: tuple[tuple[str, str], ...]
+
+    def why(self) -> str:
+        """The rejected places and their reasons, in one line; "" when the best place serves the op."""
+        return "; ".join(f"{where}: {reason}" for where, reason in self.rejected)
+
+
+class _Found(NamedTuple):
+    """What an op came to, for one accelerator and one value of `DS_OPS_DISABLE`."""
+
+    kernel: Any | None
+    resolution: Resolution
+
+
+class _Table:
+    """The ops that were loaded for one accelerator; thrown away when another is in force."""
+
+    def __init__(self, accelerator: DeepSpeedAccelerator | None, disabled: str) -> None:
+        self.accelerator = accelerator
+        self.disabled = disabled
+        self.kernels: dict[str, Any] = {}
+        self.resolutions: dict[str, Resolution] = {}
+
+
+_table = _Table(None, "")
+_lock = threading.RLock()  # re-entrant: loading one op may ask for another
+
+
+def resolve(op: str) -> Resolution:
+    """Where `op` would come from now, without compiling or loading it.
+
+    After `kernel(op)` it also tells what failed to load. Called by `ds_report` and by fronts that choose an algorithm.
+
+    Args:
+        op: a short name of `OPS`, the name of a builder class, or the NAME of a vendor's own builder.
+
+    Raises:
+        ConfigError: nobody knows an op of that name.
+    """
+    table = _table
+    if _is_current(table) and op in table.resolutions:
+        return table.resolutions[op]
+    rejected: list[tuple[str, str]] = []
+    for provider, builder, reason in _candidates(op):
+        if builder is not None and (reason := _incompatible(builder)) is None:
+            return Resolution(op, builder, provider.source, tuple(rejected))
+        rejected.append((provider.where, str(reason)))
+    return Resolution(op, None, "reference", tuple(rejected) or _disabled_reason(op))
+
+
+def kernel(op: str) -> Any | None:
+    """The loaded op, or None: then the caller uses its torch reference.
+
+    The first call for an accelerator finds, compiles if need be and loads it, and logs one line on rank 0 when that
+    ends at the reference; later calls are a lookup. May be called from any thread.
+
+    Args:
+        op: as `resolve` takes it.
+
+    Raises:
+        ConfigError: nobody knows an op of that name.
+    """
+    table = _table
+    if _is_current(table):
+        try:
+            return table.kernels[op]
+        except KeyError:
+            pass
+    return _load(op).kernel
+
+
+def require(op: str) -> Any:
+    """The loaded op, for a user who asked for it by name.
+
+    Raises:
+        OpUnavailable: no place serves it; the message gives every reason.
+        ConfigError: nobody knows an op of that name.
+    """
+    found = _load(op)
+    if found.kernel is None:
+        raise OpUnavailable(f"op {op!r} has no kernel here: {found.resolution.why()}")
+    return found.kernel
+
+
+def builder_name(op: str) -> str:
+    """The class name of the builders of `op`.
+
+    Raises:
+        ConfigError: nobody knows an op of that name.
+    """
+    if op in OPS:
+        return OPS[op].builder
+    names = builder_names()
+    if op in names:
+        return op
+    for name in names:
+        if any(getattr(kind, "NAME", None) == op for _, kind in offered(name)):
+            return name
+    close = difflib.get_close_matches(op, [*OPS, *names], n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(OPS)}"
+    raise ConfigError(f"op {op!r} is not known; {hint}")
+
+
+def builder_names() -> list[str]:
+    """Every builder name that is documented, or offered for the accelerator in force, sorted."""
+    names = {op.builder for op in OPS.values()}
+    for provider in providers(get_accelerator()):
+        try:
+            names.update(provider.names())
+        except Exception:  # noqa: BLE001, S112 - a place that cannot be asked says why in each Resolution
+            continue
+    return sorted(names)
+
+
+def offered(class_name: str) -> list[tuple[Source, Any]]:
+    """(source, class) of every builder called `class_name` for the accelerator in force, the best first."""
+    found = ((provider.source, _find(provider, class_name)[0]) for provider in providers(get_accelerator()))
+    return [(source, kind) for source, kind in found if kind is not None]
+
+
+def rejections(class_name: str) -> tuple[tuple[str, str], ...]:
+    """(where, reason) of every place that has no builder called `class_name`."""
+    asked = ((provider.where, *_find(provider, class_name)) for provider in providers(get_accelerator()))
+    return tuple((where, str(reason)) for where, kind, reason in asked if kind is None)
+
+
+def reset() -> None:
+    """Forget what was loaded, so that the next `kernel` asks anew; for tests, and after a package was installed."""
+    global _table
+    with _lock:
+        _table = _Table(None, "")
+
+
+# ----- inside --------------------------------------------------------------------------------------------------------
+
+
+def _is_current(table: _Table) -> bool:
+    return table.accelerator is get_accelerator() and table.disabled == os.environ.get(VARIABLE, "")
+
+
+def _load(op: str) -> _Found:
+    global _table
+    with _lock:
+        if not _is_current(_table):
+            _table = _Table(get_accelerator(), os.environ.get(VARIABLE, ""))
+        table = _table
+        if op not in table.kernels:
+            found = _load_best(op)
+            table.resolutions[op] = found.resolution
+            table.kernels[op] = found.kernel
+            if found.kernel is None:
+                _tell_reference(found.resolution)
+        return _Found(table.kernels[op], table.resolutions[op])
+
+
+def _load_best(op: str) -> _Found:
+    rejected: list[tuple[str, str]] = []
+    for provider, builder, reason in _candidates(op):
+        if builder is not None and (reason := _incompatible(builder)) is None:
+            try:
+                loaded = _quietly(builder.load)
+            except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
+                reason = f"load failed: {_first_line(error)}"
+            else:
+                if loaded is not None:
+                    return _Found(loaded, Resolution(op, builder, provider.source, tuple(rejected)))
+                reason = f"load failed: {type(builder).__name__}.load() returned None"
+        rejected.append((provider.where, str(reason)))
+    return _Found(None, Resolution(op, None, "reference", tuple(rejected) or _disabled_reason(op)))
+
+
+def _candidates(op: str) -> Iterator[tuple[Provider, Any | None, str | None]]:
+    """(place, its builder or None, why None) in order of preference; nothing for an op that was disabled."""
+    class_name = builder_name(op)
+    if _is_disabled(op):
+        return
+    accelerator = get_accelerator()
+    seen: set[Any] = set()
+    for provider in providers(accelerator):
+        if provider.source == "host" and class_name not in _ON_HOST and not is_host(accelerator):
+            yield provider, None, f"serves tensors in host memory, and these are on {accelerator._name!r}"
+            continue
+        kind, reason = _find(provider, class_name)
+        if kind is None:
+            yield provider, None, reason
+        elif kind not in seen:  # set_accelerator(CPU_Accelerator()) offers the host extension's classes itself
+            seen.add(kind)
+            yield provider, *_construct(kind)
+
+
+def _find(provider: Provider, class_name: str) -> tuple[Any | None, str | None]:
+    try:
+        kind = provider.find(class_name)
+    except Exception as error:  # noqa: BLE001 - a vendor's package, whatever it raises
+        return None, _first_line(error)
+    return kind, f"has no {class_name}" if kind is None else None
+
+
+def _construct(kind: Any) -> tuple[Any | None, str | None]:
+    try:
+        return kind(), None
+    except Exception as error:  # noqa: BLE001 - a vendor's class, whatever it raises
+        return None, f"{getattr(kind, '__name__', kind)}() failed: {_first_line(error)}"
+
+
+def _incompatible(builder: Any) -> str | None:
+    """Why `builder` cannot serve this machine, or None when it can."""
+    try:
+        if _quietly(builder.is_compatible):
+            return None
+    except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
+        return f"is_compatible failed: {_first_line(error)}"
+    return f"not compatible: {getattr(builder, 'reason', None) or 'its builder gives no reason'}"
+
+
+def _quietly(method: Any) -> Any:
+    """`method(verbose=False)`, or `method()` for a builder written before that argument was."""
+    if "verbose" in inspect.signature(method).parameters:
+        return method(verbose=False)
+    return method()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    if isinstance(error, (ConfigError, OpUnavailable)) and lines:
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _is_disabled(op: str) -> bool:
+    named = {name.strip() for name in os.environ.get(VARIABLE, "").split(",")}
+    return "all" in named or op in named
+
+
+def _disabled_reason(op: str) -> tuple[tuple[str, str], ...]:
+    return (("environment", f"disabled by {VARIABLE}={os.environ.get(VARIABLE, '')}"),)
+
+
+_told: set[str] = set()
+
+
+def _tell_reference(resolution: Resolution) -> None:
+    """One line per op and process, from rank 0."""
+    if resolution.op not in _told:
+        _told.add(resolution.op)
+        log_dist(f"op {resolution.op!r} runs on its torch reference ({resolution.why()})")
