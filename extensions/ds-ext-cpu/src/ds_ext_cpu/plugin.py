@@ -1,6 +1,7 @@
 """The door of this extension: hook implementations only; torch and the accelerator are imported when it is chosen."""
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from deepspeed.plugins import Offer, hookimpl
@@ -29,6 +30,14 @@ def ds_accelerator() -> "CPU_Accelerator":
     from ds_ext_cpu.accelerator import CPU_Accelerator
 
     return CPU_Accelerator()
+
+
+@hookimpl
+def ds_op_builders() -> Mapping[str, type]:
+    """The host kernels, which serve every device whose tensors come to the host."""
+    from ds_ext_cpu.op_builder import builders
+
+    return builders()
 
 
 def _num_cores() -> int:

@@ -1,0 +1,60 @@
+// Vec of 8 fp32 numbers; included by each_isa.h inside namespace ds_cpu::avx2.
+
+struct Vec {
+    static constexpr int64_t kSize = 8;
+    __m256 value;
+};
+
+DS_CPU_INLINE Vec splat(float value) { return {_mm256_set1_ps(value)}; }
+DS_CPU_INLINE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.value, b.value)}; }
+DS_CPU_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.value, b.value)}; }
+DS_CPU_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.value, b.value)}; }
+DS_CPU_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.value, b.value)}; }
+DS_CPU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.value, b.value, c.value)}; }
+DS_CPU_INLINE Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.value)}; }
+// -1, 0 or 1; NaN stays NaN.
+DS_CPU_INLINE Vec sign(Vec a) {
+    const __m256 ordered_nonzero = _mm256_cmp_ps(a.value, _mm256_setzero_ps(), _CMP_NEQ_OQ);
+    const __m256 one = _mm256_or_ps(_mm256_and_ps(a.value, _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
+    return {_mm256_blendv_ps(a.value, one, ordered_nonzero)};
+}
+
+DS_CPU_INLINE Vec load(const float* from) { return {_mm256_loadu_ps(from)}; }
+DS_CPU_INLINE Vec load(const Bf16* from) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
+}
+DS_CPU_INLINE Vec load(const Fp16* from) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+}
+
+DS_CPU_INLINE void store(float* to, Vec a) { _mm256_storeu_ps(to, a.value); }
+// The arithmetic of narrow<Bf16> (half.h) on 8 lanes.
+DS_CPU_INLINE void store(Bf16* to, Vec a) {
+    const __m256i bits = _mm256_castps_si256(a.value);
+    const __m256i high = _mm256_srli_epi32(bits, 16);
+    const __m256i last = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), last);
+    const __m256i quiet_nan = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a.value, a.value, _CMP_UNORD_Q));
+    const __m256i halves = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), quiet_nan, is_nan);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(halves, halves), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+}
+DS_CPU_INLINE void store(Fp16* to, Vec a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(a.value, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// The first `count` lanes (0 < count < kSize); the others read as 0 and are not written.
+template <typename T>
+DS_CPU_INLINE Vec load_part(const T* from, int64_t count) {
+    T lanes[Vec::kSize] = {};
+    for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = from[lane];
+    return load(lanes);
+}
+template <typename T>
+DS_CPU_INLINE void store_part(T* to, Vec a, int64_t count) {
+    T lanes[Vec::kSize];
+    store(lanes, a);
+    for (int64_t lane = 0; lane < count; ++lane) to[lane] = lanes[lane];
+}

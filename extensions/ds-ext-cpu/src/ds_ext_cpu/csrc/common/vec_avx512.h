@@ -1,0 +1,65 @@
+// Vec of 16 fp32 numbers; included by each_isa.h inside namespace ds_cpu::avx512.
+
+struct Vec {
+    static constexpr int64_t kSize = 16;
+    __m512 value;
+};
+
+DS_CPU_INLINE Vec splat(float value) { return {_mm512_set1_ps(value)}; }
+DS_CPU_INLINE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.value, b.value)}; }
+DS_CPU_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.value, b.value)}; }
+DS_CPU_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.value, b.value)}; }
+DS_CPU_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.value, b.value)}; }
+DS_CPU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.value, b.value, c.value)}; }
+DS_CPU_INLINE Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.value)}; }
+// -1, 0 or 1; NaN stays NaN.
+DS_CPU_INLINE Vec sign(Vec a) {
+    const __mmask16 ordered_nonzero = _mm512_cmp_ps_mask(a.value, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+    const __m512 one = _mm512_or_ps(_mm512_and_ps(a.value, _mm512_set1_ps(-0.0f)), _mm512_set1_ps(1.0f));
+    return {_mm512_mask_mov_ps(a.value, ordered_nonzero, one)};
+}
+
+// Conversions between a register of 16 halves and fp32.
+DS_CPU_INLINE Vec widen16(__m256i bits, const Bf16*) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+DS_CPU_INLINE Vec widen16(__m256i bits, const Fp16*) { return {_mm512_cvtph_ps(bits)}; }
+// The arithmetic of narrow<Bf16> (half.h) on 16 lanes.
+DS_CPU_INLINE __m256i narrow16(Vec a, const Bf16*) {
+    const __m512i bits = _mm512_castps_si512(a.value);
+    const __m512i high = _mm512_srli_epi32(bits, 16);
+    const __m512i last = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), last);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(a.value, a.value, _CMP_UNORD_Q);
+    const __m512i halves = _mm512_mask_or_epi32(_mm512_srli_epi32(sum, 16), is_nan, high, _mm512_set1_epi32(0x40));
+    return _mm512_cvtepi32_epi16(halves);
+}
+DS_CPU_INLINE __m256i narrow16(Vec a, const Fp16*) { return _mm512_cvtps_ph(a.value, _MM_FROUND_TO_NEAREST_INT); }
+
+DS_CPU_INLINE Vec load(const float* from) { return {_mm512_loadu_ps(from)}; }
+template <typename T>
+DS_CPU_INLINE Vec load(const T* from) {
+    return widen16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), from);
+}
+DS_CPU_INLINE void store(float* to, Vec a) { _mm512_storeu_ps(to, a.value); }
+template <typename T>
+DS_CPU_INLINE void store(T* to, Vec a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow16(a, to));
+}
+
+// The first `count` lanes (0 < count < kSize); the others read as 0 and are not written.
+DS_CPU_INLINE __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1u); }
+DS_CPU_INLINE Vec load_part(const float* from, int64_t count) {
+    return {_mm512_maskz_loadu_ps(first_lanes(count), from)};
+}
+template <typename T>
+DS_CPU_INLINE Vec load_part(const T* from, int64_t count) {
+    return widen16(_mm256_maskz_loadu_epi16(first_lanes(count), from), from);
+}
+DS_CPU_INLINE void store_part(float* to, Vec a, int64_t count) {
+    _mm512_mask_storeu_ps(to, first_lanes(count), a.value);
+}
+template <typename T>
+DS_CPU_INLINE void store_part(T* to, Vec a, int64_t count) {
+    _mm256_mask_storeu_epi16(to, first_lanes(count), narrow16(a, to));
+}

@@ -1,0 +1,20 @@
+"""Builders of the Adam kernel: one library, asked for by the host's name and by the accelerator's."""
+
+from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
+
+
+class CPUAdamBuilder(CPUOpBuilder):
+    """`torch.ops.ds_cpu.adam_step_`, for `DeepSpeedCPUAdam`."""
+
+    BUILD_VAR = "DS_BUILD_CPU_ADAM"
+    NAME = "cpu_adam"
+
+    def sources(self) -> list[str]:
+        return [cpu_kernel_path("adam/cpu_adam.cpp")]
+
+
+class FusedAdamBuilder(CPUAdamBuilder):
+    """The same operator for `FusedAdam`, whose parameters lie on the host when the accelerator is the cpu."""
+
+    BUILD_VAR = "DS_BUILD_FUSED_ADAM"
+    NAME = "fused_adam"
