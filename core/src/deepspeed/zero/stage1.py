@@ -47,8 +47,8 @@ class Stage1(Sharding):
     def _owned_gradients(self) -> list[Tensor]:
         return [group.partition_of(grads) for group, grads in zip(self.groups, self._gradients, strict=True)]
 
-    def _norm_share(self) -> float:
-        return 1.0
+    def _norm_part(self) -> list[Tensor]:
+        return self._owned_gradients()
 
     def _after_launch(self) -> None:
         """Nobody reads gradients before the step: the exchanges go on."""

@@ -156,9 +156,9 @@ class Sharding:
         """The reduced gradients that this rank holds, one 1-D tensor per group, padding zero."""
         return self._gradients
 
-    def _norm_share(self) -> float:
-        """The part of the sum of squares that this rank contributes: in stage 0 every rank has all of it."""
-        return 1.0 / self.world_size
+    def _norm_part(self) -> list[Tensor]:
+        """The gradients whose squares this rank adds up; in stage 0 every rank has all, and takes a W-th of each."""
+        return [grads.tensor_split(self.world_size)[self.rank] for grads in self._owned_gradients()]
 
     # ---- building -----------------------------------------------------------------------------------------------
 
@@ -446,7 +446,7 @@ class Sharding:
                     self._shows_gradients = True
 
     def _local_square_sum(self) -> float:
-        return sum(map(_square_sum, self._owned_gradients())) * self._norm_share()
+        return sum(map(_square_sum, self._norm_part()))
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.world_size == 1:
