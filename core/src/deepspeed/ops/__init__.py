@@ -1,22 +1,29 @@
 """Operators: for each a front with DeepSpeed's names and a torch reference; extensions bring the kernels.
 
 May import `accelerator` and below. Each op is a package (`adam`, `adagrad`, `lion`, `lamb`, `muon`), loaded when it is
-first used: `import deepspeed.ops` alone imports no torch. Read `adam/` first.
+first used: `import deepspeed.ops` alone imports no torch. Read `adam/` first (a front and its reference), then
+`registry.py` (where a kernel comes from), `op_builder/` (how one is made).
+
+`__compatible_ops__` says for each op whether it has a kernel for the accelerator in force, computed when it is read.
 """
 
 import importlib
-from types import ModuleType
+from typing import Any
 
-_PACKAGES = ("adagrad", "adam", "lamb", "lion", "muon", "op_builder")
+_PACKAGES = ("adagrad", "adam", "lamb", "lion", "muon", "op_builder", "registry")
 
 __all__ = list(_PACKAGES)
 
 
-def __getattr__(name: str) -> ModuleType:
-    if name not in _PACKAGES:
-        raise AttributeError(f"module 'deepspeed.ops' has no attribute {name!r}")
-    return importlib.import_module(f"deepspeed.ops.{name}")
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"deepspeed.ops.{name}")
+    if name == "__compatible_ops__":
+        from deepspeed.ops.op_builder.all_ops import compatible_ops
+
+        return compatible_ops()
+    raise AttributeError(f"module 'deepspeed.ops' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__compatible_ops__"])

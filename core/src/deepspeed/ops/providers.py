@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.current import plugin_of
+from deepspeed.ops.op_builder.names import BuilderName
 from deepspeed.plugins import FEATURES, plugin_manager
 
 Source = Literal["device", "host", "plugin", "reference"]
@@ -76,5 +77,7 @@ def _is_placeholder(builder_class: Any, asked: str) -> bool:
     """DeepSpeed's vendors answer an unknown name with a class whose `load()` fails: that is no builder."""
     if builder_class is None:
         return False
+    if isinstance(builder_class, BuilderName):  # of the core's own package: it would ask us again
+        return True
     named = getattr(builder_class, "__name__", asked)
     return named != asked and "NotImplemented" in named

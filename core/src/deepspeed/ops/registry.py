@@ -19,50 +19,12 @@ from typing import Any, NamedTuple
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.errors import ConfigError, OpUnavailable
 from deepspeed.log import log_dist
+from deepspeed.ops.documented import OPS
 from deepspeed.ops.providers import Provider, Source, is_host, providers
 
 VARIABLE = "DS_OPS_DISABLE"
 
 
-class Op(NamedTuple):
-    """One documented op: the class name of its builders, and whether it works in host memory for every device.
-
-    An op that is not `on_host` takes the device's tensors; a host kernel serves it where the device is the host.
-    """
-
-    builder: str
-    on_host: bool = False
-
-
-# short name -> op. DeepSpeed's documented builders, each under the NAME that DeepSpeed's builder has.
-OPS: dict[str, Op] = {
-    "async_io": Op("AsyncIOBuilder", on_host=True),
-    "cpu_adagrad": Op("CPUAdagradBuilder", on_host=True),
-    "cpu_adam": Op("CPUAdamBuilder", on_host=True),
-    "cpu_lamb": Op("CPULambBuilder", on_host=True),
-    "cpu_lion": Op("CPULionBuilder", on_host=True),
-    "cutlass_ops": Op("InferenceCutlassBuilder"),
-    "dc": Op("DeepCompileBuilder"),
-    "deepspeed_ccl_comm": Op("CCLCommBuilder"),
-    "deepspeed_shm_comm": Op("ShareMemCommBuilder", on_host=True),
-    "evoformer_attn": Op("EvoformerAttnBuilder"),
-    "fp_quantizer": Op("FPQuantizerBuilder"),
-    "fused_adam": Op("FusedAdamBuilder"),
-    "fused_lamb": Op("FusedLambBuilder"),
-    "fused_lion": Op("FusedLionBuilder"),
-    "gds": Op("GDSBuilder"),
-    "inference_core_ops": Op("InferenceCoreBuilder"),
-    "quantizer": Op("QuantizerBuilder"),
-    "ragged_device_ops": Op("RaggedOpsBuilder"),
-    "ragged_ops": Op("RaggedUtilsBuilder"),
-    "random_ltd": Op("RandomLTDBuilder"),
-    "sparse_attn": Op("SparseAttnBuilder"),
-    "spatial_inference": Op("SpatialInferenceBuilder"),
-    "stochastic_transformer": Op("StochasticTransformerBuilder"),
-    "transformer": Op("TransformerBuilder"),
-    "transformer_inference": Op("InferenceBuilder"),
-    "utils": Op("UtilsBuilder", on_host=True),
-}
 _ON_HOST = {op.builder for op in OPS.values() if op.on_host}
 
 
@@ -84,7 +46,7 @@ class Resolution:
 
     def why(self) -> str:
         """The rejected places and their reasons, in one line; "" when the best place serves the op."""
-        return "; ".join(f"{where}: {reason}" for where, reason in self.rejected)
+        return _joined(self.rejected)
 
 
 class _Found(NamedTuple):
@@ -124,7 +86,7 @@ def resolve(op: str) -> Resolution:
         return table.resolutions[op]
     rejected: list[tuple[str, str]] = []
     for provider, builder, reason in _candidates(op):
-        if builder is not None and (reason := _incompatible(builder)) is None:
+        if builder is not None and (reason := incompatible(builder)) is None:
             return Resolution(op, builder, provider.source, tuple(rejected))
         rejected.append((provider.where, str(reason)))
     return Resolution(op, None, "reference", tuple(rejected) or _disabled_reason(op))
@@ -195,15 +157,49 @@ def builder_names() -> list[str]:
 
 
 def offered(class_name: str) -> list[tuple[Source, Any]]:
-    """(source, class) of every builder called `class_name` for the accelerator in force, the best first."""
-    found = ((provider.source, _find(provider, class_name)[0]) for provider in providers(get_accelerator()))
-    return [(source, kind) for source, kind in found if kind is not None]
+    """(source, class) of every builder called `class_name` for the accelerator in force, the preferred first."""
+    return [(place.source, kind) for place, kind, _ in _places(class_name) if kind is not None]
+
+
+def create_builder(class_name: str, *args: Any, **kwargs: Any) -> Any:
+    """An instance of the builder called `class_name`: the first whose op works on this machine, else the first.
+
+    What calling `deepspeed.ops.op_builder.<X>Builder` does.
+
+    Raises:
+        OpUnavailable: no place has such a builder; the message gives every reason.
+    """
+    builders = [kind(*args, **kwargs) for _, kind in offered(class_name)]
+    for builder in builders:
+        if incompatible(builder) is None:
+            return builder
+    if not builders:
+        raise OpUnavailable(f"no {class_name} for the accelerator in force: {_joined(rejections(class_name))}")
+    return builders[0]
 
 
 def rejections(class_name: str) -> tuple[tuple[str, str], ...]:
     """(where, reason) of every place that has no builder called `class_name`."""
-    asked = ((provider.where, *_find(provider, class_name)) for provider in providers(get_accelerator()))
-    return tuple((where, str(reason)) for where, kind, reason in asked if kind is None)
+    return tuple((place.where, str(reason)) for place, kind, reason in _places(class_name) if kind is None)
+
+
+def incompatible(builder: Any) -> str | None:
+    """Why `builder` cannot serve this machine, in one line, or None when it can. Compiles nothing."""
+    try:
+        if _quietly(builder.is_compatible):
+            return None
+    except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
+        return f"is_compatible failed: {_first_line(error)}"
+    told = getattr(builder, "reason", None) or getattr(builder, "error_log", None)  # the second: DeepSpeed's name
+    return f"not compatible: {told or 'its builder gives no reason'}"
+
+
+def op_of(builder: Any, class_name: str) -> str:
+    """The short name of the op of `builder`, found as `class_name`: the documented one, else the builder's own."""
+    for op, entry in OPS.items():
+        if entry.builder == class_name:
+            return op
+    return str(getattr(builder, "name", None) or getattr(builder, "NAME", None) or class_name)
 
 
 def reset() -> None:
@@ -238,7 +234,7 @@ def _load(op: str) -> _Found:
 def _load_best(op: str) -> _Found:
     rejected: list[tuple[str, str]] = []
     for provider, builder, reason in _candidates(op):
-        if builder is not None and (reason := _incompatible(builder)) is None:
+        if builder is not None and (reason := incompatible(builder)) is None:
             try:
                 loaded = _quietly(builder.load)
             except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
@@ -256,18 +252,25 @@ def _candidates(op: str) -> Iterator[tuple[Provider, Any | None, str | None]]:
     class_name = builder_name(op)
     if _is_disabled(op):
         return
+    for provider, kind, reason in _places(class_name):
+        if kind is None:
+            yield provider, None, reason
+        else:
+            yield provider, *_construct(kind)
+
+
+def _places(class_name: str) -> Iterator[tuple[Provider, Any | None, str | None]]:
+    """(place, its class of that name or None, why None) in order of preference, each class once."""
     accelerator = get_accelerator()
-    seen: set[Any] = set()
+    seen: list[Any] = []
     for provider in providers(accelerator):
         if provider.source == "host" and class_name not in _ON_HOST and not is_host(accelerator):
             yield provider, None, f"serves tensors in host memory, and these are on {accelerator._name!r}"
             continue
         kind, reason = _find(provider, class_name)
-        if kind is None:
-            yield provider, None, reason
-        elif kind not in seen:  # set_accelerator(CPU_Accelerator()) offers the host extension's classes itself
-            seen.add(kind)
-            yield provider, *_construct(kind)
+        if kind is None or kind not in seen:  # set_accelerator(CPU_Accelerator()) offers the host extension's itself
+            seen.append(kind)
+            yield provider, kind, reason
 
 
 def _find(provider: Provider, class_name: str) -> tuple[Any | None, str | None]:
@@ -285,16 +288,6 @@ def _construct(kind: Any) -> tuple[Any | None, str | None]:
         return None, f"{getattr(kind, '__name__', kind)}() failed: {_first_line(error)}"
 
 
-def _incompatible(builder: Any) -> str | None:
-    """Why `builder` cannot serve this machine, or None when it can."""
-    try:
-        if _quietly(builder.is_compatible):
-            return None
-    except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
-        return f"is_compatible failed: {_first_line(error)}"
-    return f"not compatible: {getattr(builder, 'reason', None) or 'its builder gives no reason'}"
-
-
 def _quietly(method: Any) -> Any:
     """`method(verbose=False)`, or `method()` for a builder written before that argument was."""
     if "verbose" in inspect.signature(method).parameters:
@@ -307,6 +300,10 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, (ConfigError, OpUnavailable)) and lines:
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _joined(rejected: tuple[tuple[str, str], ...]) -> str:
+    return "; ".join(f"{where}: {reason}" for where, reason in rejected)
 
 
 def _is_disabled(op: str) -> bool:

@@ -1,9 +1,41 @@
-"""Op builders: how a kernel's sources become a loaded library. The base class alone lives here so far.
+"""Op builders: how a kernel's sources, in whichever package they are, become a loaded library.
 
-May import `accelerator` and what lies below; knows no device. A device's builders live in its extension and are reached
-through `get_accelerator().get_op_builder(name)`. Read next: `builder.py`.
+May import `accelerator` and what lies below; knows no device. A device's builders live in its extension; the names here
+(`FusedAdamBuilder`, `CPUAdamBuilder`, ... and `ALL_OPS`) mean those of the accelerator in force when they are used.
+Read next: `builder.py` (what a vendor derives from), `jit.py` (how it is compiled), `names.py`, then `../registry.py`.
 """
 
-from deepspeed.ops.op_builder.builder import OpBuilder
+import difflib
+from typing import Any
 
-__all__ = ["OpBuilder"]
+from deepspeed.ops.documented import OPS
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.names import builder_name
+
+# A vendor's own builder, under another name, is found too while its accelerator is in force.
+_DOCUMENTED = sorted(op.builder for op in OPS.values())
+
+__all__ = ["OpBuilder", *_DOCUMENTED]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _DOCUMENTED:
+        return builder_name(name)
+    if name == "ALL_OPS":
+        from deepspeed.ops.op_builder.all_ops import all_ops
+
+        return all_ops()
+    known = [*__all__, "ALL_OPS"]
+    if name.endswith("Builder"):
+        from deepspeed.ops import registry
+
+        if registry.offered(name):
+            return builder_name(name)
+        known = ["OpBuilder", *registry.builder_names()]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "ALL_OPS"})

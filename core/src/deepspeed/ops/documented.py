@@ -1,0 +1,47 @@
+"""The documented ops and the class names of their builders: one table, that the registry and the names are made from.
+
+May import nothing: `deepspeed.ops.op_builder` reads it before torch is there.
+"""
+
+from typing import NamedTuple
+
+
+class Op(NamedTuple):
+    """One documented op: the class name of its builders, and whether it works in host memory for every device.
+
+    An op that is not `on_host` takes the device's tensors; a host kernel serves it where the device is the host.
+    """
+
+    builder: str
+    on_host: bool = False
+
+
+# short name -> op. DeepSpeed's documented builders, each under the NAME that DeepSpeed's builder has.
+OPS: dict[str, Op] = {
+    "async_io": Op("AsyncIOBuilder", on_host=True),
+    "cpu_adagrad": Op("CPUAdagradBuilder", on_host=True),
+    "cpu_adam": Op("CPUAdamBuilder", on_host=True),
+    "cpu_lamb": Op("CPULambBuilder", on_host=True),
+    "cpu_lion": Op("CPULionBuilder", on_host=True),
+    "cutlass_ops": Op("InferenceCutlassBuilder"),
+    "dc": Op("DeepCompileBuilder"),
+    "deepspeed_ccl_comm": Op("CCLCommBuilder"),
+    "deepspeed_shm_comm": Op("ShareMemCommBuilder", on_host=True),
+    "evoformer_attn": Op("EvoformerAttnBuilder"),
+    "fp_quantizer": Op("FPQuantizerBuilder"),
+    "fused_adam": Op("FusedAdamBuilder"),
+    "fused_lamb": Op("FusedLambBuilder"),
+    "fused_lion": Op("FusedLionBuilder"),
+    "gds": Op("GDSBuilder"),
+    "inference_core_ops": Op("InferenceCoreBuilder"),
+    "quantizer": Op("QuantizerBuilder"),
+    "ragged_device_ops": Op("RaggedOpsBuilder"),
+    "ragged_ops": Op("RaggedUtilsBuilder"),
+    "random_ltd": Op("RandomLTDBuilder"),
+    "sparse_attn": Op("SparseAttnBuilder"),
+    "spatial_inference": Op("SpatialInferenceBuilder"),
+    "stochastic_transformer": Op("StochasticTransformerBuilder"),
+    "transformer": Op("TransformerBuilder"),
+    "transformer_inference": Op("InferenceBuilder"),
+    "utils": Op("UtilsBuilder", on_host=True),
+}

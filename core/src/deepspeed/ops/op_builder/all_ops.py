@@ -1,0 +1,42 @@
+"""`ALL_OPS` and `__compatible_ops__`: every op that has a builder for the accelerator in force, computed when read.
+
+Also the old address `deepspeed.ops.op_builder.all_ops`. For reports and tests; a front asks `ops.registry` for one op.
+"""
+
+from typing import Any
+
+from deepspeed.errors import OpUnavailable
+
+__all__ = ["ALL_OPS"]  # noqa: F822 - see __getattr__
+
+
+def all_ops() -> dict[str, Any]:
+    """Op name -> an instance of the builder that serves it, or would if it were compatible. Compiles nothing."""
+    from deepspeed.ops import registry
+
+    builders = {}
+    for class_name in registry.builder_names():
+        try:
+            builder = registry.create_builder(class_name)
+        except OpUnavailable:  # no builder: the op is not among "all ops" of this accelerator
+            continue
+        builders[registry.op_of(builder, class_name)] = builder
+    return builders
+
+
+def compatible_ops() -> dict[str, bool]:
+    """Op name -> whether it has a kernel for the accelerator in force on this machine.
+
+    Every documented op is there, so that `__compatible_ops__["async_io"]` answers False where nobody has a builder.
+    """
+    from deepspeed.ops import registry
+
+    answers = dict.fromkeys(registry.OPS, False)
+    answers.update({op: registry.incompatible(builder) is None for op, builder in all_ops().items()})
+    return answers
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ALL_OPS":
+        return all_ops()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,77 @@
+"""The names `deepspeed.ops.op_builder.<X>Builder`: each means the builder of the accelerator in force when it is used.
+
+A name is no class, for there is none before an accelerator is chosen, and another after `set_accelerator`. It can be
+called, derived from, asked for class attributes, and stand on the right of isinstance and issubclass.
+"""
+
+from typing import Any
+
+from deepspeed.errors import OpUnavailable
+
+
+class BuilderName:
+    """One builder's name. Made by the package's `__getattr__`, the same object for the whole process.
+
+        FusedAdamBuilder()              an instance of the builder of the accelerator in force, or OpUnavailable
+        FusedAdamBuilder.NAME           an attribute of that class
+        class Mine(FusedAdamBuilder)    derives from that class, as it is at this moment
+        isinstance(x, FusedAdamBuilder) whether x is of that class, or of another that is offered under the name
+
+    Called first, in any of these ways, it chooses the accelerator. The class itself is
+    `get_accelerator().get_op_builder("FusedAdamBuilder")`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = __package__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """An instance of the first builder of this name that works on this machine, else of the first.
+
+        Raises:
+            OpUnavailable: no place has such a builder; the message gives every reason.
+        """
+        from deepspeed.ops import registry
+
+        return registry.create_builder(self.__name__, *args, **kwargs)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # inspect, copy and others look for these in every object
+            raise AttributeError(f"{self!r} has no attribute {attribute!r}")
+        try:
+            return getattr(self._class(), attribute)
+        except OpUnavailable as error:
+            raise AttributeError(f"{self.__name__}.{attribute}: {error}") from error
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (self._class(),)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self._classes())
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return issubclass(subclass, self._classes())
+
+    def __repr__(self) -> str:
+        return f"<op builder name {self.__module__}.{self.__name__}>"
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return builder_name, (self.__name__,)
+
+    def _classes(self) -> tuple[type, ...]:
+        from deepspeed.ops import registry
+
+        return tuple(kind for _, kind in registry.offered(self.__name__))
+
+    def _class(self) -> type:
+        """The class that a call would make an instance of. Raises OpUnavailable when there is none."""
+        classes = self._classes()
+        return classes[0] if len(classes) == 1 else type(self())
+
+
+_names: dict[str, BuilderName] = {}
+
+
+def builder_name(name: str) -> BuilderName:
+    """The one name object called `name`."""
+    return _names.setdefault(name, BuilderName(name))
