@@ -10,6 +10,7 @@ at import: after `set_accelerator(X)` every name means X's. `ds_report` shows th
 
 import difflib
 import inspect
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -17,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
-from deepspeed.errors import ConfigError, OpUnavailable
+from deepspeed.errors import ConfigError, DeepSpeedError, OpUnavailable
 from deepspeed.log import log_dist
 from deepspeed.ops.documented import OPS
 from deepspeed.ops.providers import Provider, Source, is_host, providers
 
 VARIABLE = "DS_OPS_DISABLE"
+_LOAD_FAILED = "load failed"
 
 
 _ON_HOST = {op.builder for op in OPS.values() if op.on_host}
@@ -169,18 +171,18 @@ def create_builder(class_name: str, *args: Any, **kwargs: Any) -> Any:
     Raises:
         OpUnavailable: no place has such a builder; the message gives every reason.
     """
-    builders = [kind(*args, **kwargs) for _, kind in offered(class_name)]
-    for builder in builders:
-        if incompatible(builder) is None:
+    builders, reasons = [], []
+    for provider, kind, reason in _places(class_name):
+        builder, failure = (None, reason) if kind is None else _construct(kind, *args, **kwargs)
+        if builder is None:
+            reasons.append((provider.where, str(failure)))
+        elif incompatible(builder) is None:
             return builder
+        else:
+            builders.append(builder)
     if not builders:
-        raise OpUnavailable(f"no {class_name} for the accelerator in force: {_joined(rejections(class_name))}")
+        raise OpUnavailable(f"no {class_name} for the accelerator in force: {_joined(tuple(reasons))}")
     return builders[0]
-
-
-def rejections(class_name: str) -> tuple[tuple[str, str], ...]:
-    """(where, reason) of every place that has no builder called `class_name`."""
-    return tuple((place.where, str(reason)) for place, kind, reason in _places(class_name) if kind is None)
 
 
 def incompatible(builder: Any) -> str | None:
@@ -227,7 +229,8 @@ def _load(op: str) -> _Found:
             table.resolutions[op] = found.resolution
             table.kernels[op] = found.kernel
             if found.kernel is None:
-                _tell_reference(found.resolution)
+                failed = any(reason.startswith(_LOAD_FAILED) for _, reason in found.resolution.rejected)
+                _tell_reference(found.resolution, loud=failed)
         return _Found(table.kernels[op], table.resolutions[op])
 
 
@@ -238,11 +241,11 @@ def _load_best(op: str) -> _Found:
             try:
                 loaded = _quietly(builder.load)
             except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
-                reason = f"load failed: {_first_line(error)}"
+                reason = f"{_LOAD_FAILED}: {_first_line(error)}"
             else:
                 if loaded is not None:
                     return _Found(loaded, Resolution(op, builder, provider.source, tuple(rejected)))
-                reason = f"load failed: {type(builder).__name__}.load() returned None"
+                reason = f"{_LOAD_FAILED}: {type(builder).__name__}.load() returned None"
         rejected.append((provider.where, str(reason)))
     return _Found(None, Resolution(op, None, "reference", tuple(rejected) or _disabled_reason(op)))
 
@@ -281,9 +284,9 @@ def _find(provider: Provider, class_name: str) -> tuple[Any | None, str | None]:
     return kind, f"has no {class_name}" if kind is None else None
 
 
-def _construct(kind: Any) -> tuple[Any | None, str | None]:
+def _construct(kind: Any, *args: Any, **kwargs: Any) -> tuple[Any | None, str | None]:
     try:
-        return kind(), None
+        return kind(*args, **kwargs), None
     except Exception as error:  # noqa: BLE001 - a vendor's class, whatever it raises
         return None, f"{getattr(kind, '__name__', kind)}() failed: {_first_line(error)}"
 
@@ -297,7 +300,7 @@ def _quietly(method: Any) -> Any:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    if isinstance(error, (ConfigError, OpUnavailable)) and lines:
+    if isinstance(error, DeepSpeedError) and lines:
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -318,8 +321,9 @@ def _disabled_reason(op: str) -> tuple[tuple[str, str], ...]:
 _told: set[str] = set()
 
 
-def _tell_reference(resolution: Resolution) -> None:
-    """One line per op and process, from rank 0."""
+def _tell_reference(resolution: Resolution, loud: bool) -> None:
+    """One line per op and process, from rank 0; seen by default when a kernel is installed and could not be loaded."""
     if resolution.op not in _told:
         _told.add(resolution.op)
-        log_dist(f"op {resolution.op!r} runs on its torch reference ({resolution.why()})")
+        level = logging.WARNING if loud else logging.INFO
+        log_dist(f"op {resolution.op!r} runs on its torch reference ({resolution.why()})", level=level)
