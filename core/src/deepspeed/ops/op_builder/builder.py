@@ -1,13 +1,60 @@
-"""OpBuilder: what every op builder of every extension derives from.
+"""OpBuilder: what every op builder of every extension derives from; from sources in any package to a loaded op.
 
-This version names ops and says that it cannot compile them; it builds none itself. A builder that compiles on its own
-overrides `is_compatible` and `load`.
+A builder of an extension names its sources and is done:
+
+    class CPUAdamBuilder(OpBuilder):
+        BUILD_VAR, NAME = "DS_BUILD_CPU_ADAM", "cpu_adam"
+        op_namespace = "ds_cpu"                       # the library registers torch operators there
+        min_torch = "2.10"
+
+        def __init__(self) -> None:
+            super().__init__(self.NAME)
+
+        def absolute_name(self) -> str:
+            return "ds_ext_cpu.op_builder.cpu_adam_op"
+
+        def sources(self) -> list[str]:
+            return [cpu_kernel_path("csrc/adam/cpu_adam.cpp")]
+
+`load()` takes the library that came in the wheel, else the one in the cache, else compiles it. Importing this module
+loads no torch; `TORCH_MAJOR` and `TORCH_MINOR` are worked out when they are first asked for.
 """
 
+import importlib
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from packaging.version import Version
 
 from deepspeed.errors import OpUnavailable
+from deepspeed.log import logger
+from deepspeed.ops.op_builder import compiling, jit, loading, prebuilt
+from deepspeed.ops.op_builder.spec import BuildSpec, this_python, this_target
+from deepspeed.ops.op_builder.toolchain import Toolchain, find_compiler
+
+_OPS_FOLDER = Path(__file__).absolute().parents[1]  # DeepSpeed's root of relative sources
+_PORTABLE = {
+    "x86_64": "-march=x86-64",
+    "amd64": "-march=x86-64",
+    "aarch64": "-march=armv8-a",
+    "arm64": "-march=armv8-a",
+}
+_SYSTEM_FOLDERS = ("/usr", "/opt")
+
+
+def __getattr__(name: str) -> int:
+    if name not in ("TORCH_MAJOR", "TORCH_MINOR"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    release = _torch_version().release
+    return release[0] if name == "TORCH_MAJOR" else release[1]
 
 
 class OpBuilder(ABC):
@@ -15,34 +62,375 @@ class OpBuilder(ABC):
 
     Args:
         name: the op's short name, for example `"fused_adam"`.
+
+    Attributes:
+        BUILD_VAR: the environment variable that builds this op into a wheel, `DS_BUILD_<OP>`.
+        NAME: the op's short name, on the class.
+        op_namespace: of the torch operators that the library registers; None: the library is a Python module.
+        min_torch: the smallest torch, for example `"2.10"`; None: any.
+        cmake_dir: a folder with a CMakeLists.txt that is built instead of `sources()`, named as sources are.
+        reason: why `is_compatible()` was False or `load()` raised, in one line; None before.
     """
+
+    BUILD_VAR: ClassVar[str] = ""
+    NAME: ClassVar[str] = ""
+    op_namespace: ClassVar[str | None] = None
+    min_torch: ClassVar[str | None] = None
+    cmake_dir: ClassVar[str | None] = None
+    #: written by builders that bring their own `jit_load`, as DeepSpeed's do; never read, since it is keyed by name
+    _loaded_ops: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.reason: str | None = None
+        self.error_log: str | None = None
+        self.jit_mode = False
+        self.build_for_cpu = False
+
+    # ----- what a builder says of its op -----------------------------------------------------------------------------
 
     @abstractmethod
     def absolute_name(self) -> str:
-        """The import path under which an op built beforehand is found."""
+        """The import path under which an op built beforehand is found, `<package>.<name>_op`."""
 
     @abstractmethod
     def sources(self) -> list[str]:
-        """The source files, as absolute paths."""
+        """The source files: absolute paths, or relative ones (see `deepspeed_src_path`). Empty ones do not count."""
 
     def include_paths(self) -> list[str]:
-        """Folders of headers, as absolute paths."""
+        """Folders of headers, named as sources are. torch's need not be given."""
         return []
 
-    def is_compatible(self, verbose: bool = False) -> bool:
-        """True when `load` can give the op on this machine."""
-        return False
+    def cxx_args(self) -> list[str]:
+        """Flags for the compiler. The default is portable: one library for every machine of an architecture."""
+        return ["-O3", "-std=c++20"]
 
-    def load(self, verbose: bool = True) -> Any:
-        """The loaded op.
+    def extra_ldflags(self) -> list[str]:
+        """Flags for the link."""
+        return []
+
+    def libraries_args(self) -> list[str]:
+        """Names of libraries to link against, without `-l`."""
+        return []
+
+    def python_requirements(self) -> list[str]:
+        """Python distributions that the op needs at run time, as `pip install` takes them. For reports."""
+        return []
+
+    def register_fakes(self) -> None:  # noqa: B027  an op without fakes is one
+        """Register meta implementations (`torch.library.register_fake`); called once, after the library was loaded."""
+
+    def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
+        """The command for one source file. A base builder of another compiler overrides it, and `toolchain`.
+
+        A file of Makefile rules beside the object, with suffix `.d`, tells which headers were read; it may be missing.
+        """
+        return [
+            *toolchain.command,
+            *("-fPIC", "-MMD", "-MF", str(object_path.with_suffix(".d"))),
+            f"-ffile-prefix-map={source.parent}=.",  # messages of a library do not tell where it was built
+            *flags,
+            *("-c", str(source), "-o", str(object_path)),
+        ]
+
+    def link_command(
+        self, toolchain: Toolchain, object_paths: Sequence[Path], library: Path, flags: Sequence[str]
+    ) -> list[str]:
+        """The command that links `library`."""
+        return [*toolchain.command, "-shared", "-o", str(library), *map(str, object_paths), *flags]
+
+    def toolchain(self) -> Toolchain:
+        """The compiler.
 
         Raises:
-            OpUnavailable: this builder does not compile.
+            OpUnavailable: there is none.
         """
-        raise OpUnavailable(
-            f"op {self.name!r}: {type(self).__name__} does not override load(), and this version of ds-core "
-            "compiles no ops; use the torch reference"
+        return find_compiler()
+
+    # ----- what becomes of it ----------------------------------------------------------------------------------------
+
+    def describe(self) -> BuildSpec:
+        """Everything that the build is made of. Called by `load`, by the wheel build, and by who caches a loaded op.
+
+        Raises:
+            OpUnavailable: a source is missing, or torch cannot be imported.
+        """
+        sources = tuple(Path(self.deepspeed_src_path(path)) for path in self.strip_empty_entries(self.sources()))
+        for source in sources:
+            if not source.is_file():
+                raise OpUnavailable(f"op {self.name!r}: source file {source} does not exist")
+        if not sources and self.cmake_dir is None:
+            raise OpUnavailable(f"op {self.name!r}: {type(self).__name__}.sources() names no file")
+        try:
+            toolchain: Toolchain | None = self.toolchain()
+        except OpUnavailable:
+            toolchain = None
+        ours, others = self._sort_include_paths(sources)
+        spec = BuildSpec(
+            name=self.name,
+            sources=sources,
+            include_paths=ours,
+            compile_flags=tuple(self.strip_empty_entries(self.cxx_args())),
+            link_flags=(
+                *self.strip_empty_entries(self.extra_ldflags()),
+                *(f"-l{name}" for name in self.strip_empty_entries(self.libraries_args())),
+            ),
+            toolchain=toolchain,
+            target=this_target(),
+            python="" if self.op_namespace else this_python(),
+            op_namespace=self.op_namespace,
+            min_torch=self.min_torch,
+            cmake_dir=None if self.cmake_dir is None else self._folder_of_project(self.cmake_dir),
+            compile_command=self.compile_command,
+            link_command=self.link_command,
         )
+        return _with_torch(spec, others)
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """True when `load` can be expected to give the op on this machine; otherwise `reason` says why not."""
+        reason = self._obstacle()
+        if reason is not None:
+            self.reason = reason
+            if verbose:
+                self.warning(reason)
+        return reason is None
+
+    def load(self, verbose: bool = True) -> Any:
+        """The loaded op: `torch.ops.<op_namespace>`, or a Python module. Prebuilt, else from the cache, else compiled.
+
+        Raises:
+            OpUnavailable: with the reason; it is also in `reason`.
+        """
+        try:
+            found = self._load_prebuilt()
+            return self.jit_load(verbose) if found is None else found
+        except OpUnavailable as error:
+            self.reason = str(error)
+            raise
+
+    def jit_load(self, verbose: bool = True) -> Any:
+        """The loaded op from the cache, compiled into it when it is not there yet. Called by `load`.
+
+        Raises:
+            OpUnavailable: `is_compatible()` is False, or the build failed (`BuildError`).
+        """
+        if not self.is_compatible(verbose=False):
+            raise OpUnavailable(f"op {self.name!r} cannot be built here: {self.reason or self.error_log}")
+        self.jit_mode = True
+        spec = self.describe()
+        return loading.load_once(spec.key, lambda: self._loaded_from(jit.build(spec), spec.entry))
+
+    def builder(self) -> Any:
+        """The op as a setuptools Extension, for a `setup.py` that wants one (`aot.py` needs none).
+
+        Raises:
+            OpUnavailable: a source is missing.
+        """
+        from torch.utils.cpp_extension import CppExtension
+
+        spec = self.describe()
+        return CppExtension(
+            name=self.absolute_name(),
+            sources=[str(path) for path in spec.sources],
+            include_dirs=[str(path) for path in spec.include_paths],
+            extra_compile_args={"cxx": list(spec.compile_flags)},
+            extra_link_args=list(spec.link_flags),
+        )
+
+    def _obstacle(self) -> str | None:
+        """Why this op cannot be loaded here, without trying."""
+        if self.min_torch is not None and _torch_version() < Version(self.min_torch):
+            return f"it needs torch {self.min_torch} or newer, and this is {_torch_version()}"
+        if type(self).jit_load is not OpBuilder.jit_load:
+            return None  # a builder that compiles by means of its own knows what it needs
+        if self.cmake_dir is not None and shutil.which("cmake") is None:
+            missing: str | None = "it is a CMake project, and there is no cmake on PATH"
+        else:
+            try:
+                self.toolchain()
+            except OpUnavailable as error:
+                missing = str(error)
+            else:
+                return None
+        try:
+            spec = self.describe()
+            found = prebuilt.find(self.absolute_name(), spec)[0] or jit.find(spec)
+        except OpUnavailable:
+            found = None
+        return missing if found is None else None
+
+    def _load_prebuilt(self) -> Any | None:
+        library = prebuilt.library_beside_package(self.absolute_name())
+        if library is None or not library.is_file() or self._too_old():
+            return None
+        spec = self.describe()
+        fitting, reason = prebuilt.find(self.absolute_name(), spec)
+        if fitting is None:
+            logger.info("op %r: %s; it is compiled instead", self.name, reason)
+            return None
+        try:
+            return loading.load_once(
+                f"prebuilt {fitting} {spec.content}", lambda: self._loaded_from(fitting, self.absolute_name())
+            )
+        except OpUnavailable as error:
+            logger.info("op %r: the prebuilt %s; it is compiled instead", self.name, error)
+            return None
+
+    def _too_old(self) -> bool:
+        return self.min_torch is not None and _torch_version() < Version(self.min_torch)
+
+    def _loaded_from(self, library: Path, module_name: str) -> Any:
+        if self.op_namespace is None:
+            return loading.load_module(library, module_name)
+        op = loading.load_operators(library, self.op_namespace)
+        self.register_fakes()
+        return op
+
+    # ----- where things lie ------------------------------------------------------------------------------------------
+
+    def deepspeed_src_path(self, code_path: str | Path) -> str:
+        """The absolute path of a source or a folder of headers.
+
+        An absolute path stays as it is, and an empty one stays empty (it never becomes a folder). A relative one is
+        looked for in the package that the builder's class belongs to, its top folder first and then down to the folder
+        of its module, and last in `deepspeed/ops`, where DeepSpeed's own sources are.
+
+        Raises:
+            OpUnavailable: a file that is in none of these places; the message names them. A folder may be missing.
+        """
+        if not str(code_path) or os.path.isabs(code_path):
+            return str(code_path)
+        places = [*self._own_folders(), _OPS_FOLDER]
+        found = next((place / code_path for place in places if (place / code_path).exists()), None)
+        if found is None and Path(code_path).suffix:
+            looked_at = ", ".join(str(place) for place in places)
+            raise OpUnavailable(f"op {self.name!r}: source {str(code_path)!r} is in none of {looked_at}")
+        return str(found or places[0] / code_path)
+
+    def _own_folders(self) -> list[Path]:
+        """The folders from the top package of this builder's class down to its module."""
+        module = sys.modules.get(type(self).__module__)
+        file = getattr(module, "__file__", None)
+        if file is None:
+            return []
+        folder = Path(file).absolute().parent
+        depth = type(self).__module__.count(".")
+        if Path(file).name == "__init__.py":
+            depth += 1
+        steps = [folder, *folder.parents][: max(depth, 1)]
+        return steps[::-1]
+
+    def _folder_of_project(self, cmake_dir: str) -> Path:
+        folder = Path(self.deepspeed_src_path(cmake_dir))
+        if not (folder / "CMakeLists.txt").is_file():
+            raise OpUnavailable(f"op {self.name!r}: {folder} has no CMakeLists.txt")
+        return folder
+
+    def _sort_include_paths(self, sources: Sequence[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+        """`include_paths()` as those of the project, whose files are part of the key, and those of an installed SDK."""
+        roots = [*self._own_folders()[:1], *(source.parent for source in sources)]
+        ours: list[Path] = []
+        others: list[Path] = []
+        for path in (Path(self.deepspeed_src_path(text)) for text in self.strip_empty_entries(self.include_paths())):
+            installed = str(path).startswith(_SYSTEM_FOLDERS) and not any(path.is_relative_to(root) for root in roots)
+            (others if installed else ours).append(path)
+        return tuple(ours), tuple(others)
+
+    # ----- what builders ask of the machine --------------------------------------------------------------------------
+
+    def command_exists(self, cmd: str | Sequence[str]) -> bool:
+        """Whether a program, or one of several, is on PATH."""
+        names = [cmd] if isinstance(cmd, str) else list(cmd)
+        found = any(shutil.which(name) for name in names)
+        if not found:
+            self.warning(f"{self.name} needs the command {' or '.join(names)}, which is not on PATH")
+        return found
+
+    def has_function(
+        self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False
+    ) -> bool:
+        """Whether a program that calls C function `funcname` links with `libraries`. False without a compiler."""
+        program = f'extern "C" char {funcname}();\nint main() {{ return {funcname}(); }}\n'
+        with tempfile.TemporaryDirectory(prefix="ds_has_function_") as name:
+            folder = Path(name)
+            (folder / "asked.cpp").write_text(program)
+            try:
+                toolchain = find_compiler()
+                command = [
+                    *(*toolchain.command, "asked.cpp", "-o", "asked"),
+                    *(f"-L{path}" for path in library_dirs or ()),
+                    *(f"-l{library}" for library in libraries),
+                ]
+                compiling.run_commands(self.name, folder, [command])
+            except OpUnavailable as error:
+                if verbose:
+                    logger.warning("%s", error)
+                return False
+        return True
+
+    def strip_empty_entries(self, args: Sequence[Any]) -> list[Any]:
+        """`args` without empty strings and None."""
+        return [entry for entry in args if entry is not None and len(str(entry)) > 0]
+
+    def cpu_arch(self) -> str:
+        """The compiler flag for the CPU: the oldest of this architecture, so that the library runs on every one.
+
+        DeepSpeed answers `-march=native` here. A kernel that wants more compiles its loops several times and chooses
+        when it runs.
+        """
+        return _PORTABLE.get(platform.machine().lower(), "-fPIC")
+
+    def simd_width(self) -> str:
+        """The macro for the vector width that `cpu_arch` allows: `-D__SCALAR__`."""
+        return "-D__SCALAR__"
+
+    def warning(self, msg: str) -> None:
+        """Log why something of this op is not there, and keep it as the reason."""
+        self.error_log = self.reason = msg
+        logger.warning("op %r: %s", self.name, msg)
+
+
+def _with_torch(spec: BuildSpec, system_include_paths: Sequence[Path]) -> BuildSpec:
+    """`spec` for the torch of this process: its identity, headers, libraries, and the flags that go with them."""
+    import dataclasses
+
+    torch = _torch()
+    root = Path(torch.__file__).absolute().parent
+    abi = int(torch.compiled_with_cxx11_abi())
+    headers = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include"]
+    libraries = ["-Wl,--as-needed", "-lc10", "-ltorch_cpu", "-ltorch"]
+    flags: list[str] = []
+    stable = spec.op_namespace is not None and spec.includes.stable_abi
+    named = any("TORCH_TARGET_VERSION" in flag for flag in spec.compile_flags)
+    if stable and spec.min_torch is not None and not named:  # torch's headers then offer what it has
+        major, minor = Version(spec.min_torch).release[:2]
+        flags.append(f"-DTORCH_TARGET_VERSION=0x{(major << 56) | (minor << 48):016x}")
+    if not stable:
+        flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
+    if spec.op_namespace is None:
+        headers.append(Path(sysconfig.get_path("include")))
+        libraries.append("-ltorch_python")
+        flags.append("-DTORCH_API_INCLUDE_EXTENSION_H")
+    if spec.cmake_dir is not None:
+        flags, libraries = [], []
+    return dataclasses.replace(
+        spec,
+        torch=f"{torch.__version__} abi{abi}",
+        stable_abi=stable,
+        compile_flags=(*spec.compile_flags, *flags),
+        link_flags=(*spec.link_flags, *libraries),
+        library_paths=(root / "lib",),
+        system_include_paths=(*system_include_paths, *headers),
+    )
+
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise OpUnavailable(f"ops are built for a torch, and none can be imported: {error}") from error
+
+
+def _torch_version() -> Version:
+    """torch's version without what follows the `+`."""
+    return Version(Version(str(_torch().__version__)).public)

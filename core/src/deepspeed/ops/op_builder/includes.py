@@ -1,0 +1,65 @@
+"""Which header files sources include, found by reading the `#include` lines; called when a build's key is computed.
+
+A scan instead of the compiler's own answer because a warm load must not start a compiler. It follows every include,
+also those that an `#if` leaves out, so the set may be too large but never too small for headers named by a literal;
+what only the compiler can see (computed includes, `-include`) is recorded after the build, see `cache.Manifest.extra`.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*(?:include|include_next|import)[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+_TORCH = ("torch/", "ATen/", "c10/", "caffe2/", "pybind11/", "Python.h")
+_STABLE = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/")
+
+
+@dataclass(frozen=True)
+class Includes:
+    """What a scan saw.
+
+    Attributes:
+        headers: files of the project, as (name in the directive, path), sorted.
+        outside: names that no folder of the project has: torch's, the system's.
+    """
+
+    headers: tuple[tuple[str, Path], ...]
+    outside: frozenset[str]
+
+    @property
+    def uses_torch(self) -> bool:
+        """Whether a header of torch (or Python) is included directly by the project."""
+        return any(name.startswith(_TORCH) for name in self.outside)
+
+    @property
+    def stable_abi(self) -> bool:
+        """Whether the only headers of torch are those of its stable ABI: the library then outlives a torch upgrade."""
+        return self.uses_torch and all(name.startswith(_STABLE) for name in self.outside if name.startswith(_TORCH))
+
+
+def scan(sources: Iterable[Path], include_paths: Sequence[Path]) -> Includes:
+    """Every header of the project that `sources` reach, through any number of headers.
+
+    Args:
+        sources: existing files.
+        include_paths: the project's folders of headers; a quoted name is first looked up beside the file that has it.
+    """
+    headers: dict[tuple[str, Path], None] = {}
+    outside: set[str] = set()
+    waiting = list(sources)
+    seen = set(waiting)
+    while waiting:
+        file = waiting.pop()
+        for quoted, angled in _INCLUDE.findall(file.read_bytes()):
+            name = (quoted or angled).decode(errors="replace")
+            places = [file.parent, *include_paths] if quoted else include_paths
+            found = next((place / name for place in places if (place / name).is_file()), None)
+            if found is None:
+                outside.add(name)
+                continue
+            headers[name, found] = None
+            if found not in seen:
+                seen.add(found)
+                waiting.append(found)
+    return Includes(tuple(sorted(headers)), frozenset(outside))

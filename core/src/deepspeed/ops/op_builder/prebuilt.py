@@ -1,0 +1,55 @@
+"""Libraries that came in a wheel: where they lie, and whether one fits this process. `aot.py` makes them.
+
+<package>/cpu_adam_op.so      for absolute_name() "<package>.cpu_adam_op"
+<package>/cpu_adam_op.json    its manifest
+"""
+
+import importlib.util
+from pathlib import Path
+
+from deepspeed.ops.op_builder.cache import Manifest
+from deepspeed.ops.op_builder.spec import BuildSpec
+
+
+def library_beside_package(absolute_name: str) -> Path | None:
+    """Where a prebuilt library of that import name lies, whether it exists or not; None without such a package."""
+    package, _, name = absolute_name.rpartition(".")
+    try:
+        spec = importlib.util.find_spec(package) if package else None
+    except (ImportError, ValueError):
+        return None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) / f"{name}.so" if places else None
+
+
+def find(absolute_name: str, spec: BuildSpec) -> tuple[Path | None, str]:
+    """The prebuilt library that fits, or None and why not (empty when there simply is none)."""
+    library = library_beside_package(absolute_name)
+    if library is None or not library.is_file():
+        return None, ""
+    manifest = Manifest.read(library.with_suffix(".json"))
+    if manifest is None:
+        return None, f"{library} has no manifest beside it"
+    reason = misfit(manifest, spec) or manifest.flaw(library.parent)
+    return (None, reason) if reason else (library, "")
+
+
+def misfit(manifest: Manifest, spec: BuildSpec) -> str | None:
+    """Why a library with this manifest is not for `spec`; None when it is.
+
+    One of the stable ABI fits every torch from its `min_torch` on; any other the very torch that it was built with.
+    """
+    if manifest.source_digest != spec.source_digest:
+        return f"the prebuilt {manifest.name} was built from other sources or with other flags"
+    if _machine(manifest.target) != _machine(spec.target):
+        return f"the prebuilt {manifest.name} is for {manifest.target}, and this is {spec.target}"
+    if manifest.python != spec.python:
+        return f"the prebuilt {manifest.name} is for {manifest.python}, and this is {spec.python}"
+    if manifest.torch != spec.torch and not (manifest.stable_abi and manifest.min_torch):
+        return f"the prebuilt {manifest.name} is for torch {manifest.torch}, and this is {spec.torch}"
+    return None
+
+
+def _machine(target: str) -> str:
+    """Machine and system; a C library that is too old shows when the library is loaded."""
+    return "-".join(target.split("-")[:2])

@@ -1,0 +1,166 @@
+"""BuildSpec: everything that one build of one op is made of, and the key under which its result is kept.
+
+    source_digest   the op's own part: sources, headers, flags               (what a prebuilt library must agree in)
+    content         + torch, Python and machine                              (what a machine without compiler looks for)
+    key             + the compiler and its command lines                     (the name of the cache's folder)
+
+Folders are no part of it: the same content in another environment has the same key.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from deepspeed.ops.op_builder.includes import Includes, scan
+from deepspeed.ops.op_builder.toolchain import Toolchain
+
+#: grows when what we put on the command line changes without being seen in the flags
+_FORMAT = 1
+_OF_THIS_CPU = ("-march=native", "-mcpu=native", "-mtune=native", "-xHost")
+
+#: (toolchain, source, object file, flags) -> argument list
+CompileCommand = Callable[[Toolchain, Path, Path, Sequence[str]], list[str]]
+#: (toolchain, object files, library, flags) -> argument list
+LinkCommand = Callable[[Toolchain, Sequence[Path], Path, Sequence[str]], list[str]]
+
+
+@dataclass(frozen=True)
+class BuildSpec:
+    """One build. Made by `OpBuilder.describe`, used by `jit.build` and `aot`.
+
+    Attributes:
+        name: the op's short name; also the beginning of file names, so letters, digits and `_` only.
+        sources: existing files, absolute.
+        include_paths: the project's folders of headers; their files are part of the key.
+        system_include_paths: torch's, Python's, the system's; covered by `torch`, `python` and the compiler's identity.
+        compile_flags, link_flags: as they stand on the command lines.
+        library_paths: where torch's libraries lie; no part of the key.
+        toolchain: None on a machine without compiler; such a spec can be looked up, not built.
+        torch: version and ABI of the torch that the library is for.
+        python: tag of the Python that a module is for; empty for a library of operators, which fits every Python.
+        target: machine, system and C library.
+        op_namespace: of the torch operators that the library registers; None: it is a Python module.
+        stable_abi: it uses no header of torch but those of the stable ABI.
+        min_torch: smallest torch for a library of the stable ABI.
+        cmake_dir: a CMake project that is built instead of single sources; all of its files are part of the key.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+    include_paths: tuple[Path, ...] = ()
+    system_include_paths: tuple[Path, ...] = ()
+    compile_flags: tuple[str, ...] = ()
+    link_flags: tuple[str, ...] = ()
+    library_paths: tuple[Path, ...] = ()
+    toolchain: Toolchain | None = None
+    torch: str = ""
+    python: str = ""
+    target: str = ""
+    op_namespace: str | None = None
+    stable_abi: bool = False
+    min_torch: str | None = None
+    cmake_dir: Path | None = None
+    compile_command: CompileCommand | None = field(default=None, compare=False)
+    link_command: LinkCommand | None = field(default=None, compare=False)
+
+    @cached_property
+    def includes(self) -> Includes:
+        """What the sources include."""
+        return scan(self.sources, self.include_paths)
+
+    @cached_property
+    def source_digest(self) -> str:
+        """Of the sources, the project's headers and the flags."""
+        headers = {(name, _digest_of(path)) for name, path in self.includes.headers}
+        return _digest(
+            {
+                "format": _FORMAT,
+                "name": self.name,
+                "namespace": self.op_namespace,
+                "sources": [(path.name, _digest_of(path)) for path in self.sources],
+                "headers": sorted(headers),
+                "project": [] if self.cmake_dir is None else _digests_below(self.cmake_dir),
+                "compile": self.compile_flags,
+                "link": self.link_flags,
+            }
+        )
+
+    @cached_property
+    def content(self) -> str:
+        """`source_digest`, and for which torch, Python and machine."""
+        cpu = this_cpu() if any(flag in _OF_THIS_CPU for flag in self.compile_flags) else ""
+        return _digest([self.source_digest, self.torch, self.python, self.target, cpu])
+
+    @cached_property
+    def key(self) -> str:
+        """`content`, and by which compiler and command lines. The cache's folder and a module are named after it."""
+        if self.toolchain is None:
+            return self.content
+        return _digest([self.content, self.toolchain.identity, self._command_lines(self.toolchain)])
+
+    @property
+    def entry(self) -> str:
+        """The name of the cache's folder, and of the module if there is one: `<name>_<key>`."""
+        return f"{self.name}_{self.key[:20]}"
+
+    def _command_lines(self, toolchain: Toolchain) -> list[list[str]]:
+        """The commands with the names of files only, and without where the compiler lies."""
+        lines = []
+        if self.compile_command is not None:
+            lines += [
+                self.compile_command(toolchain, Path(source.name), Path("object.o"), self.compile_flags)
+                for source in self.sources
+            ]
+        if self.link_command is not None:
+            lines.append(self.link_command(toolchain, [Path("object.o")], Path("library.so"), self.link_flags))
+        return [line[len(toolchain.command) :] if _starts(line, toolchain) else line for line in lines]
+
+
+def this_target() -> str:
+    """Machine, system and C library of this process, for example `x86_64-linux-glibc 2.36`."""
+    try:
+        libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError):
+        libc = ""
+    return f"{platform.machine().lower()}-{sys.platform}-{libc or 'libc'}"
+
+
+def this_python() -> str:
+    """The tag of this Python's extension modules, for example `cpython-311-x86_64-linux-gnu`."""
+    return str(sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag)
+
+
+@lru_cache(maxsize=1)
+def this_cpu() -> str:
+    """Model and features of this machine's CPU: part of the key only when a flag asks for exactly this CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
+    return "\n".join(line for line in lines if line.startswith(wanted))
+
+
+def _starts(line: list[str], toolchain: Toolchain) -> bool:
+    return tuple(line[: len(toolchain.command)]) == toolchain.command
+
+
+def _digest(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=list).encode()).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digests_below(folder: Path) -> list[tuple[str, str]]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [(str(path.relative_to(folder)), _digest_of(path)) for path in files]
