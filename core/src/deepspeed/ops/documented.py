@@ -7,31 +7,37 @@ from typing import NamedTuple
 
 
 class Op(NamedTuple):
-    """One documented op: the class name of its builders, and whether it works in host memory for every device.
+    """One documented op.
 
-    An op that is not `on_host` takes the device's tensors; a host kernel serves it where the device is the host.
+    Fields:
+        builder: the class name of its builders.
+        on_host: it works in host memory for every device. Any other op takes the device's tensors; a host kernel serves
+            it where the device is the host.
+        operators: what the front calls on the loaded op. A builder may give more, or something else to its own callers;
+            without these it does not serve the front, which then runs its torch reference.
     """
 
     builder: str
     on_host: bool = False
+    operators: tuple[str, ...] = ()
 
 
 # short name -> op. DeepSpeed's documented builders, each under the NAME that DeepSpeed's builder has.
 OPS: dict[str, Op] = {
     "async_io": Op("AsyncIOBuilder", on_host=True),
-    "cpu_adagrad": Op("CPUAdagradBuilder", on_host=True),
-    "cpu_adam": Op("CPUAdamBuilder", on_host=True),
-    "cpu_lamb": Op("CPULambBuilder", on_host=True),
-    "cpu_lion": Op("CPULionBuilder", on_host=True),
+    "cpu_adagrad": Op("CPUAdagradBuilder", on_host=True, operators=("adagrad_step_",)),
+    "cpu_adam": Op("CPUAdamBuilder", on_host=True, operators=("adam_step_",)),
+    "cpu_lamb": Op("CPULambBuilder", on_host=True, operators=("lamb_step_",)),
+    "cpu_lion": Op("CPULionBuilder", on_host=True, operators=("lion_step_",)),
     "cutlass_ops": Op("InferenceCutlassBuilder"),
     "dc": Op("DeepCompileBuilder"),
     "deepspeed_ccl_comm": Op("CCLCommBuilder"),
     "deepspeed_shm_comm": Op("ShareMemCommBuilder", on_host=True),
     "evoformer_attn": Op("EvoformerAttnBuilder"),
     "fp_quantizer": Op("FPQuantizerBuilder"),
-    "fused_adam": Op("FusedAdamBuilder"),
-    "fused_lamb": Op("FusedLambBuilder"),
-    "fused_lion": Op("FusedLionBuilder"),
+    "fused_adam": Op("FusedAdamBuilder", operators=("adam_step_",)),
+    "fused_lamb": Op("FusedLambBuilder", operators=("lamb_step_",)),
+    "fused_lion": Op("FusedLionBuilder", operators=("lion_step_",)),
     "gds": Op("GDSBuilder"),
     "inference_core_ops": Op("InferenceCoreBuilder"),
     "quantizer": Op("QuantizerBuilder"),

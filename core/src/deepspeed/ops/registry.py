@@ -24,6 +24,7 @@ from deepspeed.ops.documented import OPS
 from deepspeed.ops.providers import Provider, Source, is_host, providers
 
 VARIABLE = "DS_OPS_DISABLE"
+_INCOMPATIBLE = "not compatible"
 _LOAD_FAILED = "load failed"
 
 
@@ -193,7 +194,7 @@ def incompatible(builder: Any) -> str | None:
     except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
         return f"is_compatible failed: {_first_line(error)}"
     told = getattr(builder, "reason", None) or getattr(builder, "error_log", None)  # the second: DeepSpeed's name
-    return f"not compatible: {told or 'its builder gives no reason'}"
+    return f"{_INCOMPATIBLE}: {told or 'its builder gives no reason'}"
 
 
 def op_of(builder: Any, class_name: str) -> str:
@@ -229,8 +230,7 @@ def _load(op: str) -> _Found:
             table.resolutions[op] = found.resolution
             table.kernels[op] = found.kernel
             if found.kernel is None:
-                failed = any(reason.startswith(_LOAD_FAILED) for _, reason in found.resolution.rejected)
-                _tell_reference(found.resolution, loud=failed)
+                _tell_reference(found.resolution)
         return _Found(table.kernels[op], table.resolutions[op])
 
 
@@ -243,11 +243,21 @@ def _load_best(op: str) -> _Found:
             except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
                 reason = f"{_LOAD_FAILED}: {_first_line(error)}"
             else:
-                if loaded is not None:
+                reason = _unfit(op, builder, loaded)
+                if reason is None:
                     return _Found(loaded, Resolution(op, builder, provider.source, tuple(rejected)))
-                reason = f"{_LOAD_FAILED}: {type(builder).__name__}.load() returned None"
         rejected.append((provider.where, str(reason)))
     return _Found(None, Resolution(op, None, "reference", tuple(rejected) or _disabled_reason(op)))
+
+
+def _unfit(op: str, builder: Any, loaded: Any) -> str | None:
+    """Why the front of `op` cannot use `loaded`, or None when it can."""
+    if loaded is None:
+        return f"{_LOAD_FAILED}: {type(builder).__name__}.load() returned None"
+    missing = [name for name in (OPS[op].operators if op in OPS else ()) if not hasattr(loaded, name)]
+    if missing:
+        return f"{type(builder).__name__} gives no {', '.join(missing)}, which is called here; it has other callers"
+    return None
 
 
 def _candidates(op: str) -> Iterator[tuple[Provider, Any | None, str | None]]:
@@ -321,9 +331,10 @@ def _disabled_reason(op: str) -> tuple[tuple[str, str], ...]:
 _told: set[str] = set()
 
 
-def _tell_reference(resolution: Resolution, loud: bool) -> None:
-    """One line per op and process, from rank 0; seen by default when a kernel is installed and could not be loaded."""
+def _tell_reference(resolution: Resolution) -> None:
+    """One line per op and process, from rank 0; seen by default when a kernel is installed and cannot be used."""
     if resolution.op not in _told:
         _told.add(resolution.op)
-        level = logging.WARNING if loud else logging.INFO
+        failed = any(reason.startswith((_INCOMPATIBLE, _LOAD_FAILED)) for _, reason in resolution.rejected)
+        level = logging.WARNING if failed else logging.INFO
         log_dist(f"op {resolution.op!r} runs on its torch reference ({resolution.why()})", level=level)

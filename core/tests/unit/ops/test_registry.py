@@ -86,6 +86,16 @@ def test_every_no_has_its_reason_and_the_next_place_is_asked(builders, how, reas
     assert "\n" not in told
 
 
+def test_an_op_with_other_functions_does_not_serve_the_front(builders):
+    """DeepSpeed's builders give multi_tensor_adam; our fronts call operators. Who knows them can still load them."""
+    theirs = object()
+    builders.plugin("cpu", [builders.make("cpu_adam", "host's")])
+    set_accelerator(builders.accelerator(builders.make("cpu_adam", theirs))())
+    assert registry.kernel("cpu_adam") == "host's"
+    assert "gives no adam_step_, which is called here" in registry.resolve("cpu_adam").why()
+    assert get_accelerator().create_op_builder("CPUAdamBuilder").load() is theirs
+
+
 def test_a_class_that_cannot_be_made_is_a_reason(builders):
     from deepspeed.ops.op_builder import OpBuilder
 
@@ -139,16 +149,16 @@ def test_a_vendors_own_op_is_found_by_its_name_and_by_its_class(builders):
 
 
 def test_each_accelerator_has_its_own_and_each_is_loaded_once(builders):
-    first, second = (builders.make("fused_adam", object()) for _ in range(2))
+    first, second = (builders.make("transformer", object()) for _ in range(2))
     a, b = builders.accelerator(first)(), builders.accelerator(second)()
     set_accelerator(a)
-    of_a = [registry.kernel("fused_adam") for _ in range(3)]
+    of_a = [registry.kernel("transformer") for _ in range(3)]
     set_accelerator(b)
-    of_b = [registry.kernel("fused_adam") for _ in range(3)]
+    of_b = [registry.kernel("transformer") for _ in range(3)]
     assert len(set(map(id, of_a))) == len(set(map(id, of_b))) == 1
     assert of_a[0] is not of_b[0]
     assert (first.loads, second.loads) == (1, 1)
-    assert type(registry.resolve("fused_adam").builder) is second
+    assert type(registry.resolve("transformer").builder) is second
 
 
 def test_no_is_remembered_too(builders):
@@ -169,13 +179,13 @@ def test_resolve_neither_loads_nor_remembers(builders):
 
 
 def test_many_threads_load_once(builders):
-    kind = builders.make("fused_adam", object())
+    kind = builders.make("transformer", object())
     set_accelerator(builders.accelerator(kind)())
     barrier, got = threading.Barrier(8), []
 
     def ask():
         barrier.wait()
-        got.append(registry.kernel("fused_adam"))
+        got.append(registry.kernel("transformer"))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -224,8 +234,12 @@ def test_one_quiet_line_per_op_from_rank_0(builders, monkeypatch, lines):
     assert text.startswith("op 'fused_adam' runs on its torch reference (accelerator 'cpu' (PlainAccelerator): has no")
 
 
-def test_a_kernel_that_should_be_there_and_fails_is_a_warning(builders, lines):
-    set_accelerator(builders.accelerator(builders.make("fused_adam", OpUnavailable("no compiler on PATH")))())
+@pytest.mark.parametrize(
+    "how",
+    [{"result": OpUnavailable("no compiler on PATH")}, {"compatible": False, "reason": "no compiler on PATH"}],
+)
+def test_a_kernel_that_is_installed_and_cannot_be_used_is_a_warning(builders, lines, how):
+    set_accelerator(builders.accelerator(builders.make("fused_adam", **how))())
     registry.kernel("fused_adam")
     ((tone, text),) = lines
     assert tone == "WARNING"
@@ -236,7 +250,7 @@ def test_a_kernel_that_should_be_there_and_fails_is_a_warning(builders, lines):
 
 
 def test_builders_without_the_argument_verbose(builders):
-    class FusedAdamBuilder:
+    class TransformerBuilder:
         """Written for the first DeepSpeed; not even of our base class."""
 
         def is_compatible(self):
@@ -245,8 +259,8 @@ def test_builders_without_the_argument_verbose(builders):
         def load(self):
             return "old"
 
-    set_accelerator(builders.accelerator(FusedAdamBuilder)())
-    assert registry.kernel("fused_adam") == "old"
+    set_accelerator(builders.accelerator(TransformerBuilder)())
+    assert registry.kernel("transformer") == "old"
 
 
 def test_a_class_that_stands_for_not_implemented_is_no_builder(builders):
