@@ -15,11 +15,19 @@ ALIASES = {
     "utils.groups": "parallel.groups",
     "utils.logging": "log",
     "utils.tensor_fragment": "zero.fragments",
+    "utils.timer": "profiling.timer",
     "utils.zero_to_fp32": "checkpoint.consolidate",
 }
 
 # Old module -> its names, from several new modules or under another name: old name -> "new.module:name".
 COLLECTIONS = {
+    "monitor.config": {
+        "CSVConfig": "config.monitor:CSVConfig",
+        "CometConfig": "config.monitor:CometConfig",
+        "DeepSpeedMonitorConfig": "config.monitor:MonitorConfig",
+        "TensorBoardConfig": "config.monitor:TensorBoardConfig",
+        "WandbConfig": "config.monitor:WandbConfig",
+    },
     "runtime.base_optimizer": {
         "DeepSpeedOptimizer": "zero.optimizer:DeepSpeedOptimizer",
         "ZeROOptimizer": "zero.optimizer:ZeroOptimizer",

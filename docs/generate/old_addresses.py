@@ -147,8 +147,9 @@ def _imports(names: dict[str, str], reexport: bool = False) -> list[str]:
         else:
             plain[module].append(name)
     for module, attributes in plain.items():
-        line = f"from deepspeed.{module} import {', '.join(sorted(attributes))}"
-        block = f"from deepspeed.{module} import ({_block(sorted(attributes))})"
+        attributes.sort(key=lambda name: (not name[0].isupper(), name.lower()))
+        line = f"from deepspeed.{module} import {', '.join(attributes)}"
+        block = f"from deepspeed.{module} import ({_block(attributes)})"
         lines.add(line if len(line) <= _LINE_LENGTH else block)
     return sorted(lines)
 

@@ -367,12 +367,13 @@ def configure(
 ) -> None:
     """Turn the comms logger on or off: from a config (an object or dict with `comms_logger`), then by each argument.
 
-    `debug` is accepted for old scripts; every record already carries its rank.
+    `debug` adds the calling function to the names of collectives.
     """
     section = _section(deepspeed_config, "comms_logger")
     if section is not None:
-        comms_logger.configure(*(_value(section, key) for key in ("enabled", "prof_all", "prof_ops", "verbose")))
-    comms_logger.configure(enabled, prof_all, prof_ops, verbose)
+        keys = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
+        comms_logger.configure(*(_value(section, key) for key in keys))
+    comms_logger.configure(enabled, prof_all, prof_ops, verbose, debug)
 
 
 def _section(config: Any, name: str) -> Any:

@@ -1,18 +1,22 @@
 """The comms logger: per operation and message size, how often it was called and how long the caller waited.
 
-`comm.py` reports every collective here while recording is on (config section `comms_logger`, or `comm.configure`).
-Durations are what the calling host sees: a call with `async_op=True` counts the time to start it.
+`comm.py` reports every collective here while recording is on (config section `comms_logger`, or `comm.configure`), and
+`comm.backend()` every exchange of ZeRO. Durations are what the calling host sees: a call with `async_op=True` counts
+the time to start it, an exchange the time to start it and the time in its `wait`.
 """
 
 import functools
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 
-from deepspeed.log import log_dist, logger
+from deepspeed.comm.backend import Backend, Piece, Work
+from deepspeed.log import logger, report
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -38,6 +42,7 @@ class CommsLogger:
     def __init__(self) -> None:
         self.enabled = False
         self.verbose = False
+        self.debug = False
         self.prof_all = True
         self.prof_ops: frozenset[str] = frozenset()
         self.rows: dict[str, dict[int, OpRecord]] = {}
@@ -48,12 +53,14 @@ class CommsLogger:
         prof_all: bool | None = None,
         prof_ops: list[str] | None = None,
         verbose: bool | None = None,
+        debug: bool | None = None,
     ) -> None:
         """Change what is given; None leaves a setting as it is."""
         self.enabled = self.enabled if enabled is None else enabled
         self.prof_all = self.prof_all if prof_all is None else prof_all
         self.prof_ops = self.prof_ops if prof_ops is None else frozenset(prof_ops)
         self.verbose = self.verbose if verbose is None else verbose
+        self.debug = self.debug if debug is None else debug
 
     def wants(self, op: str, prof: bool) -> bool:
         """True if this call is to be recorded; `prof` is the caller's own wish."""
@@ -63,7 +70,7 @@ class CommsLogger:
         """Record one call."""
         self.rows.setdefault(op, {}).setdefault(num_bytes, OpRecord()).add(duration_s)
         if self.verbose:
-            log_dist(f"comm {op}: {num_bytes} bytes in {duration_s * 1e3:.3f} ms", ranks=[-1])
+            report(f"comm {op}: {num_bytes} bytes in {duration_s * 1e3:.3f} ms", ranks=[-1])
 
     def reset(self) -> None:
         """Forget the rows."""
@@ -97,25 +104,96 @@ def recorded(function: _F) -> _F:
     def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
         if not comms_logger.enabled or not comms_logger.wants(op, prof):
             return function(*args, **kwargs)
+        name = log_name or op
+        if comms_logger.debug:
+            name += f" | [Caller Func: {sys._getframe(1).f_code.co_name}]"
         start = time.perf_counter()
         result = function(*args, **kwargs)
-        comms_logger.add(
-            log_name or op, _num_bytes(args) or _num_bytes(tuple(kwargs.values())), time.perf_counter() - start
-        )
+        comms_logger.add(name, _num_bytes(args) or _num_bytes(tuple(kwargs.values())), time.perf_counter() - start)
         return result
 
     return call  # type: ignore[return-value]
 
 
-def log_summary(show_straggler: bool = False) -> str:
-    """Log the table on rank 0 and return it. Called by users at the end of training.
+class RecordedBackend:
+    """A `Backend` whose exchanges are recorded under the names of its methods. Handed out by `comm.backend()`."""
 
-    With `show_straggler` every rank logs its own table: the rank that waited least is the one others waited for.
+    def __init__(self, backend: Backend) -> None:
+        self.recorded = backend
+        self.name = backend.name
+
+    @property
+    def held_bytes(self) -> int:
+        return self.recorded.held_bytes
+
+    def preferred_bucket_bytes(self, world_size: int) -> int:
+        """The recorded backend's."""
+        return self.recorded.preferred_bucket_bytes(world_size)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+        """The recorded backend's."""
+        return self.recorded.allocate(numel, dtype, device)
+
+    def reduce(self, flat_N: torch.Tensor, group: ProcessGroup | None = None) -> Work:
+        """Recorded with the bytes of `flat_N`."""
+        return _recorded_exchange("reduce", flat_N, lambda: self.recorded.reduce(flat_N, group))
+
+    def reduce_to_owners(
+        self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
+    ) -> Work:
+        """Recorded with the bytes of `flat_N`."""
+        return _recorded_exchange(
+            "reduce_to_owners", flat_N, lambda: self.recorded.reduce_to_owners(flat_N, pieces, group)
+        )
+
+    def gather_from_owners(
+        self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
+    ) -> Work:
+        """Recorded with the bytes of `flat_N`."""
+        return _recorded_exchange(
+            "gather_from_owners", flat_N, lambda: self.recorded.gather_from_owners(flat_N, pieces, group)
+        )
+
+    def release(self) -> None:
+        """The recorded backend's."""
+        self.recorded.release()
+
+
+class _RecordedWork:
+    """An exchange in flight that is recorded when it was waited for."""
+
+    def __init__(self, work: Work, op: str, num_bytes: int, started_s: float) -> None:
+        self._work = work
+        self._op = op
+        self._num_bytes = num_bytes
+        self._spent_s: float | None = started_s
+
+    def wait(self) -> None:
+        """Wait; the first time counts."""
+        start = time.perf_counter()
+        self._work.wait()
+        spent_s, self._spent_s = self._spent_s, None
+        if spent_s is not None:
+            comms_logger.add(self._op, self._num_bytes, spent_s + time.perf_counter() - start)
+
+
+def _recorded_exchange(op: str, flat_N: torch.Tensor, exchange: Callable[[], Work]) -> Work:
+    if not comms_logger.wants(op, prof=False):
+        return exchange()
+    start = time.perf_counter()
+    work = exchange()
+    return _RecordedWork(work, op, flat_N.numel() * flat_N.element_size(), time.perf_counter() - start)
+
+
+def log_summary(show_straggler: bool = False) -> str:
+    """Print the table on rank 0 and return it. Called by users at the end of training.
+
+    With `show_straggler` every rank prints its own table: the rank that waited least is the one others waited for.
     """
     if not comms_logger.enabled:
         logger.warning("comm.log_summary: nothing was recorded; set comms_logger.enabled in the config first")
     table = comms_logger.table()
-    log_dist(f"communication so far\n{table}", ranks=[-1] if show_straggler else [0])
+    report(f"communication so far\n{table}", ranks=[-1] if show_straggler else [0])
     return table
 
 

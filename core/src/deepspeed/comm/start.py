@@ -17,6 +17,7 @@ from deepspeed.comm import comm
 from deepspeed.comm.backend import Backend
 from deepspeed.comm.environment import Placement, find_placement
 from deepspeed.comm.exit import settle_at_exit
+from deepspeed.comm.record import RecordedBackend, comms_logger
 from deepspeed.comm.torch_backend import TorchBackend, no_group_error
 from deepspeed.errors import CommError
 from deepspeed.log import log_dist
@@ -85,14 +86,17 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 
 def backend(group: ProcessGroup | None = None) -> Backend:
-    """The `Backend` of this process; ZeRO's only door to communication. `CommError` before `init_distributed`."""
+    """The `Backend` of this process; ZeRO's only door to communication. `CommError` before `init_distributed`.
+
+    While the comms logger is on, one whose exchanges it sees.
+    """
     global _backend, _backend_world
     world = torch_dist.group.WORLD if comm.is_initialized() else None
     if world is None:
         raise no_group_error("deepspeed.comm.backend()")
     if _backend is None or _backend_world is not world:
         _backend, _backend_world = _create_backend(str(torch_dist.get_backend(group))), world
-    return _backend
+    return RecordedBackend(_backend) if comms_logger.enabled else _backend
 
 
 def set_backend(new: Backend | None) -> None:

@@ -1,73 +1,101 @@
-"""Where figures of a run go: tensorboard, wandb, comet, csv files; and what is measured: flops, exchanges, times.
+"""Where figures of a run go: tensorboard, wandb, comet, csv files, plugins; what is measured: flops, exchanges, times.
 
-None of these changes a result, so what is not there yet is reported once and training goes on.
+None of these changes a result, so what is not there yet is reported once and training goes on. `monitor/` acts on the
+first five, `comm/record.py` on `comms_logger`, `profiling/throughput.py` on `timers`.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from deepspeed.config.base import Flag, Float, Int, Section, Text, Texts, key, quiet, warned
+from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, quiet, warned
 
 _OFF = quiet("see enabled")
 
 
-def _enabled(meaning: str, who: str) -> bool:
-    flag: bool = key(False, meaning, support=warned(f"{who} is not in this version; nothing is written"))
-    return flag
-
-
 class TensorBoardConfig(Section):
-    """`tensorboard`."""
+    """`tensorboard`: event files below `output_path/job_name`. Needs the package tensorboard."""
 
-    enabled: Flag = _enabled("Write to TensorBoard.", "the TensorBoard monitor")
-    output_path: Text | None = key(None, "Folder; null: the working directory.", support=_OFF)
-    job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.", support=_OFF)
+    enabled: Flag = key(False, "Write to TensorBoard.")
+    output_path: Text | None = key(None, "Folder; null: the working directory.")
+    job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
 
 
 class CSVConfig(Section):
-    """`csv_monitor`."""
+    """`csv_monitor`: one file per event name below `output_path/job_name`."""
 
-    enabled: Flag = _enabled("Write CSV files.", "the CSV monitor")
-    output_path: Text | None = key(None, "Folder; null: the working directory.", support=_OFF)
-    job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.", support=_OFF)
+    enabled: Flag = key(False, "Write CSV files.")
+    output_path: Text | None = key(None, "Folder; null: the working directory.")
+    job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
 
 
 class WandbConfig(Section):
-    """`wandb`."""
+    """`wandb`. Needs the package wandb; WANDB_MODE=offline works."""
 
-    enabled: Flag = _enabled("Log to Weights & Biases.", "the wandb monitor")
-    group: Text | None = key(None, "Group of the run.", support=_OFF)
-    team: Text | None = key(None, "Team.", support=_OFF)
-    project: Text = key("deepspeed", "Project.", support=_OFF)
+    enabled: Flag = key(False, "Log to Weights & Biases.")
+    group: Text | None = key(None, "Group of the run.")
+    team: Text | None = key(None, "Team.")
+    project: Text = key("deepspeed", "Project.")
 
 
 class CometConfig(Section):
-    """`comet`."""
+    """`comet`. Needs the package comet_ml."""
 
-    enabled: Flag = _enabled("Log to Comet.", "the Comet monitor")
-    samples_log_interval: Int = key(100, "Samples between two uploads.", unit="samples", ge=1, support=_OFF)
-    workspace: Text | None = key(None, "Workspace.", support=_OFF)
-    project: Text | None = key(None, "Project.", support=_OFF)
-    experiment_name: Text | None = key(None, "Name of the experiment.", support=_OFF)
-    experiment_key: Text | None = key(None, "Key of the experiment, 32 to 50 characters.", support=_OFF)
-    api_key: Text | None = key(None, "API key; better kept in the environment.", support=_OFF)
-    online: Flag | None = key(None, "Send to the server.", support=_OFF)
-    mode: Literal["get", "create", "get_or_create"] | None = key(None, "Go on with a run or begin one.", support=_OFF)
+    enabled: Flag = key(False, "Log to Comet.")
+    samples_log_interval: Int = key(100, "Samples between two uploads of one event.", unit="samples", ge=1)
+    workspace: Text | None = key(None, "Workspace; null: the account's default.")
+    project: Text | None = key(None, "Project; null: COMET_PROJECT_NAME, else Comet's general one.")
+    experiment_name: Text | None = key(None, "Name of the experiment.")
+    experiment_key: Text | None = key(None, "Key of the experiment, 32 to 50 characters.")
+    api_key: Text | None = key(None, "API key; better kept in the environment, as COMET_API_KEY.")
+    online: Flag | None = key(None, "Send to the server; false: write a file to upload later.")
+    mode: Literal["get", "create", "get_or_create"] | None = key(None, "Go on with an experiment or begin one.")
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """The sections of all monitors, for `MonitorMaster`; `DeepSpeedConfig.monitor_config` is one."""
+
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    comet: CometConfig = field(default_factory=CometConfig)
+    csv_monitor: CSVConfig = field(default_factory=CSVConfig)
+    plugins: Mapping[str, Free] = field(default_factory=dict)  # `monitor_plugins`
+
+    def asked_for(self) -> dict[str, Section | Free]:
+        """Name -> section of every monitor that is switched on. One of a plugin is on unless it says otherwise."""
+        own: dict[str, Any] = {
+            "tensorboard": self.tensorboard,
+            "wandb": self.wandb,
+            "comet": self.comet,
+            "csv_monitor": self.csv_monitor,
+        }
+        asked: dict[str, Any] = {name: section for name, section in own.items() if section.enabled}
+        asked.update({name: section for name, section in self.plugins.items() if section.get("enabled", True)})
+        return asked
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any monitor is switched on."""
+        return bool(self.asked_for())
 
 
 class CommsLoggerConfig(Section):
-    """`comms_logger`."""
+    """`comms_logger`: count, bytes and time of each; `deepspeed.comm.log_summary()` prints the table."""
 
-    enabled: Flag = _enabled("Record every collective.", "the communication logger")
-    verbose: Flag = key(False, "Print each one.", support=_OFF)
-    prof_all: Flag = key(True, "Record all of them.", support=_OFF)
-    debug: Flag = key(False, "Add the caller to the name.", support=_OFF)
-    prof_ops: Texts = key(list, "Only these.", support=_OFF)
+    enabled: Flag = key(False, "Record every collective and exchange.")
+    verbose: Flag = key(False, "Print each one, on every rank.")
+    prof_all: Flag = key(True, "Record all of them.")
+    debug: Flag = key(False, "Add the calling function to the name.")
+    prof_ops: Texts = key(list, "With prof_all false: only these.")
 
 
 class FlopsProfilerConfig(Section):
     """`flops_profiler`."""
 
-    enabled: Flag = _enabled("Count operations of one step.", "the flops profiler")
+    enabled: Flag = key(
+        False, "Count operations of one step.", support=warned("the flops profiler is not in this version")
+    )
     recompute_fwd_factor: Float = key(0.0, "Forward passes repeated in backward.", ge=0, support=_OFF)
     profile_step: Int = key(1, "Which step.", unit="step", support=_OFF)
     module_depth: Int = key(-1, "Depth of the printed tree; -1: all.", support=_OFF)
@@ -79,8 +107,8 @@ class FlopsProfilerConfig(Section):
 class ThroughputTimerConfig(Section):
     """`timers.throughput`."""
 
-    enabled: Flag = key(True, "Measure samples per second.", support=warned("it is measured all the same"))
-    synchronized: Flag = key(True, "Wait for the device before reading the clock.", support=warned("it always waits"))
+    enabled: Flag = key(True, "Measure samples per second.")
+    synchronized: Flag = key(True, "Count the device's time too; false: what the host waits for.")
 
 
 class TimersConfig(Section):

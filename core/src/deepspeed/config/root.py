@@ -29,6 +29,7 @@ from deepspeed.config.monitor import (
     CommsLoggerConfig,
     CSVConfig,
     FlopsProfilerConfig,
+    MonitorConfig,
     TensorBoardConfig,
     TimersConfig,
     WandbConfig,
@@ -118,8 +119,8 @@ class DeepSpeedConfig(Section):
     disable_allgather: Flag = key(False, "Deprecated.", support=warned("the backend chooses"))
 
     steps_per_print: Steps = key(10, "Print progress every so many updates; infinity: never.", unit="steps")
-    wall_clock_breakdown: Flag = key(False, "Time forward, backward and step.")
-    memory_breakdown: Flag = key(False, "Print memory after each phase.", support=warned("nothing is printed"))
+    wall_clock_breakdown: Flag = key(False, "Time forward, backward and step; a table every steps_per_print.")
+    memory_breakdown: Flag = key(False, "Memory after each phase, in the same table.")
     dump_state: Flag = key(False, "Print the resolved config after initialization.")
     dataloader_drop_last: Flag = key(False, "Drop the last, smaller batch of the engine's data loader.")
     disable_python_gc: Flag = key(False, "Switch Python's cyclic collector off.", support=warned("it stays on"))
@@ -133,6 +134,9 @@ class DeepSpeedConfig(Section):
     wandb: WandbConfig = key(WandbConfig, "Weights & Biases.")
     comet: CometConfig = key(CometConfig, "Comet.")
     csv_monitor: CSVConfig = key(CSVConfig, "CSV files.")
+    monitor_plugins: dict[str, Free] = key(
+        dict, 'Monitors of plugins: name -> its arguments, for the hook ds_monitor; {"enabled": false} is left out.'
+    )
     comms_logger: CommsLoggerConfig = key(CommsLoggerConfig, "Record of collectives.")
     flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig, "Operations of a step.")
     timers: TimersConfig = key(TimersConfig, "Timers.")
@@ -305,6 +309,11 @@ class DeepSpeedConfig(Section):
     def bfloat16_config(self) -> BF16Config:
         """The section `bf16`."""
         return self.bf16
+
+    @property
+    def monitor_config(self) -> MonitorConfig:
+        """The sections of the monitors, as `MonitorMaster` takes them."""
+        return MonitorConfig(self.tensorboard, self.wandb, self.comet, self.csv_monitor, self.monitor_plugins)
 
     @property
     def fp16_enabled(self) -> bool:

@@ -16,6 +16,7 @@ FROM_CONFIG = {
     "gradient_clipping": "gradient_clipping",
     "gradient_predivide_factor": "gradient_predivide_factor",
     "initial_scale_power": "fp16.initial_scale_power",
+    "memory_breakdown": "memory_breakdown",
     "optimizer_name": "optimizer_name",
     "optimizer_params": "optimizer_params",
     "scheduler_name": "scheduler_name",

@@ -17,6 +17,7 @@ from deepspeed.config.precision import torch_dtype
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.events import tell
+from deepspeed.engine.observers import create_observers
 from deepspeed.errors import ConfigError
 from deepspeed.optim import create_optimizer, create_scheduler, is_elementwise, is_tested_with_zero
 from deepspeed.parallel import groups
@@ -82,6 +83,8 @@ def initialize(
     settings.check_supported()
     plugin_manager().hook.ds_check_config(config=settings)
     device = _claim_device(args)
+    if "comms_logger" in settings.model_fields_set:
+        comm.configure(settings)
 
     module = model.to(device)
     precision = _create_precision(settings, device)
@@ -95,6 +98,7 @@ def initialize(
         precision=precision,
         sharding=sharding,
         schedule=Accumulation(settings.gradient_accumulation_steps),
+        observers=create_observers(settings, group),
         basic_optimizer=basic_optimizer,
         device=device,
         training_data=training_data,

@@ -15,18 +15,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from deepspeed import log
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data import DeepSpeedDataLoader
 from deepspeed.engine.accessors import EngineAccessors
 from deepspeed.engine.accumulation import Accumulation
-from deepspeed.engine.events import tell
+from deepspeed.engine.observers import Observers
 from deepspeed.engine.saving import Saving, create_checkpointer
 from deepspeed.engine.step import StepStats, take_step
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.precision import Precision
-from deepspeed.profiling.timer import PhaseTimers
 from deepspeed.zero.strategy import BackwardPlan, Sharding
 
 
@@ -45,6 +43,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         precision: Precision,
         sharding: Sharding,
         schedule: Accumulation,
+        observers: Observers,
         basic_optimizer: Optimizer | None,
         device: torch.device,
         training_data: Dataset[Any] | None = None,
@@ -69,7 +68,10 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         self._micro_batch_size = int(config.train_micro_batch_size_per_gpu)
         self._stats: StepStats | None = None
         self._loss_is_scaled = False
-        self._timers = PhaseTimers(config.wall_clock_breakdown)
+        self._observers = observers
+        self.monitor = observers.monitor
+        self.timers = observers.breakdown.timers
+        self.tput_timer = observers.tput_timer
         self.checkpointer = create_checkpointer(self)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
 
@@ -79,7 +81,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         """The module's forward, in the engine's precision."""
         self.sharding.window.abort()  # only open if an exception left the last backward
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
-        with self._timers.phase("forward"), self.precision.forward_context():
+        with self._observers.forward(), self.precision.forward_context():
             outputs = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self.sharding.window.watch(outputs)
@@ -107,14 +109,18 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         if scale_wrt_gas and self.schedule.num_steps > 1:
             loss = loss / self.schedule.num_steps
         window = self.sharding.window
-        with self._timers.phase("backward"):
+        phase = self._observers.phase
+        with phase("backward"):
             window.open()
             try:
-                self.precision.scale(loss).backward(retain_graph=retain_graph, **kwargs)
+                with phase("backward_inner"):
+                    self.precision.scale(loss).backward(retain_graph=retain_graph, **kwargs)
             except BaseException:
                 window.abort()
                 raise
-            window.close()
+            with phase("backward_allreduce"):
+                window.close()
+        self._observers.saw_loss(loss)
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -144,6 +150,8 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
             raise StateError("step: found inside no_sync(); leave it before the step")
         if self.schedule.is_boundary():
             self._step(lr_kwargs)
+        else:
+            self._observers.micro_batch_ended()
         self.schedule.advance()
 
     def _step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -151,28 +159,29 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
             raise StateError(
                 'step: the engine has no optimizer; give one to initialize() or name one in the config ("optimizer")'
             )
-        with self._timers.phase("step"):
-            self._stats = take_step(
-                self.sharding, self.precision, lambda: self._advance_schedule(lr_kwargs), self.global_steps
-            )
+        self._stats = take_step(
+            self.sharding,
+            self.precision,
+            lambda: self._advance_schedule(lr_kwargs),
+            self.global_steps,
+            self._observers.phase,
+        )
         self.global_steps += 1
         self.global_samples += self._train_batch_size
         self.skipped_steps += not self._stats.applied
-        tell("ds_step_end", stats=self._stats)
-        self._report()
+        self._observers.step_ended(self, self._stats)
 
     def _advance_schedule(self, lr_kwargs: dict[str, Any] | None) -> None:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
-    def _report(self) -> None:
-        every = self._config.steps_per_print
-        if self.global_steps % every != 0:
-            return
-        line = f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
-        (log.report if "steps_per_print" in self.config else log.log_dist)(line)
-        if self._timers.enabled:
-            log.report(self._timers.report(int(every)))
+    def print_forward_breakdown(self, fwd_time: float) -> None:
+        """Print a table of one forward and its parts, as far as `wall_clock_breakdown` measures them.
+
+        Args:
+            fwd_time: milliseconds of the forward.
+        """
+        self._observers.print_forward_breakdown(fwd_time)
 
     # ---- gradient accumulation --------------------------------------------------------------------------------
 
@@ -313,7 +322,8 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         )
 
     def destroy(self) -> None:
-        """Let go of hooks, gradients and exchange buffers; the module stays usable."""
+        """Let go of hooks, gradients and exchange buffers, and end the monitors; the module stays usable."""
+        self._observers.close()
         self.sharding.destroy()
         self.sharding.backend.release()
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None

@@ -1,6 +1,7 @@
 """The optimizer step at a gradient accumulation boundary, from top to bottom."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from deepspeed.precision import Precision
@@ -18,19 +19,26 @@ class StepStats:
 
 
 def take_step(
-    sharding: Sharding, precision: Precision, advance_schedule: Callable[[], None], global_step: int
+    sharding: Sharding,
+    precision: Precision,
+    advance_schedule: Callable[[], None],
+    global_step: int,
+    phase: Callable[[str], AbstractContextManager[None]],
 ) -> StepStats:
     """Reduce, judge, update, forget.
 
     Args:
         advance_schedule: steps the learning rate schedule; called only if the step was applied.
+        phase: measures its body under a name.
     """
     loss_scale = precision.loss_scaler.loss_scale
-    sharding.reduce()
-    verdict = precision.verdict(sharding.norm())
-    if verdict.applies:
-        sharding.update(verdict.grad_scale)
-        advance_schedule()
-    sharding.zero_grad()
-    precision.after_step(verdict)
+    with phase("backward_allreduce"):
+        sharding.reduce()
+    with phase("step"):
+        verdict = precision.verdict(sharding.norm())
+        if verdict.applies:
+            sharding.update(verdict.grad_scale)
+            advance_schedule()
+        sharding.zero_grad()
+        precision.after_step(verdict)
     return StepStats(global_step, verdict.applies, verdict.norm, loss_scale)

@@ -152,16 +152,19 @@ def ds_checkpoint_store(name: str) -> "Any | None":
 
 @hookspec(firstresult=True)
 def ds_monitor(name: str, arguments: "Mapping[str, Any]") -> "Any | None":
-    """Give a monitor that metrics are written to. Called on rank 0, once per engine and configured monitor.
+    """Give a monitor that metrics are written to. Called on rank 0, once per engine and monitor that is switched on.
 
-    Declared for plugins to come; this version does not call it yet.
+    Switched on are the sections `tensorboard`, `wandb`, `comet` and `csv_monitor` with `enabled: true`, for which
+    plugins are asked before the built-in monitor is made, and each entry of `monitor_plugins` without `enabled: false`:
+    `{"monitor_plugins": {"mine": {"path": "x"}}}` asks for `ds_monitor("mine", {"path": "x"})`. A name that no plugin
+    knows, and a hook or a monitor that raises, is warned about once; training goes on.
 
     Args:
-        name: the monitor's section in the configuration, for example `"tensorboard"`.
-        arguments: that section.
+        name: the section, or the key below `monitor_plugins`, for example `"tensorboard"`.
+        arguments: what stands there.
 
     Returns:
-        An object with `write_events(list of (name, value, step))`, or None.
+        An object with `write_events(list of (name, value, step))`, and `close()` if it has to end; or None.
     """
 
 

@@ -1,4 +1,5 @@
-"""Measuring a run: timers by phase.
+"""Measuring a run: timers, phases of a step, samples per second, memory.
 
-May import `accelerator` and below. Read `timer.py`.
+May import `accelerator` and below. Read `timer.py` (what users hold), then `clock.py` (what it stands on) and
+`breakdown.py` (what the engine measures and prints).
 """

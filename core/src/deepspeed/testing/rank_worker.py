@@ -140,7 +140,7 @@ def _reset_package() -> None:
     record = sys.modules.get("deepspeed.comm.record")
     if record is not None:
         record.comms_logger.reset()
-        record.comms_logger.configure(enabled=False, prof_all=True, prof_ops=[], verbose=False)
+        record.comms_logger.configure(enabled=False, prof_all=True, prof_ops=[], verbose=False, debug=False)
 
 
 if __name__ == "__main__":

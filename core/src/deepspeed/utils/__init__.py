@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from deepspeed.utils import groups as groups
     from deepspeed.utils import logging as logging
     from deepspeed.utils import tensor_fragment as tensor_fragment
+    from deepspeed.utils import timer as timer
     from deepspeed.utils import zero_to_fp32 as zero_to_fp32
     from deepspeed.zero.fragments import safe_get_full_fp32_param as safe_get_full_fp32_param
     from deepspeed.zero.fragments import safe_get_full_grad as safe_get_full_grad
@@ -41,6 +42,7 @@ _NAMES: dict[str, str] = {
     "set_z3_leaf_module": "deepspeed.zero.leaf_modules:set_z3_leaf_module",
     "set_z3_leaf_modules": "deepspeed.zero.leaf_modules:set_z3_leaf_modules",
     "tensor_fragment": "deepspeed.utils.tensor_fragment",
+    "timer": "deepspeed.utils.timer",
     "unset_z3_leaf_modules": "deepspeed.zero.leaf_modules:unset_z3_leaf_modules",
     "z3_leaf_module": "deepspeed.zero.leaf_modules:z3_leaf_module",
     "z3_leaf_parameter": "deepspeed.zero.leaf_modules:z3_leaf_parameter",
@@ -63,6 +65,7 @@ __all__ = [
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "tensor_fragment",
+    "timer",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
     "z3_leaf_parameter",

@@ -64,13 +64,14 @@ def test_what_is_ignored_warns_once(said):
     for _ in range(2):
         check(
             zero_optimization={"stage": 2, "round_robin_gradients": True, "allgather_bucket_size": 2e8},
-            tensorboard={"enabled": True, "job_name": "x"},
+            flops_profiler={"enabled": True, "profile_step": 2},
         )
     assert said() == [
         "zero_optimization.allgather_bucket_size: found 200000000, ignored: "
         "buckets have the size of reduce_bucket_size",
-        "zero_optimization.round_robin_gradients: found true, ignored: it tunes offload only",
-        "tensorboard.enabled: found true, ignored: the TensorBoard monitor is not in this version; nothing is written",
+        "zero_optimization.round_robin_gradients: found true, ignored: "
+        "each rank copies its own part while backward runs",
+        "flops_profiler.enabled: found true, ignored: the flops profiler is not in this version",
     ]
 
 
@@ -115,6 +116,12 @@ def test_everything_this_version_acts_on_is_silent(said):
         scheduler={"type": "WarmupLR"},
         steps_per_print=1,
         wall_clock_breakdown=True,
+        memory_breakdown=True,
+        tensorboard={"enabled": True, "output_path": "x", "job_name": "y"},
+        comet={"enabled": True, "samples_log_interval": 7, "mode": "get", "online": False},
+        monitor_plugins={"mine": {"anything": 1}},
+        comms_logger={"enabled": True, "verbose": True, "prof_ops": ["reduce"], "prof_all": False, "debug": True},
+        timers={"throughput": {"enabled": False, "synchronized": False}},
         dump_state=True,
         zero_allow_untested_optimizer=True,
         dataloader_drop_last=True,
@@ -152,7 +159,11 @@ def test_every_key_is_declared(where, section, info):
 
 def test_no_switch_is_ignored_in_silence(said):
     """Every `enabled` of every section is acted on, refused, or answered with a warning."""
-    acted = {"fp16.enabled", "bf16.enabled", "torch_autocast.enabled"}
+    acted = {
+        *("fp16.enabled", "bf16.enabled", "torch_autocast.enabled"),
+        *("tensorboard.enabled", "wandb.enabled", "comet.enabled", "csv_monitor.enabled"),
+        *("comms_logger.enabled", "timers.throughput.enabled"),
+    }
     for where, _, info in _keys(DeepSpeedConfig):
         if not where.endswith(".enabled") or where in acted:
             continue

@@ -47,6 +47,7 @@ ANSWERS = {
     "torch_autocast_enabled": False,
     "train_batch_size": 6,
     "train_micro_batch_size_per_gpu": 2,
+    "memory_breakdown": False,
     "wall_clock_breakdown": False,
     "was_step_applied": False,
     "zero_allgather_bucket_size": 1000,

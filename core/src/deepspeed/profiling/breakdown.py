@@ -1,0 +1,165 @@
+"""Times and memory by phase of a step, and the tables that `wall_clock_breakdown` and `memory_breakdown` print."""
+
+import contextlib
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.profiling.timer import (
+    BACKWARD_GLOBAL_TIMER,
+    BACKWARD_INNER_GLOBAL_TIMER,
+    BACKWARD_REDUCE_GLOBAL_TIMER,
+    FORWARD_GLOBAL_TIMER,
+    STEP_GLOBAL_TIMER,
+    NoopTimer,
+    SynchronizedWallClockTimer,
+)
+
+#: phase -> its timer. `backward` is the sum of `backward_inner` (autograd, with the exchanges it hides) and of the
+#: exchange that is waited for at its end; what is waited for later, before the update, is in `backward_allreduce` too.
+PHASES = {
+    "forward": FORWARD_GLOBAL_TIMER,
+    "backward": BACKWARD_GLOBAL_TIMER,
+    "backward_inner": BACKWARD_INNER_GLOBAL_TIMER,
+    "backward_allreduce": BACKWARD_REDUCE_GLOBAL_TIMER,
+    "step": STEP_GLOBAL_TIMER,
+}
+
+#: after which memory is read: those that lie in no other, whose time the reading would be counted in
+_MEMORY_PHASES = ("forward", "backward", "step")
+
+_MIB = 2**20
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+@dataclass
+class Window:
+    """What was measured since the last table: milliseconds by phase, all its steps together, and bytes by phase."""
+
+    num_steps: int = 0
+    times_ms: dict[str, float] = field(default_factory=dict)
+    memory_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)  # allocated after the phase, peak so far
+
+
+class Breakdown:
+    """Measures the phases of steps. The engine wraps each in `phase(name)`; its observers read the results.
+
+    Args:
+        times: measure time (`wall_clock_breakdown`).
+        memory: read the device's memory after each phase (`memory_breakdown`).
+    """
+
+    def __init__(self, *, times: bool, memory: bool) -> None:
+        self.enabled = times or memory
+        self.times = times
+        self.memory = memory
+        self.timers: SynchronizedWallClockTimer | NoopTimer = SynchronizedWallClockTimer() if times else NoopTimer()
+        self._window = Window()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A context that measures its body as the phase `name`; one inside of the same phase counts with it."""
+        return _Phase(self, name) if self.enabled else _NOTHING
+
+    def end_step(self) -> None:
+        """One optimizer step more."""
+        self._window.num_steps += 1
+
+    def take_times(self) -> dict[str, float]:
+        """Milliseconds by phase since the last call; waits for the device. Phases that were not met are left out."""
+        times_ms = {
+            phase: self.timers(timer).elapsed() for phase, timer in PHASES.items() if timer in self.timers.get_timers()
+        }
+        for phase, elapsed_ms in times_ms.items():
+            self._window.times_ms[phase] = self._window.times_ms.get(phase, 0.0) + elapsed_ms
+        return times_ms
+
+    def take_window(self) -> Window:
+        """What was measured since the last call; waits for the device."""
+        self.take_times()
+        window, self._window = self._window, Window()
+        return window
+
+    def read_memory(self, phase: str) -> None:
+        """Note the device's memory at the end of a phase."""
+        accelerator = get_accelerator()
+        self._window.memory_bytes[phase] = (accelerator.memory_allocated(), accelerator.max_memory_allocated())
+
+
+class _Phase:
+    """One body of `Breakdown.phase`."""
+
+    def __init__(self, breakdown: Breakdown, name: str) -> None:
+        self._breakdown = breakdown
+        self._name = name
+        self._timer: Any = breakdown.timers(PHASES[name])
+        self._is_inside = getattr(self._timer, "started_", False)
+
+    def __enter__(self) -> None:
+        if not self._is_inside:
+            self._timer.start()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_inside:
+            return
+        self._timer.stop()
+        if self._breakdown.memory and self._name in _MEMORY_PHASES:
+            self._breakdown.read_memory(self._name)
+
+
+def step_table(window: Window, times_by_rank: Sequence[Mapping[str, float]]) -> str:
+    """The table of a window as text: milliseconds per step, over ranks, and this rank's memory.
+
+    Args:
+        window: this rank's.
+        times_by_rank: `Window.times_ms` of each rank, or of this one only.
+    """
+    num_steps, num_ranks = max(1, window.num_steps), len(times_by_rank)
+    phases = [phase for phase in PHASES if phase in window.times_ms or phase in window.memory_bytes]
+    columns = ["phase"]
+    if window.times_ms:
+        columns += ["ms", "min", "max"] if num_ranks > 1 else ["ms"]
+    if window.memory_bytes:
+        columns += ["allocated MiB", "peak MiB"]
+    rows = []
+    for phase in phases:
+        row = [phase]
+        if window.times_ms:
+            per_step = [times.get(phase, 0.0) / num_steps for times in times_by_rank]
+            shown = [sum(per_step) / num_ranks, min(per_step), max(per_step)] if num_ranks > 1 else per_step
+            row += [f"{elapsed_ms:.2f}" for elapsed_ms in shown]
+        if window.memory_bytes:
+            read = window.memory_bytes.get(phase)
+            row += [f"{num_bytes / _MIB:.1f}" for num_bytes in read] if read else ["", ""]
+        rows.append(row)
+    ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
+    return _table(f"per step, mean of {num_steps}{ranks}", columns, rows)
+
+
+def forward_table(forward_ms: float, parts_ms: Mapping[str, float]) -> str:
+    """The parts of a forward as text, each with its share; `parts_ms` by the names of their timers."""
+    rows = [["forward", f"{forward_ms:.2f}", "100.0"]]
+    rows += [
+        [f"  {name}", f"{part_ms:.2f}", f"{100 * part_ms / forward_ms:.1f}" if forward_ms > 0 else "-"]
+        for name, part_ms in parts_ms.items()
+    ]
+    return _table("forward", ["part", "ms", "%"], rows)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    from rich import box  # late: rich is slow to import and rarely needed
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.ASCII)  # logs are read anywhere
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    # A width of its own: a log is not a terminal, and no column may be cut.
+    console = Console(file=io.StringIO(), width=100, color_system=None, force_terminal=False, highlight=False)
+    console.print(table)
+    text = str(console.file.getvalue())  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
