@@ -105,6 +105,10 @@ class OpBuilder(ABC):
         """Flags for the compiler. The default is portable: one library for every machine of an architecture."""
         return ["-O3", "-std=c++20"]
 
+    def cmake_args(self) -> list[str]:
+        """Arguments for configuring the project in `cmake_dir`, for example `["-DWITH_X=ON"]`."""
+        return []
+
     def extra_ldflags(self) -> list[str]:
         """Flags for the link."""
         return []
@@ -166,11 +170,12 @@ class OpBuilder(ABC):
         except OpUnavailable:
             toolchain = None
         ours, others = self._sort_include_paths(sources)
+        flags = self.cxx_args() if self.cmake_dir is None else self.cmake_args()
         spec = BuildSpec(
             name=self.name,
             sources=sources,
             include_paths=ours,
-            compile_flags=tuple(self.strip_empty_entries(self.cxx_args())),
+            compile_flags=tuple(self.strip_empty_entries(flags)),
             link_flags=(
                 *self.strip_empty_entries(self.extra_ldflags()),
                 *(f"-l{name}" for name in self.strip_empty_entries(self.libraries_args())),
@@ -218,7 +223,18 @@ class OpBuilder(ABC):
             raise OpUnavailable(f"op {self.name!r} cannot be built here: {self.reason or self.error_log}")
         self.jit_mode = True
         spec = self.describe()
-        return loading.load_once(spec.key, lambda: self._loaded_from(jit.build(spec), spec.entry))
+        return loading.load_once(spec.load_key, lambda: self._loaded_from(jit.build(spec), spec.entry))
+
+    def prepare(self) -> Path:
+        """The finished library, prebuilt or from the cache or compiled now, without loading it. Called by `ds_build`.
+
+        Raises:
+            OpUnavailable: as `load`.
+        """
+        if not self.is_compatible():
+            raise OpUnavailable(f"op {self.name!r} cannot be built here: {self.reason or self.error_log}")
+        spec = self.describe()
+        return prebuilt.find(self.absolute_name(), spec)[0] or jit.build(spec)
 
     def builder(self) -> Any:
         """The op as a setuptools Extension, for a `setup.py` that wants one (`aot.py` needs none).
@@ -269,9 +285,7 @@ class OpBuilder(ABC):
             logger.info("op %r: %s; it is compiled instead", self.name, reason)
             return None
         try:
-            return loading.load_once(
-                f"prebuilt {fitting} {spec.content}", lambda: self._loaded_from(fitting, self.absolute_name())
-            )
+            return loading.load_once(spec.load_key, lambda: self._loaded_from(fitting, self.absolute_name()))
         except OpUnavailable as error:
             logger.info("op %r: the prebuilt %s; it is compiled instead", self.name, error)
             return None

@@ -26,6 +26,8 @@ from deepspeed.log import logger
 from deepspeed.ops.op_builder.spec import BuildSpec
 
 MANIFEST = "manifest.json"
+#: a process that a launcher started has one of them: the launchers of torch and ours, Open MPI, Intel MPI, Slurm
+_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Manifest:
     Attributes:
         library: its file name.
         library_bytes, sha256: of that file.
+        sources: their paths.
         extra: files outside the scan that the compiler says it read (path -> sha256); a change there is a change.
         commands: the lines that built it, for a reader.
     """
@@ -48,10 +51,12 @@ class Manifest:
     torch: str
     python: str
     target: str
+    cpu: str
     op_namespace: str | None
     stable_abi: bool
     min_torch: str | None
     compiler: str
+    sources: list[str]
     extra: dict[str, str] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
 
@@ -69,10 +74,12 @@ class Manifest:
             torch=spec.torch,
             python=spec.python,
             target=spec.target,
+            cpu=spec.cpu,
             op_namespace=spec.op_namespace,
             stable_abi=spec.stable_abi,
             min_torch=spec.min_torch,
             compiler=spec.toolchain.summary if spec.toolchain else "",
+            sources=[str(path) for path in spec.sources],
             extra={str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in extra},
             commands=commands,
         )
@@ -156,8 +163,8 @@ class Cache:
         """
         if spec.toolchain is not None:
             return self._whole(self.entry(spec), spec)
-        for folder in sorted(self.folder.glob(f"{spec.name}_*")):
-            found = self._whole(folder, spec) if folder.is_dir() else None
+        for folder in sorted(self.folder.glob(f"{spec.label}_*")):
+            found = self._whole(folder, spec) if folder.is_dir() and folder.suffix != ".tmp" else None
             if found is not None:
                 return found
         return None
@@ -166,6 +173,8 @@ class Cache:
         manifest = Manifest.read(folder / MANIFEST)
         if manifest is None or manifest.content != spec.content:
             return None
+        if manifest.extra and manifest.sources != [str(path) for path in spec.sources]:
+            return None  # it holds for the folder that it was built from, and for no copy of it
         flaw = manifest.flaw(folder)
         if flaw is None:
             return folder / manifest.library
@@ -216,7 +225,7 @@ class _CannotMake(OpUnavailable):
 
 def this_job() -> str:
     """What the ranks of one launch on one machine have in common; a process that no launcher started is its own job."""
-    launched = any(os.environ.get(name) for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"))
+    launched = any(os.environ.get(name) for name in _LOCAL_RANK)
     process = os.getppid() if launched else os.getpid()
     try:  # a process id alone comes back after a while
         started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]

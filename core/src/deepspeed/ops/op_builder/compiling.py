@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -113,9 +114,11 @@ def _compile_project(spec: BuildSpec, toolchain: Toolchain, runner: "_Runner", l
     if cmake is None or spec.cmake_dir is None:
         raise OpUnavailable(f"op {spec.name!r} is a CMake project, and there is no cmake on PATH")
     work, out = runner.folder / "work", runner.folder / "out"
+    runner.environment["CXX"] = shlex.join(toolchain.command)
+    torch_cmake = [str(path.parent / "share" / "cmake") for path in spec.library_paths]
     configure = [
         *(cmake, "-S", str(spec.cmake_dir), "-B", str(work), "-DCMAKE_BUILD_TYPE=Release"),
-        f"-DCMAKE_CXX_COMPILER={toolchain.command[-1]}",
+        f"-DCMAKE_PREFIX_PATH={';'.join(torch_cmake)}",
         f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
         "-DCMAKE_POSITION_INDEPENDENT_CODE=ON",
         f"-DDS_OP_NAME={library_name}",
@@ -124,8 +127,6 @@ def _compile_project(spec: BuildSpec, toolchain: Toolchain, runner: "_Runner", l
         *spec.compile_flags,
     ]
     build = [cmake, "--build", str(work), "--parallel", str(_num_jobs(os.cpu_count() or 1))]
-    if len(toolchain.command) > 1:
-        configure.append(f"-DCMAKE_CXX_COMPILER_LAUNCHER={';'.join(toolchain.command[:-1])}")
     runner.run([configure])
     runner.run([build])
     found = sorted(out.glob("*.so"))
@@ -152,6 +153,8 @@ class _Runner:
         self.running: set[subprocess.Popen[str]] = set()
         self.guard = threading.Lock()
         self.stopped = False
+        # the compiler's temporary files go where the result goes: one place that can be full, and it has a name
+        self.environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
 
     def run(self, commands: list[list[str]]) -> None:
         """Run all of them, several at a time. The first failure ends the others and is raised.
@@ -175,8 +178,6 @@ class _Runner:
                 raise
 
     def _run_one(self, command: list[str]) -> None:
-        # the compiler's temporary files go where the result goes: one place that can be full, and it has a name
-        environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(self.folder)}
         try:
             with self.guard:
                 if self.stopped:
@@ -189,7 +190,7 @@ class _Runner:
                     text=True,
                     errors="replace",
                     cwd=self.folder,
-                    env=environment,
+                    env=self.environment,
                     start_new_session=True,  # so that the compiler's own children end with it
                 )
                 self.running.add(child)

@@ -1,8 +1,9 @@
 """Which header files sources include, found by reading the `#include` lines; called when a build's key is computed.
 
 A scan instead of the compiler's own answer because a warm load must not start a compiler. It follows every include,
-also those that an `#if` leaves out, so the set may be too large but never too small for headers named by a literal;
-what only the compiler can see (computed includes, `-include`) is recorded after the build, see `cache.Manifest.extra`.
+also those that an `#if` leaves out and those that a macro names by a literal (`#define LOOPS "adam/loops.h"`), so the
+set may be too large. What only the compiler can see (`-include`, a name put together from pieces) is recorded after the
+build, see `cache.Manifest.extra`.
 """
 
 import re
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*(?:include|include_next|import)[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+#: what an `#include MACRO` may mean: a macro that stands for a literal name
+_NAMED = re.compile(rb'^[ \t]*#[ \t]*define[ \t]+\w+[ \t]+(?:"([^"\n]+)"|<([^>\n]+)>)[ \t]*$', re.MULTILINE)
 _TORCH = ("torch/", "ATen/", "c10/", "caffe2/", "pybind11/", "Python.h")
 _STABLE = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/")
 
@@ -51,15 +54,17 @@ def scan(sources: Iterable[Path], include_paths: Sequence[Path]) -> Includes:
     seen = set(waiting)
     while waiting:
         file = waiting.pop()
-        for quoted, angled in _INCLUDE.findall(file.read_bytes()):
-            name = (quoted or angled).decode(errors="replace")
-            places = [file.parent, *include_paths] if quoted else include_paths
-            found = next((place / name for place in places if (place / name).is_file()), None)
-            if found is None:
-                outside.add(name)
-                continue
-            headers[name, found] = None
-            if found not in seen:
-                seen.add(found)
-                waiting.append(found)
+        text = file.read_bytes()
+        for pattern in (_INCLUDE, _NAMED):
+            for quoted, angled in pattern.findall(text):
+                name = (quoted or angled).decode(errors="replace")
+                places = [file.parent, *include_paths] if quoted else include_paths
+                found = next((place / name for place in places if (place / name).is_file()), None)
+                if found is not None:
+                    headers[name, found] = None
+                    if found not in seen:
+                        seen.add(found)
+                        waiting.append(found)
+                elif pattern is _INCLUDE:
+                    outside.add(name)
     return Includes(tuple(sorted(headers)), frozenset(outside))

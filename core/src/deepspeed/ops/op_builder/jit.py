@@ -10,6 +10,7 @@ Whoever dies on the way leaves a temporary folder that the next builder removes,
 the library is for; loading it is `loading.py`.
 """
 
+import dataclasses
 import os
 import shutil
 import time
@@ -44,8 +45,9 @@ def build(spec: BuildSpec) -> Path:
 
     Raises:
         OpUnavailable: the cache's folder cannot be used, or there is no compiler.
-        BuildError: the build failed: the compiler's first error and its command in the process that ran it, the error
-            alone in those that waited.
+        BuildError: the build failed: the compiler's first error and its command in the process that ran it; the others
+            of the same job (one launch on one machine, or this process) say the error and where all of it is, and
+            compile nothing.
     """
     asked_at = time.time()
     cache = Cache.open()
@@ -75,6 +77,8 @@ def _build(spec: BuildSpec, cache: Cache) -> Path:
     folder = cache.make_build_folder(spec)
     try:
         built = compile_spec(spec, folder, spec.entry, _Progress(spec, cache.folder))
+        if dataclasses.replace(spec).source_digest != spec.source_digest:  # computed anew
+            raise BuildError(f"op {spec.name!r}: its sources changed while they were compiled; ask again")
         library = cache.publish(spec, folder, Manifest.of(spec, built.library, built.commands, _outside(spec, built)))
     except BuildError as error:
         raise _with_command(spec, cache, error) from None
@@ -94,8 +98,9 @@ def _with_command(spec: BuildSpec, cache: Cache, error: BuildError) -> BuildErro
     """The error as this process, which ran the compiler, tells it; and the record that keeps others from trying."""
     if not error.command:
         return error
-    log = cache.write_failure(spec, error.first_error or str(error), error.output)
-    message = f"{error}\n  command: {' '.join(error.command)}\n  all that it said: {log}"
+    command = " ".join(error.command)
+    log = cache.write_failure(spec, error.first_error or str(error), f"{command}\n\n{error.output}")
+    message = f"{error}; command: {command}; all that it said is in {log}"
     return BuildError(message, error.first_error, error.command, error.output)
 
 

@@ -32,6 +32,7 @@ def locked(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
         yield
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough when a fork has the descriptor too
     finally:
         os.close(descriptor)
 

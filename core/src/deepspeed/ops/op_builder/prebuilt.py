@@ -43,6 +43,8 @@ def misfit(manifest: Manifest, spec: BuildSpec) -> str | None:
         return f"the prebuilt {manifest.name} was built from other sources or with other flags"
     if _machine(manifest.target) != _machine(spec.target):
         return f"the prebuilt {manifest.name} is for {manifest.target}, and this is {spec.target}"
+    if manifest.cpu != spec.cpu:
+        return f"the prebuilt {manifest.name} is for the CPU of the machine that built it (-march=native)"
     if manifest.python != spec.python:
         return f"the prebuilt {manifest.name} is for {manifest.python}, and this is {spec.python}"
     if manifest.torch != spec.torch and not (manifest.stable_abi and manifest.min_torch):

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -83,7 +84,7 @@ class BuildSpec:
         return _digest(
             {
                 "format": _FORMAT,
-                "name": self.name,
+                "name": "" if self.op_namespace else self.name,  # a module is built under its name
                 "namespace": self.op_namespace,
                 "sources": [(path.name, _digest_of(path)) for path in self.sources],
                 "headers": sorted(headers),
@@ -93,11 +94,15 @@ class BuildSpec:
             }
         )
 
+    @property
+    def cpu(self) -> str:
+        """Digest of this machine's CPU when a flag asks for exactly this one; empty for a portable library."""
+        return _digest(this_cpu())[:16] if any(flag in _OF_THIS_CPU for flag in self.compile_flags) else ""
+
     @cached_property
     def content(self) -> str:
         """`source_digest`, and for which torch, Python and machine."""
-        cpu = this_cpu() if any(flag in _OF_THIS_CPU for flag in self.compile_flags) else ""
-        return _digest([self.source_digest, self.torch, self.python, self.target, cpu])
+        return _digest([self.source_digest, self.torch, self.python, self.target, self.cpu])
 
     @cached_property
     def key(self) -> str:
@@ -108,8 +113,20 @@ class BuildSpec:
 
     @property
     def entry(self) -> str:
-        """The name of the cache's folder, and of the module if there is one: `<name>_<key>`."""
-        return f"{self.name}_{self.key[:20]}"
+        """The name of the cache's folder, and of the module if there is one: `<label>_<key>`."""
+        return f"{self.label}_{self.key[:20]}"
+
+    @property
+    def label(self) -> str:
+        """The beginning of file names: a module's name; of operators, which two ops may share, that of the source."""
+        if self.op_namespace is None:
+            return self.name
+        return re.sub(r"\W", "_", self.sources[0].stem if self.sources else self.name)
+
+    @property
+    def load_key(self) -> str:
+        """What may be loaded once into a process: operators of one content, or a module under its name."""
+        return self.content if self.op_namespace else self.key
 
     def _command_lines(self, toolchain: Toolchain) -> list[list[str]]:
         """The commands with the names of files only, and without where the compiler lies."""

@@ -31,8 +31,8 @@ class Toolchain:
 
     @property
     def summary(self) -> str:
-        """The first line of the identity."""
-        return self.identity.splitlines()[0] if self.identity else " ".join(self.command)
+        """How it is started and the first line of the identity."""
+        return f"{' '.join(self.command)}: {self.identity.partition(chr(10))[0]}"
 
 
 def find_compiler() -> Toolchain:
@@ -64,24 +64,22 @@ def identify(command: tuple[str, ...]) -> Toolchain:
     Raises:
         OpUnavailable: it does not start, or `--version` fails.
     """
-    lines = []
-    for option in ("--version", "-dumpmachine"):
-        try:
-            done = subprocess.run(
-                [*command, option],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=60,
-                check=False,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "LC_ALL": "C"},
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise OpUnavailable(f"compiler {' '.join(command)!r} does not run: {error}") from error
-        if done.returncode != 0 and option == "--version":
-            found = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-            raise OpUnavailable(f"compiler {' '.join(command)!r} does not run: {found.splitlines()[0]}")
-        if done.returncode == 0:
-            lines.append(done.stdout.strip().removeprefix(f"{os.path.basename(command[-1])} "))  # c++ and g++ are one
-    return Toolchain(command, "\n".join(lines))
+    try:
+        done = subprocess.run(
+            [*command, "--version"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise OpUnavailable(f"compiler {' '.join(command)!r} does not run: {error}") from error
+    if done.returncode != 0:
+        found = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise OpUnavailable(f"compiler {' '.join(command)!r} does not run: {found.splitlines()[0]}")
+    name, _, version = done.stdout.strip().partition(" ")
+    # GCC begins with the name it was called by, and one GCC has several
+    return Toolchain(command, version if name in _NAMES else done.stdout.strip())
