@@ -87,7 +87,7 @@ class DeepSpeedConfig(Section):
     zero_optimization: ZeroConfig = key(ZeroConfig, "ZeRO.")
     zero_allow_untested_optimizer: Flag = key(False, "Let ZeRO shard an optimizer it does not know.")
     zero_force_ds_cpu_optimizer: Flag = key(
-        True, "Offloaded optimizers must be DeepSpeed's.", support=quiet("offload only")
+        True, "An optimizer given to initialize() must be DeepSpeed's own for the host if it is offloaded."
     )
 
     fp16: FP16Config = key(FP16Config, "Half precision.")

@@ -42,12 +42,13 @@ class OffloadOptimizerConfig(Section):
 
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
-        "Where optimizer states rest. The engine decides on cpu, because a host accelerator has them there already.",
+        "Where optimizer states rest and are updated; needs stage 1 or 2. cpu moves nothing where the accelerator's "
+        "memory is the host's.",
         support=refused("offload to nvme is not in this version", off=("none", "cpu")),
     )
     nvme_path: Text | None = key(None, "Folder on the NVMe device.", support=_NVME)
     buffer_count: Int = key(4, "Buffers in the pool; at least the number of states per parameter.", ge=0, support=_NVME)
-    pin_memory: Flag = key(True, "Use page-locked host memory.", support=_OFFLOAD)
+    pin_memory: Flag = key(True, "Use page-locked host memory for what is copied to and from the device.")
     pipeline_read: Flag = key(False, "Read the next tile while one is updated.", support=_NVME)
     pipeline_write: Flag = key(False, "Write the last tile while one is updated.", support=_NVME)
     fast_init: Flag = key(False, "Initialize the optimizer quickly when it lives on NVMe.", support=_NVME)
@@ -56,10 +57,14 @@ class OffloadOptimizerConfig(Section):
         "Part of the parameters that is updated on the host.",
         ge=0,
         le=1,
-        support=warned("all of the optimizer is placed together"),
+        support=refused(
+            "a part of the parameters (Twin-Flow) is offloaded by stage 3 only; stages 1 and 2 offload all"
+        ),
     )
     super_offload: Flag = key(False, "SuperOffload.", support=refused("SuperOffload is not in this version"))
-    cpuadam_cores_perc: Float = key(0.8, "Part of the cores for the host optimizer.", ge=0, le=1, support=_OFFLOAD)
+    cpuadam_cores_perc: Float = key(
+        0.8, "Part of the cores for the host optimizer.", ge=0, le=1, support=quiet("SuperOffload only")
+    )
 
     @property
     def pipeline(self) -> bool:
@@ -113,7 +118,9 @@ class ZeroConfig(Section):
         True, "Reduce a bucket for several owners in one exchange.", support=warned("the backend chooses")
     )
     round_robin_gradients: Flag = key(
-        False, "Spread gradient copies to the host over the ranks.", support=warned("it tunes offload only")
+        False,
+        "Spread gradient copies to the host over the ranks.",
+        support=warned("each rank copies its own part while backward runs"),
     )
     compute_grad_norm: Flag = key(
         True, "Compute the global gradient norm in each step.", support=warned("the norm is always computed")

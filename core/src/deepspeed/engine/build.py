@@ -19,13 +19,15 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.events import tell
 from deepspeed.engine.observers import create_observers
 from deepspeed.errors import ConfigError
-from deepspeed.optim import create_optimizer, create_scheduler, is_elementwise, is_tested_with_zero
+from deepspeed.optim import create_optimizer, create_scheduler, is_elementwise, is_host_front, is_tested_with_zero
 from deepspeed.parallel import groups
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.zero import fragments
+from deepspeed.zero.offload.policy import asks_for_host, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
+from deepspeed.zero.placement import Placement
 from deepspeed.zero.stage0 import Stage0
 from deepspeed.zero.stage1 import Stage1
 from deepspeed.zero.stage2 import Stage2
@@ -88,10 +90,12 @@ def initialize(
 
     module = model.to(device)
     precision = _create_precision(settings, device)
+    placement = choose_placement(
+        settings.zero_optimization.offload_optimizer, stage=settings.zero_optimization.stage, device=device
+    )
     params = _trainable(module, model_parameters)
     basic_optimizer = _create_optimizer(settings, optimizer, params, module)
-    _check_offload(settings, device)
-    sharding = _create_sharding(settings, precision, basic_optimizer, group)
+    sharding = _create_sharding(settings, precision, basic_optimizer, group, placement)
     engine = DeepSpeedEngine(
         module,
         config=settings,
@@ -227,6 +231,7 @@ def _create_optimizer(
     config: DeepSpeedConfig, given: OptimizerLike | None, params: list[Any], module: torch.nn.Module
 ) -> Optimizer | None:
     """The user's optimizer, or the config's, or None for an engine that only evaluates."""
+    on_host = asks_for_host(config.zero_optimization.offload_optimizer)
     if given is not None:
         if config.optimizer is not None:
             log.log_dist("the optimizer given to initialize() is used, not the config's")
@@ -237,6 +242,12 @@ def _create_optimizer(
                 f"initialize: optimizer {found} {type(optimizer).__name__}; wanted a torch.optim.Optimizer, or a "
                 "callable that makes one of the parameters"
             )
+        if on_host and config.zero_force_ds_cpu_optimizer and not is_host_front(optimizer):
+            raise ConfigError(
+                f"zero_force_ds_cpu_optimizer: found true, with offload_optimizer and an optimizer of the class "
+                f"{type(optimizer).__name__}, which is slow on the host; use deepspeed.ops.adam.DeepSpeedCPUAdam (or "
+                'Adagrad, Lion), name the optimizer in the config, or set "zero_force_ds_cpu_optimizer": false'
+            )
         return optimizer
     if config.optimizer is None or not params:
         return None
@@ -246,25 +257,11 @@ def _create_optimizer(
         from deepspeed.ops.muon import mark_muon_parameters  # late: others do not need it
 
         mark_muon_parameters(module)
-    return create_optimizer(config.optimizer.type, config.optimizer.params, params)
-
-
-def _check_offload(config: DeepSpeedConfig, device: torch.device) -> None:
-    """`offload_optimizer: cpu` asks for states in host memory; on a host accelerator they are there."""
-    offload = config.zero_optimization.offload_optimizer
-    if offload is None or offload.device == "none":
-        return
-    if offload.device == "cpu" and device.type == "cpu":
-        log.log_dist("zero_optimization.offload_optimizer: the accelerator's memory is the host's; nothing moves")
-        return
-    raise ConfigError(
-        f"zero_optimization.offload_optimizer.device: found {str(offload.device)!r} with the accelerator "
-        f"{device.type!r}; offloading to another memory is not in this version, remove the section"
-    )
+    return create_optimizer(config.optimizer.type, config.optimizer.params, params, offload=on_host)
 
 
 def _create_sharding(
-    config: DeepSpeedConfig, precision: Precision, optimizer: Optimizer | None, group: Any
+    config: DeepSpeedConfig, precision: Precision, optimizer: Optimizer | None, group: Any, placement: Placement
 ) -> Sharding:
     zero = config.zero_optimization
     accumulation = config.data_types.grad_accum_dtype
@@ -282,6 +279,7 @@ def _create_sharding(
         overlap=bool(zero.overlap_comm) or "overlap_comm" not in zero.model_fields_set,
         predivide_factor=_predivide_factor(config),
         allows_unused=zero.ignore_unused_parameters,
+        placement=placement if optimizer is not None else Placement(),
     )
     if optimizer is None:
         return Stage0(options, comm.backend(group), group)

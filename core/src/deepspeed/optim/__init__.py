@@ -9,6 +9,7 @@ _NAMES = {
     "create_optimizer": "deepspeed.optim.factory:create_optimizer",
     "create_scheduler": "deepspeed.optim.factory:create_scheduler",
     "is_elementwise": "deepspeed.optim.traits:is_elementwise",
+    "is_host_front": "deepspeed.optim.traits:is_host_front",
     "is_tested_with_zero": "deepspeed.optim.traits:is_tested_with_zero",
 }
 

@@ -12,6 +12,11 @@ _OURS = (
     ("deepspeed.ops.adagrad", ("DeepSpeedCPUAdagrad",)),
     ("deepspeed.ops.lion", ("FusedLion", "DeepSpeedCPULion")),
 )
+_HOST_FRONTS = (
+    ("deepspeed.ops.adam", ("DeepSpeedCPUAdam",)),
+    ("deepspeed.ops.adagrad", ("DeepSpeedCPUAdagrad",)),
+    ("deepspeed.ops.lion", ("DeepSpeedCPULion",)),
+)
 _MUON = (("deepspeed.ops.muon", ("Muon",)),)
 _ELEMENTWISE = (
     torch.optim.Adam,
@@ -54,6 +59,14 @@ def is_tested_with_zero(optimizer: Any) -> bool:
     """
     known = (*_TESTED_WITH_ZERO, *_loaded(_OURS), *_loaded(_MUON))
     return any(_is_a(_unwrapped(optimizer), each) for each in known)
+
+
+def is_host_front(optimizer: Any) -> bool:
+    """Whether the optimizer is one of ours for state in host memory, which offload wants to be given.
+
+    See `zero_force_ds_cpu_optimizer`. Subclasses count, whatever their step: the user knows what it costs.
+    """
+    return isinstance(_unwrapped(optimizer), tuple(_loaded(_HOST_FRONTS)))
 
 
 def _loaded(table: tuple[tuple[str, tuple[str, ...]], ...]) -> list[type]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepspeed.comm.backend import Work
 from deepspeed.zero.layout import BucketSpec, Fragment
+from deepspeed.zero.placement import Keep
 
 
 class BucketState(enum.Enum):
@@ -47,6 +48,7 @@ class Bucket:
         take: gives the bucket's memory (1-D, spec.numel); called when it is first written.
         give: takes the memory back after a reduction, or None if it stays.
         wire_dtype: dtype of the exchange; None means the memory's own.
+        keep: takes the sum away from the memory, if it is kept elsewhere (`placement.py`); it waits for the exchange.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class Bucket:
         *,
         is_holder: bool,
         take: Callable[[BucketSpec], Tensor],
-        give: Callable[[Tensor], None] | None,
+        give: Callable[[Tensor, Work | None], None] | None,
         wire_dtype: torch.dtype | None,
+        keep: Keep | None = None,
     ) -> None:
         self.spec = spec
         self.state = BucketState.FILLING
@@ -67,6 +70,8 @@ class Bucket:
         self._is_holder = is_holder
         self._take, self._give = take, give
         self._wire_dtype = wire_dtype
+        self._keep = keep
+        self._busy: Work | None = None  # what to wait for before the memory is written again
         self._memory: Tensor | None = None
         self._wire: Tensor | None = None
         self._work: Work | None = None
@@ -84,8 +89,7 @@ class Bucket:
         if self._was_launched:
             self.finish()
             self.is_late = True
-        if self._memory is None:
-            self._open()
+        self._open()
         view = slot.view
         assert view is not None
         flat = grad.reshape(-1)
@@ -106,10 +110,7 @@ class Bucket:
     def launch(self, exchange: Callable[[Tensor], Work]) -> None:
         """Start the reduction. Fragments without a gradient contribute zero."""
         assert self.state is BucketState.FILLING, self.state
-        if self._memory is None:
-            self._open()
-        memory = self._memory
-        assert memory is not None
+        memory = self._open()
         for slot in self.slots:
             if not slot.holds:
                 assert slot.view is not None
@@ -127,9 +128,14 @@ class Bucket:
         assert self._work is not None
         assert self._memory is not None
         assert self._wire is not None
-        self._work.wait()
-        if self._wire is not self._memory and self._give is None:
-            self._memory.copy_(self._wire)
+        summed = self._wire
+        if summed is not self._memory and self._give is None:
+            self._work.wait()
+            summed = self._memory.copy_(summed)
+        if self._keep is None:
+            self._work.wait()
+        else:
+            self._busy = self._keep(self.spec, self._work, summed)
         self._work = self._wire = None
         self.state = BucketState.FILLING
         for slot in self.slots:
@@ -146,16 +152,22 @@ class Bucket:
         if self._give is not None and self._memory is not None:
             self._close()
 
-    def _open(self) -> None:
-        self._memory = self._take(self.spec)
-        for slot in self.slots:
-            slot.view = self._memory.narrow(0, slot.fragment.start - self.spec.start, slot.fragment.numel)
+    def _open(self) -> Tensor:
+        """The memory, ready to be written."""
+        if self._busy is not None:
+            self._busy.wait()
+            self._busy = None
+        if self._memory is None:
+            self._memory = self._take(self.spec)
+            for slot in self.slots:
+                slot.view = self._memory.narrow(0, slot.fragment.start - self.spec.start, slot.fragment.numel)
+        return self._memory
 
     def _close(self) -> None:
         assert self._give is not None
         assert self._memory is not None
-        self._give(self._memory)
-        self._memory = None
+        self._give(self._memory, self._busy)
+        self._memory = self._busy = None
         for slot in self.slots:
             slot.view = None
 
@@ -166,22 +178,27 @@ class BucketPool:
     def __init__(self, max_free: int, allocate: Callable[[int], Tensor]) -> None:
         self._max_free = max_free
         self._allocate = allocate
-        self._free: list[Tensor] = []
+        self._free: list[tuple[Tensor, Work | None]] = []  # with what to wait for before it is written
         self._lent: dict[int, Tensor] = {}  # by address: the whole buffer of which a bucket uses the beginning
 
     def take(self, spec: BucketSpec) -> Tensor:
         """A 1-D buffer of spec.numel elements, with arbitrary contents."""
-        fitting = [index for index, buffer in enumerate(self._free) if buffer.numel() >= spec.numel]
-        buffer = self._free.pop(fitting[0]) if fitting else self._allocate(spec.numel)
+        fitting = [index for index, (buffer, _) in enumerate(self._free) if buffer.numel() >= spec.numel]
+        buffer, busy = self._free.pop(fitting[0]) if fitting else (self._allocate(spec.numel), None)
+        if busy is not None:
+            busy.wait()
         self._lent[buffer.data_ptr()] = buffer
         return buffer[: spec.numel]
 
-    def give(self, memory: Tensor) -> None:
+    def give(self, memory: Tensor, busy: Work | None = None) -> None:
+        """Take a buffer back that is in use until `busy` is done."""
         buffer = self._lent.pop(memory.data_ptr())
         if len(self._free) < self._max_free:
-            self._free.append(buffer)
+            self._free.append((buffer, busy))
+        elif busy is not None:
+            busy.wait()  # its memory goes back to the allocator
 
     @property
     def free_bytes(self) -> int:
         """Bytes that wait for reuse."""
-        return sum(buffer.nbytes for buffer in self._free)
+        return sum(buffer.nbytes for buffer, _ in self._free)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.zero.layout import Fragment, GroupLayout
+from deepspeed.zero.placement import Placement
 
 
 @dataclass(slots=True)
@@ -21,13 +22,13 @@ class Unit:
     param_group: int  # of the optimizer
     fragment: Fragment
     weight: Tensor  # the model's own memory of this fragment, 1-D or the parameter itself
-    master: Tensor  # what the optimizer holds; the memory of `weight` unless the model has low precision
+    master: Tensor  # what the optimizer holds; the memory of `weight` unless that has low precision or is elsewhere
     grad: Tensor | None  # the reduced gradient, 1-D; set by the stage
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer works on a copy in higher precision."""
-        return self.master.data_ptr() != self.weight.data_ptr()
+        """Whether the optimizer works on a copy, in higher precision or in another memory."""
+        return self.master.data_ptr() != self.weight.data_ptr() or self.master.device != self.weight.device
 
 
 class FlatGroup:
@@ -43,6 +44,7 @@ class FlatGroup:
         is_flat: whether the parameters become views of one buffer, so that they can be gathered in one go.
         is_whole: whether units keep the shape of their parameter; needs cuts between parameters.
         has_optimizer: without one there are no masters.
+        placement: where the masters live.
         allocate: gives a 1-D buffer for the flat weights.
     """
 
@@ -58,6 +60,7 @@ class FlatGroup:
         is_flat: bool,
         is_whole: bool,
         has_optimizer: bool = True,
+        placement: Placement | None = None,
         allocate: Callable[[int, torch.dtype, torch.device], Tensor],
     ) -> None:
         self.params = list(params)
@@ -71,14 +74,16 @@ class FlatGroup:
         self.partition_start, partition_stop = layout.partition(rank)
         partition_numel = partition_stop - self.partition_start
         is_low = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
-        needs_master = is_low and has_optimizer
+        placement = placement or Placement()
+        needs_master = has_optimizer and (is_low or placement.is_apart)
 
         self.flat_N: Tensor | None = allocate(layout.padded_numel, self.dtype, device) if is_flat else None
         if self.flat_N is not None:
             self.flat_N[layout.numel :].zero_()
         self.master_S: Tensor | None = None
         if needs_master:
-            self.master_S = torch.empty(partition_numel, dtype=torch.float32, device=device)
+            dtype = torch.float32 if is_low else self.dtype
+            self.master_S = placement.allocate(partition_numel, dtype, device, crosses=not is_low)
             self.clear_padding(self.master_S)
             for fragment in layout.owned_by(rank):  # from the user's weights, before they are rounded
                 self._slice(self.master_S, fragment).copy_(_piece(self.params[fragment.param], fragment))

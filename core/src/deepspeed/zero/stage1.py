@@ -48,7 +48,7 @@ class Stage1(Sharding):
         return [group.partition_of(grads) for group, grads in zip(self.groups, self._gradients, strict=True)]
 
     def _norm_part(self) -> list[Tensor]:
-        return self._owned_gradients()
+        return self._reduced
 
     def _after_launch(self) -> None:
         """Nobody reads gradients before the step: the exchanges go on."""

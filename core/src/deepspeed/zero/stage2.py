@@ -1,15 +1,16 @@
 """Stage 2: gradients are sharded too. It is stage 1 with another place for a full bucket to go.
 
-A bucket that this rank owns lives in its shard of S elements. Any other bucket lives in a buffer from a small pool,
-from its first gradient until it has been sent. So gradients are exchanged after every backward, also between two
-steps, and a rank keeps 4 + 12/W bytes per parameter in fp32, 2 + 14/W in low precision (P_os+g).
+A bucket that this rank owns lives in its shard of S elements, unless that is in another memory (`placement.py`). Any
+other bucket lives in a buffer from a small pool, from its first gradient until it has been sent. So gradients are
+exchanged after every backward, also between two steps, and a rank keeps 4 + 12/W bytes per parameter in fp32, 2 + 14/W
+in low precision (P_os+g).
 """
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import Backend, Work
+from deepspeed.comm.backend import Backend
 from deepspeed.zero.bucket import Bucket, BucketPool
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.layout import BucketSpec
@@ -28,10 +29,11 @@ class Stage2(Stage1):
 
     def __init__(self, options: ShardingOptions, backend: Backend, group: ProcessGroup | None = None) -> None:
         super().__init__(options, backend, group)
+        self._max_in_flight = MAX_IN_FLIGHT
         self._pools: dict[tuple[torch.dtype, torch.device], BucketPool] = {}
 
     def _create_gradients(self, group: FlatGroup, dtype: torch.dtype) -> Tensor:
-        start, stop = group.layout.partition(self.rank)
+        start, stop = (0, 0) if self.placement.is_apart else group.layout.partition(self.rank)
         return self.backend.allocate(stop - start, dtype, group.params[0].device)
 
     def _owned_gradients(self) -> list[Tensor]:
@@ -42,11 +44,19 @@ class Stage2(Stage1):
         return self._gradients[spec.group][spec.start - start : spec.stop - start]
 
     def _create_bucket(self, spec: BucketSpec) -> Bucket:
-        if spec.owner == self.rank:
+        is_owner = spec.owner == self.rank
+        if is_owner and not self.placement.is_apart:
             return super()._create_bucket(spec)
         group = self.groups[spec.group]
         pool = self._pool(self._accumulation_dtype(group), group.params[0].device)
-        return Bucket(spec, is_holder=False, take=pool.take, give=pool.give, wire_dtype=self.options.wire_dtype)
+        return Bucket(
+            spec,
+            is_holder=False,
+            take=pool.take,
+            give=pool.give,
+            wire_dtype=self.options.wire_dtype,
+            keep=self.placement.keeper(adds=True) if is_owner else None,
+        )
 
     def _pool(self, dtype: torch.dtype, device: torch.device) -> BucketPool:
         """The pool for buckets of this dtype and device."""
@@ -55,12 +65,6 @@ class Stage2(Stage1):
                 MAX_IN_FLIGHT, lambda numel: self.backend.allocate(numel, dtype, device)
             )
         return self._pools[dtype, device]
-
-    def _exchange(self, bucket: Bucket, wire_N: Tensor) -> Work:
-        oldest = self._launched - 1 - MAX_IN_FLIGHT
-        if oldest >= 0:
-            self.buckets[oldest].finish()
-        return super()._exchange(bucket, wire_N)
 
     @property
     def exchange_bytes(self) -> int:

@@ -111,7 +111,7 @@ def _share(value: Any, unit: Unit, shape: torch.Size) -> Any:
 
 def _master_partition(group: FlatGroup) -> Tensor:
     if group.master_S is not None:
-        return group.master_S
+        return group.master_S.float()
     if group.flat_N is not None:
         return group.partition_of(group.flat_N).detach().float()
     return torch.cat([param.detach().reshape(-1).float() for param in group.params])

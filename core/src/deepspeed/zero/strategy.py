@@ -18,7 +18,7 @@ Legend: N padded numel of a flat group, S numel of this rank's partition, W rank
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,12 +32,12 @@ from torch.utils.hooks import RemovableHandle
 from deepspeed.comm.backend import Backend, Piece, Work
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import warn_once
-from deepspeed.optim.norm import tensor_norm
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket, Slot
 from deepspeed.zero.flat_group import FlatGroup, Unit
 from deepspeed.zero.layout import BucketSpec, Fragment, GroupLayout, cut_buckets, update_batches
+from deepspeed.zero.placement import Placement
 from deepspeed.zero.update import Batch, OptimizerUpdate, takes_one_pass
 
 #: elements whose gradients are widened to fp32 at once: 2 MiB, which a core's cache holds. Measured for Adam on 25 M
@@ -61,6 +61,7 @@ class ShardingOptions:
     overlap: bool = True  # launch a bucket when it is full, not when the backward is over
     allows_unused: bool = True  # a parameter without gradient is skipped; False: it is an error that names it
     predivide_factor: float | None = None  # gradients are divided by this before the sum and by W / this after it
+    placement: Placement = field(default_factory=Placement)  # where masters, states and reduced gradients live
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Sharding:
         self.options = options
         self.backend = backend
         self.group = group
+        self.placement = options.placement
         self.world_size = torch.distributed.get_world_size(group)
         self.rank = torch.distributed.get_rank(group)
         self.window = BackwardWindow(self._begin_backward, self._end_backward, self._abort_backward)
@@ -99,7 +101,9 @@ class Sharding:
         self._reduces = False
         self._refusal: Exception | None = None
         self._shows_gradients = False  # param.grad is a view of bucket memory
-        self._gradients: list[Tensor] = []
+        self._gradients: list[Tensor] = []  # by group: what buckets live in
+        self._reduced: list[Tensor] = []  # by group: where the optimizer finds this rank's sums, padding zero
+        self._max_in_flight = self.placement.max_in_flight
         self._is_reduced = True  # no gradient waits on this rank for its exchange
         self._factor = 1.0
         self._norm: float | None = None
@@ -139,6 +143,7 @@ class Sharding:
             take=self._bucket_memory,
             give=None,
             wire_dtype=self.options.wire_dtype,
+            keep=self.placement.keeper(adds=False) if spec.owner == self._owner_rank else None,
         )
 
     def _is_holder(self, spec: BucketSpec) -> bool:
@@ -153,12 +158,12 @@ class Sharding:
         return None
 
     def _owned_gradients(self) -> list[Tensor]:
-        """The reduced gradients that this rank holds, one 1-D tensor per group, padding zero."""
+        """This rank's part of what buckets live in, one 1-D tensor per group."""
         return self._gradients
 
     def _norm_part(self) -> list[Tensor]:
         """The gradients whose squares this rank adds up; in stage 0 every rank has all, and takes a W-th of each."""
-        return [grads.tensor_split(self.world_size)[self.rank] for grads in self._owned_gradients()]
+        return [grads.tensor_split(self.world_size)[self.rank] for grads in self._reduced]
 
     # ---- building -----------------------------------------------------------------------------------------------
 
@@ -232,6 +237,7 @@ class Sharding:
                 is_flat=self._is_flat(),
                 is_whole=self._is_whole,
                 has_optimizer=self.optimizer is not None,
+                placement=self.placement,
                 allocate=self.backend.allocate,
             )
             self.groups.append(group)
@@ -252,9 +258,12 @@ class Sharding:
                 )
 
     def _layout(self, numels: Sequence[int]) -> GroupLayout:
-        """Fragments as long as possible, but where gradients are widened and the update may go piece by piece."""
-        is_divided = self._widens and not self._is_whole
-        return GroupLayout(numels, self._cuts(numels), WIDENED_NUMEL if is_divided else None)
+        """Fragments as long as possible, but where gradients are widened, or weights sent, piece by piece."""
+        is_divided = (self._widens or self.placement.is_apart) and not self._is_whole
+        return GroupLayout(numels, self._cuts(numels), self._batch_numel() if is_divided else None)
+
+    def _batch_numel(self) -> int:
+        return WIDENED_NUMEL if self._widens else self.options.update_numel
 
     def _accumulation_dtype(self, group: FlatGroup) -> torch.dtype:
         wanted = self.options.accumulation_dtype
@@ -266,8 +275,9 @@ class Sharding:
         first = len(self._gradients)
         for group in self.groups[first:]:
             self._gradients.append(self._create_gradients(group, self._accumulation_dtype(group)))
-        for group, owned in zip(self.groups[first:], self._owned_gradients()[first:], strict=True):
-            group.clear_padding(owned)
+        for group, owned_S in zip(self.groups[first:], self._owned_gradients()[first:], strict=True):
+            self._reduced.append(self.placement.home_of_gradients(group, owned_S))
+            group.clear_padding(self._reduced[-1])
         self._connect_units()
 
     def _finish_groups(self) -> None:
@@ -292,7 +302,7 @@ class Sharding:
             for index, param in enumerate(self.params)
         ]
         if self.optimizer is not None:
-            self._updates = OptimizerUpdate(self.optimizer, list(self._batches()), self._used_anywhere)
+            self._updates = OptimizerUpdate(self.optimizer, list(self._batches()), self._used_anywhere, self.placement)
         if len(self._gradients) == len(self.groups):
             self._connect_units()
 
@@ -300,19 +310,18 @@ class Sharding:
         if not self._is_flat() and not self._widens:  # nothing to publish
             yield Batch(None, [unit for group in self.groups for unit in group.units], [])
             return
-        numel = WIDENED_NUMEL if self._widens else self.options.update_numel
         for index, group in enumerate(self.groups):
             unit_of = {unit.fragment: unit for unit in group.units}
-            for per_rank in update_batches(group.layout, numel):
+            for per_rank in update_batches(group.layout, self._batch_numel()):
                 mine = [unit_of[fragment] for fragment in per_rank[self._owner_rank]]
                 yield Batch(index, mine, [_span(fragments) for fragments in per_rank if fragments])
 
     def _connect_units(self) -> None:
         """Tell each unit where its reduced gradient is."""
-        for group, gradients in zip(self.groups, self._owned_gradients(), strict=True):
+        for group, reduced_S in zip(self.groups, self._reduced, strict=True):
             for unit in group.units:
                 start = unit.fragment.start - group.partition_start
-                grad = gradients.narrow(0, start, unit.fragment.numel)
+                grad = reduced_S.narrow(0, start, unit.fragment.numel)
                 unit.grad = grad.view(unit.master.shape)
 
     # ---- one backward -------------------------------------------------------------------------------------------
@@ -359,6 +368,8 @@ class Sharding:
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
+        if self._max_in_flight is not None and self._launched >= self._max_in_flight:
+            self.buckets[self._launched - self._max_in_flight].finish()
         self._launched += 1
         bucket.launch(partial(self._exchange, bucket))
 
@@ -404,6 +415,7 @@ class Sharding:
         while True:
             for bucket in self.buckets:
                 bucket.finish()
+            self.placement.settle()
             late = [float(bucket.is_late) for bucket in self.buckets]
             facts = self._sum_over_ranks([self._local_square_sum(), *map(float, self._used), *late])
             num_used = len(self._used)
@@ -446,7 +458,7 @@ class Sharding:
                     self._shows_gradients = True
 
     def _local_square_sum(self) -> float:
-        return sum(map(_square_sum, self._norm_part()))
+        return self.placement.square_sum(self._norm_part())
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.world_size == 1:
@@ -472,11 +484,13 @@ class Sharding:
         ]
         for work in published:
             work.wait()
+        self.placement.finish_sending()
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
         for bucket in self.buckets:
             bucket.clear()
+        self.placement.forget()
         for index, param in enumerate(self.params):
             param.grad = None
             self._used[index] = False
@@ -502,6 +516,7 @@ class Sharding:
             vars(self.optimizer).pop("add_param_group", None)
             vars(self.optimizer).pop("zero_grad", None)
         self.zero_grad()
+        self.placement.release()
 
     # ---- states and single parameters ---------------------------------------------------------------------------
 
@@ -535,7 +550,7 @@ class Sharding:
     @property
     def exchange_bytes(self) -> int:
         """Bytes that stay allocated between steps for exchanges: no states, but held."""
-        return self.backend.held_bytes
+        return self.backend.held_bytes + self.placement.held_bytes
 
     @property
     def average_factor(self) -> float:
@@ -546,6 +561,7 @@ class Sharding:
         """The reduced gradient of an attached parameter was written from outside, on all ranks alike."""
         self._used[index] = True
         self._norm = None
+        self.placement.gradients_changed()
 
     def find(self, param: Parameter) -> tuple[FlatGroup, int]:
         """The group of a parameter and its index in it.
@@ -558,12 +574,6 @@ class Sharding:
                 if candidate is param:
                     return group, index
         raise KeyError(f"parameter of shape {tuple(param.shape)} is not managed by this engine")
-
-
-def _square_sum(gradients: Tensor) -> float:
-    if gradients.numel() <= 2**16:
-        return float(gradients.double().square().sum())
-    return float(tensor_norm(gradients)) ** 2
 
 
 def _rounded(norm: float) -> float:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from deepspeed.comm.backend import Piece
 from deepspeed.ops.reference_optimizer import OnePass, ReferenceOptimizer
 from deepspeed.zero.flat_group import Unit
+from deepspeed.zero.placement import Placement
 
 
 @dataclass(slots=True)
@@ -33,10 +34,14 @@ class OptimizerUpdate:
     Args:
         used: by parameter, whether any rank has a gradient for it; written by the owner before each step. A unit
             without gradient is left alone, as torch's optimizers do with `grad = None`.
+        placement: where masters live, and how the new weights get from there into the model.
     """
 
-    def __init__(self, optimizer: Optimizer, batches: list[Batch], used: list[bool]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, batches: list[Batch], used: list[bool], placement: Placement | None = None
+    ) -> None:
         self._optimizer = optimizer
+        self._placement = placement or Placement()
         self._batches = batches
         self._used = used
 
@@ -57,23 +62,31 @@ class OptimizerUpdate:
                     by_group = [[unit for unit in units if unit.param_group == index] for index in range(len(groups))]
                     for group, its_units in zip(groups, by_group, strict=True):
                         group["params"] = [unit.master for unit in its_units]
+                    copies = [self._placement.copies(its_units) for its_units in by_group]
                     if one_pass is not None:
-                        one_pass.step(one_pass=_one_pass(by_group, scale))
+                        one_pass.step(one_pass=_one_pass(by_group, copies, scale))
                     else:
-                        widened = self._step_widened(units, scale, widened)
+                        widened = self._step_widened(by_group, copies, scale, widened)
+                    for its_units, its_copies in zip(by_group, copies, strict=True):
+                        self._placement.send(its_units, its_copies)
                 yield batch
         finally:
             for group, params in zip(groups, all_params, strict=True):
                 group["params"] = params
 
-    def _step_widened(self, units: list[Unit], scale: float, widened: Tensor | None) -> Tensor | None:
+    def _step_widened(
+        self, by_group: list[list[Unit]], copies: list[list[Tensor]], scale: float, widened: Tensor | None
+    ) -> Tensor | None:
         """The step of any torch optimizer, through `.grad`; returns the buffer for the next batch."""
-        widened = self._set_gradients(units, scale, widened)
+        masters = [unit.master for units in by_group for unit in units]
+        widened = self._set_gradients([unit for units in by_group for unit in units], scale, widened)
         self._optimizer.step()
-        for unit in units:
-            unit.master.grad = None
-            if unit.has_master:
-                unit.weight.copy_(unit.master.view_as(unit.weight))
+        for master in masters:
+            master.grad = None
+        rounded = [copy for its_copies in copies for copy in its_copies]
+        if rounded:
+            for copy, master in zip(rounded, masters, strict=True):
+                copy.copy_(master)
         return widened
 
     def _set_gradients(self, units: list[Unit], scale: float, widened: Tensor | None) -> Tensor | None:
@@ -102,8 +115,7 @@ def takes_one_pass(optimizer: Optimizer | None) -> TypeGuard[ReferenceOptimizer]
     return isinstance(optimizer, ReferenceOptimizer) and optimizer.takes_one_pass
 
 
-def _one_pass(by_group: list[list[Unit]], scale: float) -> OnePass:
-    copies = [[unit.weight.view_as(unit.master) for unit in units if unit.has_master] for units in by_group]
+def _one_pass(by_group: list[list[Unit]], copies: list[list[Tensor]], scale: float) -> OnePass:
     for its_copies, units in zip(copies, by_group, strict=True):
         assert len(its_copies) in (0, len(units)), "masters are kept for all parameters of a model or for none"
     return OnePass([[_grad(unit) for unit in units] for units in by_group], copies, scale)

@@ -1,0 +1,210 @@
+"""`HostPlacement`: masters, optimizer states and reduced gradients of the owned shard in host memory.
+
+    device                                   host
+    bucket's sum  ------ lane, per bucket --> reduced [S]        while the backward runs
+                                              optimizer step     batch by batch
+    weights       <----- lane, per batch ---- masters or copies  while the next batch is updated
+
+A sum that is the first of its step is copied straight to its place. A later one (stage 2 exchanges after every
+backward) is copied to a staging buffer and added by the host, as is one whose exchange has another dtype.
+Low-precision weights are rounded by the host, so that half the bytes cross.
+
+The norm is taken where the sum is at hand: of a bucket that came once, on the device before it leaves; else here.
+
+Memory that crosses is page-locked on request: gradients, staging, and masters of fp32 weights. Optimizer states and
+masters of low-precision weights never cross, and are plain.
+
+Legend: S numel of this rank's partition of a flat group.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepspeed.accelerator import DeepSpeedAccelerator
+from deepspeed.comm.backend import Work
+from deepspeed.zero.offload.buffers import BufferRing, HostMemory
+from deepspeed.zero.offload.lane import CopyLane, Mark
+from deepspeed.zero.placement import Keep, Placement, exact_norm
+
+if TYPE_CHECKING:
+    from deepspeed.zero.flat_group import FlatGroup, Unit
+    from deepspeed.zero.layout import BucketSpec
+
+#: sums on their way to the host at the same time, and so staging buffers for them; one more waits for the oldest
+MAX_ARRIVING = 4
+#: batches of weights on their way to the device at the same time, besides the one that is being updated
+MAX_LEAVING = 1
+
+
+@dataclass(slots=True)
+class _Shard:
+    """The reduced gradients of one flat group."""
+
+    reduced: Tensor  # [S]
+    start: int  # of the partition within the flat group
+    #: buckets that have a sum of this step -> its norm, 0-D on the device; None: to be taken here
+    norms: dict[BucketSpec, Tensor | None] = field(default_factory=dict)
+
+    def view(self, spec: BucketSpec) -> Tensor:
+        return self.reduced[spec.start - self.start : spec.stop - self.start]
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A sum on its way."""
+
+    done: Mark
+    source: Tensor  # held until then: its memory may not go back to the allocator before
+    staged: Tensor | None  # to be put into `target` by the host; None: copied straight there
+    target: Tensor
+    adds: bool
+
+    def land(self) -> None:
+        self.done.wait_on_host()
+        if self.staged is not None and self.adds:
+            self.target.add_(self.staged)
+        elif self.staged is not None:
+            self.target.copy_(self.staged)
+
+
+class HostPlacement(Placement):
+    """In host memory, beside an accelerator with a memory of its own.
+
+    Args:
+        accelerator: the one that holds the weights.
+        pins: whether memory that crosses is page-locked.
+    """
+
+    is_apart = True
+    max_in_flight = 2
+
+    def __init__(self, accelerator: DeepSpeedAccelerator, *, pins: bool) -> None:
+        self._memory = HostMemory(accelerator, pins=pins)
+        self._lane = CopyLane(accelerator)
+        self._incoming = BufferRing(self._memory, MAX_ARRIVING)
+        self._outgoing = BufferRing(self._memory, 1 + MAX_LEAVING)
+        self._shards: list[_Shard] = []
+        self._arrivals: deque[_Arrival] = deque()
+        self._was_changed = False  # gradients were written from outside: norms of the device are void
+        self._sent: Mark | None = None
+
+    @staticmethod
+    def is_needed(device: torch.device) -> bool:
+        """Whether host memory is another memory than that of `device`."""
+        return device.type != "cpu"
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
+        return self._memory.allocate(numel, dtype, crosses=crosses)
+
+    def home_of_gradients(self, group: FlatGroup, own_S: Tensor) -> Tensor:
+        start, stop = group.layout.partition(group.rank)
+        self._shards.append(_Shard(self._memory.allocate(stop - start, own_S.dtype), start))
+        return self._shards[-1].reduced
+
+    @property
+    def held_bytes(self) -> int:
+        return self._incoming.held_bytes + self._outgoing.held_bytes
+
+    def release(self) -> None:
+        self.forget()
+        self.finish_sending()
+        self._incoming.release()
+        self._outgoing.release()
+
+    # ---- gradients arrive ---------------------------------------------------------------------------------------
+
+    def keeper(self, *, adds: bool) -> Keep | None:
+        return partial(self._receive, adds)
+
+    def _receive(self, adds: bool, spec: BucketSpec, work: Work, source: Tensor) -> Mark:
+        shard = self._shards[spec.group]
+        target = shard.view(spec)
+        is_first = spec not in shard.norms
+        while len(self._arrivals) >= MAX_ARRIVING:
+            self._arrivals.popleft().land()
+        with self._lane.copying():
+            work.wait()  # here: it is the lane that waits on a device, the computation goes on
+            shard.norms[spec] = exact_norm(source) if is_first or not adds else None
+            staged = None
+            if target.dtype == source.dtype and (is_first or not adds):
+                target.copy_(source, non_blocking=True)
+            else:
+                staged = self._incoming.take(source.numel(), source.dtype)
+                staged.copy_(source, non_blocking=True)
+        done = self._lane.mark()
+        self._arrivals.append(_Arrival(done, source, staged, target, adds and not is_first))
+        return done
+
+    def settle(self) -> None:
+        while self._arrivals:
+            self._arrivals.popleft().land()
+
+    def square_sum(self, reduced: Sequence[Tensor]) -> float:
+        if self._was_changed:
+            return super().square_sum(reduced)
+        norms = [
+            norm if norm is not None else exact_norm(shard.view(spec))
+            for shard in self._shards
+            for spec, norm in shard.norms.items()
+        ]
+        values = [float(norm) for norm in norms if norm.device.type == "cpu"]
+        on_device = [norm for norm in norms if norm.device.type != "cpu"]
+        values += torch.stack(on_device).tolist() if on_device else []  # one wait for all of them
+        return sum(value**2 for value in values)
+
+    def gradients_changed(self) -> None:
+        self._was_changed = True
+
+    def forget(self) -> None:
+        self.settle()
+        for shard in self._shards:
+            shard.norms.clear()
+        self._was_changed = False
+
+    # ---- weights leave ------------------------------------------------------------------------------------------
+
+    def copies(self, units: Sequence[Unit]) -> list[Tensor]:
+        if not units or units[0].weight.dtype == units[0].master.dtype:
+            return []
+        numels = [unit.fragment.numel for unit in units]
+        staged = self._outgoing.take(sum(numels), units[0].weight.dtype)
+        return [part.view(unit.master.shape) for part, unit in zip(staged.split(numels), units, strict=True)]
+
+    def send(self, units: Sequence[Unit], copies: Sequence[Tensor]) -> None:
+        if not units:
+            return
+        sources = list(copies) or [unit.master for unit in units]
+        with self._lane.copying():
+            for start, stop in _runs(units):
+                numel = sum(unit.fragment.numel for unit in units[start:stop])
+                _stretched(units[start].weight, numel).copy_(_stretched(sources[start], numel), non_blocking=True)
+        self._sent = self._lane.mark()
+        if copies:
+            self._outgoing.hold_last(self._sent)
+        self._sent.wait()  # on the device: what publishes these weights, or computes with them, comes after
+
+    def finish_sending(self) -> None:
+        if self._sent is not None:
+            self._sent.wait_on_host()
+            self._sent = None
+
+
+def _runs(units: Sequence[Unit]) -> list[tuple[int, int]]:
+    """Ranges of `units` whose fragments follow each other in their flat group, each copied in one go."""
+    breaks = [i for i in range(1, len(units)) if units[i].fragment.start != units[i - 1].fragment.stop]
+    return list(zip([0, *breaks], [*breaks, len(units)], strict=True))
+
+
+def _stretched(first: Tensor, numel: int) -> Tensor:
+    """`numel` elements of the buffer that `first` is a view of, from its beginning on."""
+    return first.detach().as_strided((numel,), (1,), first.storage_offset())

@@ -1,0 +1,108 @@
+"""Where the optimizer's side of the owned shard lives: masters, optimizer states and reduced gradients.
+
+`Placement` is the answer "beside the weights": nothing is copied. `offload/host.py` is the other answer, another
+memory. `offload/policy.py` chooses. A stage asks, in this order, and does not look which of the two it has:
+
+    1. allocate, home_of_gradients     per flat group: memory of its masters, memory of its reduced gradients
+    2. keeper                          per bucket that this rank owns; what it gives is called after each exchange
+    3. settle                          every gradient of the step is where the optimizer reads it
+    4. square_sum                      of what arrived
+    5. copies, send, finish_sending    around the update of each batch
+    6. forget                          with the gradients of the step
+
+Legend: S numel of this rank's partition of a flat group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.backend import Work
+from deepspeed.optim.norm import tensor_norm
+
+if TYPE_CHECKING:
+    from deepspeed.zero.flat_group import FlatGroup, Unit
+    from deepspeed.zero.layout import BucketSpec
+
+#: called by a bucket with its spec, its exchange in flight and the memory that the exchange fills. Gives back what to
+#: wait for before that memory is written again
+Keep = Callable[["BucketSpec", Work, Tensor], Work]
+
+
+class Placement:
+    """Beside the weights, in the accelerator's memory."""
+
+    #: whether it is another memory than the weights'
+    is_apart = False
+    #: exchanges in flight after which a launch finishes the oldest, so that it is kept while the backward runs
+    max_in_flight: int | None = None
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
+        """An uninitialized 1-D tensor for masters.
+
+        Args:
+            device: of the weights.
+            crosses: whether it is copied to the weights as it is.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def home_of_gradients(self, group: FlatGroup, own_S: Tensor) -> Tensor:
+        """Where the optimizer finds this rank's reduced gradients; called for the groups in their order.
+
+        Args:
+            own_S: this rank's part of what buckets of the group live in; empty where they live in buffers of a pool.
+        """
+        return own_S
+
+    def keeper(self, *, adds: bool) -> Keep | None:
+        """What a bucket of this rank hands its sum to; None: it stays where it is.
+
+        Args:
+            adds: a sum joins what is there of this step, instead of replacing it.
+        """
+        return None
+
+    def settle(self) -> None:
+        """Return when every sum that was handed over can be read by the host."""
+
+    def square_sum(self, reduced: Sequence[Tensor]) -> float:
+        """Sum of squares of the reduced gradients, as `home_of_gradients` gave them."""
+        return sum(float(exact_norm(gradients)) ** 2 for gradients in reduced)
+
+    def gradients_changed(self) -> None:
+        """Reduced gradients were written from outside."""
+
+    def copies(self, units: Sequence[Unit]) -> list[Tensor]:
+        """Where the update of `units` writes the weights rounded to the model's dtype, each in its master's shape.
+
+        Empty where the masters themselves are what the weights become.
+        """
+        return [unit.weight.view_as(unit.master) for unit in units if unit.has_master]
+
+    def send(self, units: Sequence[Unit], copies: Sequence[Tensor]) -> None:
+        """The masters of `units` and their `copies` are final: bring them into the weights."""
+
+    def finish_sending(self) -> None:
+        """Return when masters and copies may be written again."""
+
+    def forget(self) -> None:
+        """Forget every gradient."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that stay allocated between steps for copies: no states, but held."""
+        return 0
+
+    def release(self) -> None:
+        """Give back the memory that is held for copies."""
+
+
+def exact_norm(gradients: Tensor) -> Tensor:
+    """L2 norm, 0-D on their device; of few elements on the host in fp64, so that it does not tell how they are cut."""
+    if gradients.numel() <= 2**16 and gradients.device.type == "cpu":  # some devices lack fp64
+        return torch.linalg.vector_norm(gradients, dtype=torch.float64)
+    return tensor_norm(gradients)
