@@ -1,10 +1,11 @@
-"""`ds_report`: what is installed, which accelerators are offered, which one is chosen and why.
+"""`ds_report`: what is installed, which accelerators are offered, which one is chosen and why, whence each op.
 
     ds_report                          tables for people
     ds_report --json                   the same for programs
     ds_report --explain-accelerator    only the choice: every candidate, and why it won or lost
+    ds_report --build                  compile every op that has a kernel here first, as for the image of a cluster
 
-Exit code 0, or 1 when no accelerator can be chosen or another DeepSpeed overwrote these files.
+Exit code 0, or 1 when no accelerator can be chosen, another DeepSpeed overwrote these files, or `--build` failed.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from deepspeed._version import CORE_VERSION, DEEPSPEED_API
 from deepspeed.accelerator.current import PLAIN, VARIABLE, explain
+from deepspeed.cli.op_report import build_ops, collect_ops
 from deepspeed.errors import DeepSpeedError
 from deepspeed.plugins import FEATURES, PLUGIN_API, plugin_manager
 
@@ -30,12 +32,12 @@ _LIBRARIES = ("pluggy", "pydantic", "importlib-metadata", "psutil", "safetensors
 _ASKED = ("is_available", "device_count", "communication_backend_name", "supported_dtypes", "is_synchronized_device")
 
 
-def collect() -> dict[str, Any]:
-    """The report as plain values. Chooses the accelerator when nothing was chosen yet.
+def collect(build: bool = False) -> dict[str, Any]:
+    """The report as plain values. Chooses the accelerator when nothing was chosen yet; `build` compiles ops first.
 
     Keys: `versions` (name -> version or None), `accelerators` (offers, likeliest first), `features` (names of feature
-    plugins), `chosen` (name, plugin, why, or error), `device` (answers of the chosen one), `overwritten_by` (version of
-    a foreign `deepspeed` distribution, or None).
+    plugins), `chosen` (name, plugin, why, or error), `device` (answers of the chosen one), `ops` (rows of `op_report`),
+    `overwritten_by` (version of a foreign `deepspeed` distribution, or None).
     """
     chosen, device = _chosen()
     offers = plugin_manager().offers()  # after the choice, which may have found one of them broken
@@ -54,6 +56,7 @@ def collect() -> dict[str, Any]:
         "features": plugin_manager().names(FEATURES),
         "chosen": chosen,
         "device": device,
+        "ops": [] if chosen["error"] else build_ops() if build else collect_ops(),
         "overwritten_by": foreign_deepspeed(),
     }
 
@@ -73,12 +76,13 @@ def foreign_deepspeed() -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    report = collect()
+    report = collect(options.build)
     if options.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         _show(report, Console(soft_wrap=False), only_choice=options.explain_accelerator)
-    return 1 if report["chosen"]["error"] or report["overwritten_by"] else 0
+    unbuilt = options.build and any(row["state"] == "failed" for row in report["ops"])
+    return 1 if report["chosen"]["error"] or report["overwritten_by"] or unbuilt else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--explain-accelerator", action="store_true", help="only the accelerators: who was asked, who won, why"
     )
+    parser.add_argument("--build", action="store_true", help="compile every op that has a kernel here, then report")
     return parser
 
 
@@ -153,6 +158,7 @@ def _show(report: dict[str, Any], console: Console, only_choice: bool) -> None:
             key: ", ".join(value) if isinstance(value, list) else value for key, value in report["device"].items()
         }
         console.print(_table("The chosen device", ("what", "answer"), device.items()))
+        _show_ops(report["ops"], console)
         console.print(f"Feature plugins: {', '.join(report['features']) or 'none'}", markup=False)
     if report["overwritten_by"]:
         console.print(
@@ -161,6 +167,29 @@ def _show(report: dict[str, Any], console: Console, only_choice: bool) -> None:
             style="bold red",
             markup=False,
         )
+
+
+def _show_ops(ops: Sequence[dict[str, Any]], console: Console) -> None:
+    """The ops that somebody has a builder for; in one line those that nobody has; and who could not be asked."""
+    rows = [
+        (row["op"], row["source"], row["state"], row["builder"] or "none", _remarks(row))
+        for row in ops
+        if row["offered"]
+    ]
+    if rows:
+        console.print(_table("Ops of this accelerator", ("op", "from", "state", "builder", "remarks"), rows))
+    others = [row for row in ops if not row["offered"]]
+    if others:
+        names = ", ".join(row["op"] for row in others)
+        console.print(f"Ops that nobody has a kernel for here: {names}", markup=False)
+    rejections = {tuple(rejection) for row in others for rejection in row["rejected"]}
+    for where, reason in sorted(rejections):
+        if not reason.startswith(("has no ", "serves ")):
+            console.print(f"{where} has none: {reason}", markup=False)
+
+
+def _remarks(row: dict[str, Any]) -> str:
+    return "; ".join([*(f"{where}: {reason}" for where, reason in row["rejected"]), *filter(None, [row["remark"]])])
 
 
 def _show_choice(chosen: dict[str, Any], console: Console, with_rules: bool) -> None:

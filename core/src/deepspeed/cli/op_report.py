@@ -1,0 +1,88 @@
+"""The ops of `ds_report`: who serves each, whether it is built, why no better place does. Compiles on `--build` only.
+
+prebuilt    came in the wheel
+cached      compiled before, on this machine or one that shares its folder
+not built   compiled when it is first used (seconds)
+by itself   its builder compiles by means of its own, when it is first used
+reference   torch's operators
+"""
+
+from typing import Any
+
+from deepspeed.errors import OpUnavailable
+from deepspeed.ops import registry
+from deepspeed.ops.op_builder import OpBuilder, jit, prebuilt
+
+
+def collect_ops() -> list[dict[str, Any]]:
+    """One row per op for the accelerator in force, those that somebody has a builder for first.
+
+    Keys: `op`, `offered` (somebody has a builder), `builder` (import path of the class that serves, or None), `source`
+    ("device", "host", "plugin", "reference"), `state` (see above; "failed" when its builder broke), `library` (path, or
+    None), `rejected` ([place, reason] of each better place), `remark` (of the builder: why nothing is built).
+    """
+    return sorted((_row(op) for op in _ops()), key=lambda row: (not row["offered"], row["op"]))
+
+
+def build_ops() -> list[dict[str, Any]]:
+    """Compile every op that has a kernel here and is not built yet, as its first use would. Called by `--build`.
+
+    Returns:
+        The rows of `collect_ops` afterwards; one that could not be built says so in `remark`, its `state` is "failed".
+    """
+    failures = {}
+    for op in _ops():
+        builder = registry.resolve(op).builder
+        if builder is None:
+            continue
+        try:
+            builder.load(verbose=False) if isinstance(builder, OpBuilder) else builder.load()
+        except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
+            failures[op] = str(error).strip() or type(error).__name__
+    rows = collect_ops()
+    for row in rows:
+        if row["op"] in failures:
+            row["state"], row["remark"] = "failed", failures[row["op"]]
+    return rows
+
+
+def _ops() -> list[str]:
+    """The documented ops, and those that only a vendor knows."""
+    documented = {op.builder for op in registry.OPS.values()}
+    return [*registry.OPS, *(name for name in registry.builder_names() if name not in documented)]
+
+
+def _row(op: str) -> dict[str, Any]:
+    resolution = registry.resolve(op)
+    builder = resolution.builder
+    kind = type(builder)
+    state, library, remark = ("reference", None, "") if builder is None else _state(builder)
+    return {
+        "op": op if builder is None else registry.op_of(builder, op),
+        "offered": builder is not None or bool(registry.offered(registry.builder_name(op))),
+        "builder": None if builder is None else f"{kind.__module__}.{kind.__qualname__}",
+        "source": resolution.source,
+        "state": state,
+        "library": library,
+        "rejected": [list(rejection) for rejection in resolution.rejected],
+        "remark": remark,
+    }
+
+
+def _state(builder: Any) -> tuple[str, str | None, str]:
+    """(state, library, remark) of a builder that serves its op. Compiles nothing."""
+    if not isinstance(builder, OpBuilder) or type(builder).load is not OpBuilder.load:
+        return "by itself", None, ""
+    try:
+        spec = builder.describe()
+        library, remark = prebuilt.find(builder.absolute_name(), spec)
+        if library is not None:
+            return "prebuilt", str(library), ""
+        if type(builder).jit_load is not OpBuilder.jit_load:
+            return "by itself", None, remark
+        library = jit.find(spec)
+    except OpUnavailable as error:
+        return "failed", None, str(error)
+    except Exception as error:  # noqa: BLE001 - a vendor's sources() and flags, whatever they raise
+        return "failed", None, f"{type(error).__name__}: {error}"
+    return ("not built", None, remark) if library is None else ("cached", str(library), remark)

@@ -1,0 +1,151 @@
+"""A vendor's package, written by the documentation of DeepSpeed alone: its ops build, load, run, and touch no package.
+
+The package is `core/tests/vendor/ds_outsider`: an accelerator class of 2023, builders with a base of their own and
+sources in the package, one of them compiled by the vendor's own means.
+"""
+
+import pytest
+import torch
+
+needs_stable_abi = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10), reason="the outsider's operator needs torch 2.10"
+)
+
+BUILD_AND_RUN = """
+builders = {name: get_accelerator().create_op_builder(name) for name in ("FusedAdamBuilder", "UtilsBuilder")}
+adam = builders["FusedAdamBuilder"].load()
+utils = builders["UtilsBuilder"].load()
+values = torch.tensor([0.0, 1.0, 0.0])
+import ctypes
+zeros = utils.count_zeros(ctypes.cast(values.data_ptr(), ctypes.c_void_p), ctypes.c_long(3))
+again = get_accelerator().create_op_builder("FusedAdamBuilder").load()
+print(json.dumps([adam.multi_tensor_adam(), zeros, again is adam]))
+"""
+
+
+def test_its_ops_build_and_run_and_no_package_changes(site):
+    before = site.listing()
+    answer, _ = site.run(BUILD_AND_RUN)
+    assert answer == ["multi_tensor_adam of outsider", 2, True]
+    assert site.listing() == before
+    assert any(name.startswith("fused_adam_") for name in site.built())
+
+
+def test_the_second_process_compiles_nothing(site):
+    site.run(BUILD_AND_RUN)
+    times = [path.stat().st_mtime_ns for path in site.ops.rglob("fused_adam_*.so")]
+    answer, told = site.run(BUILD_AND_RUN)
+    assert answer[0] == "multi_tensor_adam of outsider"
+    assert [path.stat().st_mtime_ns for path in site.ops.rglob("fused_adam_*.so")] == times
+    assert "compiling" not in told
+
+
+@needs_stable_abi
+def test_its_torch_operator_builds_runs_and_has_a_meta_implementation(site):
+    before = site.listing()
+    answer, _ = site.run(
+        """
+        op = get_accelerator().create_op_builder("SpatialInferenceBuilder").load()
+        x, bias = torch.randn(5, 3), torch.arange(3.0)
+        same = torch.equal(op.nhwc_bias_add(x, bias), x + bias)
+        torch.library.opcheck(torch.ops.ds_outsider.nhwc_bias_add.default, (x, bias))
+        print(json.dumps([same, list(op.nhwc_bias_add(x.to("meta"), bias.to("meta")).shape)]))
+        """
+    )
+    assert answer == [True, [5, 3]]
+    assert site.listing() == before
+
+
+def test_two_packages_with_an_op_of_one_name_do_not_collide(site):
+    answer, _ = site.run(
+        """
+        import ds_outsider.accelerator, ds_stranger.accelerator
+        told = []
+        for module in (ds_outsider, ds_stranger, ds_outsider):
+            set_accelerator(module.accelerator.XYZ_Accelerator())
+            told.append(get_accelerator().create_op_builder("FusedAdamBuilder").load().multi_tensor_adam())
+        print(json.dumps(told))
+        """
+    )
+    assert answer == [f"multi_tensor_adam of {vendor}" for vendor in ("outsider", "stranger", "outsider")]
+
+
+def test_after_set_accelerator_every_name_is_the_new_ones(site):
+    answer, _ = site.run(
+        """
+        from deepspeed.cli import report
+        from deepspeed.ops import registry
+        from deepspeed.ops.op_builder import FusedAdamBuilder
+        import deepspeed.ops.op_builder as op_builder
+        import ds_outsider.accelerator, ds_stranger.accelerator
+        told = []
+        for module in (ds_outsider, ds_stranger):
+            set_accelerator(module.accelerator.XYZ_Accelerator())
+            rows = {row["op"]: row for row in report.collect()["ops"]}
+            told.append([
+                type(FusedAdamBuilder()).__module__,
+                type(op_builder.ALL_OPS["fused_adam"]).__module__,
+                type(registry.resolve("spatial_inference").builder or registry.resolve("utils").builder).__module__,
+                rows["fused_adam"]["builder"],
+                deepspeed.ops.__compatible_ops__["utils"],
+                sorted(op for op, builder in op_builder.ALL_OPS.items() if "ds_ext" not in type(builder).__module__),
+            ])
+        print(json.dumps(told))
+        """
+    )
+    for vendor, told in zip(("ds_outsider", "ds_stranger"), answer, strict=True):
+        assert all(module.startswith(f"{vendor}.op_builder.") for module in told[:4]), told
+        assert told[4:] == [True, ["fused_adam", "spatial_inference", "utils"]]
+
+
+def test_an_unknown_builder_is_none(site):
+    answer, _ = site.run(
+        """
+        acc = get_accelerator()
+        print(json.dumps([acc.create_op_builder("NoSuchBuilder"), acc.get_op_builder("NoSuchBuilder")]))
+        """
+    )
+    assert answer == [None, None]
+
+
+TRAIN = """
+from deepspeed.ops import registry
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+config["zero_optimization"] = {"stage": 2}
+engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+x, y = torch.randn(4, 8), torch.randn(4, 1)
+losses = []
+for _ in range(5):
+    loss = torch.nn.functional.mse_loss(engine(x), y)
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+torch.distributed.destroy_process_group()
+registry.kernel("fused_adam")
+print(json.dumps([type(get_accelerator()).__module__, losses, registry.resolve("fused_adam").why()]))
+"""
+
+
+def test_a_model_trains_on_an_accelerator_of_an_earlier_year_and_without_the_ops_it_lacks(site):
+    before = site.listing()
+    (module, losses, why), _ = site.run(TRAIN)
+    assert module == "ds_outsider.accelerator"
+    assert losses[-1] < losses[0]
+    # its fused_adam is DeepSpeed's, whose functions our front does not call: told, and done without
+    assert "FusedAdamBuilder gives no adam_step_" in why
+    assert site.listing() == before
+    (_, reference, _), _ = site.run(TRAIN, DS_ACCELERATOR="plain", DS_OPS_DISABLE="all")
+    assert losses == pytest.approx(reference, abs=1e-6)
+
+
+def test_without_a_compiler_it_trains_and_one_line_says_what_is_missing(site, tmp_path):
+    (_, losses, why), told = site.run(
+        TRAIN, PATH=str(tmp_path), CXX="", TORCH_EXTENSIONS_DIR=str(tmp_path), DS_PLUGINS_BLOCK="cpu"
+    )
+    assert losses[-1] < losses[0]
+    assert "not compatible" in why
+    assert "compiler" in why
+    assert told.count("runs on its torch reference") == 1
+    assert told.count("'fused_adam'") >= 1
