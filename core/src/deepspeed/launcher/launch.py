@@ -99,6 +99,11 @@ def place_ranks(plan: LaunchPlan, accelerator: Any) -> Placement:
     environment: dict[str, str] = {}
     if flag != "devices" and not shares_host:
         accelerator.set_visible_devices_envs(environment, _visible(accelerator, slots))
+        if not environment and slots != list(range(len(slots))):
+            raise ConfigError(
+                f"{flag}: asks for devices {', '.join(map(str, slots))}, but {type(accelerator).__name__} names no "
+                "variable that limits which devices a rank sees (visible_devices_envs); ask for a number of devices"
+            )
     return Placement(len(slots), environment)
 
 

@@ -61,6 +61,25 @@ def test_slots_count_within_what_the_environment_shows(monkeypatch):
     assert place_ranks(LaunchPlan(include=[0, 2]), Devices(3)).environment == {"XYZ_VISIBLE_DEVICES": "GPU-a,7"}
 
 
+class Unnamed(Devices):
+    """An accelerator of a year in which the two methods were not there: the base's answers."""
+
+    def visible_devices_envs(self):
+        return []
+
+    def set_visible_devices_envs(self, env, ids):
+        pass
+
+
+def test_without_a_variable_devices_can_be_counted_and_not_chosen():
+    assert place_ranks(LaunchPlan(num_ranks=2), Unnamed(4)) == Placement(2, {})
+    assert place_ranks(LaunchPlan(include=[0, 1]), Unnamed(4)) == Placement(2, {})
+    with pytest.raises(ConfigError, match="--include: asks for devices 1, 3, but Unnamed names no variable"):
+        place_ranks(LaunchPlan(include=[1, 3]), Unnamed(4))
+    with pytest.raises(ConfigError, match="--exclude: asks for devices 1, 2, 3, but"):
+        place_ranks(LaunchPlan(exclude=[0]), Unnamed(4))
+
+
 @pytest.mark.parametrize(
     ("plan", "flag"),
     [
