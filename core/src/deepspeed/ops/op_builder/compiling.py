@@ -18,7 +18,10 @@ from deepspeed.ops.op_builder.spec import BuildSpec
 from deepspeed.ops.op_builder.toolchain import Toolchain
 
 _ERROR = re.compile(r"(?i)(?:^|[\s:(])(?:fatal |internal compiler |cmake )?error\b|undefined reference|cannot find -l")
-_FULL = re.compile(os.strerror(errno.ENOSPC) + "|" + os.strerror(errno.EDQUOT) + "|" + os.strerror(errno.EFBIG))
+#: how a compiler tells that it cannot write: the disk, the user's quota, the limit on a file's size
+_FULL = re.compile(
+    "|".join([*map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)), signal.strsignal(signal.SIGXFSZ) or "SIGXFSZ"])
+)
 
 
 class BuildError(OpUnavailable):

@@ -1,0 +1,240 @@
+"""A library is built once per content and machine, whole or not at all, and a failure is told once."""
+
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+
+import pytest
+from deepspeed.errors import OpUnavailable
+from deepspeed.ops.op_builder import jit
+from deepspeed.ops.op_builder.cache import Cache
+
+
+def value_of(library):
+    return ctypes.CDLL(str(library)).x()
+
+
+def test_cold_then_warm(workshop):
+    library = jit.build(workshop.spec())
+    assert value_of(library) == 1
+    assert library.is_relative_to(workshop.cache)
+    assert jit.build(workshop.spec()) == library
+    assert (workshop.count("compile"), workshop.count("link")) == (1, 1)
+    assert [path.name for path in workshop.cache.glob("*.tmp")] == []
+
+
+def test_every_source_is_compiled_and_linked(workshop):
+    other = workshop.sources / "other.cpp"
+    other.write_text('extern "C" int x();\nextern "C" int twice() { return 2 * x(); }\n')
+    library = jit.build(workshop.spec(sources=(workshop.source, other)))
+    assert ctypes.CDLL(str(library)).twice() == 2
+    assert (workshop.count("compile"), workshop.count("link")) == (2, 1)
+
+
+def test_sixty_four_processes_compile_once(workshop):
+    program = """
+start, go = os.pipe()
+children = []
+for _ in range(64):
+    pid = os.fork()
+    if pid == 0:
+        os.close(go)
+        os.read(start, 1)  # ends for all of them at once, when the parent closes
+        os._exit(0 if ask().is_file() else 1)
+    children.append(pid)
+os.close(go)
+print({os.waitpid(pid, 0)[1] for pid in children})
+"""
+    assert workshop.run(program).strip() == "{0}"
+    assert (workshop.count("compile"), workshop.count("link")) == (1, 1)
+
+
+@pytest.fixture
+def blocked(workshop, monkeypatch):
+    """The first compile tells its pid and blocks; the others do not. Returns a function that waits for that pid."""
+    told, resume = workshop.folder / "told", workshop.folder / "resume"
+    os.mkfifo(told)
+    os.mkfifo(resume)
+    before = f'if mkdir "{workshop.folder}/first" 2>/dev/null; then echo $$ > "{told}"; read x < "{resume}"; exit 1; fi'
+    monkeypatch.setenv("CXX", str(workshop.compiler(before=before, name="blocking")))
+    keep = os.open(resume, os.O_RDWR)  # so that opening it to read does not block, and to end it at last
+    yield lambda: int(told.read_text())
+    os.write(keep, b"\n\n\n")
+    os.close(keep)
+
+
+def test_the_builder_is_killed_and_another_finishes(workshop, blocked):
+    first = workshop.start()
+    compiler = blocked()
+    second = workshop.start()
+    first.kill()
+    out, err = second.communicate(timeout=120)
+    assert second.returncode == 0, err
+    assert value_of(out.strip()) == 1
+    assert first.wait() == -signal.SIGKILL
+    first.communicate()
+    assert workshop.count("compile") == 2
+    assert [path.name for path in workshop.cache.glob("*.tmp")] == []
+    os.kill(compiler, signal.SIGKILL)
+
+
+def test_the_compiler_ends_with_an_interrupted_builder(workshop, blocked):
+    process = workshop.start()
+    compiler = blocked()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert "KeyboardInterrupt" in err
+    with pytest.raises(ProcessLookupError):
+        os.kill(compiler, 0)
+    assert [path.name for path in workshop.cache.glob("*.tmp")] == []
+
+
+def test_one_line_says_who_is_waited_for(workshop, blocked, monkeypatch, lines):
+    from deepspeed.ops.op_builder import jit
+
+    monkeypatch.setattr(jit, "_SPEAK_AFTER_S", 0.0)
+    process = workshop.start()
+    blocked()
+    waiting = jit._Waiting("x")
+
+    class Enough(Exception):
+        pass
+
+    def ask_and_stop(holder, waited_s):
+        waiting(holder, waited_s)
+        waiting(holder, waited_s)
+        raise Enough
+
+    monkeypatch.setattr(jit, "_Waiting", lambda op: ask_and_stop)
+    with pytest.raises(Enough):
+        jit.build(workshop.spec())
+    process.kill()
+    process.communicate()
+    holder = f"process {process.pid} on {os.uname().nodename}"
+    assert [text for _, text in lines] == [f"op 'x': waiting for {holder}, which compiles it"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "other bytes", "gone", "manifest cut", "manifest gone"])
+def test_a_damaged_library_is_built_again(workshop, damage):
+    library = jit.build(workshop.spec())
+    content = library.read_bytes()
+    manifest = library.parent / "manifest.json"
+    if damage == "cut":
+        library.write_bytes(content[:100])
+    elif damage == "other bytes":
+        library.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "manifest cut":
+        manifest.write_text(manifest.read_text()[:50])
+    else:
+        (library if damage == "gone" else manifest).unlink()
+    assert jit.find(workshop.spec()) is None
+    assert jit.build(workshop.spec()) == library
+    assert library.read_bytes() == content
+    assert workshop.count("compile") == 2
+
+
+def test_a_header_that_only_the_compiler_sees(workshop):
+    hidden = workshop.folder / "hidden.h"
+    hidden.write_text("#define Y 5\n")
+    workshop.source.write_text('extern "C" int x() { return Y; }\n')
+    spec = workshop.spec(compile_flags=("-include", str(hidden)))
+    assert value_of(jit.build(spec)) == 5
+    jit.build(dataclasses.replace(spec))
+    assert workshop.count("compile") == 1
+    hidden.write_text("#define Y 66\n")
+    jit.build(dataclasses.replace(spec))
+    assert workshop.count("compile") == 2
+
+
+def test_sources_that_change_meanwhile_are_not_published(workshop, monkeypatch):
+    compiler = workshop.compiler(before=f'echo "// more" >> "{workshop.sources}/x.h"', name="touching")
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(jit.BuildError, match="changed while they were compiled"):
+        jit.build(workshop.spec())
+    assert list(workshop.cache.glob("*.json")) == list(workshop.cache.glob("*/manifest.json")) == []
+
+
+def test_a_failed_build_shows_the_first_error_and_the_command(workshop):
+    workshop.source.write_text("int x() {\n    return nothing;\n}\nint y() { return nor_this; }\n")
+    with pytest.raises(jit.BuildError) as caught:
+        jit.build(workshop.spec())
+    message = str(caught.value)
+    assert "x.cpp:2:12: error" in message
+    assert "nor_this" not in message
+    assert f"command: {workshop.folder}/cxx -fPIC" in message
+    assert "\n" not in message
+    (log,) = workshop.cache.glob("*.log")
+    assert str(log) in message
+    assert "nor_this" in log.read_text()
+
+
+def test_a_failed_link(workshop):
+    with pytest.raises(jit.BuildError, match="cannot find -lno_such_library"):
+        jit.build(workshop.spec(link_flags=("-lno_such_library",)))
+
+
+def test_ranks_of_one_job_compile_what_fails_once(workshop):
+    workshop.source.write_text("#error not today\n")
+    program = """
+try:
+    ask()
+except OpUnavailable as error:
+    print(error)
+"""
+    told = [workshop.run(program, LOCAL_RANK=str(rank), RANK=str(rank)) for rank in range(3)]
+    assert workshop.count("compile") == 1
+    assert all("not today" in text for text in told)
+    assert ["command:" in text for text in told] == [True, False, False]
+    assert all(f"{workshop.cache}" in text for text in told[1:])
+    workshop.run(program)  # another job tries again
+    assert workshop.count("compile") == 2
+
+
+def test_a_failure_is_forgotten_when_the_build_succeeds(workshop, monkeypatch):
+    marker = workshop.folder / "broken"
+    marker.touch()
+    compiler = workshop.compiler(before=f'test -e "{marker}" && echo "an error" && exit 1', name="sick")
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(jit.BuildError):
+        jit.build(workshop.spec())
+    with pytest.raises(jit.BuildError, match="seen by process"):
+        jit.build(workshop.spec())
+    assert workshop.count("compile") == 1
+    marker.unlink()
+    workshop.run()
+    assert list(workshop.cache.glob("*.failed.json")) == []
+    assert jit.build(workshop.spec()).is_file()
+
+
+def test_without_a_compiler(workshop):
+    library = jit.build(workshop.spec())
+    assert jit.build(workshop.spec(toolchain=None)) == library  # of the same content, by whichever compiler
+    with pytest.raises(OpUnavailable, match="there is no compiler"):
+        jit.build(workshop.spec(toolchain=None, compile_flags=("-O1",)))
+
+
+def test_nothing_is_said_of_a_quick_build(workshop, lines):
+    jit.build(workshop.spec())
+    assert lines == []
+
+
+def test_a_long_build_says_one_line(workshop, lines):
+    progress = jit._Progress(workshop.spec(), workshop.cache)
+    progress()
+    progress()
+    assert [text for _, text in lines] == [
+        f"op 'x': compiling, once for this machine ({workshop.folder}/cxx: counting compiler 1.0; {workshop.cache})"
+    ]
+
+
+def test_the_manifest_tells_a_reader_what_was_done(workshop):
+    library = jit.build(workshop.spec())
+    manifest = json.loads((library.parent / "manifest.json").read_text())
+    assert manifest["torch"] == "2.0"
+    assert manifest["library_bytes"] == library.stat().st_size
+    assert manifest["compiler"].endswith("counting compiler 1.0")
+    assert [line[-1] for line in manifest["commands"]][0].endswith(".o")
+    assert library.parent.name == workshop.spec().entry
+    assert Cache.open().find(workshop.spec()) == library
