@@ -15,6 +15,11 @@ __all__ = ["CPUOpBuilder", "builders", "cpu_kernel_include", "cpu_kernel_path"]
 _MODULES = {
     "CPUAdamBuilder": "adam",
     "FusedAdamBuilder": "adam",
+    "CPULionBuilder": "lion",
+    "FusedLionBuilder": "lion",
+    "CPUAdagradBuilder": "adagrad",
+    "CPULambBuilder": "lamb",
+    "FusedLambBuilder": "lamb",
 }
 
 

@@ -1,6 +1,7 @@
 """Builders of the Adam kernel: one library, asked for by the host's name and by the accelerator's."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
+from ds_ext_cpu.op_builder.fakes import register_step_fake
 
 
 class CPUAdamBuilder(CPUOpBuilder):
@@ -11,6 +12,9 @@ class CPUAdamBuilder(CPUOpBuilder):
 
     def sources(self) -> list[str]:
         return [cpu_kernel_path("adam/cpu_adam.cpp")]
+
+    def register_fakes(self) -> None:
+        register_step_fake("adam_step_")
 
 
 class FusedAdamBuilder(CPUAdamBuilder):

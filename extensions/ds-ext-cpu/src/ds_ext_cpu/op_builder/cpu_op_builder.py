@@ -1,32 +1,15 @@
 """What every builder of a host kernel shares: where the sources are, which torch they need, how they are compiled."""
 
 import os
-from pathlib import Path
 
 from deepspeed.ops.op_builder import OpBuilder
+from deepspeed.ops.op_builder.kernel_path import make_kernel_path
 
-_CSRC = Path(__file__).resolve().parent.parent / "csrc"
+cpu_kernel_path, cpu_kernel_include = make_kernel_path("ds_ext_cpu", "csrc")
 
-# The oldest torch whose stable ABI has what the kernels use (lists of tensors, parallel_for). A library that is built
+# The oldest torch whose stable ABI has what the kernels use: lists of tensors, TORCH_BOX, parallel_for. A library built
 # for it runs with every later one.
 _MIN_TORCH = "2.10"
-_TORCH_TARGET_VERSION = "0x020a000000000000"
-
-
-def cpu_kernel_path(path: str) -> str:
-    """A source of this package, `"adam/cpu_adam.cpp"`, as an absolute path. FileNotFoundError names a missing one."""
-    found = _CSRC / path
-    if not found.is_file():
-        raise FileNotFoundError(f"{found}: the host kernels of ds-ext-cpu have no such source")
-    return str(found)
-
-
-def cpu_kernel_include(path: str = "") -> str:
-    """A folder of headers of this package, as an absolute path. FileNotFoundError names a missing one."""
-    found = _CSRC / path
-    if not found.is_dir():
-        raise FileNotFoundError(f"{found}: the host kernels of ds-ext-cpu have no such folder")
-    return str(found)
 
 
 class CPUOpBuilder(OpBuilder):
@@ -46,13 +29,15 @@ class CPUOpBuilder(OpBuilder):
         super().__init__(name or self.NAME)
 
     def absolute_name(self) -> str:
-        return f"ds_ext_cpu.ops.{self.NAME}_op"
+        return f"ds_ext_cpu.op_builder.{self.NAME}_op"
 
     def include_paths(self) -> list[str]:
-        return [cpu_kernel_include()]
+        return [cpu_kernel_include("csrc")]
 
     def cxx_args(self) -> list[str]:
-        args = ["-O3", "-std=c++20", "-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={_TORCH_TARGET_VERSION}"]
+        # No contraction: loops say themselves where they multiply and add in one rounding, so that the end of a tensor
+        # and its middle, and the same formula in two places, give the same numbers.
+        args = ["-O3", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=off"]
         return [*args, "-g", "-fno-omit-frame-pointer", *_sanitizers()] if _sanitizers() else args
 
     def extra_ldflags(self) -> list[str]:

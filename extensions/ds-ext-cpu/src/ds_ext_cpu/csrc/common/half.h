@@ -6,6 +6,7 @@
 #include <cstring>
 
 #define DS_CPU_INLINE static inline __attribute__((always_inline))
+#define DS_CPU_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace ds_cpu {
 

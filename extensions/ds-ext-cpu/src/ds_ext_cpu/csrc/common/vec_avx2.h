@@ -12,11 +12,11 @@ DS_CPU_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.value, b.val
 DS_CPU_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.value, b.value)}; }
 DS_CPU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.value, b.value, c.value)}; }
 DS_CPU_INLINE Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.value)}; }
-// -1, 0 or 1; NaN stays NaN.
+// -1, 0 or 1; 0 for NaN, as torch.sign has it.
 DS_CPU_INLINE Vec sign(Vec a) {
     const __m256 ordered_nonzero = _mm256_cmp_ps(a.value, _mm256_setzero_ps(), _CMP_NEQ_OQ);
     const __m256 one = _mm256_or_ps(_mm256_and_ps(a.value, _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
-    return {_mm256_blendv_ps(a.value, one, ordered_nonzero)};
+    return {_mm256_and_ps(one, ordered_nonzero)};
 }
 
 DS_CPU_INLINE Vec load(const float* from) { return {_mm256_loadu_ps(from)}; }

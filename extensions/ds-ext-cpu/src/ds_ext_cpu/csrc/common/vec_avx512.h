@@ -12,11 +12,11 @@ DS_CPU_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.value, b.val
 DS_CPU_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.value, b.value)}; }
 DS_CPU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.value, b.value, c.value)}; }
 DS_CPU_INLINE Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.value)}; }
-// -1, 0 or 1; NaN stays NaN.
+// -1, 0 or 1; 0 for NaN, as torch.sign has it.
 DS_CPU_INLINE Vec sign(Vec a) {
     const __mmask16 ordered_nonzero = _mm512_cmp_ps_mask(a.value, _mm512_setzero_ps(), _CMP_NEQ_OQ);
     const __m512 one = _mm512_or_ps(_mm512_and_ps(a.value, _mm512_set1_ps(-0.0f)), _mm512_set1_ps(1.0f));
-    return {_mm512_mask_mov_ps(a.value, ordered_nonzero, one)};
+    return {_mm512_maskz_mov_ps(ordered_nonzero, one)};
 }
 
 // Conversions between a register of 16 halves and fp32.

@@ -12,7 +12,7 @@ DS_CPU_INLINE Vec operator*(Vec a, Vec b) { return {a.value * b.value}; }
 DS_CPU_INLINE Vec operator/(Vec a, Vec b) { return {a.value / b.value}; }
 DS_CPU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {a.value * b.value + c.value}; }
 DS_CPU_INLINE Vec sqrt(Vec a) { return {__builtin_sqrtf(a.value)}; }
-DS_CPU_INLINE Vec sign(Vec a) { return {a.value > 0 ? 1.0f : a.value < 0 ? -1.0f : a.value}; }
+DS_CPU_INLINE Vec sign(Vec a) { return {a.value > 0 ? 1.0f : a.value < 0 ? -1.0f : 0.0f}; }
 
 template <typename T>
 DS_CPU_INLINE Vec load(const T* from) {

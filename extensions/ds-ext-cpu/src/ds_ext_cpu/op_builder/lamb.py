@@ -1,0 +1,24 @@
+"""Builders of the LAMB kernel: one library, asked for by the host's name and by the accelerator's."""
+
+from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
+from ds_ext_cpu.op_builder.fakes import register_step_fake
+
+
+class CPULambBuilder(CPUOpBuilder):
+    """`torch.ops.ds_cpu.lamb_step_`, for tensors in host memory."""
+
+    BUILD_VAR = "DS_BUILD_CPU_LAMB"
+    NAME = "cpu_lamb"
+
+    def sources(self) -> list[str]:
+        return [cpu_kernel_path("lamb/cpu_lamb.cpp")]
+
+    def register_fakes(self) -> None:
+        register_step_fake("lamb_step_")
+
+
+class FusedLambBuilder(CPULambBuilder):
+    """The same operator for `FusedLamb`, whose parameters lie on the host when the accelerator is the cpu."""
+
+    BUILD_VAR = "DS_BUILD_FUSED_LAMB"
+    NAME = "fused_lamb"

@@ -1,0 +1,24 @@
+"""Builders of the Lion kernel: one library, asked for by the host's name and by the accelerator's."""
+
+from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
+from ds_ext_cpu.op_builder.fakes import register_step_fake
+
+
+class CPULionBuilder(CPUOpBuilder):
+    """`torch.ops.ds_cpu.lion_step_`, for `DeepSpeedCPULion`."""
+
+    BUILD_VAR = "DS_BUILD_CPU_LION"
+    NAME = "cpu_lion"
+
+    def sources(self) -> list[str]:
+        return [cpu_kernel_path("lion/cpu_lion.cpp")]
+
+    def register_fakes(self) -> None:
+        register_step_fake("lion_step_")
+
+
+class FusedLionBuilder(CPULionBuilder):
+    """The same operator for `FusedLion`, whose parameters lie on the host when the accelerator is the cpu."""
+
+    BUILD_VAR = "DS_BUILD_FUSED_LION"
+    NAME = "fused_lion"
