@@ -17,9 +17,10 @@ from deepspeed.ops.op_builder import OpBuilder, jit, prebuilt
 def collect_ops() -> list[dict[str, Any]]:
     """One row per op for the accelerator in force, those that somebody has a builder for first.
 
-    Keys: `op`, `offered` (somebody has a builder), `builder` (import path of the class that serves, or None), `source`
-    ("device", "host", "plugin", "reference"), `state` (see above; "failed" when its builder broke), `library` (path, or
-    None), `rejected` ([place, reason] of each better place), `remark` (of the builder: why nothing is built).
+    Keys: `op`, `front` (what users import, or None), `offered` (somebody has a builder), `builder` (import path of the
+    class that serves, or None), `source` ("device", "host", "plugin", "reference"), `state` (see above; "failed" when
+    its builder broke), `library` (path, or None), `rejected` ([place, reason] of each better place), `remark` (of the
+    builder: why nothing is built).
     """
     return sorted((_row(op) for op in _ops()), key=lambda row: (not row["offered"], row["op"]))
 
@@ -56,9 +57,11 @@ def _row(op: str) -> dict[str, Any]:
     resolution = registry.resolve(op)
     builder = resolution.builder
     kind = type(builder)
+    front = registry.OPS[op].front if op in registry.OPS else ""
     state, library, remark = ("reference", None, "") if builder is None else _state(builder)
     return {
         "op": op if builder is None else registry.op_of(builder, op),
+        "front": f"deepspeed.ops.{front}" if front else None,
         "offered": builder is not None or bool(registry.offered(registry.builder_name(op))),
         "builder": None if builder is None else f"{kind.__module__}.{kind.__qualname__}",
         "source": resolution.source,

@@ -170,7 +170,7 @@ def _show(report: dict[str, Any], console: Console, only_choice: bool) -> None:
 
 
 def _show_ops(ops: Sequence[dict[str, Any]], console: Console) -> None:
-    """The ops that somebody has a builder for; in one line those that nobody has; and who could not be asked."""
+    """The ops that somebody has a builder for; in two lines those that nobody has; and who could not be asked."""
     rows = [
         (row["op"], row["source"], row["state"], row["builder"] or "none", _remarks(row))
         for row in ops
@@ -179,9 +179,10 @@ def _show_ops(ops: Sequence[dict[str, Any]], console: Console) -> None:
     if rows:
         console.print(_table("Ops of this accelerator", ("op", "from", "state", "builder", "remarks"), rows))
     others = [row for row in ops if not row["offered"]]
-    if others:
-        names = ", ".join(row["op"] for row in others)
-        console.print(f"Ops that nobody has a kernel for here: {names}", markup=False)
+    for title, fronts in (("On their torch reference", True), ("In this version without a front", False)):
+        names = [row["op"] for row in others if bool(row["front"]) is fronts]
+        if names:
+            console.print(f"{title}, for nobody has a kernel here: {', '.join(names)}", markup=False)
     rejections = {tuple(rejection) for row in others for rejection in row["rejected"]}
     for where, reason in sorted(rejections):
         if not reason.startswith(("has no ", "serves ")):

@@ -1,8 +1,8 @@
 """Operators: for each a front with DeepSpeed's names and a torch reference; extensions bring the kernels.
 
-May import `accelerator` and below. Each op is a package (`adam`, `adagrad`, `lion`, `lamb`, `muon`), loaded when it is
-first used: `import deepspeed.ops` alone imports no torch. Read `adam/` first (a front and its reference), then
-`registry.py` (where a kernel comes from), `op_builder/` (how one is made).
+May import `accelerator` and below. Each op is a package (`adam`, `adagrad`, `lion`, `lamb`, `muon`, `quantizer`,
+`transformer`), loaded when it is first used: `import deepspeed.ops` alone imports no torch. Read `adam/` first (a front
+and its reference), then `registry.py` (where a kernel comes from), `op_builder/` (how one is made).
 
 `__compatible_ops__` says for each op whether it has a kernel for the accelerator in force, computed when it is read.
 """
@@ -10,7 +10,7 @@ first used: `import deepspeed.ops` alone imports no torch. Read `adam/` first (a
 import importlib
 from typing import Any
 
-_PACKAGES = ("adagrad", "adam", "lamb", "lion", "muon", "op_builder", "registry")
+_PACKAGES = ("adagrad", "adam", "lamb", "lion", "muon", "op_builder", "quantizer", "registry", "transformer")
 
 __all__ = list(_PACKAGES)
 

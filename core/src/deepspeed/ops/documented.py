@@ -15,32 +15,36 @@ class Op(NamedTuple):
             it where the device is the host.
         operators: what the front calls on the loaded op. A builder may give more, or something else to its own callers;
             without these it does not serve the front, which then runs its torch reference.
+        front: what users import, with the torch reference in or beside it; "" where this version has none.
     """
 
     builder: str
     on_host: bool = False
     operators: tuple[str, ...] = ()
+    front: str = ""
 
 
 # short name -> op. DeepSpeed's documented builders, each under the NAME that DeepSpeed's builder has.
 OPS: dict[str, Op] = {
     "async_io": Op("AsyncIOBuilder", on_host=True),
-    "cpu_adagrad": Op("CPUAdagradBuilder", on_host=True, operators=("adagrad_step_",)),
-    "cpu_adam": Op("CPUAdamBuilder", on_host=True, operators=("adam_step_",)),
+    "cpu_adagrad": Op(
+        "CPUAdagradBuilder", on_host=True, operators=("adagrad_step_",), front="adagrad.DeepSpeedCPUAdagrad"
+    ),
+    "cpu_adam": Op("CPUAdamBuilder", on_host=True, operators=("adam_step_",), front="adam.DeepSpeedCPUAdam"),
     "cpu_lamb": Op("CPULambBuilder", on_host=True, operators=("lamb_step_",)),
-    "cpu_lion": Op("CPULionBuilder", on_host=True, operators=("lion_step_",)),
+    "cpu_lion": Op("CPULionBuilder", on_host=True, operators=("lion_step_",), front="lion.DeepSpeedCPULion"),
     "cutlass_ops": Op("InferenceCutlassBuilder"),
     "dc": Op("DeepCompileBuilder"),
     "deepspeed_ccl_comm": Op("CCLCommBuilder"),
     "deepspeed_shm_comm": Op("ShareMemCommBuilder", on_host=True),
     "evoformer_attn": Op("EvoformerAttnBuilder"),
     "fp_quantizer": Op("FPQuantizerBuilder"),
-    "fused_adam": Op("FusedAdamBuilder", operators=("adam_step_",)),
-    "fused_lamb": Op("FusedLambBuilder", operators=("lamb_step_",)),
-    "fused_lion": Op("FusedLionBuilder", operators=("lion_step_",)),
+    "fused_adam": Op("FusedAdamBuilder", operators=("adam_step_",), front="adam.FusedAdam"),
+    "fused_lamb": Op("FusedLambBuilder", operators=("lamb_step_",), front="lamb.FusedLamb"),
+    "fused_lion": Op("FusedLionBuilder", operators=("lion_step_",), front="lion.FusedLion"),
     "gds": Op("GDSBuilder"),
     "inference_core_ops": Op("InferenceCoreBuilder"),
-    "quantizer": Op("QuantizerBuilder"),
+    "quantizer": Op("QuantizerBuilder", front="quantizer"),
     "ragged_device_ops": Op("RaggedOpsBuilder"),
     "ragged_ops": Op("RaggedUtilsBuilder"),
     "random_ltd": Op("RandomLTDBuilder"),
@@ -48,6 +52,6 @@ OPS: dict[str, Op] = {
     "spatial_inference": Op("SpatialInferenceBuilder"),
     "stochastic_transformer": Op("StochasticTransformerBuilder"),
     "transformer": Op("TransformerBuilder"),
-    "transformer_inference": Op("InferenceBuilder"),
+    "transformer_inference": Op("InferenceBuilder", front="transformer"),
     "utils": Op("UtilsBuilder", on_host=True),
 }

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.current import plugin_of
+from deepspeed.errors import OpUnavailable
 from deepspeed.ops.op_builder.names import BuilderName
 from deepspeed.plugins import FEATURES, plugin_manager
 
@@ -68,6 +69,8 @@ def _device(accelerator: DeepSpeedAccelerator) -> Provider:
 
 def _plugin(name: str, where: str, source: Source, group: str | None = None) -> Provider:
     def builders() -> dict[str, type]:
+        if source == "host" and name not in plugin_manager().names():
+            raise OpUnavailable("not installed; pip install ds-ext-cpu")
         return plugin_manager().op_builders(name) if group is None else plugin_manager().op_builders(name, group)
 
     return Provider(where, source, lambda class_name: builders().get(class_name), builders)

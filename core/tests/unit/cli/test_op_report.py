@@ -101,6 +101,8 @@ def test_each_op_has_its_row(vendor):
     assert incompatible["rejected"][0] == ["accelerator 'cpu' (Vendor)", "not compatible: the driver is too old"]
     nobodys = told["cpu_adam"]
     assert (nobodys["offered"], nobodys["state"]) == (False, "reference")
+    assert nobodys["front"] == "deepspeed.ops.adam.DeepSpeedCPUAdam"
+    assert told["async_io"]["front"] is None
     assert "blocked by DS_PLUGINS_BLOCK" in nobodys["rejected"][1][1]
 
 
@@ -138,7 +140,10 @@ def test_the_table_for_people(vendor, capsys):
         "not compatible: the driver is too old",
     ):
         assert part in text
-    assert "Ops that nobody has a kernel for here: async_io, cpu_adagrad, cpu_adam," in text
+    assert (
+        "On their torch reference, for nobody has a kernel here: cpu_adagrad, cpu_adam, cpu_lion, fused_adam," in text
+    )
+    assert "In this version without a front, for nobody has a kernel here: async_io," in text
     assert text.count("host extension 'cpu' has none: accelerator 'cpu' is blocked by DS_PLUGINS_BLOCK") == 1
     assert report.main(["--explain-accelerator"]) == 0
     assert "transformer" not in capsys.readouterr().out
