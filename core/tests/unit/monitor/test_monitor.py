@@ -99,7 +99,8 @@ def test_packages_are_imported_only_when_they_are_needed():
     program = (
         "import sys; from deepspeed.monitor.monitor import MonitorMaster; from deepspeed.config import DeepSpeedConfig;"
         "MonitorMaster(DeepSpeedConfig({'train_batch_size': 1}).monitor_config);"
-        "print([n for n in ('wandb', 'comet_ml', 'tensorboard', 'torch.utils.tensorboard', 'rich') if n in sys.modules])"
+        "names = ('wandb', 'comet_ml', 'tensorboard', 'torch.utils.tensorboard', 'rich');"
+        "print([name for name in names if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
