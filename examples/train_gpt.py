@@ -93,7 +93,7 @@ def train(
         elapsed_s = time.perf_counter() - start_s
 
         mean_loss, memory_mib = report_from_all_ranks(loss)
-        validation_loss = 0.0
+        validation_loss = None
         if step % arguments.check_every == 0 or step == steps[-1]:
             validation_loss = validate(engine, corpus)
         if step % arguments.save_every == 0 or step == steps[-1]:

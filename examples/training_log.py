@@ -2,7 +2,9 @@
 
 import csv
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from rich.console import Console
@@ -11,15 +13,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @dataclasses.dataclass
 class Metrics:
-    """One step. Losses in nats per byte; `validation_loss` is 0 where none was taken; memory of each rank in MiB."""
+    """One step by itself. Losses in nats per byte; memory of each rank in MiB.
+
+    `validation_loss` is None, and empty in the file, where none was taken.
+    """
 
     step: int
     loss: float
-    validation_loss: float
+    validation_loss: float | None
     learning_rate: float
     gradient_norm: float
     tokens_per_s: float
     memory_mib: str
+
+
+# column of metrics.csv -> how its text is read
+_READ: dict[str, Callable[[str], Any]] = {
+    "step": int,
+    "loss": float,
+    "validation_loss": lambda text: float(text) if text else None,
+    "learning_rate": float,
+    "gradient_norm": float,
+    "tokens_per_s": float,
+    "memory_mib": str,
+}
+#: printed losses and rates are means over so many steps
+_SMOOTHED = 20
 
 
 class TrainingLog:
@@ -53,7 +72,11 @@ class TrainingLog:
         self.rows.append(row)
         text = f"loss {row.loss:.3f}  {row.tokens_per_s:,.0f} tokens/s  {row.memory_mib} MiB per rank"
         self._progress.update(self._task, completed=row.step, text=text)
-        if row.validation_loss:
+        if row.validation_loss is not None:
+            recent = self.rows[-_SMOOTHED:]
+            loss = sum(one.loss for one in recent) / len(recent)
+            rate = len(recent) / sum(1 / one.tokens_per_s for one in recent)
+            text = f"loss {loss:.3f}  {rate:,.0f} tokens/s  {row.memory_mib} MiB per rank"
             self._progress.console.print(f"step {row.step:5d}  {text}  validation {row.validation_loss:.3f}")
             self._write()
 
@@ -65,10 +88,8 @@ class TrainingLog:
         figure, axes = pyplot.subplots(figsize=(7, 4), dpi=110)
         steps = [row.step for row in self.rows]
         axes.plot(steps, [row.loss for row in self.rows], color="#9ecae1", linewidth=0.8, label="training batch")
-        checked = [row for row in self.rows if row.validation_loss]
-        axes.plot(
-            [r.step for r in checked], [r.validation_loss for r in checked], "o-", color="#08519c", label="validation"
-        )
+        checked = [(row.step, row.validation_loss) for row in self.rows if row.validation_loss is not None]
+        axes.plot(*zip(*checked, strict=True), "o-", color="#08519c", label="validation")
         axes.axhline(unigram_entropy, color="#cb181d", linestyle="--", label=f"unigram entropy {unigram_entropy:.2f}")
         if self.first_step:
             axes.axvline(self.first_step, color="grey", linestyle=":", label=f"resumed at {self.first_step}")
@@ -85,9 +106,8 @@ class TrainingLog:
         path = self.folder / "metrics.csv"
         if not path.exists():
             return []
-        kinds = {field.name: field.type for field in dataclasses.fields(Metrics)}
         with path.open(newline="") as file:
-            return [Metrics(**{k: kinds[k](v) for k, v in row.items()}) for row in csv.DictReader(file)]  # type: ignore
+            return [Metrics(**{key: _READ[key](text) for key, text in row.items()}) for row in csv.DictReader(file)]
 
     def _write(self) -> None:
         with (self.folder / "metrics.csv").open("w", newline="") as file:

@@ -88,6 +88,10 @@ PACKAGES = {
 
 # Old module -> the feature it belongs to, which this version does not have: importing it says so.
 ABSENT = {
+    "inference": "inference",
+    "moe": "mixture of experts",
+    "pipe": "pipeline parallelism",
+    "sequence": "sequence parallelism",
     "runtime.hybrid_engine": "the hybrid engine",
     "runtime.pipe": "pipeline parallelism",
     "runtime.sequence_parallel.ulysses_sp": "Ulysses sequence parallelism",

@@ -58,9 +58,9 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 @functools.lru_cache(maxsize=1024)
-def warn_once(message: str) -> None:
-    """Warn at most once per process and message."""
-    logger.warning(message)
+def warn_once(message: str, ranks: tuple[int, ...] | None = None) -> None:
+    """Warn at most once per process and message; `ranks` as in `log_dist`, for what only some of them can know."""
+    log_dist(message, ranks, logging.WARNING)
 
 
 def report(message: str, ranks: Sequence[int] | None = None) -> None:

@@ -172,7 +172,7 @@ def _local_rank(env: Mapping[str, str], rank: int) -> int:
     from deepspeed.accelerator import get_accelerator
 
     num_devices = max(1, get_accelerator().device_count())
-    warn_once(f"LOCAL_RANK is not set; taking rank {rank} % {num_devices} devices = {rank % num_devices}")
+    warn_once(f"LOCAL_RANK is not set; taking rank {rank} % {num_devices} devices = {rank % num_devices}", (-1,))
     return rank % num_devices
 
 

@@ -32,7 +32,7 @@ class DataEfficiencyConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """`curriculum_learning`, the older form."""
+    """`curriculum_learning`: the older form; the newer one is in `data_efficiency`."""
 
     enabled: Flag = key(False, "Use a curriculum.", support=refused("curriculum learning is not in this version"))
     curriculum_type: str = key("seqlen", "What grows.", support=_OFF)

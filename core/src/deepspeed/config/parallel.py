@@ -14,7 +14,7 @@ _PIPE = quiet("read by pipeline models only")
 
 
 class TensorParallelConfig(Section):
-    """`tensor_parallel` (AutoTP)."""
+    """`tensor_parallel`: AutoTP, linear layers cut over ranks."""
 
     autotp_size: Int = key(
         0,

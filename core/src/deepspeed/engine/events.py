@@ -11,4 +11,4 @@ def tell(event: str, **values: Any) -> None:
     try:
         getattr(plugin_manager().hook, event)(**values)
     except Exception as error:  # noqa: BLE001 - see above
-        warn_once(f"a plugin failed in {event}: {type(error).__name__}: {error}")
+        warn_once(f"a plugin failed in {event}: {type(error).__name__}: {error}", (-1,))

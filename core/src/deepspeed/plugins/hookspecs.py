@@ -129,7 +129,8 @@ def ds_sharding(name: str) -> "Callable[..., Any] | None":
     """Give the way in which states, gradients and parameters are divided. Called once per engine.
 
     Args:
-        name: `"0"` to `"3"` for the ZeRO stages, or a plugin's own name from `zero_optimization`.
+        name: `zero_optimization.stage` as text, `"0"` to `"2"`: a plugin may replace a stage. Stage 3 is refused before
+            plugins are asked.
 
     Returns:
         A class with the contract of `deepspeed.zero.strategy.Sharding`, or None.
@@ -197,7 +198,8 @@ def ds_step_end(stats: "Any") -> None:
     """An optimizer step ended. Called on every rank, once per step (not per micro batch), after the update.
 
     Args:
-        stats: what the step found: its number, the loss scale, the gradient norm, whether it was skipped.
+        stats: a `deepspeed.engine.step.StepStats`: `global_step` (steps before this one), `applied` (False: skipped
+            because of an overflow), `grad_norm` (before clipping), `loss_scale`.
     """
 
 

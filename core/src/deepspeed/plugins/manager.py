@@ -227,7 +227,8 @@ class PluginManager:
         hint = f"did you mean {close[0]!r}? Otherwise: " if close else ""
         return (
             f"no {_KINDS[group]} named {name!r} is installed; installed: {', '.join(names) or 'none'}; "
-            f"{hint}pip install ds-ext-{name}"
+            f"{hint}install the package that announces it (entry-point group {group!r}; this project calls its own "
+            "ds-ext-<device>)"
         )
 
     def _admit(self, plugin: object, name: str, group: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.errors import StateError
-from deepspeed.log import log_dist
+from deepspeed.log import report
 
 
 class LossScaler:
@@ -88,7 +88,7 @@ class DynamicLossScaler(LossScaler):
     def _lower(self) -> None:
         if self._credit > 1:
             self._credit -= 1
-            log_dist(f"gradient overflow: step skipped, loss scale {self.loss_scale:g} kept (hysteresis)")
+            report(f"gradient overflow: step skipped, loss scale {self.loss_scale:g} kept (hysteresis)")
             return
         if self.loss_scale <= self.min_scale:
             raise StateError(
@@ -96,7 +96,7 @@ class DynamicLossScaler(LossScaler):
                 "has diverged; lower the learning rate or use bf16"
             )
         lowered = max(self.loss_scale / self.factor, self.min_scale)
-        log_dist(f"gradient overflow: step skipped, loss scale {self.loss_scale:g} -> {lowered:g}")
+        report(f"gradient overflow: step skipped, loss scale {self.loss_scale:g} -> {lowered:g}")
         self.loss_scale = lowered
 
     def state_dict(self) -> dict[str, Any]:

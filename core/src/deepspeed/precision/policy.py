@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.log import warn_once
 from deepspeed.precision.loss_scaler import LossScaler
 
 
@@ -74,6 +75,11 @@ class Precision:
         loss_scale = self.loss_scaler.loss_scale
         norm = scaled_norm / loss_scale
         applies = not self.checks_overflow or math.isfinite(scaled_norm)
+        if applies and not math.isfinite(norm):
+            warn_once(
+                f"step: the norm of the gradients is {norm}, and {self.name} applies them all the same: the weights "
+                'are lost. Look for the cause; in bf16 "bf16": {"check_grad_overflow": true} skips such steps'
+            )
         factor = 1.0 / loss_scale
         if applies and self.clip_norm > 0:
             factor *= min(1.0, self.clip_norm / (norm + 1e-6))

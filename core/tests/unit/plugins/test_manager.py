@@ -73,7 +73,7 @@ def test_load_by_name_loads_only_that_one():
 
 def test_missing_name_says_what_is_installed_and_what_to_install():
     manager = make_manager(Entry("cpu", make_plugin("cpu")))
-    with pytest.raises(PluginError, match=r"'nosuch'.*installed: cpu; pip install ds-ext-nosuch"):
+    with pytest.raises(PluginError, match=r"'nosuch'.*installed: cpu; install the package that announces it"):
         manager.load("nosuch")
     with pytest.raises(PluginError, match="did you mean 'cpu'"):
         manager.load("cpuu")

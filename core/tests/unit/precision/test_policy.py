@@ -5,6 +5,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+from deepspeed.log import warn_once
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from torch import nn
@@ -43,6 +44,16 @@ def test_overflow_is_judged_by_those_who_check(norm):
     assert not BF16(checks_overflow=True).verdict(norm).applies
     for precision in (Precision(), BF16()):
         assert precision.verdict(norm).applies, "as documented, fp32 and bf16 make the step"
+
+
+def test_a_step_that_loses_the_weights_is_told_once(capsys):
+    warn_once.cache_clear()
+    precision = BF16()
+    for _ in range(3):
+        precision.verdict(math.nan)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "norm of the gradients is nan" in line
+    assert "check_grad_overflow" in line
 
 
 def test_the_scale_learns_from_the_verdict():
