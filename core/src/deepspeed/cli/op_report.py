@@ -22,7 +22,7 @@ def collect_ops() -> list[dict[str, Any]]:
     its builder broke), `library` (path, or None), `rejected` ([place, reason] of each better place), `remark` (of the
     builder: why nothing is built).
     """
-    return sorted((_row(op) for op in _ops()), key=lambda row: (not row["offered"], row["op"]))
+    return sorted((_row(op) for op in registry.op_names()), key=lambda row: (not row["offered"], row["op"]))
 
 
 def build_ops() -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def build_ops() -> list[dict[str, Any]]:
         The rows of `collect_ops` afterwards; one that could not be built says so in `remark`, its `state` is "failed".
     """
     failures = {}
-    for op in _ops():
+    for op in registry.op_names():
         builder = registry.resolve(op).builder
         if builder is None:
             continue
@@ -45,12 +45,6 @@ def build_ops() -> list[dict[str, Any]]:
         if row["op"] in failures:
             row["state"], row["remark"] = "failed", failures[row["op"]]
     return rows
-
-
-def _ops() -> list[str]:
-    """The documented ops, and those that only a vendor knows."""
-    documented = {op.builder for op in registry.OPS.values()}
-    return [*registry.OPS, *(name for name in registry.builder_names() if name not in documented)]
 
 
 def _row(op: str) -> dict[str, Any]:

@@ -148,6 +148,12 @@ def builder_name(op: str) -> str:
     raise ConfigError(f"op {op!r} is not known; {hint}")
 
 
+def op_names() -> list[str]:
+    """Every op to report on: the short names of the documented ones, the builder names of those that a vendor has."""
+    documented = {op.builder for op in OPS.values()}
+    return [*OPS, *(name for name in builder_names() if name not in documented)]
+
+
 def builder_names() -> list[str]:
     """Every builder name that is documented, or offered for the accelerator in force, sorted."""
     names = {op.builder for op in OPS.values()}
@@ -221,6 +227,7 @@ def _is_current(table: _Table) -> bool:
 
 def _load(op: str) -> _Found:
     global _table
+    get_accelerator()  # chosen before the lock is taken: a plugin that is being built may ask for an op
     with _lock:
         if not _is_current(_table):
             _table = _Table(get_accelerator(), os.environ.get(VARIABLE, ""))

@@ -140,6 +140,15 @@ def test_a_model_trains_on_an_accelerator_of_an_earlier_year_and_without_the_ops
     assert losses == pytest.approx(reference, abs=1e-6)
 
 
+def test_it_offloads_and_tells_times_with_the_signatures_of_its_year(site):
+    more = """config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+config["wall_clock_breakdown"] = config["memory_breakdown"] = True
+engine, optimizer"""
+    (_, losses, _), _ = site.run(TRAIN.replace("engine, optimizer", more))
+    (_, reference, _), _ = site.run(TRAIN)
+    assert losses == pytest.approx(reference, abs=1e-6)
+
+
 def test_without_a_compiler_it_trains_and_one_line_says_what_is_missing(site, tmp_path):
     (_, losses, why), told = site.run(
         TRAIN, PATH=str(tmp_path), CXX="", TORCH_EXTENSIONS_DIR=str(tmp_path), DS_PLUGINS_BLOCK="cpu"
