@@ -14,6 +14,7 @@ from deepspeed import comm, log
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.events import tell
 from deepspeed.engine.step import StepStats
+from deepspeed.monitor.base import is_writer
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.monitor.step_events import step_events
 from deepspeed.profiling.breakdown import Breakdown, forward_table, step_table
@@ -127,7 +128,8 @@ class Observers:
         if self._group is not None:
             by_rank = [{} for _ in range(comm.get_world_size(self._group))]
             comm.all_gather_object(by_rank, window.times_ms, group=self._group)
-        log.report(f"time and memory by phase\n{step_table(window, by_rank)}")
+        if is_writer():
+            log.report(f"time and memory by phase\n{step_table(window, by_rank)}")
 
 
 def create_observers(config: DeepSpeedConfig, group: ProcessGroup | None) -> Observers:

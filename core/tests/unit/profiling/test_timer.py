@@ -174,6 +174,20 @@ def test_without_events_the_host_waits_at_both_ends(device):
     assert device.num_waits == 2
 
 
+def test_a_device_whose_events_torch_does_not_have_is_waited_for(device, monkeypatch):
+    def missing(device):
+        raise NotImplementedError("torch.xyz has no 'Event'")
+
+    device.is_asynchronous = True
+    monkeypatch.setattr(type(device), "Event", property(missing))
+    stopwatch = create_stopwatch()
+    stopwatch.start()
+    device.lag_s = 2.0
+    stopwatch.stop()
+    assert stopwatch.collect(wait=False) == [pytest.approx(2000)]
+    assert device.num_waits == 2
+
+
 def test_unsynchronized_the_host_never_waits(device):
     device.is_asynchronous = True
     stopwatch = create_stopwatch(synchronized=False)
