@@ -71,7 +71,10 @@ def ds_accelerator() -> "DeepSpeedAccelerator":  # type: ignore[empty-body]
 
 @hookspec
 def ds_op_builders() -> "Mapping[str, type]":  # type: ignore[empty-body]
-    """Name the op builders of this plugin. Called when an op is first resolved, for the chosen device and the host.
+    """Name the op builders of this plugin. Called when an op is resolved: in the chosen device's plugin, then in `cpu`,
+    the host extension, whichever device was chosen, then in the feature plugins.
+
+    The builders of a feature plugin say by `is_compatible` for which accelerators they are.
 
     Returns:
         Builder name -> class deriving from `OpBuilder`, for example `{"FusedAdamBuilder": FusedAdamBuilder}`.
