@@ -264,6 +264,21 @@ def test_ranks_that_disagree_on_the_tag_save_nothing(tmp_path):
     run_ranks(2, tags_job, str(tmp_path / "checkpoints"))
 
 
+def folders_of_their_own_job(folder):
+    """What `tempfile.mkdtemp()` on each rank leads to: all ranks say what rank 1 misses."""
+    engine = create_engine(2, "bf16")
+    with pytest.raises(CheckpointError) as raised:
+        engine.save_checkpoint(f"{folder}/{dist.get_rank()}")
+    return str(raised.value)
+
+
+def test_every_rank_says_what_failed_on_one(tmp_path):
+    first, second = run_ranks(2, folders_of_their_own_job, str(tmp_path))
+    assert second in first
+    assert first.startswith(f"cannot save {tmp_path}/0/global_step0: rank 1: ")
+    assert f"{tmp_path}/1/.global_step0.staging" in second
+
+
 def save_job(folder, stage, precision="bf16"):
     engine = create_engine(stage, precision)
     train(engine, 0, 2)

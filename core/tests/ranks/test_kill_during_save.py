@@ -107,14 +107,14 @@ def run_rank(rank, peer, directory, first_step, tag, kill_at, progress):
         if touches == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def agree(ok):
-        peer.sendall(b"\1" if ok else b"\0")
+    def gather(failure):
+        peer.sendall(b"\1" if failure is None else b"\0")
         answer = peer.recv(1)
         if not answer:
             raise CheckpointError("the other rank is gone")
-        return ok and answer == b"\1"
+        return [failure, None if answer == b"\1" else "it failed"]
 
-    checkpointer = Checkpointer(agree=agree, dp_rank=rank, dp_world_size=WORLD_SIZE)
+    checkpointer = Checkpointer(gather=gather, dp_rank=rank, dp_world_size=WORLD_SIZE)
     watch_file_system(touch)
     for step in range(first_step, first_step + 1000):
         save(checkpointer, directory, tag or f"global_step{step}", step)

@@ -1,6 +1,6 @@
 """`Checkpointer`: the order in which ranks save and load one checkpoint together.
 
-Between the steps of a save all ranks agree that all of them succeeded. When one cannot write, the others raise as well,
+After each step of a save the ranks tell each other what failed. When one cannot write, all raise with its reason,
 nothing is committed and `latest` stays where it was; nobody waits in a barrier for a rank that has already failed.
 """
 
@@ -17,28 +17,29 @@ from deepspeed.checkpoint.load import (
     find_folder,
     find_shard,
     split_client_state,
+    tag_folder_hint,
 )
 from deepspeed.checkpoint.loadable import make_loadable
 from deepspeed.checkpoint.save import merge_client_state, write_script
 from deepspeed.checkpoint.store import Store
 from deepspeed.checkpoint.tags import check_tag, read_latest, write_latest
 from deepspeed.checkpoint.torch_store import TorchStore
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.log import logger
 
 T = TypeVar("T")
 
 
-def _alone(ok: bool) -> bool:
-    return ok
+def _alone(value: str | None) -> list[str | None]:
+    return [value]
 
 
 class Checkpointer:
     """Saves and loads this rank's part of a checkpoint. Made once by the engine; every rank has one.
 
     Args:
-        agree: a collective over all ranks that share a checkpoint: gets "I succeeded", returns "all succeeded" (an
-            all-reduce with `min` of one flag). It is the only communication here. Left out, there is one rank.
+        gather: a collective over all ranks that share a checkpoint: gets this rank's text or None, returns every
+            rank's, in rank order. It is the only communication here. Left out, there is one rank.
         store: where bytes go; default `TorchStore`.
         prefix: of the shard files: `"bf16_"` when the model trains in bf16, else empty.
         partitioned_model: every data parallel rank has a model file of its own (ZeRO stage 3).
@@ -48,7 +49,7 @@ class Checkpointer:
     def __init__(
         self,
         *,
-        agree: Callable[[bool], bool] = _alone,
+        gather: Callable[[str | None], list[str | None]] = _alone,
         store: Store | None = None,
         prefix: str = "",
         dp_rank: int = 0,
@@ -62,7 +63,7 @@ class Checkpointer:
         self.store: Store = TorchStore() if store is None else store
         self.prefix = prefix
         self.is_publisher = (dp_rank == 0 and mp_rank == 0) if is_publisher is None else is_publisher
-        self._agree = agree
+        self._gather = gather
         self._model_file = layout.model_file(mp_rank, dp_rank if partitioned_model else None)
         self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
 
@@ -145,9 +146,9 @@ class Checkpointer:
         name = self._latest(directory) if tag is None else check_tag(tag)
         if name is None:
             logger.warning(
-                "no checkpoint was loaded: there is no file %s. Training starts from the beginning; pass a tag if "
-                "there is a checkpoint without that file.",
+                "no checkpoint was loaded, everything is as it was: there is no file %s. %s",
                 directory / layout.LATEST_FILE,
+                tag_folder_hint(directory) or "Pass a tag if there is a checkpoint without that file.",
             )
             return None
 
@@ -168,21 +169,32 @@ class Checkpointer:
 
     def _latest(self, directory: Path) -> str | None:
         name = self.together(lambda: read_latest(directory), f"read {directory / layout.LATEST_FILE}")
-        found_by_all, missed_by_all = self._agree(name is not None), self._agree(name is None)
-        if not found_by_all and not missed_by_all:
+        names = self._gather(name)
+        if len(set(names)) > 1:
+            found = ", ".join(f"rank {rank}: {each or 'no such file'}" for rank, each in enumerate(names))
             raise CheckpointError(
-                f"some ranks see the file {directory / layout.LATEST_FILE} and others do not. Load from a directory "
+                f"the ranks do not see the same file {directory / layout.LATEST_FILE} ({found}). Load from a directory "
                 "that all ranks share."
             )
         return name
 
     def together(self, step: Callable[[], T], what: str) -> T:
-        """Run `step` on every rank; raise on every rank when it failed on one."""
+        """Run `step` on every rank; raise on every rank when it failed on one.
+
+        The rank that failed raises its own error, the others a `CheckpointError` with that error's text: whichever
+        traceback is the last on the screen says what is wrong.
+        """
         try:
             result = step()
-        except Exception:
-            self._agree(False)
+        except Exception as error:
+            self._gather(_reason(error))
             raise
-        if not self._agree(True):
-            raise CheckpointError(f"cannot {what}: another rank failed, and its own message says why.")
+        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._gather(None)) if reason is not None]
+        if failed:
+            raise CheckpointError(f"cannot {what}: {'; '.join(dict.fromkeys(failed))}")
         return result
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line for the other ranks. Ours are sentences; others say little without their type."""
+    return str(error) if isinstance(error, DeepSpeedError) else f"{type(error).__name__}: {error}"

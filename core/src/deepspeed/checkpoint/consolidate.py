@@ -340,8 +340,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     weights = _lazy_state_dict(_tag_folder(checkpoint_dir, tag), exclude_frozen_parameters)
     files = _split(weights, _parse_size_bytes(max_shard_size), shares=not safe_serialization)
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
-    output = Path(output_dir)
-    output.mkdir(parents=True, exist_ok=True)
+    output = _create_folder(Path(output_dir))
     weight_map = {}
     for index, names in enumerate(files):
         name = f"{stem}.{ending}" if len(files) == 1 else f"{stem}-{index + 1:05d}-of-{len(files):05d}.{ending}"
@@ -352,6 +351,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         sizes = {id(weight): _nbytes(weight) for weight in weights.values()}
         index_text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2)
         (output / f"{stem}.{ending}.index.json").write_text(index_text + "\n", encoding="utf-8")
+
+
+def _create_folder(output: Path) -> Path:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CheckpointError(
+            f"output_dir: {output} is a file, or lies below one; give a directory, in which the weights are written as "
+            "pytorch_model.bin or model.safetensors"
+        ) from error
+    return output
 
 
 def _safetensors_writer() -> Callable[[dict[str, torch.Tensor], Path], None]:

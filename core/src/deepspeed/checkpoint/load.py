@@ -11,6 +11,8 @@ from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.errors import CheckpointError
 
+_SHOWN = 8  # names in one message
+
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
@@ -45,8 +47,18 @@ def find_folder(load_dir: Path, tag: str) -> Path:
     if folder is None:
         found = layout.tags_in(load_dir)
         there = f"It holds: {', '.join(found)}." if found else "No checkpoint was found there."
-        raise CheckpointError(f"there is no checkpoint {tag!r} in {load_dir}. {there} Check the directory and the tag.")
+        advice = tag_folder_hint(load_dir) or "Check the directory and the tag."
+        raise CheckpointError(f"there is no checkpoint {tag!r} in {load_dir}. {there} {advice}")
     return folder
+
+
+def tag_folder_hint(load_dir: Path) -> str:
+    """What to pass instead when `load_dir` is the folder of one tag and not of all; else empty."""
+    path = load_dir.absolute()
+    if not path.is_dir() or not any(layout.is_checkpoint_file(file.name) for file in path.iterdir()):
+        return ""
+    parent = load_dir.parent if load_dir.name else path.parent
+    return f"This is the folder of one tag: pass {str(parent)!r} and tag={path.name!r}."
 
 
 def check_model_state(state: Any, path: Path, position: Position, *, needs_shard: bool) -> None:
@@ -68,18 +80,22 @@ def check_model_state(state: Any, path: Path, position: Position, *, needs_shard
 def find_shard(folder: Path, position: Position, prefix: str, model_state: dict[str, Any]) -> Path:
     """This rank's shard in `folder`, after checking that the shards of all ranks are there."""
     found = layout.shards_in(folder)
-    if not found:
-        where = "inside the model file, as ZeRO stage 0 saves it" if model_state.get("optimizer") else "nowhere in it"
-        raise CheckpointError(
-            f"{folder} holds no optimizer shards (*_optim_states.pt); its optimizer state is {where}. Set "
-            "zero_optimization.stage to what saved it, or load with load_optimizer_states=False."
-        )
     wanted = {(dp, mp) for dp in range(position.dp_world_size) for mp in range(position.mp_world_size)}
-    if missing := sorted(wanted - set(found)):
-        names = ", ".join(layout.shard_file(dp, mp, prefix) for dp, mp in missing)
+    if not found:
+        if model_state.get("optimizer"):
+            raise CheckpointError(
+                f"{folder} holds no optimizer shards (*_optim_states.pt): ZeRO stage 0 saved it, with the optimizer "
+                "state in the model file. Set zero_optimization.stage to 0, or load with load_optimizer_states=False."
+            )
         raise CheckpointError(
-            f"{folder} is incomplete: of {len(wanted)} optimizer shards {len(missing)} are missing ({names}). Load "
-            "another tag, or copy the missing files."
+            f"{folder} holds no optimizer state: all of its shards are missing ({_names(sorted(wanted), prefix)}), and "
+            "the model file has none. Copy the missing files, load another tag, or load with "
+            "load_optimizer_states=False."
+        )
+    if missing := sorted(wanted - set(found)):
+        raise CheckpointError(
+            f"{folder} is incomplete: of {len(wanted)} optimizer shards {len(missing)} are missing "
+            f"({_names(missing, prefix)}). Load another tag, or copy the missing files."
         )
     if len(found) > len(wanted):
         raise CheckpointError(_other_world_size(folder, 1 + max(dp for dp, _ in found), position))
@@ -110,6 +126,12 @@ def split_client_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     kept = {key: value if key == "module" else map_tensors(value, Tensor.clone) for key, value in state.items()}
     own = {key: value for key, value in kept.items() if key in layout.MODEL_STATE_KEYS}
     return own, {key: value for key, value in kept.items() if key not in layout.MODEL_STATE_KEYS}
+
+
+def _names(places: list[tuple[int, int]], prefix: str) -> str:
+    """The shards' names, the first few of many."""
+    more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+    return ", ".join(layout.shard_file(dp, mp, prefix) for dp, mp in places[:_SHOWN]) + more
 
 
 def _other_world_size(folder: Path, saved: int, position: Position) -> str:

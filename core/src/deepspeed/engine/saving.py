@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 
 from deepspeed import comm
 from deepspeed._version import __version__
-from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import Checkpointer, LoadedCheckpoint, validate_tag
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accumulation import Accumulation
@@ -127,7 +126,7 @@ def create_checkpointer(engine: "Saving") -> Checkpointer:
     """The checkpointer of an engine; called when it is built."""
     sharding = engine.sharding
     return Checkpointer(
-        agree=_all_succeeded,
+        gather=_gather,
         prefix="bf16_" if engine.precision.model_dtype == torch.bfloat16 else "",
         dp_rank=sharding.rank,
         dp_world_size=sharding.world_size,
@@ -218,15 +217,9 @@ def _restore_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:
         engine.precision.loss_scaler.load_state_dict(saved["loss_scaler"])
 
 
-def _gather(tag: str) -> list[str]:
-    tags: list[Any] = [None] * comm.get_world_size()
-    comm.all_gather_object(tags, tag)
-    return tags
-
-
-def _all_succeeded(ok: bool) -> bool:
-    if comm.get_world_size() == 1:
-        return ok
-    flag = torch.tensor(float(ok), device=get_accelerator().current_device_name())
-    comm.all_reduce(flag, op=comm.ReduceOp.MIN)
-    return bool(flag.item())
+def _gather(value: Any) -> list[Any]:
+    """Every rank's small value, in rank order."""
+    values: list[Any] = [value] * comm.get_world_size()
+    if len(values) > 1:
+        comm.all_gather_object(values, value)
+    return values

@@ -89,18 +89,18 @@ class Ranks:
         self.world_size, self.options = world_size, options
 
     def __call__(self, call):
-        barrier, flags = threading.Barrier(self.world_size, timeout=30), [True] * self.world_size
+        barrier, values = threading.Barrier(self.world_size, timeout=30), [None] * self.world_size
         outcomes = [None] * self.world_size
 
         def run(rank):
-            def agree(ok):
-                flags[rank] = ok
+            def gather(value):
+                values[rank] = value
                 barrier.wait()
-                everybody = all(flags)
+                everyones = list(values)
                 barrier.wait()
-                return everybody
+                return everyones
 
-            checkpointer = Checkpointer(agree=agree, dp_rank=rank, dp_world_size=self.world_size, **self.options)
+            checkpointer = Checkpointer(gather=gather, dp_rank=rank, dp_world_size=self.world_size, **self.options)
             try:
                 outcomes[rank] = call(checkpointer, rank)
             except Exception as error:  # noqa: BLE001 - the test looks at it

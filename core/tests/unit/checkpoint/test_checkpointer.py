@@ -44,6 +44,7 @@ def test_without_latest_nothing_is_loaded_and_a_warning_says_so(ranks, tmp_path,
     with caplog.at_level(logging.WARNING):
         assert ranks.load(tmp_path) == [None, None]
     assert f"{tmp_path / 'latest'}" in caplog.text
+    assert "Training starts" not in caplog.text, "that is the caller's to decide: the demo's --resume stops"
 
 
 def test_latest_moves_only_when_asked(saved, ranks, make_training, tmp_path):
@@ -129,11 +130,20 @@ def test_when_one_rank_fails_all_raise_and_the_former_checkpoint_stays(
     outcomes = ranks(save)
     assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
     assert "the disk is full" in str(outcomes[rank])
-    assert "another rank failed" in str(outcomes[1 - rank])
-    assert f"{tmp_path / 'global_step3'}" in str(outcomes[1 - rank])
+    reason = f"cannot save {tmp_path / 'global_step3'}: rank {rank}: cannot {step}: the disk is full"
+    assert str(outcomes[1 - rank]) == reason, "every rank says what is wrong: any of them may be the last on the screen"
     assert ranks.load(tmp_path)[1].model_state["global_steps"] == 3
     ranks.save(training, tmp_path, "global_step8")  # and saving goes on, without remains
     assert {path.name for path in tmp_path.iterdir()} == {"latest", "zero_to_fp32.py", "global_step3", "global_step8"}
+
+
+def test_the_reason_of_a_foreign_error_has_its_type(ranks):
+    def fail(checkpointer, rank):
+        checkpointer.together(lambda: {}["w"] if rank else None, "read it")
+
+    outcomes = ranks(fail)
+    assert isinstance(outcomes[1], KeyError), "the rank that failed raises its own error"
+    assert str(outcomes[0]) == "cannot read it: rank 1: KeyError: 'w'"
 
 
 def test_ranks_with_different_tags_commit_nothing(ranks, make_training, tmp_path):
@@ -183,7 +193,7 @@ def test_a_checkpoint_without_shards(ranks, make_training, tmp_path):
         checkpointer.save(tmp_path, "t", model_state=state, shard_state=None)
 
     ranks(save)
-    expect(ranks.load(tmp_path), "no optimizer shards", "inside the model file")
+    expect(ranks.load(tmp_path), "no optimizer shards", "zero_optimization.stage to 0")
     assert ranks.load(tmp_path, load_shard=False)[1].model_state["optimizer"] == {"state": {}}
 
 
@@ -191,6 +201,14 @@ def test_a_missing_shard_fails_every_rank(saved, ranks, tmp_path):
     name = layout.shard_file(1, 0)
     (tmp_path / "global_step3" / name).unlink()
     expect(ranks.load(tmp_path), "incomplete", name)
+
+
+def test_a_checkpoint_whose_shards_are_all_gone(saved, ranks, tmp_path):
+    for rank in range(2):
+        (tmp_path / "global_step3" / layout.shard_file(rank, 0)).unlink()
+    outcomes = ranks.load(tmp_path)
+    expect(outcomes, "all of its shards are missing", layout.shard_file(0, 0), layout.shard_file(1, 0))
+    assert not any("zero_optimization.stage" in str(outcome) for outcome in outcomes), "the stage is not what is wrong"
 
 
 def test_a_damaged_shard_fails_every_rank(saved, ranks, tmp_path):
@@ -217,7 +235,24 @@ def test_a_foreign_shard(saved, ranks, tmp_path):
 
 def test_a_directory_that_only_some_ranks_see(saved, ranks, tmp_path):
     outcomes = ranks(lambda checkpointer, rank: checkpointer.load(tmp_path if rank else tmp_path / "elsewhere"))
-    expect(outcomes, "some ranks see")
+    for outcome in outcomes:
+        assert "(rank 0: no such file, rank 1: global_step3)" in str(outcome)
+
+
+@pytest.mark.parametrize("tag", [None, "global_step3"])
+def test_the_folder_of_a_tag_in_place_of_its_parent(saved, ranks, tmp_path, lines, tag):
+    outcomes = ranks.load(tmp_path / "global_step3", tag)
+    said = "\n".join(text for _, text in lines) + "\n".join(map(str, outcomes))
+    assert f"pass '{tmp_path}' and tag='global_step3'" in said
+
+
+def test_the_folder_of_a_tag_by_a_relative_path(saved, ranks, tmp_path, lines, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ranks.load("global_step3") == [None, None]
+    assert "pass '.' and tag='global_step3'" in lines[-1][1]
+    monkeypatch.chdir(tmp_path / "global_step3")
+    assert ranks.load(".") == [None, None]
+    assert f"pass '{tmp_path}' and tag='global_step3'" in lines[-1][1]
 
 
 def test_one_process_needs_no_communication(make_training, tmp_path):

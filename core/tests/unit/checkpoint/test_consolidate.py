@@ -264,6 +264,14 @@ def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
     assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), saved.weights)
 
 
+@pytest.mark.parametrize("place", ["weights.bin", "weights.bin/below"])
+def test_an_output_that_is_a_file(saved, tmp_path, place):
+    (tmp_path / "weights.bin").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"output_dir: .*weights\.bin.* is a file.*; give a directory"):
+        convert(tmp_path / "ckpt", tmp_path / place)
+    assert (tmp_path / "weights.bin").read_text() == "mine"
+
+
 def test_the_script_reports_errors_in_one_line(tmp_path, saved):
     done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out", "-t", "nope")
     assert done.returncode == 1
