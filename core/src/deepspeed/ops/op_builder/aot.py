@@ -133,12 +133,14 @@ class BuildOps(build_ext):
 
     def copy_extensions_to_source(self) -> None:
         """Called for an editable install; the manifests go along with the libraries."""
-        super().copy_extensions_to_source()
         build_py = self.get_finalized_command("build_py")
         for op in self._ops():
             package, _, name = op.name.rpartition(".")
+            folder = build_py.get_package_dir(package)
+            self.mkpath(folder)  # a package of libraries alone has no folder among the sources
             built = Path(self.build_lib, self.get_ext_filename(op.name)).with_suffix(".json")
-            self.copy_file(str(built), os.path.join(build_py.get_package_dir(package), f"{name}.json"))
+            self.copy_file(str(built), os.path.join(folder, f"{name}.json"))
+        super().copy_extensions_to_source()
 
     def get_outputs(self) -> list[str]:
         """Every file that this command makes."""

@@ -223,7 +223,7 @@ class OpBuilder(ABC):
             raise OpUnavailable(f"op {self.name!r} cannot be built here: {self.reason or self.error_log}")
         self.jit_mode = True
         spec = self.describe()
-        return loading.load_once(spec.load_key, lambda: self._loaded_from(jit.build(spec), spec.entry))
+        return loading.load_once(spec.load_key, lambda: self._loaded_from(jit.build(spec)))
 
     def prepare(self) -> Path:
         """The finished library, prebuilt or from the cache or compiled now, without loading it. Called by `ds_build`.
@@ -285,7 +285,8 @@ class OpBuilder(ABC):
             logger.info("op %r: %s; it is compiled instead", self.name, reason)
             return None
         try:
-            return loading.load_once(spec.load_key, lambda: self._loaded_from(fitting, self.absolute_name()))
+            package = self.absolute_name().rpartition(".")[0]
+            return loading.load_once(spec.load_key, lambda: self._loaded_from(fitting, package))
         except OpUnavailable as error:
             logger.info("op %r: the prebuilt %s; it is compiled instead", self.name, error)
             return None
@@ -293,9 +294,10 @@ class OpBuilder(ABC):
     def _too_old(self) -> bool:
         return self.min_torch is not None and _torch_version() < Version(self.min_torch)
 
-    def _loaded_from(self, library: Path, module_name: str) -> Any:
+    def _loaded_from(self, library: Path, package: str = "") -> Any:
+        """The op of a finished library. A module was built under its file's name; `package` is where it is at home."""
         if self.op_namespace is None:
-            return loading.load_module(library, module_name)
+            return loading.load_module(library, f"{package}.{library.stem}" if package else library.stem)
         op = loading.load_operators(library, self.op_namespace)
         self.register_fakes()
         return op

@@ -20,7 +20,9 @@ from deepspeed.ops.op_builder.toolchain import Toolchain
 _ERROR = re.compile(r"(?i)(?:^|[\s:(])(?:fatal |internal compiler |cmake )?error\b|undefined reference|cannot find -l")
 #: how a compiler tells that it cannot write: the disk, the user's quota, the limit on a file's size
 _FULL = re.compile(
-    "|".join([*map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)), signal.strsignal(signal.SIGXFSZ) or "SIGXFSZ"])
+    "|".join(
+        [*map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)), signal.strsignal(signal.SIGXFSZ) or "SIGXFSZ"]
+    )
 )
 
 

@@ -1,0 +1,113 @@
+"""`ds_build`: compile ops before they are needed, for the image of a cluster or the first job on a machine.
+
+    ds_build                       every op that has a kernel for the accelerator in force
+    ds_build cpu_adam fused_adam   these
+    ds_build --list                where each would come from; compiles nothing
+
+The libraries go where they would go at first use (`TORCH_EXTENSIONS_DIR`, see docs/reference/ops-building.md). They are
+not loaded, so the device need not be there; `DS_ACCELERATOR` says which one is meant. One line per op. Exit code 0; 1
+when an op could not be built, or was named and has no kernel here; 2 for a name that nobody knows.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deepspeed.errors import ConfigError, DeepSpeedError
+from deepspeed.ops import registry
+from deepspeed.ops.op_builder import OpBuilder
+
+
+class Outcome(NamedTuple):
+    """What became of one op.
+
+    Fields:
+        op: its short name.
+        state: "built" (its library is there now), "loaded" (its builder compiles by itself and did), "reference" (no
+            kernel here), "failed".
+        detail: the library, or why not.
+        seconds: how long it took.
+    """
+
+    op: str
+    state: str
+    detail: str
+    seconds: float
+
+
+def warm(op: str) -> Outcome:
+    """Build `op` as its first use would, without loading it where that is possible.
+
+    Raises:
+        ConfigError: nobody knows an op of that name.
+    """
+    start = time.monotonic()
+    resolution = registry.resolve(op)
+    builder = resolution.builder
+    if builder is None:
+        return Outcome(op, "reference", resolution.why(), 0.0)
+    try:
+        state, detail = _build(builder)
+    except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
+        state, detail = "failed", str(error).strip() or type(error).__name__
+    return Outcome(op, state, detail, time.monotonic() - start)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    act: Callable[[str], Outcome] = _show if options.list else warm
+    try:
+        outcomes = [_told(act(op), named=bool(options.ops)) for op in options.ops or _all_ops()]
+    except DeepSpeedError as error:
+        sys.stderr.write(f"ds_build: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    wrong = {"failed", "reference"} if options.ops else {"failed"}
+    return 1 if not options.list and any(outcome.state in wrong for outcome in outcomes) else 0
+
+
+def _build(builder: Any) -> tuple[str, str]:
+    """(state, detail) after the builder did its work."""
+    if isinstance(builder, OpBuilder) and type(builder).jit_load is OpBuilder.jit_load:
+        if type(builder).load is OpBuilder.load:
+            path: Path = builder.prepare()
+            return "built", str(path)
+    builder.load()
+    return "loaded", f"{type(builder).__module__}.{type(builder).__qualname__} compiles by itself"
+
+
+def _show(op: str) -> Outcome:
+    resolution = registry.resolve(op)
+    if resolution.builder is None:
+        return Outcome(op, "reference", resolution.why(), 0.0)
+    kind = type(resolution.builder)
+    return Outcome(op, resolution.source, f"{kind.__module__}.{kind.__qualname__}", 0.0)
+
+
+def _all_ops() -> list[str]:
+    """Short names of the documented ops and names of the builders that only a vendor has."""
+    documented = {op.builder for op in registry.OPS.values()}
+    return [*registry.OPS, *(name for name in registry.builder_names() if name not in documented)]
+
+
+def _told(outcome: Outcome, named: bool) -> Outcome:
+    """Print the line of one op as soon as it is done; ops without a kernel only when they were named."""
+    if outcome.state != "reference" or named:
+        took = f" ({outcome.seconds:.1f} s)" if outcome.seconds >= 0.1 else ""
+        sys.stdout.write(f"{outcome.op}: {outcome.state}{took}: {outcome.detail}\n")
+        sys.stdout.flush()
+    return outcome
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds_build", description="Compile ops before they are needed.")
+    parser.add_argument("ops", nargs="*", metavar="op", help="short names, for example cpu_adam; none: all that can be")
+    parser.add_argument("--list", action="store_true", help="only say where each op would come from")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
