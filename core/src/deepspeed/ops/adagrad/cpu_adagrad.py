@@ -1,24 +1,28 @@
 """DeepSpeedCPUAdagrad: Adagrad for optimizer state in host memory, with DeepSpeed's arguments."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
 from deepspeed.errors import ConfigError
-from deepspeed.ops.reference_optimizer import ReferenceOptimizer, check_not_negative, new_step_count, state_dtype
+from deepspeed.ops.kernel_optimizer import KernelOptimizer
+from deepspeed.ops.reference_optimizer import check_not_negative, new_step_count, state_dtype
+from deepspeed.ops.step_kernel import host_numbers
 
 
-class DeepSpeedCPUAdagrad(ReferenceOptimizer):
-    """Adagrad (Duchi et al., JMLR 2011), bit-equal to `torch.optim.Adagrad`, state names and all.
+class DeepSpeedCPUAdagrad(KernelOptimizer):
+    """Adagrad (Duchi et al., JMLR 2011), as `torch.optim.Adagrad` has it, state names and all.
 
         g <- g + wd * p;    s <- s + g^2;    p <- p - lr * g / (sqrt(s) + eps)
 
     Made by the factory for "Adagrad", by users, and by Accelerate. Unlike torch's class it makes its state at a
     parameter's first gradient, so that an engine may replace the tensors of a group after construction. Sparse
-    gradients work with `weight_decay=0`. This is the torch reference; an extension's kernel comes under the same name.
+    gradients work with `weight_decay=0`, through torch. Dense ones go to the host extension's kernel where it can be
+    had, `adagrad_step_(params, grads, sums, steps, copies, *, lr, lr_decay, eps, weight_decay, maximize, grad_scale)`.
+    The torch reference is bit-equal to torch's class.
 
     Args:
         model_params: parameters, or param groups (other keys in a group are kept).
@@ -26,6 +30,10 @@ class DeepSpeedCPUAdagrad(ReferenceOptimizer):
 
     Raises ConfigError for a value out of range and for `amsgrad=True`, which Adagrad has not.
     """
+
+    kernel_op: ClassVar[str | None] = "cpu_adagrad"
+    operator: ClassVar[str] = "adagrad_step_"
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
 
     def __init__(
         self,
@@ -49,17 +57,19 @@ class DeepSpeedCPUAdagrad(ReferenceOptimizer):
         }
         super().__init__(model_params, defaults)
 
-    def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        for param in params:
-            self._update(param, group)
+    def kernel_numbers(self, group: dict[str, Any]) -> dict[str, Any] | None:
+        numbers = host_numbers(**{name: group[name] for name in ("lr", "lr_decay", "eps", "weight_decay")})
+        return None if numbers is None else {**numbers, "maximize": bool(group["maximize"])}
 
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
-        grad = param.grad
-        assert grad is not None
+    def create_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return {"step": new_step_count(), "sum": torch.zeros_like(param, dtype=state_dtype(param, group))}
+
+    def update_reference(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            self._update_one(param, grad, group)
+
+    def _update_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
-        if not state:
-            state["step"] = new_step_count()
-            state["sum"] = torch.zeros_like(param, dtype=state_dtype(param, group))
         work = param.to(state["sum"].dtype)  # the parameter itself when the dtypes agree
         adagrad(
             [work],

@@ -8,6 +8,7 @@ Formulas (Kingma & Ba, arXiv 1412.6980; AdamW: Loshchilov & Hutter, arXiv 1711.0
     p <- p - lr * (m / c1) / (sqrt(v / c2) + eps)
     c1 = 1 - b1^t, c2 = 1 - b2^t                1 and 1 with bias_correction=False
 
+This is the reference of the operator `adam_step_` (see `AdamBase`), and what runs where no extension has one.
 Where torch has a fused kernel for the device it is used, otherwise torch's own choice between `foreach` and a loop, so
 results are bit-equal to `torch.optim.Adam` / `AdamW` with the same `fused` flag.
 """
@@ -49,19 +50,23 @@ def create_state(param: Tensor, *, amsgrad: bool, state_dtype: torch.dtype | Non
     return state
 
 
-def adam_step(params: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any]) -> None:
-    """Update `params` in place from their `.grad`; called by an optimizer's `step`, per group, without autograd.
+def adam_step(
+    params: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any], grads: list[Tensor] | None = None
+) -> None:
+    """Update `params` in place from `grads`; called by an optimizer's `step`, per group, without autograd.
 
+    `grads` None means each parameter's own `.grad`.
     `states[i]` belongs to `params[i]`; its tensors have one dtype with the parameter, or are fp32 beside a half
     parameter, in which case the arithmetic is fp32 and the result is rounded once into the parameter.
     `group` holds torch's keys, plus `bias_correction` and `adam_w_mode`.
     """
     same: list[_Item] = []
     wider: list[_Item] = []
-    for param, state in zip(params, states, strict=True):
-        assert param.grad is not None
-        check_not_sparse(param.grad, "Adam")
-        (same if state["exp_avg"].dtype == param.dtype else wider).append((param, param.grad, state))
+    given = [param.grad for param in params] if grads is None else grads
+    for param, grad, state in zip(params, given, states, strict=True):
+        assert grad is not None
+        check_not_sparse(grad, "Adam")
+        (same if state["exp_avg"].dtype == param.dtype else wider).append((param, grad, state))
     # Fused and foreach kernels want lists of one device and dtype; torch's choice must be made for each such list.
     for items in _by_kind(same):
         _run(items, group)

@@ -1,7 +1,7 @@
 """DeepSpeedCPUAdam: Adam for optimizer state in host memory, with DeepSpeed's arguments."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -12,8 +12,8 @@ class DeepSpeedCPUAdam(AdamBase):
     """AdamW (`adamw_mode=True`) or Adam over tensors in host memory.
 
     Made by the factory when optimizer state is offloaded, by users, and by Accelerate as
-    `DeepSpeedCPUAdam(optimizer.param_groups, lr=..., weight_decay=..., adamw_mode=...)`. This is the torch reference
-    (torch's fused host kernel); a vectorised kernel of an extension comes under the same name. Formulas: `adam_step`.
+    `DeepSpeedCPUAdam(optimizer.param_groups, lr=..., weight_decay=..., adamw_mode=...)`. Runs the
+    host extension's kernel "cpu_adam" where it can be had, else torch's own. Formulas: `adam_step`.
 
     Args:
         model_params: parameters, or param groups (other keys in a group are kept, and win over the arguments here).
@@ -23,6 +23,8 @@ class DeepSpeedCPUAdam(AdamBase):
 
     Raises ConfigError for a value out of range.
     """
+
+    kernel_op: ClassVar[str | None] = "cpu_adam"
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """FusedAdam: Adam for parameters on the accelerator, with DeepSpeed's arguments."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -10,10 +10,10 @@ from deepspeed.ops.adam.adam_base import AdamBase
 
 
 class FusedAdam(AdamBase):
-    """Adam (`adam_w_mode=False`) or AdamW (the default), over torch's own fused kernel where it has one.
+    """Adam (`adam_w_mode=False`) or AdamW (the default), by the accelerator's kernel or torch's own fused one.
 
-    Made by the optimizer factory for "Adam" and "AdamW", or by users. This is the torch reference; kernels of an
-    accelerator extension come under the same name. Formulas: `adam_step`.
+    Made by the optimizer factory for "Adam" and "AdamW", or by users. The kernel is the accelerator's op "fused_adam"
+    where it can be had. Formulas: `adam_step`.
 
     Args:
         params: parameters, or param groups (other keys in a group are kept).
@@ -23,6 +23,8 @@ class FusedAdam(AdamBase):
 
     Raises ConfigError for a value out of range, and for `amsgrad=True`, which DeepSpeed's FusedAdam has not.
     """
+
+    kernel_op: ClassVar[str | None] = "fused_adam"
 
     def __init__(
         self,

@@ -1,23 +1,24 @@
 """FusedLamb: LAMB with DeepSpeed's arguments."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from deepspeed.errors import ConfigError
+from deepspeed.ops.kernel_optimizer import KernelOptimizer
 from deepspeed.ops.reference_optimizer import (
-    ReferenceOptimizer,
     check_betas,
     check_not_negative,
     check_not_sparse,
     new_step_count,
 )
+from deepspeed.ops.step_kernel import StepKernel, host_numbers, host_step_count
 
 
-class FusedLamb(ReferenceOptimizer):
+class FusedLamb(KernelOptimizer):
     """LAMB (You et al., arXiv 1904.00962, algorithm 2): Adam's direction, scaled per layer by a trust ratio.
 
         m <- b1 * m + (1 - b1) * g                       v <- b2 * v + (1 - b2) * g^2
@@ -25,7 +26,9 @@ class FusedLamb(ReferenceOptimizer):
         r  = clamp(|p| / |u|, min_coeff, max_coeff)      1 where |p| or |u| is 0; | | is the L2 norm of one parameter
         p <- p - lr * r * u
 
-    Made by the factory for "Lamb", or by users. In torch operations; an extension's kernel comes under the same name.
+    Made by the factory for "Lamb", or by users. By the accelerator's kernel where it has one, else in torch:
+    `lamb_step_(params, grads, exp_avgs, exp_avg_sqs, steps, copies, coeffs, *, lr, beta1, beta2, eps, weight_decay,
+    bias_correction, eps_inside_sqrt, min_coeff, max_coeff, grad_scale)`, where `coeffs` gets the trust ratios.
     The ratio needs whole parameters: not for shards (see `optim.is_elementwise`).
 
     Args:
@@ -38,6 +41,10 @@ class FusedLamb(ReferenceOptimizer):
 
     Raises ConfigError for a value out of range and for `amsgrad=True`, which LAMB has not.
     """
+
+    kernel_op: ClassVar[str | None] = "fused_lamb"
+    operator: ClassVar[str] = "lamb_step_"
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -71,35 +78,84 @@ class FusedLamb(ReferenceOptimizer):
             "min_coeff": min_coeff,
         }
         super().__init__(params, defaults)
-        self._coeffs: list[Tensor] = []
+        self._coeffs: dict[Tensor, Tensor] = {}  # parameter -> its last trust ratio
         self._grad_norm: Tensor | None = None
 
     def get_lamb_coeffs(self) -> list[float]:
         """Trust ratios of the last step, one for each parameter that had a gradient, in order of the groups."""
-        return [float(coeff) for coeff in self._coeffs]
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [float(self._coeffs[param]) for param in params if param in self._coeffs]
 
     def before_update(self) -> None:
-        self._coeffs, self._grad_norm = [], None
+        self._coeffs, self._grad_norm = {}, None
         if any(group["max_grad_norm"] > 0 for group in self.param_groups):
             params = [param for group in self.param_groups for param in group["params"]]
             self._grad_norm = get_total_norm([param.grad for param in params if param.grad is not None])
 
+    def has_one_pass(self, group: dict[str, Any]) -> bool:
+        """Not with `max_grad_norm`, which looks at all gradients first."""
+        return group["max_grad_norm"] == 0 and super().has_one_pass(group)
+
+    def kernel_numbers(self, group: dict[str, Any]) -> dict[str, Any] | None:
+        beta1, beta2 = group["betas"]
+        names = ("lr", "eps", "weight_decay", "min_coeff", "max_coeff")
+        numbers = host_numbers(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
+        if numbers is None:
+            return None
+        return {**numbers, **{name: bool(group[name]) for name in ("bias_correction", "eps_inside_sqrt")}}
+
+    def create_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "step": new_step_count(),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
+        }
+
+    def run_kernel(
+        self,
+        kernel: StepKernel,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[dict[str, Any]],
+        copies: list[Tensor],
+        scale: float,
+        group: dict[str, Any],
+    ) -> None:
+        coeffs = torch.empty(len(params), dtype=torch.float32, device=params[0].device)
+        numbers = self.kernel_numbers(group)
+        assert numbers is not None
+        kernel.operator(
+            params,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [host_step_count(state) for state in states],
+            copies,
+            coeffs,
+            **numbers,
+            grad_scale=scale,
+        )
+        self._coeffs.update(zip(params, coeffs.unbind(), strict=True))
+
     def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        shrink = None
+        grads = [param.grad for param in params if param.grad is not None]
         if self._grad_norm is not None and group["max_grad_norm"] > 0:
             shrink = (self._grad_norm / group["max_grad_norm"]).clamp(min=1.0)
-        for param in params:
-            assert param.grad is not None
-            check_not_sparse(param.grad, "LAMB")
-            grad = param.grad if shrink is None else param.grad / shrink.to(param.device)
-            self._coeffs.append(self._update(param, grad, group))
+            grads = [grad / shrink.to(grad.device) for grad in grads]
+        self._update(params, grads, [], 1.0, group)
 
-    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+    def update_one_pass(
+        self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
+    ) -> None:
+        self._update(params, grads, copies, scale, group)
+
+    def update_reference(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            check_not_sparse(grad, "LAMB")
+            self._coeffs[param] = self._update_one(param, grad, group)
+
+    def _update_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[param]
-        if not state:
-            state["step"] = new_step_count()
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
         state["step"] += 1
         direction = self._adam_direction(state, grad, group)
         direction.add_(param, alpha=group["weight_decay"])

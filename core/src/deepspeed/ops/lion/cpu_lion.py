@@ -1,7 +1,7 @@
 """DeepSpeedCPULion: Lion for optimizer state in host memory, with DeepSpeed's arguments."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -9,12 +9,14 @@ from deepspeed.ops.lion.lion_base import LionBase
 
 
 class DeepSpeedCPULion(LionBase):
-    """Lion over tensors in host memory, in torch operations; an extension's kernel comes under the same name.
+    """Lion over tensors in host memory, by the host extension's kernel "cpu_lion" where it can be had.
 
     Made by the factory when optimizer state is offloaded, by users, and by Accelerate. `fp32_optimizer_states`: for
     half parameters, keep m in fp32 and compute in fp32. Formula: `LionBase`.
     Raises ConfigError for a value out of range.
     """
+
+    kernel_op: ClassVar[str | None] = "cpu_lion"
 
     def __init__(
         self,

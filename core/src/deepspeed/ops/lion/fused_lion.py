@@ -1,7 +1,7 @@
 """FusedLion: Lion for parameters on the accelerator, with DeepSpeed's arguments."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -9,11 +9,13 @@ from deepspeed.ops.lion.lion_base import LionBase
 
 
 class FusedLion(LionBase):
-    """Lion, in torch operations; an accelerator extension's kernel comes under the same name. Formula: `LionBase`.
+    """Lion, by the accelerator's kernel "fused_lion" where it has one, else in torch. Formula: `LionBase`.
 
     Made by the factory for "Lion", or by users. `set_grad_none`: `zero_grad()` sets gradients to None rather than zero.
     Raises ConfigError for a value out of range.
     """
+
+    kernel_op: ClassVar[str | None] = "fused_lion"
 
     def __init__(
         self,

@@ -1,22 +1,23 @@
-"""Lion in torch: what both fronts share."""
+"""Lion: what both fronts share, and the torch reference."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from deepspeed.ops.kernel_optimizer import KernelOptimizer
 from deepspeed.ops.reference_optimizer import (
-    ReferenceOptimizer,
     check_betas,
     check_not_negative,
     check_not_sparse,
     new_step_count,
     state_dtype,
 )
+from deepspeed.ops.step_kernel import host_numbers
 
 
-class LionBase(ReferenceOptimizer):
+class LionBase(KernelOptimizer):
     """Lion (Chen et al., arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum, one state per weight.
 
         p <- p * (1 - lr * wd)
@@ -24,7 +25,11 @@ class LionBase(ReferenceOptimizer):
         m <- b2 * m + (1 - b2) * g
 
     State: `exp_avg` (m) and `step` (a count; the formulas do not use it). Made at the first gradient.
+    The kernel is `lion_step_(params, grads, exp_avgs, steps, copies, *, lr, beta1, beta2, weight_decay, grad_scale)`.
     """
+
+    operator: ClassVar[str] = "lion_step_"
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
     def __init__(
         self,
@@ -39,20 +44,23 @@ class LionBase(ReferenceOptimizer):
         check_betas(betas)
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, **options})
 
-    def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        for param in params:
-            self._update(param, group)
+    def kernel_numbers(self, group: dict[str, Any]) -> dict[str, Any] | None:
+        beta1, beta2 = group["betas"]
+        return host_numbers(lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"])
 
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
-        assert param.grad is not None
-        check_not_sparse(param.grad, "Lion")
+    def create_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return {"step": new_step_count(), "exp_avg": torch.zeros_like(param, dtype=state_dtype(param, group))}
+
+    def update_reference(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            check_not_sparse(grad, "Lion")
+            self._update_one(param, grad, group)
+
+    def _update_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
-        if not state:
-            state["step"] = new_step_count()
-            state["exp_avg"] = torch.zeros_like(param, dtype=state_dtype(param, group))
         state["step"] += 1
         momentum, (beta1, beta2) = state["exp_avg"], group["betas"]
-        grad = param.grad.to(momentum.dtype)
+        grad = grad.to(momentum.dtype)
         direction = torch.lerp(momentum, grad, 1 - beta1).sign_()
         work = param.to(momentum.dtype)  # the parameter itself when the dtypes agree
         work.mul_(1 - group["lr"] * group["weight_decay"])

@@ -147,8 +147,14 @@ static inline void for_each_block(const std::vector<Item>& items, const Work& wo
     std::vector<int64_t> first_block;  // of each item, and the end
     first_block.reserve(items.size() + 1);
     first_block.push_back(0);
-    for (const Item& item : items) first_block.push_back(first_block.back() + (item.numel + kBlock - 1) / kBlock);
-    parallel_for(first_block.back(), kGrain / kBlock, [&](int64_t begin, int64_t end) {
+    int64_t numel = 0;
+    for (const Item& item : items) {
+        numel += item.numel;
+        first_block.push_back(first_block.back() + (item.numel + kBlock - 1) / kBlock);
+    }
+    // many small tensors make many blocks, but are little work
+    const int64_t grain = numel <= kGrain ? first_block.back() : kGrain / kBlock;
+    parallel_for(first_block.back(), grain, [&](int64_t begin, int64_t end) {
         size_t index = 0;
         while (begin < end) {
             while (first_block[index + 1] <= begin) ++index;
