@@ -24,7 +24,7 @@ DISTRIBUTIONS = ("core", "extensions/ds-ext-cpu", "compat/deepspeed")
 TOOLS = (
     *("nox", "ruff", "mypy", "import-linter", "clang-format"),
     *("pytest", "pytest-timeout", "hypothesis"),
-    *("matplotlib",),
+    *("matplotlib", "tensorboard"),
     *("accelerate", "transformers"),
 )
 TESTS = Path("core/tests")
