@@ -20,6 +20,8 @@ _MODULES = {
     "CPUAdagradBuilder": "adagrad",
     "CPULambBuilder": "lamb",
     "FusedLambBuilder": "lamb",
+    "QuantizerBuilder": "quantizer",
+    "InferenceBuilder": "inference",
 }
 
 

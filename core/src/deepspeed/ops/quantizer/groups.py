@@ -1,0 +1,227 @@
+"""Quantize to int8 or int4 by group, and back; the formulas and the layout that every kernel keeps to.
+
+G groups of S consecutive elements (row-major order), b bits, all arithmetic in fp32:
+
+    symmetric    scale = max(max|x| / (2^(b-1) - 1), tiny)       q = round(x / scale),              x ~ q scale
+    asymmetric   scale = max((max - min) / (2^b - 1), tiny)      q = round((x - min) / scale) - 2^(b-1)
+                 offset = min + 2^(b-1) scale                                                       x ~ q scale + offset
+
+round: to nearest, ties to even; q is clamped to [-(2^(b-1) - 1), 2^(b-1) - 1], or [-2^(b-1), 2^(b-1) - 1] when
+asymmetric. So |x - x'| <= scale / 2 up to fp32 rounding. `tiny` (the smallest normal fp32, 1.2e-38) keeps a group of
+zeros at zeros. A group with inf or nan in it comes back as nan, all of it: it cannot pass unseen.
+
+Source of the scheme: B. Jacob et al., arXiv 1712.05877 (affine quantization); blocks of gradients and weights as in
+ZeRO++, arXiv 2306.10209.
+
+Layout
+    q        int8, (G, ceil(S b / 8)). With b = 4, element 2i is the low nibble and 2i + 1 the high nibble of byte i,
+             both in two's complement; for odd S the last high nibble is 0.
+    params   fp32, (G, 1): scale; asymmetric (G, 2): scale, offset.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.operators import FLOATS, operator_for
+
+OP = "quantizer"
+PACKED_BITS = (4, 8)
+TINY = torch.finfo(torch.float32).tiny
+
+
+def quantize(x: Tensor, num_groups: int, num_bits: int = 8, symmetric: bool = True) -> tuple[Tensor, Tensor]:
+    """`x` as integers by group, and what brings it back: (q, params) in the layout above. No gradient.
+
+    Called before a tensor is sent or stored in few bits.
+    Operator: `quantize_groups(x, num_groups, num_bits, symmetric)`.
+
+    Args:
+        x: floating, any shape; read in row-major order.
+        num_groups: must divide `x.numel()`.
+        num_bits: 8 or 4.
+
+    Raises:
+        ConfigError: `num_groups` or `num_bits` does not fit, or `x` is not floating.
+    """
+    check_groups(x, num_groups)
+    _check_bits(num_bits)
+    x = x.detach()
+    if (kernel := operator_for(OP, "quantize_groups", x)) is not None:
+        return kernel(x, num_groups, num_bits, symmetric)
+    return quantize_reference(x, num_groups, num_bits, symmetric)
+
+
+def dequantize(
+    q: Tensor,
+    params: Tensor,
+    num_bits: int = 8,
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """What `quantize` made, as numbers again. Symmetric or not is read off `params`.
+
+    Operator: `dequantize_groups(q, params, group_size, num_bits, dtype)`, (G, S).
+
+    Args:
+        q, params: (G, bytes) int8 and (G, 1 or 2) fp32.
+        shape: of the result; default (G, S) with S as many elements as the bytes hold. Needed for int4 with odd S.
+        dtype: fp32, bf16 or fp16; rounded to nearest even from fp32.
+
+    Raises:
+        ConfigError: shapes or dtypes do not fit each other; the message names the argument.
+    """
+    group_size = _check_quantized(q, params, num_bits, shape, dtype, copies=False)
+    if (kernel := operator_for(OP, "dequantize_groups", params)) is not None:
+        result = kernel(q, params, group_size, num_bits, dtype)
+    else:
+        result = dequantize_reference(q, params, group_size, num_bits, dtype)
+    return result if shape is None else result.reshape(tuple(shape))
+
+
+def dequantize_reduce(
+    q: Tensor,
+    params: Tensor,
+    num_bits: int = 8,
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    mean: bool = False,
+) -> Tensor:
+    """The sum (or mean) of C quantized copies of one tensor, as the receiver of a quantized reduction adds them up.
+
+    Copies are added in order, in fp32, and rounded to `dtype` once. Used after an all-to-all of quantized gradients
+    (ZeRO++, arXiv 2306.10209). Operator: `dequantize_reduce(q, params, group_size, num_bits, mean, dtype)`, (G, S).
+
+    Args:
+        q, params: (C, G, bytes) int8 and (C, G, 1 or 2) fp32.
+        shape, dtype: of the result, as in `dequantize`.
+
+    Raises:
+        ConfigError: as `dequantize`.
+    """
+    group_size = _check_quantized(q, params, num_bits, shape, dtype, copies=True)
+    if (kernel := operator_for(OP, "dequantize_reduce", params)) is not None:
+        result = kernel(q, params, group_size, num_bits, mean, dtype)
+    else:
+        result = dequantize_reduce_reference(q, params, group_size, num_bits, mean, dtype)
+    return result if shape is None else result.reshape(tuple(shape))
+
+
+# ----- the torch reference -------------------------------------------------------------------------------------------
+
+
+def quantize_reference(x: Tensor, num_groups: int, num_bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """`quantize` in torch; what kernels are compared with, bit for bit."""
+    levels, params = to_levels(x, num_groups, num_bits, symmetric)
+    q = torch.nan_to_num(levels, nan=0.0).to(torch.int8)
+    return (_pack(q) if num_bits == 4 else q), params
+
+
+def dequantize_reference(q: Tensor, params: Tensor, group_size: int, num_bits: int, dtype: torch.dtype) -> Tensor:
+    """`dequantize` in torch, (..., G, S)."""
+    return _to_numbers(q, params, group_size, num_bits).to(dtype)
+
+
+def dequantize_reduce_reference(
+    q: Tensor, params: Tensor, group_size: int, num_bits: int, mean: bool, dtype: torch.dtype
+) -> Tensor:
+    """`dequantize_reduce` in torch, (G, S)."""
+    total = torch.zeros((*params.shape[1:-1], group_size), dtype=torch.float32, device=q.device)
+    for copy in range(q.shape[0]):
+        total += _to_numbers(q[copy], params[copy], group_size, num_bits)
+    return (total * (1 / q.shape[0]) if mean and q.shape[0] else total).to(dtype)
+
+
+def to_levels(
+    x: Tensor, num_groups: int, num_bits: int, symmetric: bool, stochastic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The integers q of every element, as fp32 (G, S), and params. Shared with fake quantization."""
+    groups = x.reshape(num_groups, x.numel() // num_groups).float()
+    half = 2 ** (num_bits - 1)
+    if groups.numel() == 0:
+        low = high = groups.new_zeros(num_groups, 1)
+    else:
+        low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    if symmetric:
+        scale = (torch.maximum(-low, high) * (1 / (half - 1))).clamp_min(TINY)
+        return _round(groups * (1 / scale), stochastic).clamp(1 - half, half - 1), scale
+    scale = ((high - low) * (1 / (2 * half - 1))).clamp_min(TINY)
+    levels = _round((groups - low) * (1 / scale), stochastic).clamp(0, 2 * half - 1)
+    return levels - half, torch.cat((scale, low + half * scale), 1)
+
+
+def _round(levels: Tensor, stochastic: bool) -> Tensor:
+    return torch.floor(levels + torch.rand_like(levels)) if stochastic else levels.round()
+
+
+def from_levels(levels: Tensor, params: Tensor) -> Tensor:
+    """levels * scale (+ offset), fp32; `params` (..., G, 1 or 2)."""
+    numbers = levels * params[..., :1]
+    return numbers if params.shape[-1] == 1 else numbers + params[..., 1:]
+
+
+def _to_numbers(q: Tensor, params: Tensor, group_size: int, num_bits: int) -> Tensor:
+    levels = (_unpack(q) if num_bits == 4 else q)[..., :group_size]
+    return from_levels(levels.float(), params)
+
+
+def _pack(q: Tensor) -> Tensor:
+    pairs = torch.nn.functional.pad(q, (0, q.shape[-1] % 2)).view(torch.uint8)
+    return ((pairs[..., 0::2] & 15) | (pairs[..., 1::2] << 4)).view(torch.int8)
+
+
+def _unpack(q: Tensor) -> Tensor:
+    low, high = (q << 4) >> 4, q >> 4  # arithmetic shifts carry the sign
+    return torch.stack((low, high), -1).flatten(-2)
+
+
+# ----- checks --------------------------------------------------------------------------------------------------------
+
+
+def check_groups(x: Tensor, num_groups: int) -> None:
+    """`x` is floating and falls into `num_groups` equal groups."""
+    if not x.is_floating_point():
+        raise ConfigError(f"x: found dtype {x.dtype}, but only floating tensors can be quantized")
+    if num_groups < 1 or x.numel() % num_groups:
+        raise ConfigError(
+            f"num_groups: found {num_groups}, but it must divide the {x.numel()} elements of x, "
+            f"of shape {tuple(x.shape)}, into equal groups"
+        )
+
+
+def _check_bits(num_bits: int) -> None:
+    if num_bits not in PACKED_BITS:
+        raise ConfigError(f"num_bits: found {num_bits}, but it must be 8 or 4")
+
+
+def _check_quantized(
+    q: Tensor, params: Tensor, num_bits: int, shape: Sequence[int] | None, dtype: torch.dtype, copies: bool
+) -> int:
+    """The group size S, after everything was found to fit."""
+    _check_bits(num_bits)
+    rank, layout = (3, "(C, G, bytes)") if copies else (2, "(G, bytes)")
+    if q.dtype != torch.int8 or q.dim() != rank:
+        raise ConfigError(f"q: found {q.dtype} of shape {tuple(q.shape)}, but it must be int8 of shape {layout}")
+    if params.dtype != torch.float32 or params.shape[:-1] != q.shape[:-1] or params.shape[-1] not in (1, 2):
+        raise ConfigError(
+            f"params: found {params.dtype} of shape {tuple(params.shape)}, but for q of shape {tuple(q.shape)} it must "
+            f"be float32 of shape {(*q.shape[:-1], 1)}, or 2 at the end when asymmetric"
+        )
+    if dtype not in FLOATS:
+        raise ConfigError(f"dtype: found {dtype}, but it must be float32, bfloat16 or float16")
+    num_groups, num_bytes = q.shape[-2:]
+    if shape is None:
+        return num_bytes * 8 // num_bits
+    numel = math.prod(shape)
+    group_size = numel // max(num_groups, 1)
+    if group_size * num_groups != numel or (group_size * num_bits + 7) // 8 != num_bytes:
+        raise ConfigError(
+            f"shape: found {tuple(shape)}, {numel} elements, but q holds {num_groups} groups of {num_bytes} bytes "
+            f"of {num_bits}-bit integers"
+        )
+    return group_size

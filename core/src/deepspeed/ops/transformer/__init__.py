@@ -1,0 +1,20 @@
+"""Building blocks of a transformer's forward pass: norms, gelu and rotary embedding, with their torch references.
+
+For inference and for layers whose backward is elsewhere: the compiled operators have no gradient, and a call whose
+input requires one runs the torch reference, which has. May import `errors` and `ops.operators`. Read `norm.py` first.
+"""
+
+from deepspeed.ops.transformer.gelu import bias_gelu, gelu
+from deepspeed.ops.transformer.norm import layer_norm, layer_norm_residual, rms_norm, rms_norm_residual
+from deepspeed.ops.transformer.rotary import apply_rotary, rotary_table
+
+__all__ = [
+    "apply_rotary",
+    "bias_gelu",
+    "gelu",
+    "layer_norm",
+    "layer_norm_residual",
+    "rms_norm",
+    "rms_norm_residual",
+    "rotary_table",
+]

@@ -1,0 +1,126 @@
+"""Layer norm and RMS norm over the last dimension, alone or in one pass with the residual addition before them.
+
+    layer norm    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias      var: divided by N     arXiv 1607.06450
+    RMS norm      y = x / sqrt(mean(x^2) + eps) * weight                                           arXiv 1910.07467
+
+Arithmetic is fp32, rounded once to x's dtype. The residual forms first round `x + residual` to x's dtype, as two steps
+would, and return it as well: it is the input of the next residual addition.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.operators import operator_for
+
+OP = "transformer_inference"
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Layer norm of every row of `x`. Operator: `layer_norm(x, weight, bias, eps)`.
+
+    Args:
+        x: (..., N) in fp32, bf16 or fp16.
+        weight, bias: (N,), of x's dtype or fp32; None for 1 and 0.
+        eps: added to the variance.
+
+    Raises:
+        ConfigError: a shape does not fit; the message names the argument.
+    """
+    _check_rows(x, weight, bias)
+    if (kernel := operator_for(OP, "layer_norm", x, weight, bias)) is not None:
+        return kernel(x, weight, bias, eps)
+    return layer_norm_reference(x, weight, bias, eps)
+
+
+def layer_norm_residual(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(s), s) with s = x + residual. Operator: `layer_norm_residual(x, residual, weight, bias, eps)`.
+
+    Args:
+        residual: of x's shape and dtype; the others as in `layer_norm`.
+    """
+    _check_rows(x, weight, bias)
+    _check_residual(x, residual)
+    if (kernel := operator_for(OP, "layer_norm_residual", x, residual, weight, bias)) is not None:
+        return kernel(x, residual, weight, bias, eps)
+    total = x + residual
+    return layer_norm_reference(total, weight, bias, eps), total
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """RMS norm of every row of `x`. Operator: `rms_norm(x, weight, eps)`.
+
+    Args:
+        x: (..., N) in fp32, bf16 or fp16.
+        weight: (N,), of x's dtype or fp32; None for 1.
+        eps: added to the mean square.
+
+    Raises:
+        ConfigError: a shape does not fit; the message names the argument.
+    """
+    _check_rows(x, weight, None)
+    if (kernel := operator_for(OP, "rms_norm", x, weight)) is not None:
+        return kernel(x, weight, eps)
+    return rms_norm_reference(x, weight, eps)
+
+
+def rms_norm_residual(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(s), s) with s = x + residual. Operator: `rms_norm_residual(x, residual, weight, eps)`.
+
+    Args:
+        residual: of x's shape and dtype; the others as in `rms_norm`.
+    """
+    _check_rows(x, weight, None)
+    _check_residual(x, residual)
+    if (kernel := operator_for(OP, "rms_norm_residual", x, residual, weight)) is not None:
+        return kernel(x, residual, weight, eps)
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
+
+
+# ----- the torch reference -------------------------------------------------------------------------------------------
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`layer_norm` in torch."""
+    normed = F.layer_norm(x.float(), x.shape[-1:], _float(weight), _float(bias), eps)
+    return normed.to(x.dtype)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`rms_norm` in torch."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight.float()).to(x.dtype)
+
+
+def _float(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
+
+
+# ----- checks --------------------------------------------------------------------------------------------------------
+
+
+def _check_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ConfigError(
+            f"x: found {x.dtype} of shape {tuple(x.shape)}, but it must be floating, with a last dimension"
+        )
+    for name, one in (("weight", weight), ("bias", bias)):
+        if one is not None and one.shape != x.shape[-1:]:
+            raise ConfigError(
+                f"{name}: found shape {tuple(one.shape)}, but it must be {tuple(x.shape[-1:])}, the last dimension of x"
+            )
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ConfigError(
+            f"residual: found {residual.dtype} of shape {tuple(residual.shape)}, but it must be as x is, {x.dtype} of "
+            f"shape {tuple(x.shape)}"
+        )

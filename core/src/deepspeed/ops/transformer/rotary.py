@@ -1,0 +1,82 @@
+"""Rotary position embedding: pairs of numbers of a head are turned by an angle that grows with the position.
+
+    (a, b) -> (a cos - b sin, b cos + a sin),     angle = position * base^(-2i / R),  i = 0 ... R/2 - 1
+    half-split (NeoX, Llama)     a = x[i],   b = x[i + R/2]
+    interleaved (GPT-J)          a = x[2i],  b = x[2i + 1]
+
+R is the number of leading elements of a head that turn; the rest pass unchanged. Source: RoFormer, arXiv 2104.09864.
+"""
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.operators import operator_for
+
+OP = "transformer_inference"
+
+
+def rotary_table(positions: Tensor, rotary_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles at `positions`, each fp32 of shape (*positions.shape, rotary_dim / 2).
+
+    Made once per forward pass, for all layers.
+
+    Args:
+        positions: integers, (S,) or (B, S).
+        rotary_dim: R, even.
+        base: of the geometric series of frequencies.
+    """
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ConfigError(f"rotary_dim: found {rotary_dim}, but it must be even and at least 2")
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device) / rotary_dim
+    angles = positions.float().unsqueeze(-1) * base**-exponent
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, seq_dim: int = 1) -> Tensor:
+    """`x` with the first R elements of each head turned; R is twice the last dimension of `cos`.
+
+    Arithmetic is fp32, rounded once to x's dtype. Operator: `rotary(x, cos, sin, interleaved, seq_dim)`.
+
+    Args:
+        x: (B, S, heads, D) or, with `seq_dim=2`, (B, heads, S, D); fp32, bf16 or fp16.
+        cos, sin: fp32 (S, R/2), or (B, S, R/2) for positions that differ within the batch; R <= D.
+        interleaved: which elements are pairs, see the file's docstring.
+
+    Raises:
+        ConfigError: a shape or dtype does not fit; the message names the argument.
+    """
+    _check(x, cos, sin, seq_dim)
+    if (kernel := operator_for(OP, "rotary", x, cos, sin)) is not None:
+        return kernel(x, cos, sin, interleaved, seq_dim)
+    return apply_rotary_reference(x, cos, sin, interleaved, seq_dim)
+
+
+def apply_rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, seq_dim: int) -> Tensor:
+    """`apply_rotary` in torch."""
+    half = cos.shape[-1]
+    # heads lie between positions and elements (seq_dim 1), or between batch and positions (seq_dim 2)
+    heads_dim = -2 if seq_dim == 1 else -3
+    if seq_dim == 1 or cos.dim() == 3:
+        cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
+    wide = x[..., : 2 * half].float()
+    pairs = wide.unflatten(-1, (half, 2) if interleaved else (2, half))
+    dim = -1 if interleaved else -2
+    a, b = pairs.unbind(dim)
+    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim).flatten(-2)
+    return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), -1)
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor, seq_dim: int) -> None:
+    if x.dim() != 4 or not x.is_floating_point():
+        raise ConfigError(f"x: found {x.dtype} of shape {tuple(x.shape)}, but it must be floating, with 4 dimensions")
+    if seq_dim not in (1, 2):
+        raise ConfigError(f"seq_dim: found {seq_dim}, but it must be 1 or 2")
+    rows = (x.shape[seq_dim],) if cos.dim() == 2 else (x.shape[0], x.shape[seq_dim])
+    for name, one in (("cos", cos), ("sin", sin)):
+        fits = one.shape[:-1] == rows and one.shape == cos.shape and 2 * one.shape[-1] <= x.shape[-1]
+        if one.dtype != torch.float32 or not fits:
+            raise ConfigError(
+                f"{name}: found {one.dtype} of shape {tuple(one.shape)}, but for x of shape {tuple(x.shape)} and "
+                f"seq_dim {seq_dim} it must be float32 of shape {(*rows, 'R/2')} with R <= {x.shape[-1]}"
+            )

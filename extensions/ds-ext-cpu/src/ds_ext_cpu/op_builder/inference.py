@@ -1,0 +1,22 @@
+"""Builder of a transformer's building blocks: norms, gelu and rotary embedding."""
+
+from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
+
+
+class InferenceBuilder(CPUOpBuilder):
+    """`torch.ops.ds_cpu.{layer_norm, rms_norm, ..._residual, gelu, bias_gelu, rotary}`."""
+
+    BUILD_VAR = "DS_BUILD_TRANSFORMER_INFERENCE"
+    NAME = "transformer_inference"
+
+    def sources(self) -> list[str]:
+        return [cpu_kernel_path("transformer_inference/transformer_inference.cpp")]
+
+    def cxx_args(self) -> list[str]:
+        # where the loops want a fused multiply-add they say so; elsewhere every instruction set gives the same bits
+        return [*super().cxx_args(), "-ffp-contract=off"]
+
+    def register_fakes(self) -> None:
+        from ds_ext_cpu.op_builder.functional_fakes import register_inference_fakes
+
+        register_inference_fakes()
