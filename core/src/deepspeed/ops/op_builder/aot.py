@@ -15,6 +15,7 @@ An extension's `setup.py`, whole; everything else stays in its `pyproject.toml`:
 With none of them set, `setup.py` imports neither, and the wheel is a pure one whose ops are compiled at first use.
 """
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -34,6 +35,7 @@ from deepspeed.ops.op_builder import jit
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.cache import Manifest
 from deepspeed.ops.op_builder.compiling import compile_spec
+from deepspeed.ops.op_builder.spec import BuildSpec
 
 ALL = "DS_BUILD_OPS"
 
@@ -97,8 +99,8 @@ def build_ahead(builder: OpBuilder, library: Path) -> None:
     folder = Path(tempfile.mkdtemp(prefix=f"{library.stem}.", suffix=".tmp", dir=library.parent))
     try:
         built = compile_spec(spec, folder, library.stem)
-        Manifest.of(spec, built.library, [], []).write(library.with_suffix(".json"))
         built.library.replace(library)
+        _write_manifest(spec, library)
     except jit.BuildError as error:
         command = " ".join(error.command)
         raise jit.BuildError(f"{error}; command: {command}", error.first_error, error.command, error.output) from error
@@ -117,6 +119,11 @@ class OpExtension(Extension):
 class BuildOps(build_ext):
     """setuptools' `build_ext` that builds ops through their builders and any other extension as before."""
 
+    def initialize_options(self) -> None:
+        """Called by setuptools first."""
+        super().initialize_options()
+        self.built: list[tuple[str, Path]] = []
+
     def get_ext_filename(self, fullname: str) -> str:
         """`<package>/<name>.so`: a library of operators is no module of one Python, so its name carries no such tag."""
         last = fullname.rpartition(".")[2]
@@ -126,10 +133,18 @@ class BuildOps(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Called by setuptools for each of `ext_modules`."""
-        if isinstance(ext, OpExtension):
-            build_ahead(ext.builder, Path(self.get_ext_fullpath(ext.name)).absolute())
-        else:
+        if not isinstance(ext, OpExtension):
             super().build_extension(ext)
+            return
+        library = Path(self.get_ext_fullpath(ext.name)).absolute()
+        spec = ext.builder.describe()
+        same = next((path for key, path in self.built if key == spec.load_key), None)
+        if same is None:
+            build_ahead(ext.builder, library)
+        else:  # two ops of one library: a copy under the second name
+            library.write_bytes(same.read_bytes())
+            _write_manifest(spec, library)
+        self.built.append((spec.load_key, library))
 
     def copy_extensions_to_source(self) -> None:
         """Called for an editable install; the manifests go along with the libraries."""
@@ -151,6 +166,12 @@ class BuildOps(build_ext):
 
     def _ops(self) -> list[OpExtension]:
         return [extension for extension in self.extensions or () if isinstance(extension, OpExtension)]
+
+
+def _write_manifest(spec: BuildSpec, library: Path) -> None:
+    """The manifest beside `library`, without paths of this machine."""
+    manifest = dataclasses.replace(Manifest.of(spec, library, [], []), sources=[])
+    manifest.write(library.with_suffix(".json"))
 
 
 def _is_wanted(builder: OpBuilder, environment: Mapping[str, str]) -> bool:
