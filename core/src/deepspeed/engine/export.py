@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.checkpoint import Checkpointer, save_state_dict_file
+from deepspeed.engine.module_state import check_module_state
 from deepspeed.errors import ConfigError
 from deepspeed.zero.strategy import Sharding
 
@@ -37,10 +38,15 @@ class Export:
     def load_module_state_dict(
         self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
     ) -> None:
-        """Load weights from `checkpoint["module"]` and start the fp32 masters from them."""
+        """Load weights from `checkpoint["module"]` and start the fp32 masters from them.
+
+        Raises:
+            CheckpointError: for weights of another model; nothing was changed.
+        """
         if custom_load_fn is not None:
             custom_load_fn(src=checkpoint["module"], dst=self.module)
         else:
+            check_module_state(self.module, checkpoint["module"], strict=strict, source="load_module_state_dict")
             self.module.load_state_dict(checkpoint["module"], strict=strict)
         self.sharding.masters_from_weights()
 

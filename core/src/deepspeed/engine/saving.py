@@ -13,7 +13,9 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.events import tell
 from deepspeed.engine.export import Export
+from deepspeed.engine.module_state import check_module_state
 from deepspeed.errors import CheckpointError
+from deepspeed.optim.saved_state import check_saved_state
 from deepspeed.precision import Precision
 from deepspeed.zero import state_dict as states
 
@@ -80,7 +82,7 @@ class Saving(Export):
 
         Args:
             tag: default: the one that `latest` names.
-            load_module_strict: the module's parameter names must match exactly.
+            load_module_strict: the module's names must match exactly; shapes under common names must in any case.
             load_optimizer_states: False leaves the optimizer's state as it is; fp32 masters start from the loaded
                 weights.
             load_lr_scheduler_states: False leaves the schedule.
@@ -89,6 +91,9 @@ class Saving(Export):
 
         Returns:
             The model file's path and the client state; (None, {}) if there is no checkpoint.
+
+        Raises:
+            CheckpointError: on every rank, for a checkpoint that does not fit; nothing was changed.
         """
         with_optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
         loaded = self.checkpointer.load(
@@ -97,8 +102,14 @@ class Saving(Export):
         if loaded is None:
             return None, {}
         state = loaded.model_state
-        if with_optimizer:
-            _check_optimizer(self, loaded)
+
+        def check() -> None:
+            if custom_load_fn is None:
+                check_module_state(self.module, state["module"], strict=load_module_strict, source=loaded.path)
+            if with_optimizer:
+                _check_optimizer(self, loaded)
+
+        self.checkpointer.together(check, f"load {loaded.path}")
         self.sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights
         if custom_load_fn is not None:
             custom_load_fn(src=state["module"], dst=self.module)
@@ -204,6 +215,16 @@ def _check_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:
         )
     if wants_masters:
         states.check(engine.sharding, saved)
+        return
+    assert engine.basic_optimizer is not None
+    check_saved_state(engine.basic_optimizer, saved["state"].values(), saved["param_groups"])
+    found = [len(group["params"]) for group in saved["param_groups"]]
+    wanted = [len(group["params"]) for group in engine.basic_optimizer.param_groups]
+    if found != wanted:
+        raise CheckpointError(
+            f"load {loaded.path}: found an optimizer state of groups of {found} parameters, this run has {wanted}; "
+            "build the optimizer with the same groups, or load_optimizer_states=False"
+        )
 
 
 def _restore_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import CheckpointError
+from deepspeed.optim.saved_state import check_saved_state
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -45,19 +46,22 @@ def collect(sharding: Sharding) -> dict[str, Any]:
 
 
 def check(sharding: Sharding, saved: dict[str, Any]) -> None:
-    """Refuse a state of another model, other groups or another division.
+    """Refuse a state of another model, another kind of optimizer, other groups or another division.
 
     Raises:
         CheckpointError: says what was found; nothing was changed.
     """
     masters = saved["single_partition_of_fp32_groups"]
     optimizer = sharding.optimizer
-    param_groups = saved["base_optimizer_state"]["param_groups"]
+    base = saved["base_optimizer_state"]
+    param_groups = base["param_groups"]
     if optimizer is not None and len(param_groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"optimizer state: found {len(param_groups)} parameter groups, this run has {len(optimizer.param_groups)}; "
             "build the optimizer with the same groups"
         )
+    if optimizer is not None:
+        check_saved_state(optimizer, base["state"].values(), param_groups)
     if len(masters) != len(sharding.groups):
         raise CheckpointError(
             f"optimizer state: found {len(masters)} parameter groups, this run has {len(sharding.groups)}; "

@@ -82,3 +82,101 @@ def test_a_refused_group_leaves_the_engine_training(single_rank, make_engine):
     engine.backward(engine(torch.ones(1, 2)).sum())
     engine.step()
     assert not torch.equal(engine.module.weight, before)
+
+
+FLAGS = [{}, {"load_optimizer_states": False}, {"load_module_only": True}]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_weights_of_other_shapes_change_nothing(make_engine, tmp_path, stage, flags):
+    keys = {"optimizer": ADAM, "zero_optimization": {"stage": stage}}
+    make_engine(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)), **keys).save_checkpoint(tmp_path)
+    engine = make_engine(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 4)), **keys)
+    before = [param.detach().clone() for param in engine.module.parameters()]
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match=r"1\.weight is \(3, 2\) there and \(4, 2\) in the model; 1\.bias"):
+            engine.load_checkpoint(tmp_path, load_module_strict=strict, **flags)
+    assert all(map(torch.equal, engine.module.parameters(), before))
+
+
+def test_weights_of_other_names(make_engine, tmp_path):
+    make_engine(torch.nn.Sequential(torch.nn.Linear(2, 2)), optimizer=ADAM).save_checkpoint(tmp_path)
+    model = torch.nn.ModuleDict({"0": torch.nn.Linear(2, 2, bias=False), "head": torch.nn.Linear(2, 1)})
+    engine = make_engine(model, optimizer=ADAM)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"head\.weight is missing there; .*0\.bias is not in the model"):
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert torch.equal(model["0"].weight, before["0.weight"])
+    engine.load_checkpoint(tmp_path, load_module_only=True, load_module_strict=False)
+    assert not torch.equal(model["0"].weight, before["0.weight"])
+    assert torch.equal(model["head"].weight, before["head.weight"])
+
+
+def test_loaded_weights_of_another_model_change_nothing(make_engine):
+    engine = make_engine(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 4)), optimizer=ADAM)
+    before = engine.module[0].weight.detach().clone()
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)).state_dict()
+    with pytest.raises(CheckpointError, match=r"load_module_state_dict: .*1\.weight is \(3, 2\) there"):
+        engine.load_module_state_dict({"module": other})
+    assert torch.equal(engine.module[0].weight, before)
+
+
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+LION = {"type": "Lion", "params": {"lr": 0.1}}
+
+
+def stepped(make_engine, optimizer, **keys):
+    engine = make_engine(torch.nn.Linear(2, 1), optimizer=optimizer, train_batch_size=1, **keys)
+    engine.backward(engine(torch.ones(1, 2, dtype=engine.module.weight.dtype)).sum())
+    engine.step()
+    return engine
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (0, True), (1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("saved", "loading", "message"),
+    [
+        (SGD, ADAM, r"that of SGD \(states: momentum_buffer; .*this run has FusedAdam \(states: exp_avg, "),
+        (ADAM, SGD, r"that of Adam \(states: exp_avg, exp_avg_sq; .*this run has SGD \(states: momentum_buffer; "),
+        (ADAM, LION, r"that of Adam .*this run has FusedLion "),
+        ({"type": "SGD", "params": {"lr": 0.1}}, ADAM, r"that of SGD \(states: none; options: dampening, lr, "),
+    ],
+    ids=["SGD-Adam", "Adam-SGD", "Adam-Lion", "plain SGD-Adam"],
+)
+def test_the_state_of_another_optimizer(make_engine, tmp_path, stage, bf16, saved, loading, message):
+    keys = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}}
+    stepped(make_engine, saved, **keys).save_checkpoint(tmp_path)
+    engine = make_engine(torch.nn.Linear(2, 1), optimizer=loading, **keys)
+    before = engine.module.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_checkpoint(tmp_path)
+    assert torch.equal(engine.module.weight, before)
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_optimizers_with_the_same_states_take_each_others(make_engine, tmp_path, stage):
+    fused = stepped(make_engine, ADAM, zero_optimization={"stage": stage})
+    fused.save_checkpoint(tmp_path)
+    types = {type(fused.basic_optimizer)}
+    for params in ({"torch_adam": True}, {}):
+        optimizer = {"type": "AdamW", "params": {"lr": 0.1, **params}}
+        engine = make_engine(torch.nn.Linear(2, 1), optimizer=optimizer, zero_optimization={"stage": stage})
+        engine.load_checkpoint(tmp_path)
+        engine.backward(engine(torch.ones(4, 2)).sum())
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        types.add(type(engine.basic_optimizer))
+    assert len(types) > 1
+
+
+def test_other_parameter_groups_of_a_plain_optimizer(make_engine, tmp_path):
+    stepped(make_engine, ADAM).save_checkpoint(tmp_path)
+    model = torch.nn.Linear(2, 1)
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    engine = make_engine(model, optimizer=ADAM, arguments={"model_parameters": groups})
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters, this run has \[1, 1\]"):
+        engine.load_checkpoint(tmp_path)
+    assert torch.equal(model.weight, before)

@@ -1,0 +1,82 @@
+"""Loading a module's saved weights, compared first: `load_state_dict` overwrites what fits and only then complains."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import CheckpointError
+
+_SHOWN = 6  # names in one message
+_EXTRA = "_extra_state"  # torch's key of what a module's `get_extra_state` gives
+
+
+def check_module_state(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool, source: str) -> None:
+    """Refuse weights that `module.load_state_dict(saved, strict)` would refuse. Called before it, on each rank.
+
+    Args:
+        strict: names must be the same too; otherwise only the shapes under common names.
+        source: how the message calls the weights: a path, or the call that got them.
+
+    Left to `load_state_dict` itself: names that a hook after the load may forgive, and whatever lies below a module
+    that translates older weights (a hook before the load, or a `_load_from_state_dict` of its own).
+
+    Raises:
+        CheckpointError: says which names and shapes; nothing was changed.
+    """
+    if getattr(module.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict:
+        return
+    children = [(f"{name}." if name else "", child) for name, child in module.named_modules(remove_duplicate=False)]
+    translated = tuple(prefix for prefix, child in children if _translates(child))
+    own = {prefix + name: value for prefix, child in children for name, value in _held(child)}
+    own = {name: value for name, value in own.items() if not name.startswith(translated)}
+    theirs = {name: value for name, value in saved.items() if not name.startswith(translated)}
+    faults = [
+        f"{name} is {_shape(theirs[name])} there and {_shape(value)} in the model"
+        for name, value in own.items()
+        if name in theirs and not _fits(theirs[name], value)
+    ]
+    if strict and not any(child._load_state_dict_post_hooks for _, child in children):
+        filled = tuple(prefix for prefix, child in children if _definer(child) is not torch.nn.Module)
+        missing = [name for name in own if name not in theirs and not name.startswith(filled)]
+        faults += [f"{name} is missing there" for name in missing]
+        faults += [f"{name} is not in the model" for name in theirs if name not in own]
+    if faults:
+        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        advice = ", or say strict=False (load_module_strict) to leave out what only one side has" if strict else ""
+        raise CheckpointError(
+            f"{source}: the weights are of another model: {'; '.join(faults[:_SHOWN])}{more}. Nothing was loaded; "
+            f"build the model of the save{advice}"
+        )
+
+
+def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """What `load_state_dict` fills in this module itself: name, tensor (None for extra state)."""
+    yield from ((name, param) for name, param in module._parameters.items() if param is not None)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+    if type(module).set_extra_state is not torch.nn.Module.set_extra_state:
+        yield _EXTRA, None
+
+
+def _translates(module: torch.nn.Module) -> bool:
+    return bool(module._load_state_dict_pre_hooks) or not _definer(module).__module__.startswith("torch.nn.modules.")
+
+
+def _definer(module: torch.nn.Module) -> type:
+    """The class whose `_load_from_state_dict` it is. torch's batch norms fill in a counter that old files lack."""
+    return next(cls for cls in type(module).__mro__ if "_load_from_state_dict" in vars(cls))
+
+
+def _fits(saved: Any, own: Tensor | None) -> bool:
+    if own is None:
+        return True
+    if not isinstance(saved, Tensor):
+        return False
+    return saved.shape == own.shape or (own.dim() == 0 and saved.dim() == 1)  # torch takes the first element
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
