@@ -38,6 +38,13 @@ adam = registry.kernel("cpu_adam")  # the loaded op, or None: use the reference
 """
 
 _MIDDLE = """
+An operator of an optimizer takes lists of tensors and updates all of them in one call; its schema is the `m.def` of
+[Adam](../../extensions/ds-ext-cpu/src/ds_ext_cpu/csrc/adam/cpu_adam.cpp),
+[Lion](../../extensions/ds-ext-cpu/src/ds_ext_cpu/csrc/lion/cpu_lion.cpp),
+[Adagrad](../../extensions/ds-ext-cpu/src/ds_ext_cpu/csrc/adagrad/cpu_adagrad.cpp),
+[LAMB](../../extensions/ds-ext-cpu/src/ds_ext_cpu/csrc/lamb/cpu_lamb.cpp). A vendor's kernel with the same operators, in
+a namespace of its own, serves the front.
+
 ## Names without a front in this version
 
 A vendor may serve these; they are reached by `get_accelerator().create_op_builder(...)` or `registry.require(op)`.

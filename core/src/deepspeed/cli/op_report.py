@@ -9,6 +9,7 @@ reference   torch's operators
 
 from typing import Any
 
+from deepspeed.cli.build import warm
 from deepspeed.errors import OpUnavailable
 from deepspeed.ops import registry
 from deepspeed.ops.op_builder import OpBuilder, jit, prebuilt
@@ -31,15 +32,8 @@ def build_ops() -> list[dict[str, Any]]:
     Returns:
         The rows of `collect_ops` afterwards; one that could not be built says so in `remark`, its `state` is "failed".
     """
-    failures = {}
-    for op in registry.op_names():
-        builder = registry.resolve(op).builder
-        if builder is None:
-            continue
-        try:
-            builder.load(verbose=False) if isinstance(builder, OpBuilder) else builder.load()
-        except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
-            failures[op] = str(error).strip() or type(error).__name__
+    outcomes = [warm(op) for op in registry.op_names()]
+    failures = {outcome.op: outcome.detail for outcome in outcomes if outcome.state == "failed"}
     rows = collect_ops()
     for row in rows:
         if row["op"] in failures:
@@ -54,7 +48,7 @@ def _row(op: str) -> dict[str, Any]:
     front = registry.OPS[op].front if op in registry.OPS else ""
     state, library, remark = ("reference", None, "") if builder is None else _state(builder)
     return {
-        "op": op if builder is None else registry.op_of(builder, op),
+        "op": op,
         "front": f"deepspeed.ops.{front}" if front else None,
         "offered": builder is not None or bool(registry.offered(registry.builder_name(op))),
         "builder": None if builder is None else f"{kind.__module__}.{kind.__qualname__}",

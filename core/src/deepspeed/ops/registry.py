@@ -149,9 +149,10 @@ def builder_name(op: str) -> str:
 
 
 def op_names() -> list[str]:
-    """Every op to report on: the short names of the documented ones, the builder names of those that a vendor has."""
+    """Every op to report on: the short names of the documented ones, and of those that only a vendor has."""
     documented = {op.builder for op in OPS.values()}
-    return [*OPS, *(name for name in builder_names() if name not in documented)]
+    own = [name for name in builder_names() if name not in documented]
+    return [*OPS, *(op_of(offered(name)[0][1], name) if offered(name) else name for name in own)]
 
 
 def builder_names() -> list[str]:
@@ -204,11 +205,11 @@ def incompatible(builder: Any) -> str | None:
 
 
 def op_of(builder: Any, class_name: str) -> str:
-    """The short name of the op of `builder`, found as `class_name`: the documented one, else the builder's own."""
+    """The short name of the op of `builder`, an object or a class, found as `class_name`: documented, else its own."""
     for op, entry in OPS.items():
         if entry.builder == class_name:
             return op
-    return str(getattr(builder, "name", None) or getattr(builder, "NAME", None) or class_name)
+    return str(getattr(builder, "NAME", None) or getattr(builder, "name", None) or class_name)
 
 
 def reset() -> None:

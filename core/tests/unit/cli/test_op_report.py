@@ -123,6 +123,15 @@ def test_a_build_that_fails_is_a_row_and_an_exit_code(vendor, capsys):
     assert report.main(["--json"]) == 0
 
 
+def test_a_vendors_own_op_that_breaks_is_a_row_under_its_name(vendor, monkeypatch):
+    def fail(self, verbose=True):
+        raise OSError("driver gone")
+
+    monkeypatch.setattr(MyGemmBuilder, "load", fail)
+    row = {row["op"]: row for row in build_ops()}["my_gemm"]
+    assert (row["state"], row["remark"]) == ("failed", "driver gone")
+
+
 def test_a_source_that_is_not_there_is_a_row(vendor):
     vendor.unlink()
     assert rows()["transformer"]["state"] == "failed"

@@ -19,20 +19,22 @@ values = torch.tensor([0.0, 1.0, 0.0])
 import ctypes
 zeros = utils.count_zeros(ctypes.cast(values.data_ptr(), ctypes.c_void_p), ctypes.c_long(3))
 again = get_accelerator().create_op_builder("FusedAdamBuilder").load()
-print(json.dumps([adam.multi_tensor_adam(), zeros, again is adam]))
+unknown = [get_accelerator().create_op_builder("NoSuchBuilder"), get_accelerator().get_op_builder("NoSuchBuilder")]
+print(json.dumps([adam.multi_tensor_adam(), zeros, again is adam, unknown]))
 """
 
 
 def test_its_ops_build_and_run_and_no_package_changes(site):
     before = site.listing()
     answer, _ = site.run(BUILD_AND_RUN)
-    assert answer == ["multi_tensor_adam of outsider", 2, True]
+    assert answer == ["multi_tensor_adam of outsider", 2, True, [None, None]]
     assert site.listing() == before
     assert any(name.startswith("fused_adam_") for name in site.built())
 
 
 def test_the_second_process_compiles_nothing(site):
-    site.run(BUILD_AND_RUN)
+    if not any(name.startswith("fused_adam_") for name in site.built()):
+        site.run(BUILD_AND_RUN)
     times = [path.stat().st_mtime_ns for path in site.ops.rglob("fused_adam_*.so")]
     answer, told = site.run(BUILD_AND_RUN)
     assert answer[0] == "multi_tensor_adam of outsider"
@@ -98,16 +100,6 @@ def test_after_set_accelerator_every_name_is_the_new_ones(site):
         assert told[4:] == [True, ["fused_adam", "spatial_inference", "utils"]]
 
 
-def test_an_unknown_builder_is_none(site):
-    answer, _ = site.run(
-        """
-        acc = get_accelerator()
-        print(json.dumps([acc.create_op_builder("NoSuchBuilder"), acc.get_op_builder("NoSuchBuilder")]))
-        """
-    )
-    assert answer == [None, None]
-
-
 TRAIN = """
 from deepspeed.ops import registry
 torch.manual_seed(0)
@@ -128,7 +120,14 @@ print(json.dumps([type(get_accelerator()).__module__, losses, registry.resolve("
 """
 
 
-def test_a_model_trains_on_an_accelerator_of_an_earlier_year_and_without_the_ops_it_lacks(site):
+@pytest.fixture(scope="module")
+def reference_losses(site):
+    """The losses on the plain device, with no kernel at all."""
+    (_, losses, _), _ = site.run(TRAIN, DS_ACCELERATOR="plain", DS_OPS_DISABLE="all")
+    return losses
+
+
+def test_a_model_trains_on_an_accelerator_of_an_earlier_year_and_without_the_ops_it_lacks(site, reference_losses):
     before = site.listing()
     (module, losses, why), _ = site.run(TRAIN)
     assert module == "ds_outsider.accelerator"
@@ -136,24 +135,22 @@ def test_a_model_trains_on_an_accelerator_of_an_earlier_year_and_without_the_ops
     # its fused_adam is DeepSpeed's, whose functions our front does not call: told, and done without
     assert "FusedAdamBuilder gives no adam_step_" in why
     assert site.listing() == before
-    (_, reference, _), _ = site.run(TRAIN, DS_ACCELERATOR="plain", DS_OPS_DISABLE="all")
-    assert losses == pytest.approx(reference, abs=1e-6)
+    assert losses == pytest.approx(reference_losses, abs=1e-6)
 
 
-def test_it_offloads_and_tells_times_with_the_signatures_of_its_year(site):
+def test_it_offloads_and_tells_times_with_the_signatures_of_its_year(site, reference_losses):
     more = """config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
 config["wall_clock_breakdown"] = config["memory_breakdown"] = True
 engine, optimizer"""
     (_, losses, _), _ = site.run(TRAIN.replace("engine, optimizer", more))
-    (_, reference, _), _ = site.run(TRAIN)
-    assert losses == pytest.approx(reference, abs=1e-6)
+    assert losses == pytest.approx(reference_losses, abs=1e-6)
 
 
-def test_without_a_compiler_it_trains_and_one_line_says_what_is_missing(site, tmp_path):
+def test_without_a_compiler_it_trains_and_one_line_says_what_is_missing(site, reference_losses, tmp_path):
     (_, losses, why), told = site.run(
         TRAIN, PATH=str(tmp_path), CXX="", TORCH_EXTENSIONS_DIR=str(tmp_path), DS_PLUGINS_BLOCK="cpu"
     )
-    assert losses[-1] < losses[0]
+    assert losses == pytest.approx(reference_losses, abs=1e-6)
     assert "not compatible" in why
     assert "compiler" in why
     assert told.count("runs on its torch reference") == 1
