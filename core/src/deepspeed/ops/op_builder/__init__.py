@@ -27,11 +27,11 @@ def __getattr__(name: str) -> Any:
         return all_ops()
     known = [*__all__, "ALL_OPS"]
     if name.endswith("Builder"):
-        from deepspeed.ops import registry
+        from deepspeed.ops import builders
 
-        if registry.offered(name):
+        if builders.offered(name):
             return builder_name(name)
-        known = ["OpBuilder", *registry.builder_names()]
+        known = ["OpBuilder", *builders.builder_names()]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

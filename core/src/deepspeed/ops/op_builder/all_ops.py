@@ -12,16 +12,16 @@ __all__ = ["ALL_OPS"]  # noqa: F822 - see __getattr__
 
 def all_ops() -> dict[str, Any]:
     """Op name -> an instance of the builder that serves it, or would if it were compatible. Compiles nothing."""
-    from deepspeed.ops import registry
+    from deepspeed.ops import builders
 
-    builders = {}
-    for class_name in registry.builder_names():
+    found = {}
+    for class_name in builders.builder_names():
         try:
-            builder = registry.create_builder(class_name)
+            builder = builders.create_builder(class_name)
         except OpUnavailable:  # no builder: the op is not among "all ops" of this accelerator
             continue
-        builders[registry.op_of(builder, class_name)] = builder
-    return builders
+        found[builders.op_of(builder, class_name)] = builder
+    return found
 
 
 def compatible_ops() -> dict[str, bool]:
@@ -29,10 +29,11 @@ def compatible_ops() -> dict[str, bool]:
 
     Every documented op is there, so that `__compatible_ops__["async_io"]` answers False where nobody has a builder.
     """
-    from deepspeed.ops import registry
+    from deepspeed.ops import builders
+    from deepspeed.ops.documented import OPS
 
-    answers = dict.fromkeys(registry.OPS, False)
-    answers.update({op: registry.incompatible(builder) is None for op, builder in all_ops().items()})
+    answers = dict.fromkeys(OPS, False)
+    answers.update({op: builders.incompatible(builder) is None for op, builder in all_ops().items()})
     return answers
 
 

@@ -20,6 +20,7 @@ A builder of an extension names its sources and is done:
 loads no torch; `TORCH_MAJOR` and `TORCH_MINOR` are worked out when they are first asked for.
 """
 
+import dataclasses
 import importlib
 import os
 import platform
@@ -408,8 +409,6 @@ class OpBuilder(ABC):
 
 def _with_torch(spec: BuildSpec, system_include_paths: Sequence[Path]) -> BuildSpec:
     """`spec` for the torch of this process: its identity, headers, libraries, and the flags that go with them."""
-    import dataclasses
-
     torch = _torch()
     root = Path(torch.__file__).absolute().parent
     abi = int(torch.compiled_with_cxx11_abi())
@@ -429,7 +428,7 @@ def _with_torch(spec: BuildSpec, system_include_paths: Sequence[Path]) -> BuildS
         flags.append("-DTORCH_API_INCLUDE_EXTENSION_H")
     if spec.cmake_dir is not None:
         flags, libraries = [], []
-    return dataclasses.replace(
+    made = dataclasses.replace(
         spec,
         torch=f"{torch.__version__} abi{abi}",
         stable_abi=stable,
@@ -438,6 +437,8 @@ def _with_torch(spec: BuildSpec, system_include_paths: Sequence[Path]) -> BuildS
         library_paths=(root / "lib",),
         system_include_paths=(*system_include_paths, *headers),
     )
+    vars(made)["includes"] = spec.includes  # of the same sources: they are read once
+    return made
 
 
 def _torch() -> Any:

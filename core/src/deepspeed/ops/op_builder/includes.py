@@ -6,14 +6,14 @@ set may be too large. What only the compiler can see (`-include`, a name put tog
 build, see `cache.Manifest.extra`.
 """
 
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*(?:include|include_next|import)[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
-#: what an `#include MACRO` may mean: a macro that stands for a literal name
-_NAMED = re.compile(rb'^[ \t]*#[ \t]*define[ \t]+\w+[ \t]+(?:"([^"\n]+)"|<([^>\n]+)>)[ \t]*$', re.MULTILINE)
+#: what follows a `#`: an include, or a macro that stands for a literal name, which an `#include MACRO` may mean
+_DIRECTIVE = re.compile(rb'[ \t]*(?:(include|include_next|import)|define[ \t]+\w+)[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)')
 _TORCH = ("torch/", "ATen/", "c10/", "caffe2/", "pybind11/", "Python.h")
 _STABLE = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/")
 
@@ -54,17 +54,25 @@ def scan(sources: Iterable[Path], include_paths: Sequence[Path]) -> Includes:
     seen = set(waiting)
     while waiting:
         file = waiting.pop()
-        text = file.read_bytes()
-        for pattern in (_INCLUDE, _NAMED):
-            for quoted, angled in pattern.findall(text):
-                name = (quoted or angled).decode(errors="replace")
-                places = [file.parent, *include_paths] if quoted else include_paths
-                found = next((place / name for place in places if (place / name).is_file()), None)
-                if found is not None:
-                    headers[name, found] = None
-                    if found not in seen:
-                        seen.add(found)
-                        waiting.append(found)
-                elif pattern is _INCLUDE:
-                    outside.add(name)
+        for is_include, quoted, name in _names_in(file.read_bytes()):
+            places = [file.parent, *include_paths] if quoted else include_paths
+            found = next((place / name for place in places if (place / name).is_file()), None)
+            if found is not None:
+                headers[name, found] = None
+                if found not in seen:
+                    seen.add(found)
+                    waiting.append(found)
+            elif is_include:
+                outside.add(name)
     return Includes(tuple(sorted(headers)), frozenset(outside))
+
+
+def _names_in(text: bytes) -> Iterator[tuple[bool, bool, str]]:
+    """(from an include, in quotes, name) of each directive that may name a header. Cut at `#` first: that is quick."""
+    pieces = text.split(b"#")
+    for before, after in itertools.pairwise(pieces):
+        if before.rstrip(b" \t")[-1:] in (b"", b"\n"):  # the first thing of its line
+            match = _DIRECTIVE.match(after)
+            if match is not None:
+                include, quoted, angled = match.groups()
+                yield include is not None, quoted is not None, (quoted or angled).decode(errors="replace")

@@ -31,9 +31,9 @@ class BuilderName:
         Raises:
             OpUnavailable: no place has such a builder; the message gives every reason.
         """
-        from deepspeed.ops import registry
+        from deepspeed.ops import builders
 
-        return registry.create_builder(self.__name__, *args, **kwargs)
+        return builders.create_builder(self.__name__, *args, **kwargs)
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):  # inspect, copy and others look for these in every object
@@ -59,9 +59,9 @@ class BuilderName:
         return builder_name, (self.__name__,)
 
     def _classes(self) -> tuple[type, ...]:
-        from deepspeed.ops import registry
+        from deepspeed.ops import builders
 
-        return tuple(kind for _, kind in registry.offered(self.__name__))
+        return tuple(kind for _, kind in builders.offered(self.__name__))
 
     def _class(self) -> type:
         """The class that a call would make an instance of. Raises OpUnavailable when there is none."""
