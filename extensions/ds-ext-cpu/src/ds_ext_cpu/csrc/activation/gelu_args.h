@@ -11,7 +11,7 @@ namespace ds_cpu {
 // gelu(x) = x * (1/2 + x P(2 (x / bound)^2 - 1)) for |x| < bound, x above and 0 below. P was fitted by weighted least
 // squares at 4000 Chebyshev nodes, reweighted until the largest error was least (Lawson's algorithm); in its centered
 // variable the coefficients do not cancel. As many terms as the dtype can show. Largest error of gelu before rounding
-// to the dtype: fp32 6e-7 (erf) and 9e-7 (tanh), where torch's own have 1.2e-6 and 4e-7; fp16 8e-7; bf16 7e-6.
+// to the dtype: fp32 6e-7 (erf) and 9e-7 (tanh), where torch's own have 1.2e-6 and 4e-7; fp16 2e-6; bf16 7e-6.
 template <int kTerms>
 struct GeluCurve {
     float bound;
