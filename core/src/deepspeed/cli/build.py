@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed.errors import ConfigError, DeepSpeedError
-from deepspeed.ops import registry
+from deepspeed.ops import builders, registry
 from deepspeed.ops.op_builder import OpBuilder
 
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     act: Callable[[str], Outcome] = _show if options.list else warm
     try:
-        outcomes = [_told(act(op), named=bool(options.ops)) for op in options.ops or _all_ops()]
+        outcomes = [_told(act(op), named=bool(options.ops)) for op in options.ops or builders.op_names()]
     except DeepSpeedError as error:
         sys.stderr.write(f"ds_build: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
@@ -85,12 +85,6 @@ def _show(op: str) -> Outcome:
         return Outcome(op, "reference", resolution.why(), 0.0)
     kind = type(resolution.builder)
     return Outcome(op, resolution.source, f"{kind.__module__}.{kind.__qualname__}", 0.0)
-
-
-def _all_ops() -> list[str]:
-    """Short names of the documented ops and names of the builders that only a vendor has."""
-    documented = {op.builder for op in registry.OPS.values()}
-    return [*registry.OPS, *(name for name in registry.builder_names() if name not in documented)]
 
 
 def _told(outcome: Outcome, named: bool) -> Outcome:

@@ -11,7 +11,8 @@ from typing import Any
 
 from deepspeed.cli.build import warm
 from deepspeed.errors import OpUnavailable
-from deepspeed.ops import registry
+from deepspeed.ops import builders, registry
+from deepspeed.ops.documented import OPS
 from deepspeed.ops.op_builder import OpBuilder, jit, prebuilt
 
 
@@ -23,7 +24,7 @@ def collect_ops() -> list[dict[str, Any]]:
     its builder broke), `library` (path, or None), `rejected` ([place, reason] of each better place), `remark` (of the
     builder: why nothing is built).
     """
-    return sorted((_row(op) for op in registry.op_names()), key=lambda row: (not row["offered"], row["op"]))
+    return sorted((_row(op) for op in builders.op_names()), key=lambda row: (not row["offered"], row["op"]))
 
 
 def build_ops() -> list[dict[str, Any]]:
@@ -32,7 +33,7 @@ def build_ops() -> list[dict[str, Any]]:
     Returns:
         The rows of `collect_ops` afterwards; one that could not be built says so in `remark`, its `state` is "failed".
     """
-    outcomes = [warm(op) for op in registry.op_names()]
+    outcomes = [warm(op) for op in builders.op_names()]
     failures = {outcome.op: outcome.detail for outcome in outcomes if outcome.state == "failed"}
     rows = collect_ops()
     for row in rows:
@@ -45,12 +46,12 @@ def _row(op: str) -> dict[str, Any]:
     resolution = registry.resolve(op)
     builder = resolution.builder
     kind = type(builder)
-    front = registry.OPS[op].front if op in registry.OPS else ""
+    front = OPS[op].front if op in OPS else ""
     state, library, remark = ("reference", None, "") if builder is None else _state(builder)
     return {
         "op": op,
         "front": f"deepspeed.ops.{front}" if front else None,
-        "offered": builder is not None or bool(registry.offered(registry.builder_name(op))),
+        "offered": builder is not None or bool(builders.offered(builders.builder_name(op))),
         "builder": None if builder is None else f"{kind.__module__}.{kind.__qualname__}",
         "source": resolution.source,
         "state": state,

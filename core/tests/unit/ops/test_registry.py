@@ -236,7 +236,11 @@ def test_one_quiet_line_per_op_from_rank_0(builders, monkeypatch, lines):
 
 @pytest.mark.parametrize(
     "how",
-    [{"result": OpUnavailable("no compiler on PATH")}, {"compatible": False, "reason": "no compiler on PATH"}],
+    [
+        {"result": OpUnavailable("no compiler on PATH")},
+        {"compatible": False, "reason": "no compiler on PATH"},
+        {"compatible": OSError("no compiler on PATH")},
+    ],
 )
 def test_a_kernel_that_is_installed_and_cannot_be_used_is_a_warning(builders, lines, how):
     set_accelerator(builders.accelerator(builders.make("fused_adam", **how))())
