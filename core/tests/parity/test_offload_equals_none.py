@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.optim import create_optimizer
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.zero.offload.host import HostPlacement
@@ -82,16 +83,20 @@ def host_is_apart():
 def train(stage, keys, is_offloaded):
     torch.manual_seed(7)
     net = Net()
+    keys = copy.deepcopy(keys)
+    chosen = keys.pop("optimizer", {"type": "AdamW", "params": ADAMW})
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
-        "optimizer": {"type": "AdamW", "params": ADAMW},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 300},
         "steps_per_print": 1_000_000,
-        **copy.deepcopy(keys),
+        **keys,
     }
     if is_offloaded:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
-    engine, *_ = deepspeed.initialize(model=net, config=config)
+        config["zero_force_ds_cpu_optimizer"] = chosen["type"] == "AdamW"  # no front for the host alone has Lamb
+    # the front of the host on both sides: where the optimizer runs is compared, not which kernel it has
+    optimizer = functools.partial(create_optimizer, chosen["type"], chosen["params"], offload=True)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
     assert engine.sharding.placement.is_apart is is_offloaded
     losses, norms, scales = [], [], []
     data = torch.Generator().manual_seed(100 + dist.get_rank())

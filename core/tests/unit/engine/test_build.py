@@ -7,6 +7,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.errors import ConfigError
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.zero.optimizer import ZeroOptimizer
 from torch import nn
 from torch.optim import lr_scheduler
@@ -133,6 +134,33 @@ def test_a_parameter_in_two_groups():
 def test_offload_moves_nothing_where_memory_is_the_hosts():
     config = {**SGD, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     deepspeed.initialize(model=nn.Linear(4, 2), config=config)
+
+
+def test_an_offloaded_optimizer_that_is_given_must_be_one_for_the_host():
+    def start(optimizer, **keys):
+        config = {"train_batch_size": 1, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+        return deepspeed.initialize(model=nn.Linear(4, 2), config={**config, **keys}, optimizer=optimizer)[0]
+
+    with pytest.raises(ConfigError, match=r"^zero_force_ds_cpu_optimizer: found true.* the class AdamW, which is slow"):
+        start(torch.optim.AdamW)
+    assert isinstance(start(torch.optim.AdamW, zero_force_ds_cpu_optimizer=False).basic_optimizer, torch.optim.AdamW)
+    assert isinstance(start(DeepSpeedCPUAdam).basic_optimizer, DeepSpeedCPUAdam)
+
+
+def test_an_offloaded_optimizer_that_the_config_names_is_the_one_for_the_host():
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    }
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 2), config=config)
+    assert type(engine.basic_optimizer) is DeepSpeedCPUAdam
+
+
+def test_offload_wants_a_stage_that_shards():
+    config = {**SGD, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(ConfigError, match=r"^zero_optimization\.offload_optimizer\.device: found 'cpu' with .*stage 0"):
+        deepspeed.initialize(model=nn.Linear(4, 2), config=config)
 
 
 @pytest.mark.parametrize("kind", ["instance", "callable", "class"])

@@ -241,3 +241,68 @@ def test_an_unsent_bucket_of_the_pool_is_cleared():
     assert bucket.slots[0].view is None
     pool.take(spec_of(2))
     assert allocate.sizes == [2]
+
+
+class Recorded:
+    """Work that writes down when it is waited for."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait(self):
+        self.log.append(self.name)
+
+
+class Keeper:
+    def __init__(self, log):
+        self.log, self.kept = log, []
+
+    def __call__(self, spec, work, summed):
+        self.log.append("keep")
+        work.wait()
+        self.kept.append((spec, summed.clone()))
+        return Recorded(self.log, "copied")
+
+
+def test_a_sum_that_is_kept_elsewhere_is_handed_over_with_its_exchange():
+    log = []
+    bucket, home = make_bucket(2, 1)
+    bucket._keep = keeper = Keeper(log)
+    fill(bucket, 1, 2)
+    bucket.launch(lambda wire: Recorded(log, "exchanged"))
+    bucket.finish()
+    assert log == ["keep", "exchanged"]
+    assert keeper.kept[0][0] == bucket.spec
+    assert keeper.kept[0][1].tolist() == [1.0, 1.0, 2.0]
+    bucket.write(bucket.slots[0], torch.ones(2), 1.0)  # late
+    assert log == ["keep", "exchanged", "copied"], "the memory is written when its copy is done"
+    assert home.tolist() == [2.0, 2.0, 2.0], "this rank goes on adding to it"
+    bucket.write(bucket.slots[1], torch.ones(1), 1.0)
+    assert log.count("copied") == 1
+
+
+def test_what_is_kept_of_another_wire_dtype_is_in_the_memorys_own():
+    bucket, home = make_bucket(2, wire_dtype=torch.bfloat16)
+    bucket._keep = keeper = Keeper([])
+    fill(bucket, 1)
+    bucket.launch(Exchange(others=0.5))
+    bucket.finish()
+    assert home.tolist() == [1.5, 1.5]
+    assert keeper.kept[0][1].dtype is torch.float32
+
+
+def test_memory_of_the_pool_is_lent_or_dropped_when_its_copy_is_done():
+    log = []
+    pool = BucketPool(1, Allocator())
+    first, _ = make_bucket(3, is_holder=False, pool=pool)
+    second, _ = make_bucket(3, is_holder=False, pool=pool)
+    for bucket in (first, second):
+        bucket._keep = Keeper(log)
+        fill(bucket, 1)
+        bucket.launch(lambda wire: Recorded(log, "exchanged"))
+    first.finish()
+    assert log == ["keep", "exchanged"]
+    second.finish()  # no room for it: the allocator may give it to anyone
+    assert log == ["keep", "exchanged"] * 2 + ["copied"]
+    pool.take(spec_of(3))
+    assert log[-2:] == ["copied", "copied"]

@@ -49,6 +49,7 @@ class _Shard:
     """The reduced gradients of one flat group."""
 
     reduced: Tensor  # [S]
+    own: Tensor  # the device's sums, to which a later backward adds (stage 1); empty where it keeps none
     start: int  # of the partition within the flat group
     #: buckets that have a sum of this step -> its norm, 0-D on the device; None: to be taken here
     norms: dict[BucketSpec, Tensor | None] = field(default_factory=dict)
@@ -108,7 +109,7 @@ class HostPlacement(Placement):
 
     def home_of_gradients(self, group: FlatGroup, own_S: Tensor) -> Tensor:
         start, stop = group.layout.partition(group.rank)
-        self._shards.append(_Shard(self._memory.allocate(stop - start, own_S.dtype), start))
+        self._shards.append(_Shard(self._memory.allocate(stop - start, own_S.dtype), own_S, start))
         return self._shards[-1].reduced
 
     @property
@@ -164,6 +165,9 @@ class HostPlacement(Placement):
 
     def gradients_changed(self) -> None:
         self._was_changed = True
+        for shard in self._shards:
+            if shard.own.numel() > 0:  # else the next backward would bring the former sums again
+                shard.own.copy_(shard.reduced)
 
     def forget(self) -> None:
         self.settle()

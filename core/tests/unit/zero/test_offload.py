@@ -1,0 +1,241 @@
+"""Parts of offload alone: who waits for what, memory that cannot be page-locked, which engines get it."""
+
+import pytest
+import torch
+from deepspeed.accelerator.plain import PlainAccelerator
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.zero import OffloadOptimizerConfig
+from deepspeed.errors import ConfigError
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.optim import is_host_front
+from deepspeed.zero.flat_group import Unit
+from deepspeed.zero.layout import Fragment
+from deepspeed.zero.offload import buffers
+from deepspeed.zero.offload.buffers import BufferRing, HostMemory
+from deepspeed.zero.offload.host import HostPlacement
+from deepspeed.zero.offload.lane import CopyLane
+from deepspeed.zero.offload.policy import choose_placement
+from deepspeed.zero.placement import Placement
+
+
+class Recorder(PlainAccelerator):
+    """Streams and events that write down what is asked of them."""
+
+    def __init__(self, resolves=False):
+        super().__init__()
+        self.log = log = []
+        self.resolves = resolves
+
+        class Stream:
+            def __init__(self, name="lane"):
+                self.name = name
+
+            def wait_stream(self, other):
+                log.append(f"{self.name} waits for {other.name}")
+
+            def wait_event(self, event):
+                log.append(f"{self.name} waits for event {event.number}")
+
+            def __enter__(self):
+                log.append(f"on {self.name}")
+
+            def __exit__(self, *exc):
+                log.append(f"off {self.name}")
+
+        class Event:
+            count = 0
+
+            def record(self, stream):
+                Event.count += 1
+                self.number = Event.count
+                log.append(f"event {self.number} on {stream.name}")
+
+            def synchronize(self):
+                log.append(f"host waits for event {self.number}")
+
+        self._classes, self._computation = (Stream, Event), Stream("computation")
+
+    Stream = property(lambda self: self._classes[0])
+    Event = property(lambda self: self._classes[1])
+
+    def is_synchronized_device(self):
+        return False
+
+    def resolves_data_dependency(self):
+        return self.resolves
+
+    def current_stream(self, device_index=None):
+        return self._computation
+
+    def stream(self, stream):
+        return stream
+
+    def told(self):
+        lines, self.log[:] = list(self.log), []
+        return lines
+
+
+def make_units(*starts, dtype=torch.bfloat16, numel=2):
+    weights = torch.zeros(20, dtype=dtype)
+    masters = torch.zeros(20)
+    pieces = [(Fragment(i, 0, start, start + numel, 0), slice(start, start + numel)) for i, start in enumerate(starts)]
+    return weights, [Unit(fragment.param, 0, fragment, weights[cut], masters[cut], None) for fragment, cut in pieces]
+
+
+def test_the_lane_follows_the_computation_and_the_computation_the_mark():
+    accelerator = Recorder()
+    lane = CopyLane(accelerator)
+    with lane.copying():
+        accelerator.log.append("copy")
+    mark = lane.mark()
+    mark.wait()
+    mark.wait_on_host()
+    assert accelerator.told() == [
+        "lane waits for computation",
+        "on lane",
+        "copy",
+        "off lane",
+        "event 1 on lane",
+        "computation waits for event 1",
+        "host waits for event 1",
+    ]
+
+
+def test_where_the_device_orders_its_work_only_the_host_waits():
+    accelerator = Recorder(resolves=True)
+    lane = CopyLane(accelerator)
+    with lane.copying():
+        pass
+    mark = lane.mark()
+    mark.wait()
+    mark.wait_on_host()
+    assert accelerator.told() == ["on lane", "off lane", "event 1 on lane", "host waits for event 1"]
+
+
+def test_a_synchronized_device_needs_neither_streams_nor_events():
+    class Bare(PlainAccelerator):
+        """As accelerators of an earlier year have it."""
+
+        Stream = Event = None
+
+    lane = CopyLane(Bare())
+    with lane.copying():
+        pass
+    lane.mark().wait()
+    lane.mark().wait_on_host()
+
+
+def test_a_staging_buffer_is_taken_again_when_its_copy_is_done():
+    accelerator = Recorder()
+    lane, ring = CopyLane(accelerator), BufferRing(HostMemory(accelerator, pins=False), 2)
+    first = ring.take(3, torch.float32)
+    ring.hold_last(lane.mark())
+    second = ring.take(5, torch.bfloat16)
+    assert accelerator.told() == ["event 1 on lane"]
+    third = ring.take(2, torch.float32)
+    assert accelerator.told() == ["host waits for event 1"]
+    assert (first.dtype, second.dtype, second.numel()) == (torch.float32, torch.bfloat16, 5)
+    assert third.data_ptr() == first.data_ptr() != second.data_ptr()
+    assert ring.held_bytes == 12 + 10
+    ring.release()
+    assert ring.held_bytes == 0
+
+
+def test_weights_are_sent_while_the_host_goes_on_and_waited_for_before_the_buffers_come_round():
+    accelerator = Recorder()
+    placement = HostPlacement(accelerator, pins=False)
+    weights, units = make_units(0, 2, 6)  # two of them neighbours
+    seen = []
+    for value in (1.0, 2.0, 3.0):
+        copies = placement.copies(units)
+        seen.append(copies[0].data_ptr())
+        for copy in copies:
+            copy.fill_(value)
+        placement.send(units, copies)
+        assert weights.tolist() == [*[value] * 4, 0, 0, value, value, *[0] * 12]
+    assert seen[0] == seen[2] != seen[1]
+    placement.finish_sending()
+    lines = [line for line in accelerator.told() if "waits for event" in line]
+    assert lines == [
+        "computation waits for event 1",
+        "computation waits for event 2",
+        "host waits for event 1",  # its buffer is the third one's
+        "computation waits for event 3",
+        "host waits for event 3",
+    ]
+
+
+def test_masters_of_the_models_dtype_are_sent_as_they_are():
+    placement = HostPlacement(Recorder(), pins=False)
+    weights, units = make_units(0, 2, dtype=torch.float32)
+    units[1].master.fill_(5.0)
+    assert placement.copies(units) == []
+    placement.send(units, [])
+    assert weights[:4].tolist() == [0, 0, 5, 5]
+    assert placement.held_bytes == 0
+
+
+class Pinning(PlainAccelerator):
+    def __init__(self, error=None):
+        super().__init__()
+        self.pinned, self.error = [], error
+
+    def pin_memory(self, tensor, align_bytes=1):
+        if self.error is not None:
+            raise self.error
+        self.pinned.append(tensor.numel())
+        return tensor
+
+
+def test_what_crosses_is_page_locked_on_request():
+    accelerator = Pinning()
+    memory = HostMemory(accelerator, pins=True)
+    memory.allocate(3, torch.float32)
+    memory.allocate(4, torch.float32, crosses=False)
+    memory.allocate(0, torch.float32)
+    HostMemory(accelerator, pins=False).allocate(5, torch.float32)
+    assert accelerator.pinned == [3]
+
+
+def test_without_page_locked_memory_it_goes_on_and_says_so(monkeypatch):
+    said = []
+    monkeypatch.setattr(buffers, "warn_once", said.append)
+    memory = HostMemory(Pinning(RuntimeError("no more locked memory\ntrace")), pins=True)
+    for _ in range(2):
+        assert memory.allocate(3, torch.float32).numel() == 3
+    (line,) = said
+    assert "offload_optimizer.pin_memory" in line
+    assert "(no more locked memory)" in line
+    assert "set pin_memory to false" in line
+
+
+def offload(**keys):
+    return OffloadOptimizerConfig.from_dict({"device": "cpu", **keys}, "zero_optimization.offload_optimizer")
+
+
+def test_the_placement_follows_section_and_device():
+    host, other = torch.device("cpu"), torch.device("meta")
+    for section in (None, OffloadOptimizerConfig()):
+        assert not choose_placement(section, stage=2, device=other).is_apart
+    assert type(choose_placement(offload(), stage=2, device=host)) is Placement
+    assert type(choose_placement(offload(), stage=1, device=other)) is HostPlacement
+
+
+def test_without_sharded_states_there_is_nothing_to_offload():
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.device: found 'cpu' with zero_optimization\.stage 0"):
+        choose_placement(offload(), stage=0, device=torch.device("cpu"))
+
+
+def test_a_part_of_the_parameters_is_refused():
+    config = DeepSpeedConfig(
+        {"train_batch_size": 1, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+    )
+    with pytest.raises(ConfigError, match=r"zero_optimization\.offload_optimizer\.ratio: found 0\.5, but a part"):
+        config.check_supported()
+
+
+def test_fronts_of_the_host():
+    param = torch.nn.Parameter(torch.zeros(2))
+    assert is_host_front(DeepSpeedCPUAdam([param]))
+    assert not is_host_front(FusedAdam([param]))
+    assert not is_host_front(torch.optim.AdamW([param]))
