@@ -1,14 +1,19 @@
-"""The engine's read-only getters, as one table: name -> how it is answered.
+"""The engine's read-only getters, as tables: name -> how it is answered.
 
-DeepSpeed's documented interface has a method for almost every configuration value. They are made here from the table
-and mixed into `DeepSpeedEngine`; each takes no argument.
+DeepSpeed's documented interface has a method for almost every configuration value, and attributes for what `initialize`
+was given. They are made here from the tables and mixed into `DeepSpeedEngine`; the methods take no argument.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from deepspeed import comm
+
 #: answered from the validated configuration: method name -> dotted path below the config root
 FROM_CONFIG = {
+    "amp_enabled": "amp.enabled",
     "bfloat16_enabled": "bf16.enabled",
     "dump_state": "dump_state",
     "fp16_auto_cast": "fp16.auto_cast",
@@ -39,6 +44,7 @@ FROM_CONFIG = {
 
 #: answered from the engine itself
 FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
+    "dynamic_loss_scale": lambda engine: engine.precision.loss_scaler.is_dynamic,
     "get_batch_info": lambda engine: (
         engine.train_batch_size(),
         engine.train_micro_batch_size_per_gpu(),
@@ -59,9 +65,38 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     "zero_optimization_stage": lambda engine: engine._config.zero_optimization.stage,
 }
 
+#: attributes, read without a call
+ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "client_lr_scheduler": lambda engine: engine._arguments.get("lr_scheduler"),
+    "client_optimizer": lambda engine: engine._arguments.get("optimizer"),
+    "communication_data_type": lambda engine: (
+        engine.sharding.options.wire_dtype
+        or engine.sharding.options.accumulation_dtype
+        or engine.precision.model_dtype
+        or torch.float32
+    ),
+    "dp_world_size": lambda engine: engine.sharding.world_size,
+    "global_rank": lambda engine: comm.get_rank(),
+    "local_rank": lambda engine: engine._arguments.get("local_rank", 0),
+    "mp_world_size": lambda engine: 1,  # initialize refuses more
+    "mpu": lambda engine: engine._arguments.get("mpu"),
+    "training_data": lambda engine: engine._arguments.get("training_data"),
+    "world_size": lambda engine: comm.get_world_size(),
+}
+
+#: what DeepSpeed documents and this version has not: name -> what there is instead, for the AttributeError
+NOT_HERE = {
+    "allreduce_gradients": "backward and step exchange the gradients themselves; no_sync() lets them wait",
+    "checkpoint_engine": "save_checkpoint writes through engine.checkpointer.store",
+    "eval_batch": "it belongs to pipeline parallelism; call engine.eval() and the engine itself",
+    "offload_states": '"zero_optimization": {"offload_optimizer": ...} keeps optimizer states in host memory',
+    "reload_states": '"zero_optimization": {"offload_optimizer": ...} keeps optimizer states in host memory',
+    "train_batch": "it belongs to pipeline parallelism; call the engine, backward and step",
+}
+
 
 class EngineAccessors:
-    """Mixed into `DeepSpeedEngine`; its methods are the two tables above."""
+    """Mixed into `DeepSpeedEngine`; its methods and properties are the tables above."""
 
 
 def _from_config(path: str) -> Callable[[Any], Any]:
@@ -87,3 +122,5 @@ for _name, _path in FROM_CONFIG.items():
     setattr(EngineAccessors, _name, _named(_from_config(_path), _name))
 for _name, _function in FROM_ENGINE.items():
     setattr(EngineAccessors, _name, _named(_function, _name))
+for _name, _function in ATTRIBUTES.items():
+    setattr(EngineAccessors, _name, property(_function))

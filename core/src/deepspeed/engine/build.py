@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -84,7 +84,8 @@ def initialize(
     settings = DeepSpeedConfig(source, world_size=groups._get_data_parallel_world_size())
     settings.check_supported()
     plugin_manager().hook.ds_check_config(config=settings)
-    device = _claim_device(args)
+    local_rank = _local_rank(args)
+    device = _claim_device(local_rank)
     if "comms_logger" in settings.model_fields_set:
         comm.configure(settings)
 
@@ -107,6 +108,13 @@ def initialize(
         device=device,
         training_data=training_data,
         collate_fn=collate_fn,
+        arguments={
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "training_data": training_data,
+            "mpu": mpu,
+            "local_rank": local_rank,
+        },
     )
     fragments.take_over(module)
     synchronize_module(module, group)
@@ -182,13 +190,18 @@ def _lay_out_ranks(mpu: Any, mesh_param: Any) -> Any:
     return groups._get_sequence_data_parallel_group()
 
 
-def _claim_device(args: Any) -> torch.device:
-    """This rank's device: `args.device_rank` if given, else the launcher's LOCAL_RANK, else `args.local_rank`."""
+def _local_rank(args: Any) -> int:
+    """Number on this host: `args.device_rank` if given, else the launcher's LOCAL_RANK, else `args.local_rank`."""
     rank = getattr(args, "device_rank", None)
     if rank is None:
         local_rank = getattr(args, "local_rank", None)
         fallback = local_rank if isinstance(local_rank, int) and local_rank >= 0 else 0
         rank = int(os.environ.get("LOCAL_RANK", fallback))
+    return int(rank)
+
+
+def _claim_device(rank: int) -> torch.device:
+    """The device of this host's `rank`-th process, made the current one."""
     accelerator = get_accelerator()
     accelerator.set_device(rank)
     return torch.device(accelerator.device_name(rank))
@@ -224,7 +237,13 @@ def _trainable(module: torch.nn.Module, model_parameters: Parameters | None) -> 
     """The parameters or groups that the optimizer gets, without frozen ones."""
     if model_parameters is None:
         return [param for param in module.parameters() if param.requires_grad]
-    return list(model_parameters)
+    given = list(model_parameters)
+    return [
+        {**group, "params": list(group["params"])}  # a generator, which can be read once
+        if isinstance(group, dict) and isinstance(group.get("params"), Iterator)
+        else group
+        for group in given
+    ]
 
 
 def _create_optimizer(
@@ -249,8 +268,9 @@ def _create_optimizer(
                 'Adagrad, Lion), name the optimizer in the config, or set "zero_force_ds_cpu_optimizer": false'
             )
         return optimizer
-    if config.optimizer is None or not params:
+    if config.optimizer is None:
         return None
+    _refuse_nothing_to_train(config.optimizer.type, params, module)
     if unresolved := [name for name in config.unresolved_auto() if name.startswith("optimizer.")]:
         raise ConfigError(f'{unresolved[0]}: found "auto", which Hugging Face\'s Trainer fills in; give a value')
     if config.optimizer.type.lower() == "muon":
@@ -258,6 +278,28 @@ def _create_optimizer(
 
         mark_muon_parameters(module)
     return create_optimizer(config.optimizer.type, config.optimizer.params, params, offload=on_host)
+
+
+def _refuse_nothing_to_train(name: str, params: list[Any], module: torch.nn.Module) -> None:
+    """Called for an optimizer that the config names; none would be made, and the first step would blame the config."""
+    given: list[Any] = []
+    for group in params:
+        members = group.get("params", []) if isinstance(group, dict) else group
+        is_many = isinstance(members, Iterable) and not isinstance(members, torch.Tensor)
+        given += members if is_many else [members]
+    if any(getattr(param, "requires_grad", True) for param in given):
+        return
+    num_trainable = sum(param.requires_grad for param in module.parameters())
+    raise ConfigError(
+        f"optimizer: the config names {name}, and "
+        + ("model_parameters holds only frozen parameters" if given else "there are no parameters for it")
+        + f" (the model has {num_trainable} that train)"
+        + (
+            "; leave model_parameters out to train them all; a generator can be read only once"
+            if num_trainable
+            else '; leave "optimizer" out for an engine that only evaluates'
+        )
+    )
 
 
 def _create_sharding(
@@ -310,6 +352,12 @@ def _optimizer_face(engine: DeepSpeedEngine) -> Optimizer | None:
 
 
 def _create_scheduler(config: DeepSpeedConfig, given: SchedulerLike | None, optimizer: Optimizer | None) -> Any:
+    named = config.scheduler is not None and config.scheduler.type is not None
+    if optimizer is None and (named if given is None else not hasattr(given, "step")):
+        log.warn_once(
+            "scheduler: found a learning rate schedule and no optimizer for it; it is not made. Name an optimizer in "
+            'the config ("optimizer") or give one to initialize()'
+        )
     if given is not None and optimizer is None and not hasattr(given, "step"):
         return None  # a callable without an optimizer to give it
     if given is not None:

@@ -6,7 +6,7 @@ step      -> step.take_step at a boundary
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch.utils.data import Dataset
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data import DeepSpeedDataLoader
-from deepspeed.engine.accessors import EngineAccessors
+from deepspeed.engine.accessors import NOT_HERE, EngineAccessors
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.observers import Observers
 from deepspeed.engine.saving import Saving, create_checkpointer
 from deepspeed.engine.step import StepStats, take_step
 from deepspeed.errors import ConfigError, StateError
+from deepspeed.log import warn_once
 from deepspeed.precision import Precision
 from deepspeed.zero.strategy import BackwardPlan, Sharding
 
@@ -48,6 +49,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         device: torch.device,
         training_data: Dataset[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -68,6 +70,8 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         self._micro_batch_size = int(config.train_micro_batch_size_per_gpu)
         self._stats: StepStats | None = None
         self._loss_is_scaled = False
+        self._had_backward = False  # since the last step
+        self._arguments = dict(arguments or {})  # what initialize was given, for the accessors
         self._observers = observers
         self.monitor = observers.monitor
         self.timers = observers.breakdown.timers
@@ -130,6 +134,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
 
     def plan_backward(self, by_user: bool) -> BackwardPlan:
         """Asked by the sharding when a backward begins. An unscaled loss in fp16 is refused at its first gradient."""
+        self._had_backward = True
         plan = self.schedule.plan(by_user)
         if by_user and self.precision.loss_scaler.loss_scale != 1.0 and not self._loss_is_scaled:
             refusal = StateError(
@@ -159,6 +164,12 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
             raise StateError(
                 'step: the engine has no optimizer; give one to initialize() or name one in the config ("optimizer")'
             )
+        if not self._had_backward:
+            warn_once(
+                "step: found no backward since the last step; no weight gets a new gradient, and the step is counted "
+                "and moves the learning rate schedule all the same. Call engine.backward(loss) before engine.step()"
+            )
+        self._had_backward = False
         self._stats = take_step(
             self.sharding,
             self.precision,
@@ -264,6 +275,10 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
             try:
                 return getattr(module, name)
             except AttributeError:
+                if name in NOT_HERE:
+                    raise AttributeError(
+                        f"{name}: DeepSpeed's engine has it, and it is not in this version; {NOT_HERE[name]}"
+                    ) from None
                 raise AttributeError(
                     f"neither {type(self).__name__} nor the wrapped {type(module).__name__} has {name!r}"
                 ) from None
@@ -327,3 +342,4 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         self.sharding.destroy()
         self.sharding.backend.release()
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
+        self._arguments.clear()  # a given optimizer holds states

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from deepspeed.engine.accessors import FROM_CONFIG, FROM_ENGINE
+from deepspeed.engine.accessors import ATTRIBUTES, FROM_CONFIG, FROM_ENGINE, NOT_HERE
 from torch import nn
 
 CONFIG = {
@@ -25,8 +25,10 @@ CONFIG = {
 }
 
 ANSWERS = {
+    "amp_enabled": False,
     "bfloat16_enabled": False,
     "dump_state": False,
+    "dynamic_loss_scale": True,
     "fp16_auto_cast": True,
     "fp16_enabled": True,
     "get_batch_info": (6, 2, 3),
@@ -70,7 +72,8 @@ ANSWERS = {
 
 def test_the_answers_here_are_all_of_the_table():
     assert set(ANSWERS) == {*FROM_CONFIG, *FROM_ENGINE}
-    assert not set(FROM_CONFIG) & set(FROM_ENGINE)
+    tables = [FROM_CONFIG, FROM_ENGINE, ATTRIBUTES, NOT_HERE]
+    assert len({name for table in tables for name in table}) == sum(map(len, tables))
 
 
 def test_every_getter_answers(make_engine):
@@ -98,3 +101,57 @@ def test_what_a_step_leaves_behind(make_engine):
 def test_they_have_names_and_docstrings(make_engine):
     assert make_engine(nn.Linear(4, 2)).train_batch_size.__name__ == "train_batch_size"
     assert "gradient_clipping" in make_engine(nn.Linear(4, 2)).gradient_clipping.__doc__
+
+
+def test_attributes(make_engine, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    data = [1, 2]
+    engine = make_engine(nn.Linear(4, 2), arguments={"training_data": data})
+    found = {name: getattr(engine, name) for name in ATTRIBUTES}
+    assert found == {
+        "client_lr_scheduler": None,
+        "client_optimizer": None,
+        "communication_data_type": torch.float32,
+        "dp_world_size": 1,
+        "global_rank": 0,
+        "local_rank": 0,
+        "mp_world_size": 1,
+        "mpu": None,
+        "training_data": data,
+        "world_size": 1,
+    }
+
+
+def test_attributes_are_what_initialize_was_given(make_engine):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    engine = make_engine(model, arguments={"optimizer": optimizer, "lr_scheduler": schedule})
+    assert engine.client_optimizer is optimizer
+    assert engine.client_lr_scheduler is schedule
+    engine.destroy()
+    assert engine.client_optimizer is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({"bf16": {"enabled": True}}, torch.bfloat16),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, torch.float32),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp16"}, torch.float16),
+    ],
+)
+def test_the_dtype_of_exchanged_gradients(make_engine, keys, dtype):
+    assert make_engine(nn.Linear(4, 2), **keys).communication_data_type == dtype
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_what_is_documented_elsewhere_and_not_here(make_engine, name):
+    engine = make_engine(nn.Linear(4, 2))
+    with pytest.raises(AttributeError, match=rf"^{name}: .* not in this version; ."):
+        getattr(engine, name)
+    engine.module.register_buffer(name, torch.ones(1), persistent=False)
+    assert torch.equal(getattr(engine, name), torch.ones(1)), "the module's own comes first"

@@ -6,6 +6,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.errors import ConfigError, StateError
+from deepspeed.log import warn_once
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -331,3 +332,34 @@ def test_destroy_leaves_a_plain_module(make_engine, stage):
     assert torch.equal(model.layer.weight.grad, torch.ones(2, 4))
     plain.step()
     assert torch.allclose(model.layer.weight, before - 0.1)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_without_a_backward_is_told_and_counted(make_engine, lines, stage):
+    warn_once.cache_clear()
+    engine = make_engine(
+        nn.Linear(4, 2),
+        train_batch_size=2,
+        train_micro_batch_size_per_gpu=1,
+        zero_optimization={"stage": stage},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    )
+
+    def told():
+        return [text for level, text in lines if level == "WARNING" and "no backward since the last step" in text]
+
+    engine(torch.ones(1, 4)).sum().backward()  # the user's own backward is one
+    engine.step()
+    engine.step()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    assert not told()
+    before, schedule = engine.module.weight.detach().clone(), engine.lr_scheduler.last_batch_iteration
+    for _ in range(4):
+        engine.step()
+    assert len(told()) == 1
+    assert engine.global_steps == 4
+    assert engine.lr_scheduler.last_batch_iteration == schedule + 2
+    assert torch.equal(engine.module.weight, before)

@@ -1,0 +1,59 @@
+"""What the config names and finds nothing to work on: an optimizer without parameters, a schedule without optimizer."""
+
+import deepspeed
+import pytest
+from deepspeed.errors import ConfigError
+from deepspeed.log import warn_once
+from torch import nn
+
+SGD = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+
+
+def exhausted(model):
+    params = model.parameters()
+    list(params)
+    return params
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    ("model", "params", "message"),
+    [
+        (nn.Linear(4, 2), exhausted, r"there are no parameters for it \(the model has 2 that train\).*generator"),
+        (nn.Linear(4, 2), lambda model: [], r"no parameters for it \(the model has 2"),
+        (nn.Linear(4, 2), lambda model: [{"params": []}], r"no parameters for it \(the model has 2"),
+        (
+            nn.Identity(),
+            lambda model: model.parameters(),
+            r"no parameters .*has 0 that train\); leave \"optimizer\" out",
+        ),
+        (nn.Identity(), lambda model: None, r"no parameters .*has 0 that train"),
+        (nn.Linear(4, 2).requires_grad_(False), lambda model: model.parameters(), "only frozen .*has 0 that train"),
+        (nn.Linear(4, 2).requires_grad_(False), lambda model: [{"params": model.weight}], "only frozen "),
+    ],
+    ids=["exhausted", "empty", "empty group", "no parameters", "none by default", "frozen", "frozen group"],
+)
+def test_an_optimizer_with_nothing_to_train(model, params, message, stage):
+    config = {**SGD, "zero_optimization": {"stage": stage}}
+    with pytest.raises(ConfigError, match=f"optimizer: the config names SGD, and .*{message}"):
+        deepspeed.initialize(model=model, model_parameters=params(model), config=config)
+
+
+def test_groups_may_be_generators():
+    model = nn.Linear(4, 2)
+    groups = [{"params": (param for param in model.parameters())}]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=SGD)
+    assert len(engine.basic_optimizer.param_groups[0]["params"]) == 2
+    engine.destroy()
+
+
+@pytest.mark.parametrize("given", [None, lambda optimizer: None])
+def test_a_schedule_without_an_optimizer_is_told(lines, given):
+    warn_once.cache_clear()
+    config = {"train_batch_size": 4, **({} if given else {"scheduler": {"type": "WarmupLR"}})}
+    engine, _, _, scheduler = deepspeed.initialize(model=nn.Linear(4, 2), lr_scheduler=given, config=config)
+    assert scheduler is None
+    assert [text for level, text in lines if level == "WARNING" and "schedule and no optimizer for it" in text]
+    engine.destroy()
