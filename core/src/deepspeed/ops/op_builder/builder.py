@@ -220,8 +220,7 @@ class OpBuilder(ABC):
         Raises:
             OpUnavailable: `is_compatible()` is False, or the build failed (`BuildError`).
         """
-        if not self.is_compatible(verbose=False):
-            raise OpUnavailable(f"op {self.name!r} cannot be built here: {self.reason or self.error_log}")
+        self._check_compatible()
         self.jit_mode = True
         spec = self.describe()
         return loading.load_once(spec.load_key, lambda: self._loaded_from(jit.build(spec)))
@@ -232,8 +231,7 @@ class OpBuilder(ABC):
         Raises:
             OpUnavailable: as `load`.
         """
-        if not self.is_compatible():
-            raise OpUnavailable(f"op {self.name!r} cannot be built here: {self.reason or self.error_log}")
+        self._check_compatible()
         spec = self.describe()
         return prebuilt.find(self.absolute_name(), spec)[0] or jit.build(spec)
 
@@ -253,6 +251,11 @@ class OpBuilder(ABC):
             extra_compile_args={"cxx": list(spec.compile_flags)},
             extra_link_args=list(spec.link_flags),
         )
+
+    def _check_compatible(self) -> None:
+        if not self.is_compatible():  # maybe a vendor's own, which sets no reason, or takes no argument
+            reason = self.reason or self.error_log or f"{type(self).__name__}.is_compatible() is False"
+            raise OpUnavailable(f"op {self.name!r} cannot be built here: {reason}")
 
     def _obstacle(self) -> str | None:
         """Why this op cannot be loaded here, without trying."""

@@ -245,7 +245,9 @@ def _home_folder() -> list[Path]:
 def _make(folder: Path) -> Path:
     """The folder, made and checked."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for place in (*reversed(folder.parents), folder):  # a folder on the way, too, is ours alone, whatever the umask
+            if not place.exists():
+                place.mkdir(mode=0o700, exist_ok=True)
         state = folder.stat()
         link_owner = folder.lstat().st_uid
     except OSError as error:

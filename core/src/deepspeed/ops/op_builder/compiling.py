@@ -1,5 +1,6 @@
 """Runs a build's commands: every source by itself and side by side, then the link; a CMake project by cmake."""
 
+import contextlib
 import errno
 import os
 import re
@@ -196,7 +197,6 @@ class _Runner:
                     errors="replace",
                     cwd=self.folder,
                     env=self.environment,
-                    start_new_session=True,  # so that the compiler's own children end with it
                 )
                 self.running.add(child)
         except OSError as error:
@@ -218,14 +218,20 @@ class _Runner:
         return BuildError(f"op {self.op!r} does not compile: {first}", first, command, output)
 
     def _end(self) -> None:
+        import psutil
+
         with self.guard:
             self.stopped = True
             running = list(self.running)
-        for child in running:
+        for child in running:  # they stay in our session, so that what ends all of a rank's processes ends them too
             try:
-                os.killpg(child.pid, signal.SIGKILL)
-            except ProcessLookupError:  # it ended meanwhile
+                process = psutil.Process(child.pid)
+                family = [*process.children(recursive=True), process]
+            except psutil.NoSuchProcess:  # it ended meanwhile
                 continue
+            for member in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
 
 
 def first_error(output: str) -> str:

@@ -96,6 +96,25 @@ def test_a_jit_load_of_the_vendors_own(vendor):
     assert verbose is False
 
 
+def test_a_load_that_asks_what_deepspeed_installed(vendor):
+    """The form of DeepSpeed's own builders, which vendors copied."""
+    body = (
+        "    def load(self, verbose=True):\n"
+        "        from deepspeed.git_version_info import installed_ops, torch_info\n"
+        "        assert not installed_ops.get(self.name, False) and 'version' in torch_info\n"
+        "        return self.jit_load(verbose)\n"
+        "    def is_compatible(self):\n"
+        "        return True\n"
+    )
+    assert vendor(8, body=body).Other().load().answer() == 8
+
+
+def test_an_is_compatible_of_the_vendors_own(vendor):
+    module = vendor(1, body="    def is_compatible(self, verbose=True):\n        return False")
+    with pytest.raises(OpUnavailable, match=r"op 'fused' cannot be built here: Other\.is_compatible\(\) is False"):
+        module.Other().load()
+
+
 def test_a_jit_load_of_the_vendors_own_needs_no_compiler_of_ours(vendor, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     module = vendor(1, body="    def jit_load(self, verbose=True):\n        return 'own'")

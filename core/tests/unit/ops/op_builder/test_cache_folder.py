@@ -42,6 +42,16 @@ def test_the_order_of_places(no_variables, monkeypatch):
         assert mode(folder) == 0o700
 
 
+def test_every_folder_on_the_way_is_private(no_variables, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(no_variables / "one/two/three"))
+    before = os.umask(0)
+    try:
+        folder = Cache.open().folder
+    finally:
+        os.umask(before)
+    assert [mode(place) for place in (folder, folder.parent, folder.parent.parent)] == [0o700] * 3
+
+
 def test_a_home_that_cannot_be_written(no_variables, monkeypatch):
     home = no_variables / "home"
     home.mkdir()
