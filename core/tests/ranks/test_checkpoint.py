@@ -264,6 +264,33 @@ def test_ranks_that_disagree_on_the_tag_save_nothing(tmp_path):
     run_ranks(2, tags_job, str(tmp_path / "checkpoints"))
 
 
+def misfit_on_one_rank_job(folder, stage):
+    """The check of one rank fails; no rank may have loaded anything by then."""
+    engine = create_engine(stage, "bf16")
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    train(engine, 2, 3)
+    if dist.get_rank() == 1:
+        engine.module.block.extra = nn.Parameter(torch.ones(2))
+    before = [param.detach().clone() for param in engine.module.parameters()]
+    messages = []
+    for flags in ({}, {"load_optimizer_states": False}, {"load_module_only": True}):
+        with pytest.raises(CheckpointError) as raised:
+            engine.load_checkpoint(folder, **flags)
+        messages.append(str(raised.value))
+    assert all(map(torch.equal, engine.module.parameters(), before))
+    assert engine.global_steps == 3
+    return messages
+
+
+@every_stage
+def test_a_model_that_does_not_fit_on_one_rank_is_refused_on_all(tmp_path, stage):
+    first, second = run_ranks(2, misfit_on_one_rank_job, str(tmp_path), stage)
+    for theirs, own in zip(first, second, strict=True):
+        assert "block.extra is missing there" in own
+        assert theirs.endswith(f"rank 1: {own}")
+
+
 def folders_of_their_own_job(folder):
     """What `tempfile.mkdtemp()` on each rank leads to: all ranks say what rank 1 misses."""
     engine = create_engine(2, "bf16")
