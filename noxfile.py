@@ -65,7 +65,8 @@ def lint(session: nox.Session) -> None:
     _prepare(session)
     session.run(str(BIN / "ruff"), "check", ".", external=True)
     session.run(str(BIN / "ruff"), "format", "--check", ".", external=True)
-    kernels = [str(path) for path in ROOT.glob("extensions/*/src/*/csrc/**/*") if path.suffix in (".cpp", ".h", ".cu")]
+    folders = (*ROOT.glob("extensions/*/src/*/csrc"), ROOT / "core/tests/vendor")
+    kernels = [str(path) for folder in folders for path in folder.rglob("*") if path.suffix in (".cpp", ".h", ".cu")]
     if kernels:
         session.run(str(BIN / "clang-format"), "--dry-run", "--Werror", *sorted(kernels), external=True)
     session.run(str(BIN / "lint-imports"), external=True)
