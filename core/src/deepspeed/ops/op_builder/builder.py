@@ -273,6 +273,8 @@ class OpBuilder(ABC):
             else:
                 return None
         try:
+            if self.op_namespace is None and prebuilt.module_of_setuptools(self.absolute_name()):
+                return None
             spec = self.describe()
             found = prebuilt.find(self.absolute_name(), spec)[0] or jit.find(spec)
         except OpUnavailable:
@@ -281,8 +283,10 @@ class OpBuilder(ABC):
 
     def _load_prebuilt(self) -> Any | None:
         library = prebuilt.library_beside_package(self.absolute_name())
-        if library is None or not library.is_file() or self._too_old():
+        if self._too_old():
             return None
+        if library is None or not library.is_file():
+            return self._module_of_setuptools()
         spec = self.describe()
         fitting, reason = prebuilt.find(self.absolute_name(), spec)
         if fitting is None:
@@ -293,6 +297,18 @@ class OpBuilder(ABC):
             return loading.load_once(spec.load_key, lambda: self._loaded_from(fitting, package))
         except OpUnavailable as error:
             logger.info("op %r: the prebuilt %s; it is compiled instead", self.name, error)
+            return None
+
+    def _module_of_setuptools(self) -> Any | None:
+        if self.op_namespace is not None or prebuilt.module_of_setuptools(self.absolute_name()) is None:
+            return None
+        _torch()  # its libraries must be in the process first
+        try:
+            return importlib.import_module(self.absolute_name())
+        except ImportError as error:
+            logger.info(
+                "op %r: %s cannot be imported: %s; it is compiled instead", self.name, self.absolute_name(), error
+            )
             return None
 
     def _too_old(self) -> bool:

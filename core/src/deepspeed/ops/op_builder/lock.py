@@ -27,17 +27,20 @@ def locked(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[None]:
         OSError: the file cannot be made or written.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    held = False
     try:
-        _acquire(descriptor, on_wait)
+        held = _acquire(descriptor, on_wait)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
         yield
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough when a fork has the descriptor too
     finally:
+        if held:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough when a fork has the descriptor too
         os.close(descriptor)
 
 
-def _acquire(descriptor: int, on_wait: Callable[[str, float], None]) -> None:
+def _acquire(descriptor: int, on_wait: Callable[[str, float], None]) -> bool:
+    """Wait for the lock; False where there are none."""
     start = time.monotonic()
     pause_s = 0.005
     while True:
@@ -52,6 +55,6 @@ def _acquire(descriptor: int, on_wait: Callable[[str, float], None]) -> None:
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
                 raise
-            return
+            return False
         else:
-            return
+            return True

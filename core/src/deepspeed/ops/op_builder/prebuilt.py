@@ -2,9 +2,13 @@
 
 <package>/cpu_adam_op.so      for absolute_name() "<package>.cpu_adam_op"
 <package>/cpu_adam_op.json    its manifest
+
+A vendor's own `setup.py` may have left a Python module under that name instead, as for DeepSpeed; it has no manifest,
+and is taken as it is.
 """
 
 import importlib.util
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from deepspeed.ops.op_builder.cache import Manifest
@@ -32,6 +36,16 @@ def find(absolute_name: str, spec: BuildSpec) -> tuple[Path | None, str]:
         return None, f"{library} has no manifest beside it"
     reason = misfit(manifest, spec) or manifest.flaw(library.parent)
     return (None, reason) if reason else (library, "")
+
+
+def module_of_setuptools(absolute_name: str) -> str | None:
+    """The file of a Python module of that import name that a vendor's `setup.py` built (by `OpBuilder.builder()`)."""
+    try:
+        spec = importlib.util.find_spec(absolute_name)
+    except (ImportError, ValueError):
+        return None
+    origin = spec.origin if spec is not None else None
+    return origin if origin is not None and origin.endswith(tuple(EXTENSION_SUFFIXES)) else None
 
 
 def misfit(manifest: Manifest, spec: BuildSpec) -> str | None:

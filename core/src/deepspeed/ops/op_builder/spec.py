@@ -119,9 +119,8 @@ class BuildSpec:
     @property
     def label(self) -> str:
         """The beginning of file names: a module's name; of operators, which two ops may share, that of the source."""
-        if self.op_namespace is None:
-            return self.name
-        return re.sub(r"\W", "_", self.sources[0].stem if self.sources else self.name)
+        shared = self.op_namespace is not None and self.sources
+        return re.sub(r"\W", "_", self.sources[0].stem if shared else self.name)
 
     @property
     def load_key(self) -> str:

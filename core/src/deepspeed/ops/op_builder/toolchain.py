@@ -25,11 +25,6 @@ class Toolchain:
     identity: str
 
     @property
-    def is_clang(self) -> bool:
-        """Whether it calls itself clang."""
-        return "clang" in self.identity
-
-    @property
     def summary(self) -> str:
         """How it is started and the first line of the identity."""
         return f"{' '.join(self.command)}: {self.identity.partition(chr(10))[0]}"

@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 import torch
@@ -260,6 +261,27 @@ def test_a_compiler_of_an_extensions_own(vendor, workshop, monkeypatch):
     builder = module.Other()
     assert builder.describe().toolchain.identity == "device compiler 9"
     assert builder.load().answer() == 6
+
+
+def test_a_module_that_a_vendors_setup_built(vendor, tmp_path, monkeypatch):
+    """As with DeepSpeed: setuptools compiled `builder()` into the package."""
+    module = vendor(9)
+    package = tmp_path / "site" / "vendor_0_of_test"
+    built = package / f"fused_op{sysconfig.get_config_var('EXT_SUFFIX')}"
+    flags = ["-shared", "-fPIC", "-DTORCH_EXTENSION_NAME=fused_op", f"-I{sysconfig.get_path('include')}"]
+    source = package / "csrc/fused.cpp"
+    subprocess.run(["c++", *flags, f"-I{package}/csrc/includes", str(source), "-o", str(built)], check=True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    builder = module.FusedBuilder()
+    assert builder.is_compatible()
+    assert builder.load().answer() == 9
+    assert builder.load().__file__ == str(built)
+
+
+def test_one_that_cannot_be_imported_is_compiled(vendor, tmp_path):
+    module = vendor(4)
+    (tmp_path / "site/vendor_0_of_test" / f"fused_op{sysconfig.get_config_var('EXT_SUFFIX')}").write_text("no library")
+    assert module.FusedBuilder().load().answer() == 4
 
 
 def test_kernel_paths(tmp_path, vendor):

@@ -192,6 +192,30 @@ except OpUnavailable as error:
     assert workshop.count("compile") == 2
 
 
+def test_sixteen_ranks_at_once_compile_what_fails_once(workshop):
+    workshop.source.write_text("#error not today\n")
+    program = """
+start, go = os.pipe()
+said, tell = os.pipe()
+children = []
+for _ in range(16):
+    pid = os.fork()
+    if pid == 0:
+        os.close(go)
+        os.read(start, 1)
+        try:
+            ask()
+        except OpUnavailable as error:
+            os.write(tell, b"c" if "command:" in str(error) else b"-")
+        os._exit(0)
+    children.append(pid)
+os.close(go)
+print({os.waitpid(pid, 0)[1] for pid in children}, "".join(sorted(os.read(said, 99).decode())))
+"""
+    assert workshop.run(program, LOCAL_RANK="0").strip() == "{0} " + "-" * 15 + "c"
+    assert workshop.count("compile") == 1
+
+
 def test_a_failure_is_forgotten_when_the_build_succeeds(workshop, monkeypatch):
     marker = workshop.folder / "broken"
     marker.touch()
