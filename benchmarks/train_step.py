@@ -1,6 +1,10 @@
 """One training step beside its peers: ms, ratio to DDP and to the no-exchange floor, bytes per rank.
 
     python benchmarks/train_step.py --models 3m 25m --dtypes fp32 bf16 --json out.json
+    python benchmarks/train_step.py --offload
+
+`--offload` sets variants with `offload_optimizer` beside FSDP2's `CPUOffloadPolicy`. On ranks that are the host itself
+neither copies anything; `-apart` has a separate host memory, to and from which every copy is made.
 
 How it measures: all variants live in the same ranks and take turns (A B A B ...), `--steps-per-round` steps each, so
 that a noisy machine disturbs them alike; a ratio is taken within each round, and the median of the rounds is printed
@@ -22,9 +26,10 @@ import rank_processes
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from variants import CASES, REHEARSAL, VARIANTS, Case, formula_bytes
+from variants import CASES, OFFLOAD_VARIANTS, REHEARSAL, VARIANTS, Case, formula_bytes
 
 MEBIBYTE = 2**20
+PEER_NAMES = {"ddp": "DDP", "fsdp2-z2-offload": "FSDP2"}
 Row = dict[str, Any]
 
 
@@ -88,7 +93,7 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
     for name in names:
         row: Row = {"model": case.model, "dtype": case.dtype, "variant": name, "ranks": arguments.ranks, "numel": numel}
         row["ms"] = _summary(times[name])
-        for peer in ("ddp", "floor"):
+        for peer in arguments.peers:
             if peer in names:
                 row[f"to_{peer}"] = _summary([a / b for a, b in zip(times[name], times[peer], strict=True)])
         row["formula_bytes"] = formula_bytes(name, case.dtype, numel, arguments.ranks)
@@ -99,30 +104,33 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def build_table(rows: list[Row]) -> Table:
+def build_table(rows: list[Row], peers: list[str]) -> Table:
     """The rows as a rich table; bytes in MiB per rank."""
     table = Table()
     table.add_column("variant")
-    for heading in ("ms per step", "to DDP", "to floor", "state MiB", "to formula", "resident MiB", "peak MiB"):
+    ratios = [f"to {PEER_NAMES.get(peer, peer)}" for peer in peers]
+    for heading in ("ms per step", *ratios, "state MiB", "to formula", "resident MiB", "peak MiB"):
         table.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(*_cells(row))
+        table.add_row(*_cells(row, peers))
     return table
 
 
-def build_markdown(rows: list[Row]) -> str:
+def build_markdown(rows: list[Row], peers: list[str]) -> str:
     """The rows as one markdown table, for the README."""
-    lines = ["| model | dtype | variant | ms per step | to DDP | to floor | state MiB | to formula | peak MiB |"]
-    lines.append("|---|---|---|--:|--:|--:|--:|--:|--:|")
+    ratios = [f"to {PEER_NAMES.get(peer, peer)}" for peer in peers]
+    headings = ["model", "dtype", "variant", "ms per step", *ratios, "state MiB", "to formula", "peak MiB"]
+    lines = [f"| {' | '.join(headings)} |", "|---|---|---" + "|--:" * (len(headings) - 3) + "|"]
     for row in rows:
-        cells = _cells(row)
-        lines.append(f"| {row['model']} | {row['dtype']} | " + " | ".join([*cells[:6], cells[7]]) + " |")
+        cells = _cells(row, peers)
+        del cells[-2]  # the resident set
+        lines.append(f"| {row['model']} | {row['dtype']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, peers: list[str]) -> list[str]:
     cells = [row["variant"], _spread(row["ms"], 0)]
-    cells += [_spread(row.get(f"to_{peer}"), 2) for peer in ("ddp", "floor")]
+    cells += [_spread(row.get(f"to_{peer}"), 2) for peer in peers]
     if "state_bytes" not in row:
         return [*cells, "", "", "", ""]
     cells += [f"{row['state_bytes'] / MEBIBYTE:.0f}", f"{row['state_bytes'] / row['formula_bytes']:.2f}"]
@@ -143,14 +151,19 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--offload", action="store_true", help="the variants with an offloaded optimizer")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all of the kind")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds, one warm-up not counted")
     parser.add_argument("--steps-per-round", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--no-memory", action="store_true", help="times only")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--markdown", action="store_true", help="print a markdown table at the end")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.peers = ["fsdp2-z2-offload"] if arguments.offload else ["ddp", "floor"]
+    if arguments.variants is None:
+        arguments.variants = [name for name in VARIANTS if (name in OFFLOAD_VARIANTS) is arguments.offload]
+    return arguments
 
 
 def main() -> None:
@@ -163,11 +176,11 @@ def main() -> None:
             case_rows = measure_case(case, arguments)
             rows += case_rows
             print(f"\n{case.model}, {dtype}, batch {case.batch}, {arguments.ranks} ranks; median (least greatest)")
-            console.print(build_table(case_rows))
+            console.print(build_table(case_rows, arguments.peers))
             if arguments.json:  # after each case: an interrupted run keeps what it has
                 arguments.json.write_text(json.dumps(rows, indent=1))
     if arguments.markdown:
-        print(build_markdown(rows))
+        print(build_markdown(rows, arguments.peers))
 
 
 if __name__ == "__main__":

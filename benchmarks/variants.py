@@ -4,8 +4,10 @@ A variant is built on every rank at once and then asked for `step()`s: forward, 
 gradients cleared. Add a peer by adding a function to `VARIANTS`.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,19 +86,31 @@ class Plain:
 
 
 class Engine:
-    """`deepspeed.initialize` and the engine's own forward, backward and step."""
+    """`deepspeed.initialize` and the engine's own forward, backward and step.
 
-    def __init__(self, module: nn.Module, case: Case, stage: int) -> None:
+    Args:
+        offloads: with `offload_optimizer`. The ranks' accelerator is the host, so by itself that moves nothing, as with
+            FSDP2's policy.
+        apart: a memory for it all the same, to and from which every copy is made.
+    """
+
+    def __init__(
+        self, module: nn.Module, case: Case, stage: int, *, offloads: bool = False, apart: bool = False
+    ) -> None:
         import deepspeed
 
+        zero: dict[str, Any] = {"stage": stage}
+        if offloads:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
         config = {
             "train_micro_batch_size_per_gpu": case.batch,
             "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[arg-type]
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": zero,
             "bf16": {"enabled": case.dtype == "bf16"},
             "steps_per_print": 10**9,
         }
-        self.engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+        with _host_memory_apart() if apart else contextlib.nullcontext():
+            self.engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
         self.batch = case.build_batch()
 
     def forward_backward(self) -> None:
@@ -114,6 +128,18 @@ class Engine:
         return -self.engine.sharding.exchange_bytes
 
 
+@contextlib.contextmanager
+def _host_memory_apart() -> Iterator[None]:
+    from deepspeed.zero.offload.host import HostPlacement
+
+    kept = HostPlacement.is_needed
+    HostPlacement.is_needed = staticmethod(lambda device: True)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HostPlacement.is_needed = kept  # type: ignore[method-assign]
+
+
 Variant = Plain | Engine
 
 
@@ -127,20 +153,29 @@ def build_ddp(case: Case) -> Variant:
     return Plain(nn.parallel.DistributedDataParallel(_cast(case.build_model(), case)), case)
 
 
-def build_fsdp2(case: Case, reshard_after_forward: bool) -> Variant:
-    """torch FSDP2, one unit per block; resharding after forward makes it a stage 3, keeping the weights a stage 2."""
+def build_fsdp2(case: Case, reshard_after_forward: bool, *, offloads: bool = False) -> Variant:
+    """torch FSDP2, one unit per block; resharding after forward makes it a stage 3, keeping the weights a stage 2.
+
+    `offloads`: parameters, gradients and optimizer states in host memory, the one way to offload that it has.
+    """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     model = case.build_model()
     policy = MixedPrecisionPolicy()
     if case.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    offload = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
     blocks = next(child for child in model.children() if isinstance(child, nn.ModuleList))
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    for unit in (*blocks, model):
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard_after_forward,
+        )
     return Plain(model, case)
 
 
@@ -161,17 +196,26 @@ VARIANTS: dict[str, Callable[[Case], Variant]] = {
     "stage0": lambda case: build_stage(case, 0),
     "stage1": lambda case: build_stage(case, 1),
     "stage2": lambda case: build_stage(case, 2),
+    "fsdp2-z2-offload": lambda case: build_fsdp2(case, reshard_after_forward=False, offloads=True),
+    "stage1-offload": lambda case: Engine(case.build_model(), case, 1, offloads=True),
+    "stage2-offload": lambda case: Engine(case.build_model(), case, 2, offloads=True),
+    "stage1-apart": lambda case: Engine(case.build_model(), case, 1, offloads=True, apart=True),
+    "stage2-apart": lambda case: Engine(case.build_model(), case, 2, offloads=True, apart=True),
 }
+#: beside each other, by `--offload`; the rest is the default
+OFFLOAD_VARIANTS = [name for name in VARIANTS if name.endswith(("-offload", "-apart"))]
 
 
 def formula_bytes(variant: str, dtype: str, numel: int, world_size: int) -> float:
     """Bytes of parameters, gradients and Adam's states per rank. Source: ZeRO, arXiv 1910.02054, section 5.
 
     p, g: bytes of a parameter and of a gradient; o: bytes of optimizer state, the fp32 master among them.
-    Stage 1 divides o, stage 2 g + o, stage 3 p + g + o by the number of ranks.
+    Stage 1 divides o, stage 2 g + o, stage 3 p + g + o by the number of ranks. "apart": both memories together, so
+    masters beside fp32 weights too, and in stage 1 the gradients of the own part twice.
     """
     p = g = 4 if dtype == "fp32" else 2
     o = 8 if dtype == "fp32" else 12
+    master = 4 if dtype == "fp32" else 0
     whole, divided = {
         "floor": (p + g + 2 * p, 0),  # two moments in the parameter's dtype, no master
         "ddp": (p + g + 2 * p, 0),
@@ -180,5 +224,10 @@ def formula_bytes(variant: str, dtype: str, numel: int, world_size: int) -> floa
         "stage0": (p + g + o, 0),
         "stage1": (p + g, o),
         "stage2": (p, g + o),
+        "fsdp2-z2-offload": (0, 16),
+        "stage1-offload": (p + g, o),
+        "stage2-offload": (p, g + o),
+        "stage1-apart": (p + g, g + o + master),
+        "stage2-apart": (p, g + o + master),
     }[variant]
     return whole * numel + divided * numel / world_size
