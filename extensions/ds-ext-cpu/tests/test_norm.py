@@ -126,6 +126,17 @@ def test_the_fronts_run_these_operators_and_compile(ops, monkeypatch):
     close(found, block(*arguments))
 
 
+def test_layer_norm_of_much_fp32_is_torchs_own(ops):
+    """Torch is at the memory's limit there; see the front."""
+    for dtype, is_ours in ((torch.float32, False), (torch.bfloat16, True)):
+        x = torch.ones(513, 1024, dtype=dtype)
+        with torch.profiler.profile() as profile:
+            layer_norm(x)
+            layer_norm_residual(x, x)
+        names = {event.key for event in profile.key_averages()}
+        assert ("ds_cpu::layer_norm" in names) == ("ds_cpu::layer_norm_residual" in names) == is_ours
+
+
 def test_a_front_whose_input_wants_a_gradient_gives_one():
     x = misaligned(3, 8).requires_grad_()
     layer_norm(x).square().sum().backward()
