@@ -184,6 +184,7 @@ class Sharding:
             is_elementwise: whether the optimizer's update of an element depends on that element only.
         """
         self.optimizer = optimizer
+        # asked of the weights: where masters will be in another memory the host's kernel says no, and pieces are short
         self._widens = self.options.model_dtype is not None and not takes_one_pass(optimizer)
         self._plan = plan
         self._is_whole = not is_elementwise
