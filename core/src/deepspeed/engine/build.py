@@ -270,6 +270,10 @@ def _create_optimizer(
         return optimizer
     if config.optimizer is None:
         return None
+    trains = [param.requires_grad for param in module.parameters()]
+    if not params and trains and not any(trains):
+        log.log_dist("optimizer: the model has no parameter that trains; the engine only evaluates")
+        return None  # a frozen reference model, handed over with the configuration of the trained one
     _refuse_nothing_to_train(config.optimizer.type, params, module)
     if unresolved := [name for name in config.unresolved_auto() if name.startswith("optimizer.")]:
         raise ConfigError(f'{unresolved[0]}: found "auto", which Hugging Face\'s Trainer fills in; give a value')

@@ -190,6 +190,17 @@ def test_frozen_and_empty_parameters_are_left_out():
     assert engine.sharding.params == [model[1].weight, model[1].bias]
 
 
+@pytest.mark.parametrize(
+    "hand_over", [lambda model: None, lambda model: (p for p in model.parameters() if p.requires_grad)]
+)
+def test_a_frozen_reference_model_only_evaluates(hand_over):
+    """As trainers hand it over: with the configuration of the model that is trained."""
+    model = nn.Linear(4, 2).requires_grad_(False)
+    engine, optimizer, *_ = deepspeed.initialize(model=model, model_parameters=hand_over(model), config=SGD)
+    assert optimizer is None
+    assert engine(torch.ones(1, 4)).shape == (1, 2)
+
+
 def test_the_arguments_of_a_script():
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json"])
