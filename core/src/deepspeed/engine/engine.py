@@ -162,8 +162,8 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
     def _step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         if self.basic_optimizer is None:
             raise StateError(
-                'step: the engine has no optimizer; give one to initialize() or name one in the config ("optimizer"), with '
-                "a model that has parameters to train"
+                'step: the engine has no optimizer; give one to initialize() or name one in the config ("optimizer"), '
+                "with a model that has parameters to train"
             )
         if not self._had_backward:
             warn_once(
