@@ -17,17 +17,12 @@ A builder of an extension names its sources and is done:
             return [cpu_kernel_path("csrc/adam/cpu_adam.cpp")]
 
 `load()` takes the library that came in the wheel, else the one in the cache, else compiles it. Importing this module
-loads no torch; `TORCH_MAJOR` and `TORCH_MINOR` are worked out when they are first asked for.
+loads no torch; `TORCH_MAJOR` and `TORCH_MINOR` are worked out when they are first asked for. Read next: `spec.py` (what a
+build is made of), `jit.py`, `compiling.py`.
 """
 
-import dataclasses
 import importlib
-import os
-import platform
 import shutil
-import sys
-import sysconfig
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,28 +32,22 @@ from packaging.version import Version
 
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
-from deepspeed.ops.op_builder import compiling, jit, loading, prebuilt
+from deepspeed.ops.op_builder import jit, loading, prebuilt
+from deepspeed.ops.op_builder.against_torch import torch_module, torch_version, with_torch
+from deepspeed.ops.op_builder.machine import MachineQuestions
+from deepspeed.ops.op_builder.places import SourcePlaces
 from deepspeed.ops.op_builder.spec import BuildSpec, this_python, this_target
 from deepspeed.ops.op_builder.toolchain import Toolchain, find_compiler
-
-_OPS_FOLDER = Path(__file__).absolute().parents[1]  # DeepSpeed's root of relative sources
-_PORTABLE = {
-    "x86_64": "-march=x86-64",
-    "amd64": "-march=x86-64",
-    "aarch64": "-march=armv8-a",
-    "arm64": "-march=armv8-a",
-}
-_SYSTEM_FOLDERS = ("/usr", "/opt")
 
 
 def __getattr__(name: str) -> int:
     if name not in ("TORCH_MAJOR", "TORCH_MINOR"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    release = _torch_version().release
+    release = torch_version().release
     return release[0] if name == "TORCH_MAJOR" else release[1]
 
 
-class OpBuilder(ABC):
+class OpBuilder(SourcePlaces, MachineQuestions, ABC):
     """One op: its name, its sources, and the loaded result. Made by `get_accelerator().create_op_builder(...)`.
 
     Args:
@@ -122,7 +111,7 @@ class OpBuilder(ABC):
         """Python distributions that the op needs at run time, as `pip install` takes them. For reports."""
         return []
 
-    def register_fakes(self) -> None:  # noqa: B027  an op without fakes is one
+    def register_fakes(self) -> None:
         """Register meta implementations (`torch.library.register_fake`); called once, after the library was loaded."""
 
     def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
@@ -170,7 +159,7 @@ class OpBuilder(ABC):
             toolchain: Toolchain | None = self.toolchain()
         except OpUnavailable:
             toolchain = None
-        ours, others = self._sort_include_paths(sources)
+        ours, others = self._sort_include_paths(self.strip_empty_entries(self.include_paths()), sources)
         flags = self.cxx_args() if self.cmake_dir is None else self.cmake_args()
         spec = BuildSpec(
             name=self.name,
@@ -190,7 +179,7 @@ class OpBuilder(ABC):
             compile_command=self.compile_command,
             link_command=self.link_command,
         )
-        return _with_torch(spec, others)
+        return with_torch(spec, others)
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """True when `load` can be expected to give the op on this machine; otherwise `reason` says why not."""
@@ -259,8 +248,8 @@ class OpBuilder(ABC):
 
     def _obstacle(self) -> str | None:
         """Why this op cannot be loaded here, without trying."""
-        if self.min_torch is not None and _torch_version() < Version(self.min_torch):
-            return f"it needs torch {self.min_torch} or newer, and this is {_torch_version()}"
+        if self.min_torch is not None and torch_version() < Version(self.min_torch):
+            return f"it needs torch {self.min_torch} or newer, and this is {torch_version()}"
         if type(self).jit_load is not OpBuilder.jit_load:
             return None  # a builder that compiles by means of its own knows what it needs
         if self.cmake_dir is not None and shutil.which("cmake") is None:
@@ -302,7 +291,7 @@ class OpBuilder(ABC):
     def _module_of_setuptools(self) -> Any | None:
         if self.op_namespace is not None or prebuilt.module_of_setuptools(self.absolute_name()) is None:
             return None
-        _torch()  # its libraries must be in the process first
+        torch_module()  # its libraries must be in the process first
         try:
             return importlib.import_module(self.absolute_name())
         except ImportError as error:
@@ -312,7 +301,7 @@ class OpBuilder(ABC):
             return None
 
     def _too_old(self) -> bool:
-        return self.min_torch is not None and _torch_version() < Version(self.min_torch)
+        return self.min_torch is not None and torch_version() < Version(self.min_torch)
 
     def _loaded_from(self, library: Path, package: str = "") -> Any:
         """The op of a finished library. A module was built under its file's name; `package` is where it is at home."""
@@ -321,152 +310,3 @@ class OpBuilder(ABC):
         op = loading.load_operators(library, self.op_namespace)
         self.register_fakes()
         return op
-
-    # ----- where things lie ------------------------------------------------------------------------------------------
-
-    def deepspeed_src_path(self, code_path: str | Path) -> str:
-        """The absolute path of a source or a folder of headers.
-
-        An absolute path stays as it is, and an empty one stays empty (it never becomes a folder). A relative one is
-        looked for in the package that the builder's class belongs to, its top folder first and then down to the folder
-        of its module, and last in `deepspeed/ops`, where DeepSpeed's own sources are.
-
-        Raises:
-            OpUnavailable: a file that is in none of these places; the message names them. A folder may be missing.
-        """
-        if not str(code_path) or os.path.isabs(code_path):
-            return str(code_path)
-        places = [*self._own_folders(), _OPS_FOLDER]
-        found = next((place / code_path for place in places if (place / code_path).exists()), None)
-        if found is None and Path(code_path).suffix:
-            looked_at = ", ".join(str(place) for place in places)
-            raise OpUnavailable(f"op {self.name!r}: source {str(code_path)!r} is in none of {looked_at}")
-        return str(found or places[0] / code_path)
-
-    def _own_folders(self) -> list[Path]:
-        """The folders from the top package of this builder's class down to its module."""
-        module = sys.modules.get(type(self).__module__)
-        file = getattr(module, "__file__", None)
-        if file is None:
-            return []
-        folder = Path(file).absolute().parent
-        depth = type(self).__module__.count(".")
-        if Path(file).name == "__init__.py":
-            depth += 1
-        steps = [folder, *folder.parents][: max(depth, 1)]
-        return steps[::-1]
-
-    def _folder_of_project(self, cmake_dir: str) -> Path:
-        folder = Path(self.deepspeed_src_path(cmake_dir))
-        if not (folder / "CMakeLists.txt").is_file():
-            raise OpUnavailable(f"op {self.name!r}: {folder} has no CMakeLists.txt")
-        return folder
-
-    def _sort_include_paths(self, sources: Sequence[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-        """`include_paths()` as those of the project, whose files are part of the key, and those of an installed SDK."""
-        roots = [*self._own_folders()[:1], *(source.parent for source in sources)]
-        ours: list[Path] = []
-        others: list[Path] = []
-        for path in (Path(self.deepspeed_src_path(text)) for text in self.strip_empty_entries(self.include_paths())):
-            installed = str(path).startswith(_SYSTEM_FOLDERS) and not any(path.is_relative_to(root) for root in roots)
-            (others if installed else ours).append(path)
-        return tuple(ours), tuple(others)
-
-    # ----- what builders ask of the machine --------------------------------------------------------------------------
-
-    def command_exists(self, cmd: str | Sequence[str]) -> bool:
-        """Whether a program, or one of several, is on PATH."""
-        names = [cmd] if isinstance(cmd, str) else list(cmd)
-        found = any(shutil.which(name) for name in names)
-        if not found:
-            self.warning(f"{self.name} needs the command {' or '.join(names)}, which is not on PATH")
-        return found
-
-    def has_function(
-        self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False
-    ) -> bool:
-        """Whether a program that calls C function `funcname` links with `libraries`. False without a compiler."""
-        program = f'extern "C" char {funcname}();\nint main() {{ return {funcname}(); }}\n'
-        with tempfile.TemporaryDirectory(prefix="ds_has_function_") as name:
-            folder = Path(name)
-            (folder / "asked.cpp").write_text(program)
-            try:
-                toolchain = find_compiler()
-                command = [
-                    *(*toolchain.command, "asked.cpp", "-o", "asked"),
-                    *(f"-L{path}" for path in library_dirs or ()),
-                    *(f"-l{library}" for library in libraries),
-                ]
-                compiling.run_commands(self.name, folder, [command])
-            except OpUnavailable as error:
-                if verbose:
-                    logger.warning("%s", error)
-                return False
-        return True
-
-    def strip_empty_entries(self, args: Sequence[Any]) -> list[Any]:
-        """`args` without empty strings and None."""
-        return [entry for entry in args if entry is not None and len(str(entry)) > 0]
-
-    def cpu_arch(self) -> str:
-        """The compiler flag for the CPU: the oldest of this architecture, so that the library runs on every one.
-
-        DeepSpeed answers `-march=native` here. A kernel that wants more compiles its loops several times and chooses
-        when it runs.
-        """
-        return _PORTABLE.get(platform.machine().lower(), "-fPIC")
-
-    def simd_width(self) -> str:
-        """The macro for the vector width that `cpu_arch` allows: `-D__SCALAR__`."""
-        return "-D__SCALAR__"
-
-    def warning(self, msg: str) -> None:
-        """Log why something of this op is not there, and keep it as the reason."""
-        self.error_log = self.reason = msg
-        logger.warning("op %r: %s", self.name, msg)
-
-
-def _with_torch(spec: BuildSpec, system_include_paths: Sequence[Path]) -> BuildSpec:
-    """`spec` for the torch of this process: its identity, headers, libraries, and the flags that go with them."""
-    torch = _torch()
-    root = Path(torch.__file__).absolute().parent
-    abi = int(torch.compiled_with_cxx11_abi())
-    headers = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include"]
-    libraries = ["-Wl,--as-needed", "-lc10", "-ltorch_cpu", "-ltorch"]
-    flags: list[str] = []
-    stable = spec.op_namespace is not None and spec.includes.stable_abi
-    named = any("TORCH_TARGET_VERSION" in flag for flag in spec.compile_flags)
-    if stable and spec.min_torch is not None and not named:  # torch's headers then offer what it has
-        major, minor = Version(spec.min_torch).release[:2]
-        flags.append(f"-DTORCH_TARGET_VERSION=0x{(major << 56) | (minor << 48):016x}")
-    if not stable:
-        flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
-    if spec.op_namespace is None:
-        headers.append(Path(sysconfig.get_path("include")))
-        libraries.append("-ltorch_python")
-        flags.append("-DTORCH_API_INCLUDE_EXTENSION_H")
-    if spec.cmake_dir is not None:
-        flags, libraries = [], []
-    made = dataclasses.replace(
-        spec,
-        torch=f"{torch.__version__} abi{abi}",
-        stable_abi=stable,
-        compile_flags=(*spec.compile_flags, *flags),
-        link_flags=(*spec.link_flags, *libraries),
-        library_paths=(root / "lib",),
-        system_include_paths=(*system_include_paths, *headers),
-    )
-    vars(made)["includes"] = spec.includes  # of the same sources: they are read once
-    return made
-
-
-def _torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ImportError as error:
-        raise OpUnavailable(f"ops are built for a torch, and none can be imported: {error}") from error
-
-
-def _torch_version() -> Version:
-    """torch's version without what follows the `+`."""
-    return Version(Version(str(_torch().__version__)).public)

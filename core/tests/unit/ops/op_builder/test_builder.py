@@ -158,6 +158,14 @@ def test_include_folders_of_an_installed_sdk_are_not_hashed(vendor):
     assert str(spec.system_include_paths[0]) == "/usr/include/xyz"
 
 
+def test_include_folders_beside_sources_are_the_projects_wherever_they_lie(vendor):
+    builder = vendor(1).FusedBuilder()
+    sources = [builder_module.Path("/opt/project/csrc/adam/x.cpp")]
+    ours, others = builder._sort_include_paths(["/opt/project/csrc/includes", "/opt/sdk/include", "/usrlocal"], sources)
+    assert [str(path) for path in ours] == ["/opt/project/csrc/includes", "/usrlocal"]
+    assert [str(path) for path in others] == ["/opt/sdk/include"]
+
+
 def test_flags_reach_the_compiler_and_a_default_is_portable(vendor):
     module = vendor(7, body="    def cxx_args(self):\n        return ['-O0', '', '-DANSWER=9', '-include', 'stddef.h']")
     spec = module.Other().describe()
