@@ -16,8 +16,10 @@ from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.errors import PluginError
 from deepspeed.log import logger
 from deepspeed.plugins import Offer, plugin_manager
+from deepspeed.plugins.admission import ACCELERATOR_VARIABLE
+from deepspeed.plugins.probing import inside_probe
 
-VARIABLE = "DS_ACCELERATOR"
+VARIABLE = ACCELERATOR_VARIABLE
 PLAIN = "plain"
 
 # What a class that does not derive from DeepSpeedAccelerator must answer itself; the base answers the rest.
@@ -84,6 +86,8 @@ def plugin_of(accelerator: DeepSpeedAccelerator) -> str | None:
 
 def _choose_once() -> Choice:
     global _choosing
+    if inside_probe():  # it runs in another thread, for which the lock below would be a deadlock
+        raise PluginError("get_accelerator() was called inside ds_probe, for whose answer the choice is waiting")
     with _lock:
         if _choice is not None:
             return _choice
@@ -126,7 +130,7 @@ def _choose() -> Choice:
             return _from_plugin(best, f"priority {best.priority} is the highest available ({best.reason})")
         except PluginError as error:  # its device is there but its package is broken: the others still count
             logger.warning(f"{error}; looking for another accelerator")
-            plugin_manager().withdraw(best.name, f"broken: {error}")
+            plugin_manager().withdraw(best.name, error)
 
 
 def _highest(available: list[Offer]) -> Offer:
@@ -195,3 +199,16 @@ def _adopt(accelerator: Any) -> DeepSpeedAccelerator:
         raise PluginError(f"{kind.__name__} has no `_name`; set it to the device type of torch, for example 'cpu'")
     adopted: DeepSpeedAccelerator = accelerator
     return adopted
+
+
+def _after_fork() -> None:
+    """Called in each forked child: a choice that another thread was making is forgotten, one that was made stays."""
+    global _lock, _choosing
+    if _lock.acquire(blocking=False):
+        _lock.release()
+        return
+    _lock, _choosing = threading.RLock(), False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

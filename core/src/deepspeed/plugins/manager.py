@@ -1,38 +1,31 @@
 """Finding plugins: entry points by name, one at a time, each failure kept where it happened.
 
-Entry points are read with the `importlib_metadata` package. Nothing is imported until a name is asked for; a plugin
-that cannot be imported, was made for another API, or fails in its probe becomes an `Offer` with a reason, or a
-`PluginError` when somebody asked for it by name.
+Nothing is imported until a name is asked for; a plugin that cannot be imported, was made for another API, fails or
+hangs in its probe becomes an `Offer` with a reason, or a `PluginError` when somebody asked for it by name.
 
 Two sets of hooks are kept apart: *candidates* (everything that was loaded, so that it can be probed) and *active*
-plugins (the chosen accelerator's and the feature plugins), the only ones whose other hooks are called.
+plugins (the chosen accelerator's and the feature plugins), the only ones whose other hooks are called. Active plugins
+are asked in one order, whatever was loaded first: feature plugins by name, then the accelerator's.
 """
 
 import dataclasses
-import difflib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import importlib_metadata
 import pluggy
 
 from deepspeed.errors import PluginError
 from deepspeed.log import logger
 from deepspeed.plugins import hookspecs
+from deepspeed.plugins.admission import NAMES_VARIABLE, check_api, named, refusal
+from deepspeed.plugins.entry_points import ACCELERATORS, FEATURES, KINDS, distribution_of, missing, read_entry_points
 from deepspeed.plugins.offer import Offer
+from deepspeed.plugins.probing import call_with_limit, inside_probe, timeout_s
 
-ACCELERATORS = "deepspeed.accelerators"
-FEATURES = "deepspeed.plugins"
-BLOCK_VARIABLE = "DS_PLUGINS_BLOCK"
-
-_KINDS = {ACCELERATORS: "accelerator", FEATURES: "plugin"}
-
-
-def read_entry_points(group: str) -> list[Any]:
-    """The entry points of `group` in this environment, by name; no plugin is imported. Called once per group."""
-    return sorted(importlib_metadata.entry_points(group=group), key=lambda entry: (entry.name, entry.value))
+Key = tuple[str, str]  # group, name
 
 
 class PluginManager:
@@ -45,11 +38,14 @@ class PluginManager:
     def __init__(self, entry_points: Callable[[str], Iterable[Any]] = read_entry_points) -> None:
         self._read = entry_points
         self._entries: dict[str, list[Any]] = {}
-        self._plugins: dict[tuple[str, str], object] = {}
-        self._failures: dict[tuple[str, str], PluginError] = {}
+        self._plugins: dict[Key, object] = {}
+        self._registered: set[Key] = set()  # those that the program added itself
+        self._failures: dict[Key, PluginError] = {}  # of loading: raised again at each load
+        self._faults: dict[Key, PluginError] = {}  # of a plugin that was loaded: in its probe, or as it was built
         self._offers: dict[str, Offer] = {}
         self._candidates = _pluggy_manager()
-        self._active = _pluggy_manager()
+        self._active_keys: set[Key] = set()
+        self._active = _pluggy_manager()  # replaced as a whole, so that a call in another thread sees one state
         self._features_loaded = False
         # Re-entrant: building an accelerator may load another plugin.
         self._lock = threading.RLock()
@@ -62,8 +58,25 @@ class PluginManager:
         return sorted(registered | {entry.name for entry in self._group(group)})
 
     def failure(self, name: str, group: str = ACCELERATORS) -> PluginError | None:
-        """The error that loading `name` ended with, its `__cause__` the plugin's own; for reports."""
-        return self._failures.get((group, name))
+        """What loading, probing or building `name` ended with, its `__cause__` the plugin's own error; for reports."""
+        return self._failures.get((group, name)) or self._faults.get((group, name))
+
+    def refusal(self, name: str, group: str = ACCELERATORS) -> str | None:
+        """Why the environment keeps `name` from being loaded (`DS_PLUGINS_BLOCK`, `DS_PLUGINS_AUTOLOAD`), or None."""
+        return refusal(name, group == ACCELERATORS, (group, name) in self._registered)
+
+    def origin(self, name: str, group: str = ACCELERATORS) -> str:
+        """Where `name` comes from: package, version and module of each announcement; for reports."""
+        if (group, name) in self._registered:
+            return "registered by the program"
+        entries = {entry.value: entry for entry in self._group(group) if entry.name == name}
+        return ", ".join(f"{distribution_of(entry)} ({value})" for value, entry in entries.items())
+
+    def hooks_of(self, name: str, group: str = ACCELERATORS) -> list[str]:
+        """The hooks that `name` implements, sorted; empty when it is not loaded. For reports."""
+        plugin = self._plugins.get((group, name))
+        callers = self._candidates.get_hookcallers(plugin) if plugin is not None else None
+        return sorted(caller.name for caller in callers or [])
 
     def providers(self, hook_name: str) -> list[str]:
         """Names of the active plugins that implement `hook_name`, in the order in which they are asked."""
@@ -78,32 +91,36 @@ class PluginManager:
         Raises:
             PluginError: its hooks do not fit, or it was made for another API.
         """
-        with self._lock:
+        with self._hold():
             self.unregister(name, group)
             self._admit(plugin, name, group)
             self._plugins[group, name] = plugin
+            self._registered.add((group, name))
 
     def unregister(self, name: str, group: str = ACCELERATORS) -> None:
         """Forget what was registered or loaded as `name`. No error when there is none."""
-        with self._lock:
+        with self._hold():
+            self.deactivate(name, group)
             plugin = self._plugins.pop((group, name), None)
-            self._failures.pop((group, name), None)
+            for kept in (self._failures, self._faults):
+                kept.pop((group, name), None)
+            self._registered.discard((group, name))
             if group == ACCELERATORS:
                 self._offers.pop(name, None)
             still_named = any(other is plugin for other in self._plugins.values())
-            for manager in (self._candidates, self._active):
-                if plugin is not None and not still_named and manager.is_registered(plugin):
-                    manager.unregister(plugin)
+            if plugin is not None and not still_named and self._candidates.is_registered(plugin):
+                self._candidates.unregister(plugin)
 
     def load(self, name: str, group: str = ACCELERATORS) -> object:
         """Import the plugin called `name`, and no other. The second call is a lookup, also of the failure.
 
         Raises:
-            PluginError: it is not installed, blocked, announced twice, cannot be imported, or does not fit this core.
+            PluginError: it is not installed, kept out by the environment, announced twice, cannot be imported, or does
+                not fit this core.
         """
-        with self._lock:
-            if name in _blocked():
-                raise PluginError(f"{_KINDS[group]} {name!r} is blocked by {BLOCK_VARIABLE}; take it out to use it")
+        with self._hold():
+            if reason := self.refusal(name, group):
+                raise PluginError(f"{KINDS[group]} {name!r} is {reason}")
             if (group, name) in self._failures:
                 raise self._failures[group, name]
             if (group, name) not in self._plugins:
@@ -118,17 +135,18 @@ class PluginManager:
 
     def activate(self, name: str, group: str = ACCELERATORS) -> None:
         """From now on call the hooks of `name`, which is loaded if need be."""
-        with self._lock:
-            plugin = self.load(name, group)
-            if not self._active.is_registered(plugin):
-                self._active.register(plugin, name=name if group == ACCELERATORS else f"{group}:{name}")
+        with self._hold():
+            self.load(name, group)
+            if (group, name) not in self._active_keys:
+                self._active_keys.add((group, name))
+                self._active = self._arranged()
 
     def deactivate(self, name: str, group: str = ACCELERATORS) -> None:
         """Call the hooks of `name` no longer. No error when they were not called before."""
-        with self._lock:
-            plugin = self._plugins.get((group, name))
-            if plugin is not None and self._active.is_registered(plugin):
-                self._active.unregister(plugin)
+        with self._hold():
+            if (group, name) in self._active_keys:
+                self._active_keys.discard((group, name))
+                self._active = self._arranged()
 
     # ----- calling ---------------------------------------------------------------------------------------------------
 
@@ -143,14 +161,19 @@ class PluginManager:
         return self._active.hook
 
     def probe(self, name: str) -> Offer:
-        """Ask the accelerator plugin `name` once whether its device is here. Never raises for the plugin's faults."""
-        with self._lock:
-            if name in _blocked():
-                return Offer(name, available=False, reason=f"blocked by {BLOCK_VARIABLE}")
+        """Ask the accelerator plugin `name` once whether its device is here. Never raises for the plugin's faults.
+
+        One that gives no answer within `DS_PROBE_TIMEOUT` seconds (10) counts as broken; see `probing.py`.
+        """
+        with self._hold():
+            if reason := self.refusal(name):
+                return Offer(name, available=False, reason=reason)
             if name not in self._offers:
+                seconds = timeout_s()
                 try:
-                    self._offers[name] = self._probe(name)
+                    self._offers[name] = self._probe(name, seconds)
                 except PluginError as error:
+                    self._faults[ACCELERATORS, name] = error
                     self._offers[name] = Offer(name, available=False, reason=f"broken: {error}")
             return self._offers[name]
 
@@ -159,10 +182,11 @@ class PluginManager:
         found = [self.probe(name) for name in self.names()]
         return sorted(found, key=lambda offer: (not offer.available, -offer.priority, offer.name))
 
-    def withdraw(self, name: str, reason: str) -> None:
+    def withdraw(self, name: str, error: PluginError) -> None:
         """Make the offer of `name` unavailable for this process: its device was there, but it could not be built."""
-        with self._lock:
-            self._offers[name] = dataclasses.replace(self.probe(name), available=False, reason=reason)
+        with self._hold():
+            self._faults[ACCELERATORS, name] = error
+            self._offers[name] = dataclasses.replace(self.probe(name), available=False, reason=f"broken: {error}")
 
     def build_accelerator(self, name: str) -> Any:
         """What `ds_accelerator` of the plugin `name` returns.
@@ -188,12 +212,12 @@ class PluginManager:
             builders = dict(answer)
         except (TypeError, ValueError) as error:
             raise PluginError(
-                f"{_KINDS[group]} {name!r}: its ds_op_builders returned {answer!r}, not builder name -> class"
+                f"{KINDS[group]} {name!r}: its ds_op_builders returned {answer!r}, not builder name -> class"
             ) from error
         for builder_name, builder_class in builders.items():
             if not isinstance(builder_class, type):
                 raise PluginError(
-                    f"{_KINDS[group]} {name!r}: its ds_op_builders gives {builder_class!r} as {builder_name!r}; "
+                    f"{KINDS[group]} {name!r}: its ds_op_builders gives {builder_class!r} as {builder_name!r}; "
                     "a class that derives from OpBuilder is meant"
                 )
         return builders
@@ -208,35 +232,25 @@ class PluginManager:
     def _import(self, name: str, group: str) -> object:
         entries = {entry.value: entry for entry in self._group(group) if entry.name == name}
         if not entries:
-            raise PluginError(self._missing(name, group))
+            raise PluginError(missing(name, group, self.names(group)))
         if len(entries) > 1:
-            where = ", ".join(f"{entry.value} ({_distribution(entry)})" for entry in entries.values())
-            raise PluginError(f"{_KINDS[group]} {name!r} is announced by {len(entries)} packages: {where}; keep one")
+            where = ", ".join(f"{entry.value} ({distribution_of(entry)})" for entry in entries.values())
+            raise PluginError(f"{KINDS[group]} {name!r} is announced by {len(entries)} packages: {where}; keep one")
         (entry,) = entries.values()
         try:
             return entry.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # some packages end the process when their driver is missing
             raise PluginError(
-                f"{_KINDS[group]} {name!r} of {_distribution(entry)} cannot be imported from {entry.value}: "
+                f"{KINDS[group]} {name!r} of {distribution_of(entry)} cannot be imported from {entry.value}: "
                 f"{_one_line(error)}"
             ) from error
 
-    def _missing(self, name: str, group: str) -> str:
-        names = self.names(group)
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]!r}? Otherwise: " if close else ""
-        return (
-            f"no {_KINDS[group]} named {name!r} is installed; installed: {', '.join(names) or 'none'}; "
-            f"{hint}install the package that announces it (entry-point group {group!r}; this project calls its own "
-            "ds-ext-<device>)"
-        )
-
     def _admit(self, plugin: object, name: str, group: str) -> None:
         """Check API range and hooks of `plugin`, then make it a candidate."""
-        label = f"{_KINDS[group]} {name!r}"
+        label = f"{KINDS[group]} {name!r}"
         if plugin is None or type(plugin).__hash__ is None:  # pluggy keeps plugins in sets
             raise PluginError(f"{label} is {plugin!r}; a module, or a hashable object with hooks, is meant")
-        _check_api(plugin, label)
+        check_api(plugin, label)
         if self._candidates.is_registered(plugin):  # one module may stand under two names or in both groups
             return
         try:
@@ -258,20 +272,21 @@ class PluginManager:
     def _implements(self, plugin: object, hook_name: str) -> bool:
         return any(impl.plugin is plugin for impl in getattr(self._candidates.hook, hook_name).get_hookimpls())
 
-    def _call(self, name: str, hook_name: str, group: str = ACCELERATORS) -> Any:
+    def _call(self, name: str, hook_name: str, group: str = ACCELERATORS, seconds: float | None = None) -> Any:
         """Call an argument-free start hook of one plugin; what goes wrong inside becomes a `PluginError`."""
         plugin = self.load(name, group)
         if not self._implements(plugin, hook_name):
-            raise PluginError(f"{_KINDS[group]} {name!r} has no {hook_name} hook; see deepspeed.plugins.hookspecs")
+            raise PluginError(f"{KINDS[group]} {name!r} has no {hook_name} hook; see deepspeed.plugins.hookspecs")
         others = [other for other in self._candidates.get_plugins() if other is not plugin]
+        hook = self._candidates.subset_hook_caller(hook_name, others)
         try:
-            (answer,) = self._candidates.subset_hook_caller(hook_name, others)() or (None,)
-        except Exception as error:
-            raise PluginError(f"{_KINDS[group]} {name!r} failed in {hook_name}: {_one_line(error)}") from error
+            (answer,) = (hook() if seconds is None else call_with_limit(hook, seconds, name)) or (None,)
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"{KINDS[group]} {name!r} failed in {hook_name}: {_one_line(error)}") from error
         return answer
 
-    def _probe(self, name: str) -> Offer:
-        offer = self._call(name, "ds_probe")
+    def _probe(self, name: str, seconds: float) -> Offer:
+        offer = self._call(name, "ds_probe", seconds=seconds)
         if not isinstance(offer, Offer):
             raise PluginError(f"ds_probe returned {offer!r}, not an Offer")
         if offer.name != name:
@@ -279,17 +294,50 @@ class PluginManager:
         return offer
 
     def _load_features(self) -> None:
-        with self._lock:
+        with self._hold():
             if self._features_loaded:
                 return
-            for name in self.names(FEATURES):
-                if name in _blocked():
-                    continue
+            asked_for = [name for name in named() if name not in self.names(ACCELERATORS)]
+            for name in sorted({*self.names(FEATURES), *asked_for}):
                 try:
-                    self.activate(name, FEATURES)
+                    if name in asked_for or not self.refusal(name, FEATURES):
+                        self.activate(name, FEATURES)
                 except PluginError as error:
+                    if name in asked_for:
+                        raise PluginError(f"{NAMES_VARIABLE}={os.environ[NAMES_VARIABLE]}: {error}") from error
                     logger.warning(f"{error}; going on without it")
             self._features_loaded = True
+
+    def _arranged(self) -> pluggy.PluginManager:
+        """The active plugins in the order of asking: pluggy asks the one that was registered last first."""
+        manager = _pluggy_manager()
+        order = sorted(self._active_keys, key=lambda key: (key[0] == ACCELERATORS, key[1]))
+        shown = {ACCELERATORS: "{}", FEATURES: FEATURES + ":{}"}
+        for group, name in reversed(order):
+            plugin = self._plugins[group, name]
+            if not manager.is_registered(plugin):  # one module may stand in both groups
+                manager.register(plugin, name=shown[group].format(name))
+        return manager
+
+    @contextmanager
+    def _hold(self) -> Iterator[None]:
+        """The lock of this manager; a probe that asks for it gets an error, for the asker is waiting for the probe."""
+        if inside_probe():
+            raise PluginError("ds_probe asked the plugin manager, which is waiting for its answer")
+        with self._lock:
+            yield
+
+    def _after_fork(self) -> None:
+        """Called in each forked child: a thread that held the lock is not in it, and what it did may be half done."""
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            return
+        self._lock = threading.RLock()
+        self._candidates = _pluggy_manager()
+        for (group, name), plugin in self._plugins.items():
+            if not self._candidates.is_registered(plugin):
+                self._candidates.register(plugin, name=f"{group}:{name}")
+        self._active = self._arranged()
 
 
 def _pluggy_manager() -> pluggy.PluginManager:
@@ -298,35 +346,8 @@ def _pluggy_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _blocked() -> set[str]:
-    return {name.strip() for name in os.environ.get(BLOCK_VARIABLE, "").split(",") if name.strip()}
-
-
-def _check_api(plugin: object, label: str) -> None:
-    stated = getattr(plugin, "DS_PLUGIN_API", None)
-    if stated is None:
-        return
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # late: most plugins state no range
-
-    try:
-        wanted = SpecifierSet(stated)
-    except (InvalidSpecifier, TypeError, AttributeError) as error:
-        message = f"{label} states DS_PLUGIN_API = {stated!r}; a version range such as '>=1,<2' is meant"
-        raise PluginError(message) from error
-    if hookspecs.PLUGIN_API not in wanted:
-        raise PluginError(
-            f"{label} was made for plugin API {stated!r}, and this ds-core speaks {hookspecs.PLUGIN_API}; "
-            "upgrade the older of the two with pip install --upgrade"
-        )
-
-
 def _optional(caller: Any, plugin: object) -> bool:
     return all(impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin)
-
-
-def _distribution(entry: Any) -> str:
-    dist = getattr(entry, "dist", None)
-    return f"{dist.metadata['Name']} {dist.version}" if dist is not None else "an unnamed distribution"
 
 
 def _one_line(error: BaseException) -> str:
@@ -335,6 +356,8 @@ def _one_line(error: BaseException) -> str:
 
 
 _PROCESS_MANAGER = PluginManager()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_PROCESS_MANAGER._after_fork)
 
 
 def plugin_manager() -> PluginManager:

@@ -1,4 +1,4 @@
-"""Real packages on the path: what a pip install leaves behind is what the core finds."""
+"""Real packages on the path: what a pip install leaves behind is what the core finds, also in forked children."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def site(tmp_path):
             return subprocess.run(
                 [sys.executable, "-c", code],
                 env={**os.environ, "PYTHONPATH": path, **environment},
-                capture_output=True, text=True, check=False,
+                capture_output=True, text=True, check=False, timeout=120,
             )  # fmt: skip
 
     return Site()
@@ -50,15 +50,21 @@ def test_broken_packages_are_told_apart_and_stop_no_other(site):
     site.install("missing", "import a_library_that_is_not_there")
     site.install("future", "DS_PLUGIN_API = '>=7'\n")
     site.install("syntax", "def (:\n")
+    site.install("past", "DS_PLUGIN_API = '<1'\n")
     site.install("probe", GOOD.replace("    return", "    1 / 0; return"))
-    done = site.run(PRINT_OFFERS, DS_PLUGINS_BLOCK="cpu")
+    site.install("exit", "raise SystemExit('no licence')")
+    site.install("hangs", GOOD.replace("    return", "    import threading; threading.Event().wait(60); return"))
+    done = site.run(PRINT_OFFERS, DS_PLUGINS_BLOCK="cpu", DS_PROBE_TIMEOUT="0.2")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["good"] == [True, "found"]
     for name, reason in {
         "missing": "ds-ext-missing 1.0 cannot be imported from vendor_missing: ModuleNotFoundError",
         "future": "made for plugin API '>=7'",
+        "past": "made for plugin API '<1'",
         "syntax": "SyntaxError",
+        "exit": "SystemExit: no licence",
+        "hangs": "no answer within 0.2 s",
         "probe": "failed in ds_probe: ZeroDivisionError: division by zero",
         "cpu": "blocked by DS_PLUGINS_BLOCK",
     }.items():
@@ -76,3 +82,69 @@ def test_by_name_the_others_are_not_even_imported(site):
     assert done.returncode == 0, done.stderr
     assert "vendor_good" in done.stdout.split()
     assert "vendor_missing" not in done.stdout.split()
+
+
+def test_without_autoload_nothing_installed_is_imported(site):
+    site.install("good", GOOD)
+    done = site.run(PRINT_OFFERS, DS_PLUGINS_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["imported"] == []
+    assert told["good"] == [False, "not loaded because of DS_PLUGINS_AUTOLOAD=0; DS_ACCELERATOR=good loads it"]
+    done = site.run(PRINT_OFFERS, DS_PLUGINS_AUTOLOAD="0", DS_ACCELERATOR="good")
+    assert json.loads(done.stdout)["good"] == [True, "found"], done.stderr
+
+
+FORK_WHILE_CHOOSING = """
+import os, sys, threading
+from deepspeed.plugins import Offer, hookimpl, plugin_manager
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.plain import PlainAccelerator
+
+class Slow:
+    building, forked = threading.Event(), threading.Event()
+
+    @hookimpl
+    def ds_probe(self):
+        return Offer("slow", 9)
+
+    @hookimpl
+    def ds_accelerator(self):
+        if threading.current_thread() is chooser and os.getpid() == parent:
+            self.building.set()
+            self.forked.wait(60)
+        return PlainAccelerator()
+
+parent = os.getpid()
+plugin_manager().register(Slow(), "slow")
+chooser = threading.Thread(target=get_accelerator)
+chooser.start()
+Slow.building.wait()
+child = os.fork()
+if child == 0:
+    chosen = get_accelerator()
+    os._exit(0 if chosen is get_accelerator() and type(chosen) is PlainAccelerator else 3)
+_, status = os.waitpid(child, 0)
+Slow.forked.set()
+chooser.join()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_fork_while_another_thread_chooses_leaves_a_child_that_can_choose(site):
+    done = site.run(FORK_WHILE_CHOOSING, DS_PLUGINS_BLOCK="cpu", PYTHONWARNINGS="default")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_child_of_a_fork_keeps_the_choice_of_its_parent(site):
+    site.install("good", GOOD)
+    code = """
+import os, sys
+from deepspeed.plugins import plugin_manager
+offer = plugin_manager().probe("good")
+child = os.fork()
+if child == 0:
+    os._exit(0 if plugin_manager().probe("good") is offer else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert site.run(code, DS_PLUGINS_BLOCK="cpu").returncode == 0

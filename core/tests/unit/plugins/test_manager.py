@@ -1,6 +1,8 @@
 """Plugins are found by name, loaded one at a time, and each failure stays where it happened."""
 
 import sys
+import threading
+import traceback
 import types
 
 import pytest
@@ -18,7 +20,7 @@ class Entry:
 
     def load(self):
         self.loads += 1
-        if isinstance(self.plugin, Exception):
+        if isinstance(self.plugin, BaseException):
             raise self.plugin
         return self.plugin
 
@@ -153,6 +155,89 @@ def test_blocked_names_are_not_imported(monkeypatch):
         manager.load("a")
 
 
+def test_without_autoload_only_named_plugins_are_imported(monkeypatch):
+    monkeypatch.setenv("DS_PLUGINS_AUTOLOAD", "0")
+    monkeypatch.setenv("DS_ACCELERATOR", "b")
+    monkeypatch.setenv("DS_PLUGINS", "wanted")
+    heard = []
+    a, b = Entry("a", make_plugin("a")), Entry("b", make_plugin("b"))
+    features = [Entry(name, make_module(ds_step_end=hears(heard))) for name in ("b", "other", "wanted")]
+    manager = make_manager(a, b, features=features)
+    assert [(offer.name, offer.available) for offer in manager.offers()] == [("b", True), ("a", False)]
+    assert "DS_PLUGINS_AUTOLOAD=0; DS_ACCELERATOR=a loads it" in manager.probe("a").reason
+    manager.hook.ds_step_end(stats=1)
+    assert heard == [1]
+    assert [entry.loads for entry in (a, b, *features)] == [0, 1, 0, 0, 1]
+    with pytest.raises(PluginError, match="DS_PLUGINS_AUTOLOAD=0; DS_PLUGINS=other loads it"):
+        manager.load("other", FEATURES)
+    manager.register(make_plugin("a", reason="mine"), "a")  # what the program adds itself is not loaded by itself
+    assert manager.probe("a").reason == "mine"
+
+
+def test_autoload_is_on_or_off(monkeypatch):
+    monkeypatch.setenv("DS_PLUGINS_AUTOLOAD", "no")
+    with pytest.raises(PluginError, match="DS_PLUGINS_AUTOLOAD=no: 0 .* or 1 is meant"):
+        make_manager(Entry("a", make_plugin("a"))).offers()
+    monkeypatch.setenv("DS_PLUGINS_AUTOLOAD", "1")
+    assert make_manager(Entry("a", make_plugin("a"))).probe("a").available
+
+
+@pytest.mark.parametrize(("entries", "message"), [((), "no plugin named 'x'"), ((ImportError("half"),), "half")])
+def test_a_feature_plugin_that_was_asked_for_by_name_must_work(monkeypatch, entries, message):
+    monkeypatch.setenv("DS_PLUGINS", "x")
+    manager = make_manager(features=[Entry("x", plugin) for plugin in entries])
+    for _ in range(2):
+        with pytest.raises(PluginError, match=f"DS_PLUGINS=x: .*{message}"):
+            manager.hook.ds_step_end(stats=1)
+
+
+def test_a_probe_that_hangs_is_an_offer_that_names_the_seconds_and_the_place(monkeypatch):
+    monkeypatch.setenv("DS_PROBE_TIMEOUT", "0.05")
+    released = threading.Event()
+
+    def wait_for_a_driver_that_never_answers():
+        released.wait()
+        return Offer("a")
+
+    plugin = make_plugin("a", ds_probe=hookimpl(specname="ds_probe")(wait_for_a_driver_that_never_answers))
+    manager = make_manager(Entry("a", plugin), Entry("b", make_plugin("b")))
+    b, a = manager.offers()
+    assert (b.name, b.available) == ("b", True)
+    assert (a.name, a.available) == ("a", False)
+    assert "no answer within 0.05 s (DS_PROBE_TIMEOUT=<seconds> waits longer)" in a.reason
+    told = "".join(traceback.format_exception(manager.failure("a")))
+    assert "wait_for_a_driver_that_never_answers" in told.split("the probe hangs here")[1]
+    released.set()
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])
+def test_a_limit_that_is_no_number_of_seconds(monkeypatch, value):
+    monkeypatch.setenv("DS_PROBE_TIMEOUT", value)
+    with pytest.raises(PluginError, match=f"DS_PROBE_TIMEOUT={value}: a number of seconds above 0"):
+        make_manager(Entry("a", make_plugin("a"))).probe("a")
+
+
+def test_a_probe_that_asks_who_waits_for_it_gets_an_error_and_no_deadlock():
+    def ask():
+        manager.offers()
+
+    manager = make_manager(Entry("a", make_plugin("a", ds_probe=hookimpl(specname="ds_probe")(ask))))
+    assert "ds_probe asked the plugin manager" in manager.probe("a").reason
+
+
+def test_a_package_that_ends_the_process_is_an_offer():
+    probe = hookimpl(specname="ds_probe")(lambda: sys.exit("no driver"))
+    manager = make_manager(Entry("a", SystemExit("no device")), Entry("b", make_plugin("b", ds_probe=probe)))
+    assert "SystemExit: no device" in manager.probe("a").reason
+    assert "SystemExit: no driver" in manager.probe("b").reason
+
+
+def test_no_thread_is_left_behind():
+    before = threading.enumerate()
+    make_manager(Entry("a", make_plugin("a"))).offers()
+    assert threading.enumerate() == before
+
+
 def test_two_packages_with_one_name_are_refused():
     manager = make_manager(Entry("a", make_plugin("a"), "one.plugin"), Entry("a", make_plugin("a"), "two.plugin"))
     with pytest.raises(PluginError, match=r"announced by 2 packages: one.plugin .*two.plugin"):
@@ -170,14 +255,28 @@ def test_api_range_that_fits(stated):
     assert manager.probe("a").available
 
 
-@pytest.mark.parametrize(("stated", "message"), [(">=2", "made for plugin API '>=2'.*speaks 1.0"), ("one", "states")])
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        (">=2", r"made for plugin API '>=2', and this ds-core speaks 1.0 .*'>=1,<=1.0'.*upgrade ds-core"),
+        (">=1.1,<2", r"'>=1.1,<2', and this ds-core speaks 1.0 .*this ds-core is too old"),
+        ("<1", r"'<1', and this ds-core speaks 1.0 .*'>=1,<=1.0'.*the plugin is too old: upgrade its package"),
+        ("~=0.3", "the plugin is too old"),
+        (">=0.5,!=1.0,<2", "install versions of the two that fit"),
+        ("===first", "install versions of the two that fit"),
+        ("one", "states DS_PLUGIN_API = 'one'; a version range"),
+        (1, "states DS_PLUGIN_API = 1; a version range"),
+    ],
+)
 def test_api_range_that_does_not_fit_is_found_before_any_hook_is_called(stated, message):
     plugin = make_plugin("a", DS_PLUGIN_API=stated, accelerator=object())
-    plugin.ds_probe = hookimpl(lambda: pytest.fail("was asked"))
+    asked = []
+    plugin.ds_probe = hookimpl(lambda: asked.append(1))
     manager = make_manager(Entry("a", plugin))
     assert not manager.probe("a").available
     with pytest.raises(PluginError, match=message):
         manager.build_accelerator("a")
+    assert asked == []
 
 
 def test_misspelt_hook_and_wrong_argument_are_refused():
@@ -260,6 +359,50 @@ def test_only_active_plugins_hear_hooks_by_name():
     assert manager.hook.ds_comm_backend(name="mine") is None
 
 
+def test_the_order_of_asking_does_not_depend_on_the_order_of_loading():
+    def knows(word):
+        return hookimpl(specname="ds_comm_backend")(lambda name: word)
+
+    def make(*loading):
+        features = [Entry(name, make_module(ds_comm_backend=knows(name))) for name in ("g", "f")]
+        manager = make_manager(Entry("device", make_plugin("device", ds_comm_backend=knows("d"))), features=features)
+        for load in loading:
+            load(manager)
+        return manager
+
+    def device(manager):
+        manager.activate("device")
+
+    def features(manager):
+        assert manager.hook is not None
+
+    for order in ((device, features), (features, device), (features, device, features)):
+        manager = make(*order)
+        assert manager.hook.ds_comm_backend(name="x") == "f"
+        assert manager.providers("ds_comm_backend") == ["deepspeed.plugins:f", "deepspeed.plugins:g", "device"]
+
+
+def test_a_module_in_both_groups_stays_a_feature_when_its_device_is_not_in_force():
+    heard = []
+    plugin = make_plugin("a", ds_step_end=hears(heard))
+    manager = make_manager(Entry("a", plugin), features=[Entry("a", plugin)])
+    manager.activate("a")
+    manager.hook.ds_step_end(stats=1)
+    manager.deactivate("a")
+    manager.hook.ds_step_end(stats=2)
+    assert heard == [1, 2]
+
+
+def test_reports_learn_where_a_plugin_comes_from_and_what_it_does():
+    manager = make_manager(Entry("a", make_plugin("a")))
+    assert manager.hooks_of("a") == []  # not loaded
+    assert manager.origin("a") == "an unnamed distribution (pkg_a.plugin)"
+    manager.load("a")
+    assert manager.hooks_of("a") == ["ds_accelerator", "ds_probe"]
+    manager.register(make_plugin("b"), "b")
+    assert manager.origin("b") == "registered by the program"
+
+
 def test_feature_plugins_are_loaded_by_the_first_hook_and_a_broken_one_is_warned_about(monkeypatch):
     warned, heard = [], []
     monkeypatch.setattr("deepspeed.plugins.manager.logger.warning", warned.append)
@@ -299,8 +442,8 @@ def test_registered_plugin_wins_over_an_installed_one_and_can_be_taken_back():
 
 def test_withdrawn_offer_is_unavailable():
     manager = make_manager(Entry("a", make_plugin("a", priority=3)))
-    manager.withdraw("a", "its library is missing")
-    assert manager.probe("a") == Offer("a", 3, False, "its library is missing")
+    manager.withdraw("a", PluginError("its library is missing"))
+    assert manager.probe("a") == Offer("a", 3, False, "broken: its library is missing")
 
 
 def test_plugins_import_no_torch():
