@@ -17,8 +17,8 @@ A builder of an extension names its sources and is done:
             return [cpu_kernel_path("csrc/adam/cpu_adam.cpp")]
 
 `load()` takes the library that came in the wheel, else the one in the cache, else compiles it. Importing this module
-loads no torch; `TORCH_MAJOR` and `TORCH_MINOR` are worked out when they are first asked for. Read next: `spec.py` (what a
-build is made of), `jit.py`, `compiling.py`.
+loads no torch; `TORCH_MAJOR` and `TORCH_MINOR` are worked out when they are first asked for. Read next: `spec.py` (what
+a build is made of), `jit.py`, `compiling.py`.
 """
 
 import importlib

@@ -63,10 +63,7 @@ class SourcePlaces:
         that is not below `/usr` or `/opt`.
         """
         near = [
-            folder
-            for source in sources
-            for folder in (source.parent, source.parent.parent)
-            if folder not in _SYSTEM_FOLDERS
+            folder for source in sources for folder in (source.parent, source.parent.parent) if len(folder.parts) > 2
         ]
         roots = [*self._own_folders()[:1], *near]
         ours: list[Path] = []
