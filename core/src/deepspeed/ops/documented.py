@@ -44,7 +44,11 @@ OPS: dict[str, Op] = {
     "fused_lion": Op("FusedLionBuilder", operators=("lion_step_",), front="lion.FusedLion"),
     "gds": Op("GDSBuilder"),
     "inference_core_ops": Op("InferenceCoreBuilder"),
-    "quantizer": Op("QuantizerBuilder", front="quantizer"),
+    "quantizer": Op(
+        "QuantizerBuilder",
+        operators=("quantize_groups", "dequantize_groups", "dequantize_reduce", "fake_quantize_groups"),
+        front="quantizer",
+    ),
     "ragged_device_ops": Op("RaggedOpsBuilder"),
     "ragged_ops": Op("RaggedUtilsBuilder"),
     "random_ltd": Op("RandomLTDBuilder"),
@@ -52,6 +56,10 @@ OPS: dict[str, Op] = {
     "spatial_inference": Op("SpatialInferenceBuilder"),
     "stochastic_transformer": Op("StochasticTransformerBuilder"),
     "transformer": Op("TransformerBuilder"),
-    "transformer_inference": Op("InferenceBuilder", front="transformer"),
+    "transformer_inference": Op(
+        "InferenceBuilder",
+        operators=("layer_norm", "layer_norm_residual", "rms_norm", "rms_norm_residual", "gelu", "bias_gelu", "rotary"),
+        front="transformer",
+    ),
     "utils": Op("UtilsBuilder", on_host=True),
 }
