@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.reference_optimizer import ReferenceOptimizer
-from deepspeed.ops.step_kernel import StepKernel, host_step_count, step_kernel
+from deepspeed.ops.step_kernel import FP32, StepKernel, host_step_count, step_kernel
 
 _T = TypeVar("_T")
 
@@ -101,15 +101,16 @@ class KernelOptimizer(ReferenceOptimizer):
         states: list[dict[str, Any]],
         copies: list[Tensor],
     ) -> list[int]:
-        """The indices of the parameters that the kernel takes."""
-        served = []
-        for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
-            moments = [state[name] for name in self.state_names]
-            if any(moment.dtype is not torch.float32 for moment in moments):
-                continue
-            if kernel.takes((param, grad, *moments)) and (not copies or kernel.takes((copies[index],))):
-                served.append(index)
-        return served
+        """The indices of the parameters that the kernel takes: nearly always all, which is asked first."""
+        moments = [[state[name] for state in states] for name in self.state_names]
+        tensors = [params, grads, *([copies] if copies else [])]
+        if all(map(kernel.takes, tensors)) and all(kernel.takes(its, FP32) for its in moments):
+            return list(range(len(params)))
+        return [
+            index
+            for index in range(len(params))
+            if kernel.takes([its[index] for its in tensors]) and kernel.takes([its[index] for its in moments], FP32)
+        ]
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[param]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import registry
 
-_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+FP32 = frozenset((torch.float32,))
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
 
@@ -23,13 +24,13 @@ class StepKernel(NamedTuple):
     operator: Callable[..., Any]
     device_type: str
 
-    def takes(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether all are what the operator reads: plain, dense and contiguous, of one of its dtypes, on its device."""
-        device_type = self.device_type
+    def takes(self, tensors: Iterable[Tensor], dtypes: frozenset[torch.dtype] = FLOATS) -> bool:
+        """Whether all are what the operator reads: plain, dense and contiguous, of one of `dtypes`, on its device."""
+        is_host, device_type = self.device_type == "cpu", self.device_type
         for one in tensors:  # written out, because it runs for every tensor of every step
-            if one.dtype not in _FLOATS or type(one) not in _PLAIN or one.layout is not torch.strided:
+            if one.dtype not in dtypes or type(one) not in _PLAIN or one.layout is not torch.strided:
                 return False
-            if not one.is_contiguous() or one.device.type != device_type:
+            if not one.is_contiguous() or not (one.is_cpu if is_host else one.device.type == device_type):
                 return False
         return True
 
@@ -60,6 +61,6 @@ def host_numbers(**values: Any) -> dict[str, float] | None:
 def host_step_count(state: dict[str, Any]) -> Tensor:
     """`state["step"]` as operators count it: a 0-D fp32 tensor on the host, whatever a checkpoint held."""
     step = state["step"]
-    if not isinstance(step, Tensor) or step.dtype is not torch.float32 or step.device.type != "cpu" or step.dim():
+    if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu or step.dim():
         step = state["step"] = torch.tensor(float(step), dtype=torch.float32)
     return step

@@ -37,8 +37,12 @@ struct Weight {
         : value(splat(weight < 0.5f ? weight : weight - 1.0f)), is_small(weight < 0.5f) {}
 };
 
-// a + weight * (b - a)
-DS_CPU_INLINE Vec lerp(Vec a, Vec b, const Weight& weight) { return fma(weight.value, b - a, weight.is_small ? a : b); }
+// a + weight * (b - a). Two returns and no `? :` between Vecs, which would choose an address and spill both.
+DS_CPU_INLINE Vec lerp(Vec a, Vec b, const Weight& weight) {
+    const Vec difference = b - a;
+    if (weight.is_small) return fma(weight.value, difference, a);
+    return fma(weight.value, difference, b);
+}
 
 // Elements [begin, end) of one parameter. `Rule` is made of the item's factors; `rule(param, grad, states)` is the
 // formula.
