@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -16,10 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.zero.offload.host import HostPlacement
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 STAGES = (0, 1, 2)
+#: stage, and whether its optimizer is offloaded to a host memory apart (forced: the accelerator is the host)
+PLACES = [*((stage, False) for stage in STAGES), (1, True), (2, True)]
 NUM_STEPS = 6
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 BATCH, INPUTS, WIDTH, OUTPUTS = 4, 5, 7, 3
@@ -366,9 +370,12 @@ class InContext(nn.Module):
             return self.module(*args)
 
 
-def create_engine(case, stage, net):
+def create_engine(case, stage, net, is_offloaded):
     keys = copy.deepcopy(case.keys)
     zero = {"stage": stage, **keys.pop("zero_optimization", {})}
+    if is_offloaded:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        keys["zero_force_ds_cpu_optimizer"] = not case.by_client
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": case.accumulation,
@@ -385,12 +392,14 @@ def create_engine(case, stage, net):
         model_parameters=None if case.by_client else case.parameters(net),
         config=config,
     )
+    assert engine.sharding.placement.is_apart is is_offloaded
     return engine, optimizer
 
 
-def train_engine(case, stage):
+def train_engine(case, stage, is_offloaded):
     net = build(case)
-    engine, optimizer = create_engine(case, stage, net)
+    with mock.patch.object(HostPlacement, "is_needed", return_value=True):
+        engine, optimizer = create_engine(case, stage, net, is_offloaded)
     norms = []
     for step, micro_batches in enumerate(batches(case)):
         add_extra(case, step, net, optimizer)
@@ -408,9 +417,9 @@ def weights(net):
 
 
 def case_job(name):
-    """The reference's and the three stages' weights and norms."""
+    """The reference's weights and norms, and those of each stage and place."""
     case = CASES[name]
-    return [train_plain(case), *(train_engine(case, stage) for stage in STAGES)]
+    return [train_plain(case), *(train_engine(case, *place) for place in PLACES)]
 
 
 @functools.cache
@@ -427,11 +436,11 @@ def assert_close(found, expected, tolerance):
             assert difference <= tolerance, (key, difference.item())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]}{' offloaded' * place[1]}")
 @pytest.mark.parametrize("name", CASES)
-def test_equals_plain_torch(name, stage):
-    for reference, *stages in results_by_rank(name):
-        (expected, expected_norms), (found, found_norms) = reference, stages[stage]
+def test_equals_plain_torch(name, place):
+    for reference, *places in results_by_rank(name):
+        (expected, expected_norms), (found, found_norms) = reference, places[PLACES.index(place)]
         assert_close(found, expected, CASES[name].tolerance)
         assert_close({"norm": found_norms}, {"norm": expected_norms}, CASES[name].tolerance)
 
