@@ -21,6 +21,7 @@ from deepspeed.plugins.probing import inside_probe
 
 VARIABLE = ACCELERATOR_VARIABLE
 PLAIN = "plain"
+SET_BY_HAND = "set_accelerator was called"
 
 # What a class that does not derive from DeepSpeedAccelerator must answer itself; the base answers the rest.
 _OWN_ANSWERS = ("device_name", "current_device_name", "device_count", "is_available", "communication_backend_name")
@@ -66,7 +67,7 @@ def set_accelerator(accelerator: Any) -> None:
         if accelerator is None:
             _install(None)
         else:
-            _install(Choice(_adopt(accelerator), None, "set_accelerator was called"))
+            _install(Choice(_adopt(accelerator), None, SET_BY_HAND))
 
 
 def is_current_accelerator_supported() -> bool:
@@ -75,7 +76,7 @@ def is_current_accelerator_supported() -> bool:
 
 
 def explain() -> Choice:
-    """The choice and its reason; chooses when nothing was chosen yet. For `ds_report`."""
+    """The choice and its reason; chooses when nothing was chosen yet. For `ds_report`, with `candidates.py`."""
     return _choice if _choice is not None else _choose_once()
 
 

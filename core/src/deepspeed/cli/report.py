@@ -3,6 +3,7 @@
     ds_report                          tables for people
     ds_report --json                   the same for programs
     ds_report --explain-accelerator    only the choice: every candidate, and why it won or lost
+    ds_report --verbose                also where plugins come from, and the traceback of each that is broken
     ds_report --build                  compile every op that has a kernel here first, as for the image of a cluster
 
 Exit code 0, or 1 when no accelerator can be chosen, another DeepSpeed overwrote these files, or `--build` failed.
@@ -10,7 +11,6 @@ Exit code 0, or 1 when no accelerator can be chosen, another DeepSpeed overwrote
 
 import argparse
 import json
-import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -22,10 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed._version import CORE_VERSION, DEEPSPEED_API
-from deepspeed.accelerator.current import PLAIN, VARIABLE, explain
+from deepspeed.accelerator.current import Choice
+from deepspeed.cli.choice_report import collect_choice, show_choice, show_explanation
+from deepspeed.cli.feature_report import collect_features, show_features
 from deepspeed.cli.op_report import build_ops, collect_ops
-from deepspeed.errors import DeepSpeedError
-from deepspeed.plugins import FEATURES, PLUGIN_API, plugin_manager
+from deepspeed.plugins import PLUGIN_API
 
 _LIBRARIES = ("pluggy", "pydantic", "importlib-metadata", "psutil", "safetensors", "deepspeed")
 # Methods of the accelerator whose answers are shown.
@@ -35,28 +36,17 @@ _ASKED = ("is_available", "device_count", "communication_backend_name", "support
 def collect(build: bool = False) -> dict[str, Any]:
     """The report as plain values. Chooses the accelerator when nothing was chosen yet; `build` compiles ops first.
 
-    Keys: `versions` (name -> version or None), `accelerators` (offers, likeliest first), `features` (names of feature
-    plugins), `chosen` (name, plugin, why, or error), `device` (answers of the chosen one), `ops` (rows of `op_report`),
+    Keys: `versions` (name -> version or None), those of `collect_choice` (`chosen`, `accelerators`, `environment`),
+    `features` (rows of `collect_features`), `device` (answers of the chosen one), `ops` (rows of `op_report`),
     `overwritten_by` (version of a foreign `deepspeed` distribution, or None).
     """
-    chosen, device = _chosen()
-    offers = plugin_manager().offers()  # after the choice, which may have found one of them broken
+    choice, told = collect_choice()
     return {
         "versions": _versions(),
-        "accelerators": [
-            {
-                "name": offer.name,
-                "priority": offer.priority,
-                "available": offer.available,
-                "reason": offer.reason,
-                "chosen": offer.name == chosen["plugin"],
-            }
-            for offer in offers
-        ],
-        "features": plugin_manager().names(FEATURES),
-        "chosen": chosen,
-        "device": device,
-        "ops": [] if chosen["error"] else build_ops() if build else collect_ops(),
+        **told,
+        "features": collect_features(),
+        "device": {} if choice is None else _device(choice),
+        "ops": [] if choice is None else build_ops() if build else collect_ops(),
         "overwritten_by": foreign_deepspeed(),
     }
 
@@ -76,11 +66,15 @@ def foreign_deepspeed() -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    report = collect(options.build)
-    if options.json:
-        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    if options.explain_accelerator:
+        report = {**collect_choice()[1], "overwritten_by": foreign_deepspeed(), "ops": []}
     else:
-        _show(report, Console(soft_wrap=False), only_choice=options.explain_accelerator)
+        report = collect(options.build)
+    if options.json:
+        shown = {key: value for key, value in report.items() if key != "ops" or not options.explain_accelerator}
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+    else:
+        _show(report, Console(soft_wrap=False), options.explain_accelerator, options.verbose)
     unbuilt = options.build and any(row["state"] == "failed" for row in report["ops"])
     return 1 if report["chosen"]["error"] or report["overwritten_by"] or unbuilt else 0
 
@@ -91,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--explain-accelerator", action="store_true", help="only the accelerators: who was asked, who won, why"
     )
+    parser.add_argument("-v", "--verbose", action="store_true", help="also origins and tracebacks of plugins")
     parser.add_argument("--build", action="store_true", help="compile every op that has a kernel here, then report")
     return parser
 
@@ -112,22 +107,9 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _chosen() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The choice, or the error that took its place, and what the chosen accelerator says of itself."""
-    try:
-        choice = explain()
-    except DeepSpeedError as error:
-        return {"name": None, "class": None, "plugin": None, "why": None, "error": str(error)}, {}
-    accelerator = choice.accelerator
-    kind = type(accelerator)
-    chosen = {
-        "name": accelerator._name,
-        "class": f"{kind.__module__}.{kind.__qualname__}",
-        "plugin": choice.plugin,
-        "why": choice.why,
-        "error": None,
-    }
-    return chosen, {name: _answer(getattr(accelerator, name)) for name in _ASKED}
+def _device(choice: Choice) -> dict[str, Any]:
+    """What the chosen accelerator says of itself."""
+    return {name: _answer(getattr(choice.accelerator, name)) for name in _ASKED}
 
 
 def _answer(method: Callable[[], Any]) -> Any:
@@ -139,27 +121,18 @@ def _answer(method: Callable[[], Any]) -> Any:
     return [str(each).removeprefix("torch.") for each in answer] if isinstance(answer, list) else answer
 
 
-def _show(report: dict[str, Any], console: Console, only_choice: bool) -> None:
-    if not only_choice:
+def _show(report: dict[str, Any], console: Console, only_choice: bool, verbose: bool) -> None:
+    if only_choice:
+        show_explanation(report, console, verbose)
+    else:
         console.print(_table("Versions", ("what", "version"), report["versions"].items()))
-    rows = [
-        (
-            f"{offer['name']} *" if offer["chosen"] else offer["name"],
-            str(offer["priority"]),
-            "yes" if offer["available"] else "no",
-            offer["reason"],
-        )
-        for offer in report["accelerators"]
-    ]
-    console.print(_table("Accelerators offered (* chosen)", ("name", "priority", "available", "reason"), rows))
-    _show_choice(report["chosen"], console, only_choice)
-    if not only_choice:
+        show_choice(report, console, verbose)
         device = {
             key: ", ".join(value) if isinstance(value, list) else value for key, value in report["device"].items()
         }
         console.print(_table("The chosen device", ("what", "answer"), device.items()))
         _show_ops(report["ops"], console)
-        console.print(f"Feature plugins: {', '.join(report['features']) or 'none'}", markup=False)
+        show_features(report["features"], console, verbose)
     if report["overwritten_by"]:
         console.print(
             f"Another DeepSpeed ({report['overwritten_by']}) is installed over these files. "
@@ -191,19 +164,6 @@ def _show_ops(ops: Sequence[dict[str, Any]], console: Console) -> None:
 
 def _remarks(row: dict[str, Any]) -> str:
     return "; ".join([*(f"{where}: {reason}" for where, reason in row["rejected"]), *filter(None, [row["remark"]])])
-
-
-def _show_choice(chosen: dict[str, Any], console: Console, with_rules: bool) -> None:
-    if with_rules:
-        named = os.environ.get(VARIABLE)
-        console.print(
-            f"set_accelerator(...) beats {VARIABLE}, which beats the highest available priority.", markup=False
-        )
-        console.print(f"{VARIABLE}: {named or f'not set ({PLAIN} asks for the device without plugin)'}", markup=False)
-    if chosen["error"]:
-        console.print(f"No accelerator: {chosen['error']}", style="bold red", markup=False)
-    else:
-        console.print(f"Chosen: {chosen['name']} ({chosen['class']}): {chosen['why']}", style="bold", markup=False)
 
 
 def _table(title: str, columns: Sequence[str], rows: Any) -> Table:

@@ -72,6 +72,11 @@ class PluginManager:
         entries = {entry.value: entry for entry in self._group(group) if entry.name == name}
         return ", ".join(f"{distribution_of(entry)} ({value})" for value, entry in entries.items())
 
+    def stated_api(self, name: str, group: str = ACCELERATORS) -> str | None:
+        """The `DS_PLUGIN_API` of `name`; None when it states none or could not be loaded. For reports."""
+        stated = getattr(self._plugins.get((group, name)), "DS_PLUGIN_API", None)
+        return None if stated is None else str(stated)
+
     def hooks_of(self, name: str, group: str = ACCELERATORS) -> list[str]:
         """The hooks that `name` implements, sorted; empty when it is not loaded. For reports."""
         plugin = self._plugins.get((group, name))
@@ -194,9 +199,13 @@ class PluginManager:
         Raises:
             PluginError: the plugin cannot be loaded, has no such hook, or failed in it.
         """
-        built = self._call(name, "ds_accelerator")
-        if built is None:
-            raise PluginError(f"accelerator {name!r}: its ds_accelerator returned None, not an accelerator")
+        try:
+            built = self._call(name, "ds_accelerator")
+            if built is None:
+                raise PluginError(f"accelerator {name!r}: its ds_accelerator returned None, not an accelerator")
+        except PluginError as error:
+            self._faults[ACCELERATORS, name] = error
+            raise
         return built
 
     def op_builders(self, name: str, group: str = ACCELERATORS) -> dict[str, type]:

@@ -5,15 +5,15 @@ import sys
 import types
 
 import pytest
-from deepspeed.accelerator import current
+from deepspeed.accelerator import candidates, current
 from deepspeed.accelerator.plain import PlainAccelerator
-from deepspeed.cli import report
-from deepspeed.plugins import ACCELERATORS, Offer, PluginManager, hookimpl
+from deepspeed.cli import feature_report, report
+from deepspeed.plugins import ACCELERATORS, FEATURES, Offer, PluginManager, hookimpl
 
 
 @pytest.fixture
 def shelf(monkeypatch):
-    """Two plugins, one broken; nothing chosen."""
+    """Two accelerators and two feature plugins, one of each broken; nothing chosen."""
     module = types.ModuleType("plugin_good")
     module.ds_probe = hookimpl(lambda: Offer("good", 7, reason="one device [bold]"))
 
@@ -30,12 +30,19 @@ def shelf(monkeypatch):
         types.SimpleNamespace(name="good", value="good", dist=None, load=lambda: module),
         types.SimpleNamespace(name="bad", value="bad", dist=None, load=explode),
     ]
-    manager = PluginManager(lambda group: entries if group == ACCELERATORS else [])
-    for holder in (current, report):
+    feature = types.ModuleType("plugin_feature")
+    feature.ds_step_end = hookimpl(lambda stats: None)
+    features = [
+        types.SimpleNamespace(name="extra", value="extra", dist=None, load=lambda: feature),
+        types.SimpleNamespace(name="worse", value="worse", dist=None, load=explode),
+    ]
+    manager = PluginManager({ACCELERATORS: entries, FEATURES: features}.__getitem__)
+    for holder in (current, candidates, feature_report):
         monkeypatch.setattr(holder, "plugin_manager", lambda: manager)
     monkeypatch.setattr(current, "_choice", None)
     monkeypatch.setattr(current, "_accelerator", None)
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    for variable in ("DS_ACCELERATOR", "DS_PLUGINS_BLOCK", "DS_PLUGINS_AUTOLOAD", "DS_PLUGINS"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("COLUMNS", "200")
     return module
 
@@ -45,10 +52,21 @@ def test_json_holds_everything(shelf, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"torch", "ds-core", "DeepSpeed API", "plugin API", "pluggy", "pydantic"} <= set(told["versions"])
-    good, bad = told["accelerators"]
-    assert good == {"name": "good", "priority": 7, "available": True, "reason": "one device [bold]", "chosen": True}
-    assert (bad["name"], bad["available"], bad["chosen"]) == ("bad", False, False)
+    good, bad, plain = told["accelerators"]
+    assert good == {
+        "name": "good", "priority": 7, "available": True, "reason": "one device [bold]", "chosen": True,
+        "origin": "an unnamed distribution (good)", "api": None, "state": "available", "traceback": None,
+        "verdict": "won: priority 7 is the highest available (one device [bold])",
+    }  # fmt: skip
+    assert (bad["name"], bad["available"], bad["chosen"], bad["state"]) == ("bad", False, False, "broken")
     assert "libbad.so is missing" in bad["reason"]
+    assert "in explode" in bad["traceback"]
+    assert bad["verdict"] == "lost: it is broken"
+    assert (plain["name"], plain["chosen"], plain["verdict"]) == ("plain", False, "lost: 'good' can be used")
+    extra, worse = told["features"]
+    assert (extra["name"], extra["state"], extra["hooks"]) == ("extra", "active", ["ds_step_end"])
+    assert (worse["name"], worse["state"]) == ("worse", "broken")
+    assert "libbad.so is missing" in worse["reason"]
     assert told["chosen"]["plugin"] == "good"
     assert told["chosen"]["class"] == "deepspeed.accelerator.plain.PlainAccelerator"
     assert told["device"]["communication_backend_name"] == "gloo"
@@ -61,14 +79,58 @@ def test_tables_for_people(shelf, capsys):
     text = capsys.readouterr().out
     for part in ("Versions", "ds-core", "good *", "one device [bold]", "libbad.so is missing", "Chosen: cpu", "gloo"):
         assert part in text
+    assert "extra" in text.split("Feature plugins")[1]
+    assert "Traceback" not in text
 
 
 def test_explain_shows_only_the_choice(shelf, capsys, monkeypatch):
     assert report.main(["--explain-accelerator"]) == 0
     text = capsys.readouterr().out
-    assert "priority 7 is the highest available" in text
+    assert "* good: available, priority 7\n    one device [bold]\n    won: priority 7 is the highest available" in text
+    assert "  bad: broken" in text
     assert "DS_ACCELERATOR: not set" in text
+    assert "--verbose shows the traceback" in text
     assert "pydantic" not in text
+    assert "Traceback" not in text
+
+
+def test_verbose_shows_where_each_broken_plugin_failed(shelf, capsys):
+    assert report.main(["--explain-accelerator", "--verbose"]) == 0
+    text = capsys.readouterr().out
+    assert "in explode" in text.split("bad failed:")[1]
+    assert report.main(["-v"]) == 0
+    text = capsys.readouterr().out
+    assert "in explode" in text.split("bad failed:")[1].split("worse failed:")[0]
+    assert "in explode" in text.split("worse failed:")[1]
+    assert "an unnamed distribution (extra)" in text
+
+
+def test_explain_as_json(shelf, capsys):
+    assert report.main(["--explain-accelerator", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == {"chosen", "accelerators", "environment", "overwritten_by"}
+    assert [row["name"] for row in told["accelerators"]] == ["good", "bad", "plain"]
+    assert told["environment"]["DS_PLUGINS_BLOCK"] is None
+
+
+def test_a_plugin_that_the_environment_keeps_out_is_told(shelf, monkeypatch):
+    monkeypatch.setenv("DS_PLUGINS_BLOCK", "bad,worse")
+    told = report.collect()
+    assert [row["state"] for row in told["accelerators"]] == ["available", "blocked", "available"]
+    assert [row["state"] for row in told["features"]] == ["active", "blocked"]
+    assert "DS_PLUGINS_BLOCK" in told["features"][1]["reason"]
+
+
+def test_a_feature_plugin_that_was_named_and_is_missing_is_told(shelf, monkeypatch):
+    monkeypatch.setenv("DS_PLUGINS", "good,nosuch")
+    states = {row["name"]: row["state"] for row in feature_report.collect_features()}
+    assert states == {"extra": "active", "nosuch": "broken", "worse": "broken"}
+
+
+def test_a_variable_that_holds_nonsense_is_the_error(shelf, monkeypatch, capsys):
+    monkeypatch.setenv("DS_PROBE_TIMEOUT", "soon")
+    assert report.main(["--explain-accelerator"]) == 1
+    assert "No accelerator: DS_PROBE_TIMEOUT=soon" in capsys.readouterr().out
 
 
 def test_no_choice_is_shown_and_is_an_exit_code(shelf, capsys, monkeypatch):

@@ -96,7 +96,7 @@ def test_without_autoload_nothing_installed_is_imported(site):
 
 
 FORK_WHILE_CHOOSING = """
-import os, sys, threading
+import os, signal, sys, threading
 from deepspeed.plugins import Offer, hookimpl, plugin_manager
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
@@ -122,6 +122,7 @@ chooser.start()
 Slow.building.wait()
 child = os.fork()
 if child == 0:
+    signal.alarm(60)  # a deadlock ends the child, and the test fails
     chosen = get_accelerator()
     os._exit(0 if chosen is get_accelerator() and type(chosen) is PlainAccelerator else 3)
 _, status = os.waitpid(child, 0)

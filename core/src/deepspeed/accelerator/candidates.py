@@ -1,0 +1,119 @@
+"""Every accelerator that could have been chosen, and why it was or was not: what `ds_report` shows.
+
+The choice itself is made in `current.py`; nothing here takes part in it. Asking all candidates imports their plugins,
+which a program with `DS_ACCELERATOR` set never does.
+"""
+
+import os
+import traceback
+from dataclasses import dataclass
+from typing import Literal
+
+from deepspeed.accelerator.current import PLAIN, SET_BY_HAND, VARIABLE, Choice
+from deepspeed.plugins import Offer, plugin_manager
+
+State = Literal["available", "absent", "broken", "blocked"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One accelerator that is installed, or registered by the program, or the plain device.
+
+    Fields:
+        name, priority, available, reason: of its offer; the plain device has no priority.
+        origin: package, version and module that announce it.
+        api: the range of plugin API versions it states, or None.
+        state: "absent" is a device that is not there, "blocked" a plugin that the environment keeps out.
+        chosen: it is the one in force.
+        verdict: why it won or lost, in one line.
+        traceback: where it failed, for "broken"; else None.
+    """
+
+    name: str
+    priority: int | None
+    available: bool
+    reason: str
+    origin: str
+    api: str | None
+    state: State
+    chosen: bool
+    verdict: str
+    traceback: str | None
+
+
+def list_candidates(choice: Choice | None) -> list[Candidate]:
+    """All candidates, the likeliest first and the plain device last.
+
+    Args:
+        choice: the one in force; None when none could be made.
+    """
+    offers = plugin_manager().offers()
+    found = [_candidate(offer, offers, choice) for offer in offers]
+    verdict = _plain_verdict(offers, choice)
+    plain_won = choice is not None and choice.plugin is None and not _set_by_hand(choice)
+    reason = "the CPU by torch alone; used when nothing else is available"
+    return [*found, Candidate(PLAIN, None, True, reason, "ds-core", None, "available", plain_won, verdict, None)]
+
+
+def _candidate(offer: Offer, offers: list[Offer], choice: Choice | None) -> Candidate:
+    manager = plugin_manager()
+    failure = manager.failure(offer.name)
+    state: State = "available"
+    if manager.refusal(offer.name):
+        state, failure = "blocked", None
+    elif failure is not None:
+        state = "broken"
+    elif not offer.available:
+        state = "absent"
+    return Candidate(
+        name=offer.name,
+        priority=offer.priority,
+        available=offer.available,
+        reason=offer.reason,
+        origin=manager.origin(offer.name),
+        api=manager.stated_api(offer.name),
+        state=state,
+        chosen=choice is not None and choice.plugin == offer.name,
+        verdict=_verdict(offer, state, offers, choice),
+        traceback=None if failure is None else "".join(traceback.format_exception(failure)).rstrip(),
+    )
+
+
+def _verdict(offer: Offer, state: State, offers: list[Offer], choice: Choice | None) -> str:
+    if choice is not None and choice.plugin == offer.name:
+        return f"won: {choice.why}"
+    by_rule = _rule_above_offers(choice)
+    if by_rule is not None and by_rule != f"{VARIABLE}={offer.name}":
+        return f"lost: {by_rule} beats every offer"
+    if state != "available":
+        return {"absent": "lost: its device is not here", "broken": "lost: it is broken", "blocked": "not asked"}[state]
+    best = offers[0]
+    rivals = [other.name for other in offers if other.available and other.priority == best.priority]
+    if offer.priority < best.priority:
+        return f"lost: priority {offer.priority} is below {best.priority} of {' and '.join(map(repr, rivals))}"
+    others = " and ".join(repr(name) for name in rivals if name != offer.name)
+    if choice is not None or not others:
+        return "lost: the choice was made before it was there"
+    return f"undecided: {others} {'offers' if len(rivals) == 2 else 'offer'} the same priority {offer.priority}"
+
+
+def _plain_verdict(offers: list[Offer], choice: Choice | None) -> str:
+    if choice is not None and choice.plugin is None and not _set_by_hand(choice):
+        return f"won: {choice.why}"
+    by_rule = _rule_above_offers(choice)
+    if by_rule is not None:
+        return f"lost: {by_rule} beats every offer"
+    available = " and ".join(repr(offer.name) for offer in offers if offer.available)
+    return f"lost: {available} can be used" if available else "lost"
+
+
+def _rule_above_offers(choice: Choice | None) -> str | None:
+    """What decides before any offer is compared, or None."""
+    if choice is not None and _set_by_hand(choice):
+        return "set_accelerator"
+    named = os.environ.get(VARIABLE, "").strip()
+    return f"{VARIABLE}={named}" if named else None
+
+
+def _set_by_hand(choice: Choice) -> bool:
+    return choice.why == SET_BY_HAND
