@@ -9,7 +9,16 @@ import pytest
 import torch
 
 # those that force nothing themselves
-FILES = ("test_adam.py", "test_lion.py", "test_adagrad.py", "test_lamb.py")
+FILES = (
+    "test_adam.py",
+    "test_lion.py",
+    "test_adagrad.py",
+    "test_lamb.py",
+    "test_quantizer.py",
+    "test_norm.py",
+    "test_activation.py",
+    "test_rotary.py",
+)
 CAPABILITIES = {"DEFAULT": ("scalar",), "AVX2": ("scalar", "avx2"), "AVX512": ("scalar", "avx2", "avx512")}
 PRESENT = CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ("scalar",))
 

@@ -1,7 +1,7 @@
 // Loops of gelu and bias-gelu; see [Note: one polynomial for gelu].
 
 // Vectors whose polynomials go side by side: one alone would wait for each of its multiplications.
-constexpr int kSideBySide = 4;
+constexpr int kSideBySide = Vec::kSize == 1 ? 1 : 4;
 
 template <int kVecs, int kTerms>
 DS_CPU_INLINE void gelu_of(Vec* x, const GeluCurve<kTerms>& curve) {

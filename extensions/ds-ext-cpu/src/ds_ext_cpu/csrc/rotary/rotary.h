@@ -35,11 +35,12 @@ static Tensor rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved, int64_t
                           .rows_per_position = seq_dim == 1 ? x.size(2) : 1,
                           .rows_per_batch = x.size(1) * x.size(2),
                           .table_per_batch = cos.dim() == 3,
+                          .interleaved = interleaved,
                           .x = from.data_ptr(),
                           .cos = static_cast<const float*>(cosines.data_ptr()),
                           .sin = static_cast<const float*>(sines.data_ptr()),
                           .out = out.data_ptr()};
-    const auto loop = interleaved ? DS_CPU_BY_DTYPE(dtype, rotary_neighbours) : DS_CPU_BY_DTYPE(dtype, rotary_halves);
+    const auto loop = DS_CPU_BY_DTYPE(dtype, rotary_rows);
     const int64_t rows = args.head_dim == 0 ? 0 : x.numel() / args.head_dim;
     parallel_for(rows, grain_of_rows(args.head_dim), [&](int64_t begin, int64_t end) { loop(args, begin, end); });
     return out;

@@ -12,6 +12,7 @@ struct RotaryArgs {
     int64_t rows_per_position;  // consecutive rows of one position
     int64_t rows_per_batch;
     bool table_per_batch;
+    bool interleaved;
     const void* x;
     const float* cos;  // (length, half), or (batch, length, half)
     const float* sin;
