@@ -5,9 +5,10 @@
     <save_dir>/<tag>/mp_rank_00_model_states.pt                     module, scheduler, counters, the user's client state
     <save_dir>/<tag>/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt   one rank's shard of masters and optimizer state
 
-The room receives plain dicts and gives plain dicts: it knows neither the engine nor the config. May import `errors` and
-`log`, and torch. Read next: `checkpointer.py` (the order of a save and of a load), then `layout.py` (names), `store.py`
-(where bytes go), `torch_store.py` (how a folder takes the place of its former version), `consolidate.py`.
+The room receives plain dicts and gives plain dicts: it knows neither the engine nor the config. May import `errors`,
+`log` and `plugins`, and torch. Read next: `checkpointer.py` (the order of a save and of a load), then `layout.py`
+(names), `store.py` (where bytes go; `stores.py` finds one by name), `torch_store.py` (how a folder takes the place of
+its former version), `consolidate.py`.
 """
 
 from deepspeed.checkpoint.checkpointer import Checkpointer
@@ -15,6 +16,7 @@ from deepspeed.checkpoint.layout import MODEL_STATE_KEYS
 from deepspeed.checkpoint.load import LoadedCheckpoint
 from deepspeed.checkpoint.save import save_state_dict_file
 from deepspeed.checkpoint.store import Store
+from deepspeed.checkpoint.stores import create_store
 from deepspeed.checkpoint.tags import validate_tag
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
@@ -26,6 +28,7 @@ __all__ = [
     "Store",
     "TorchStore",
     "clone_tensors_for_torch_save",
+    "create_store",
     "save_state_dict_file",
     "validate_tag",
 ]

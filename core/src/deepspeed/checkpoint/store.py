@@ -19,6 +19,10 @@ class Store(Protocol):
     `CheckpointError`s that name the file.
 
     Loading: `load(path)` for each file, by any rank.
+
+    Where folders are, what files are called and the file `latest` are not the store's: after `commit` every rank must
+    see the directory `folder` with one entry per saved name. What is in an entry is the store's alone; only what
+    `torch.load` reads can be consolidated by `zero_to_fp32.py`.
     """
 
     def create(self, folder: Path) -> None: ...

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from deepspeed.config.base import Flag, Free, Int, Says, Section, key, quiet, refused, warned
+from deepspeed.config.base import Flag, Free, Int, Says, Section, Text, key, quiet, refused, warned
 
 _MODES = ("Ignore", "Warn", "Fail")
 
@@ -26,6 +26,13 @@ class ParallelWriteConfig(Section):
     )
 
 
+class StoreConfig(Section):
+    """`checkpoint.store`: what writes and reads the files of a checkpoint."""
+
+    type: Text = key("torch", "`torch`, or a name that a plugin knows (hook `ds_checkpoint_store`).")
+    params: Free = key(dict, "Arguments of a plugin's store.")
+
+
 class CheckpointConfig(Section):
     """`checkpoint`."""
 
@@ -38,6 +45,7 @@ class CheckpointConfig(Section):
         "Every node keeps whole checkpoints on its own disk.",
         support=refused("checkpoints need one shared folder in this version"),
     )
+    store: StoreConfig = key(StoreConfig, "What writes and reads the files.")
     parallel_write: ParallelWriteConfig = key(ParallelWriteConfig, "Writing at the same time.")
     checkpoint_serialization: Flag = key(
         True, "torch.save's zip format.", support=warned("the zip format is always used")

@@ -8,7 +8,5 @@ from deepspeed.plugins.manager import plugin_manager
 
 def tell(event: str, **values: Any) -> None:
     """Call one event hook of all plugins. One that fails is named in the log once, and training goes on."""
-    try:
-        getattr(plugin_manager().hook, event)(**values)
-    except Exception as error:  # noqa: BLE001 - see above
-        warn_once(f"a plugin failed in {event}: {type(error).__name__}: {error}", (-1,))
+    for plugin, error in plugin_manager().tell(event, **values).items():
+        warn_once(f"plugin {plugin!r} failed in {event}: {type(error).__name__}: {error}", (-1,))

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from deepspeed import comm
 from deepspeed._version import __version__
-from deepspeed.checkpoint import Checkpointer, LoadedCheckpoint, validate_tag
+from deepspeed.checkpoint import Checkpointer, LoadedCheckpoint, create_store, validate_tag
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.events import tell
@@ -136,8 +136,10 @@ class Saving(Export):
 def create_checkpointer(engine: "Saving") -> Checkpointer:
     """The checkpointer of an engine; called when it is built."""
     sharding = engine.sharding
+    store = engine._config.checkpoint.store
     return Checkpointer(
         gather=_gather,
+        store=create_store(store.type, store.params),
         prefix="bf16_" if engine.precision.model_dtype == torch.bfloat16 else "",
         dp_rank=sharding.rank,
         dp_world_size=sharding.world_size,

@@ -141,16 +141,16 @@ def ds_sharding(name: str) -> "Callable[..., Any] | None":
 
 
 @hookspec(firstresult=True)
-def ds_checkpoint_store(name: str) -> "Any | None":
-    """Give the store that writes and reads checkpoint files. Called once per engine.
-
-    Declared for plugins to come; this version does not call it yet.
+def ds_checkpoint_store(name: str, arguments: "Mapping[str, Any]") -> "Any | None":
+    """Give the store that writes and reads checkpoint files. Called once per engine, on every rank, before the built-in
+    store `torch` is made: a plugin may replace it.
 
     Args:
-        name: the store's name in the `checkpoint` section.
+        name: `checkpoint.store.type` of the configuration, as written; `"torch"` when nothing is.
+        arguments: `checkpoint.store.params` of the configuration.
 
     Returns:
-        An object with the methods of `deepspeed.checkpoint.store`, or None.
+        An object with the methods of `deepspeed.checkpoint.store.Store`, or None.
     """
 
 

@@ -165,6 +165,20 @@ class PluginManager:
             self._load_features()
         return self._active.hook
 
+    def tell(self, event: str, **values: Any) -> dict[str, Exception]:
+        """Call the event hook of every active plugin, also after one of them failed.
+
+        Returns:
+            plugin name -> what it raised; empty when all went well.
+        """
+        failures: dict[str, Exception] = {}
+        for impl in reversed(getattr(self.hook, event).get_hookimpls()):
+            try:
+                impl.function(*(values[argument] for argument in impl.argnames))
+            except Exception as error:  # noqa: BLE001 - a plugin, whatever it raises; the caller reports it
+                failures[impl.plugin_name] = error
+        return failures
+
     def probe(self, name: str) -> Offer:
         """Ask the accelerator plugin `name` once whether its device is here. Never raises for the plugin's faults.
 
