@@ -9,7 +9,7 @@ A sum that is the first of its step is copied straight to its place. A later one
 backward) is copied to a staging buffer and added by the host, as is one whose exchange has another dtype.
 Low-precision weights are rounded by the host, so that half the bytes cross.
 
-The norm is taken where the sum is at hand: of a bucket that came once, on the device before it leaves; else here.
+The norm is taken where the sum is at hand: of what is copied straight, on the device before it leaves; else here.
 
 Memory that crosses is page-locked on request: gradients, staging, and masters of fp32 weights. Optimizer states and
 masters of low-precision weights never cross, and are plain.
@@ -130,20 +130,17 @@ class HostPlacement(Placement):
     def _receive(self, adds: bool, spec: BucketSpec, work: Work, source: Tensor) -> Mark:
         shard = self._shards[spec.group]
         target = shard.view(spec)
-        is_first = spec not in shard.norms
+        adds = adds and spec in shard.norms
+        is_straight = target.dtype == source.dtype and not adds
         while len(self._arrivals) >= MAX_ARRIVING:
             self._arrivals.popleft().land()
         with self._lane.copying():
             work.wait()  # here: it is the lane that waits on a device, the computation goes on
-            shard.norms[spec] = exact_norm(source) if is_first or not adds else None
-            staged = None
-            if target.dtype == source.dtype and (is_first or not adds):
-                target.copy_(source, non_blocking=True)
-            else:
-                staged = self._incoming.take(source.numel(), source.dtype)
-                staged.copy_(source, non_blocking=True)
+            shard.norms[spec] = exact_norm(source) if is_straight else None
+            staged = None if is_straight else self._incoming.take(source.numel(), source.dtype)
+            (target if staged is None else staged).copy_(source, non_blocking=True)
         done = self._lane.mark()
-        self._arrivals.append(_Arrival(done, source, staged, target, adds and not is_first))
+        self._arrivals.append(_Arrival(done, source, staged, target, adds))
         return done
 
     def settle(self) -> None:
