@@ -44,10 +44,11 @@ def init_distributed(
 ) -> None:
     """Make the world group, once; called by users, by libraries and by `deepspeed.initialize`.
 
-    `dist_backend` None asks the accelerator. `distributed_port` serves where the environment names none. With
-    `dist_init_required=False` the group must exist already. Does nothing but `configure(config)` if it exists.
-    Afterwards RANK, WORLD_SIZE and LOCAL_RANK are in the environment, and MASTER_ADDR and MASTER_PORT if there is
-    more than one rank. Raises `CommError` within `timeout`, saying what is missing or what cannot be reached.
+    `dist_backend` None asks the accelerator; a name that torch does not know is a plugin's (`ds_comm_backend`).
+    `distributed_port` serves where the environment names none. With `dist_init_required=False` the group must exist
+    already. Does nothing but `configure(config)` if it exists. Afterwards RANK, WORLD_SIZE and LOCAL_RANK are in the
+    environment, and MASTER_ADDR and MASTER_PORT if there is more than one rank. Raises `CommError` within `timeout`,
+    saying what is missing or what cannot be reached.
     """
     if config is not None:
         comm.configure(config)
@@ -63,12 +64,14 @@ def init_distributed(
     if not comm.is_available():
         raise CommError("this torch was built without torch.distributed; install a build that has it")
     library = dist_backend or _accelerator_library()
-    _check_library(library)
+    library, offered = _find_library(library)
     placement = find_placement(
         rank, world_size, distributed_port, auto_mpi_discovery, has_init_method=init_method is not None
     )
     placement.export()
     _join(library, placement, init_method, timeout)
+    if offered is not None:
+        set_backend(offered)
     if verbose:
         log_dist(
             f"process group of {placement.world_size} ranks over {library}, found in {placement.source}", ranks=[0]
@@ -141,16 +144,40 @@ def _accelerator_library() -> str:
     return str(name)
 
 
+def _find_library(asked: str) -> tuple[str, Backend | None]:
+    """The library for torch's process groups, and a plugin's `Backend` if `asked` is the name of one.
+
+    A plugin's hook may register a library of that name with torch, and then need not give a `Backend`. When it gives
+    one and registers none, groups are torch's over the accelerator's library, and only ZeRO's exchanges the plugin's.
+    """
+    if not _unknown_to_torch(asked):
+        return asked, None  # the plugin is asked by `backend()`, which knows on which group
+    offered = _plugin_backend(asked)
+    if not _unknown_to_torch(asked):
+        return asked, offered
+    if offered is None:
+        _check_library(asked)
+    library = _accelerator_library()
+    _check_library(library)
+    return library, offered
+
+
+def _unknown_to_torch(library: str) -> str | None:
+    """The first name in `library`, which may be a list such as "cpu:gloo,xyz:abc", that torch does not know."""
+    names = [entry.rpartition(":")[2] for entry in library.split(",")]
+    return next((name for name in names if not torch_dist.is_backend_available(name)), None)
+
+
 def _check_library(library: str) -> None:
-    """`CommError` unless torch has it, or each of a list such as "cpu:gloo,xyz:abc"."""
-    for entry in library.split(","):
-        name = entry.rpartition(":")[2]
-        if not torch_dist.is_backend_available(name):
-            available = [known for known in torch_dist.Backend.backend_list if torch_dist.is_backend_available(known)]
-            raise CommError(
-                f"dist_backend: this torch has no communication backend {name!r} (asked for: {library!r}); it has"
-                f" {', '.join(available)}. Give one of these, or import the package that registers {name!r} first"
-            )
+    """`CommError` unless torch has all of it."""
+    name = _unknown_to_torch(library)
+    if name is not None:
+        available = [known for known in torch_dist.Backend.backend_list if torch_dist.is_backend_available(known)]
+        raise CommError(
+            f"dist_backend: this torch has no communication backend {name!r} (asked for: {library!r}) and no plugin"
+            f" gives it; torch has {', '.join(available)}. Give one of these, or import the package that registers"
+            f" {name!r} first"
+        )
 
 
 def _join(library: str, placement: Placement, init_method: str | None, timeout: timedelta) -> None:
@@ -195,6 +222,14 @@ def _create_backend(name: str) -> Backend:
 
 def _plugin_backend(name: str) -> Backend | None:
     """A plugin's answer to `ds_comm_backend(name)`; the hook is called once per world, never per bucket."""
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.plugins.manager import plugin_manager
 
-    return plugin_manager().hook.ds_comm_backend(name=name)  # type: ignore[no-any-return]
+    get_accelerator()  # its plugin is among those that are asked
+    offered = plugin_manager().hook.ds_comm_backend(name=name)
+    if offered is not None and (isinstance(offered, type) or not isinstance(offered, Backend)):
+        raise CommError(
+            f"a plugin gave {offered!r} as the communication backend {name!r}; an object with the methods of"
+            " deepspeed.comm.backend.Backend is meant"
+        )
+    return offered  # type: ignore[no-any-return]

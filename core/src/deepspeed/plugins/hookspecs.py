@@ -101,7 +101,13 @@ def ds_check_config(config: "DeepSpeedConfig") -> None:
 
 @hookspec(firstresult=True)
 def ds_comm_backend(name: str) -> "Any | None":
-    """Give the communication backend called `name`. Called by `init_distributed`.
+    """Give the exchanges of the communication library called `name`. Called once per world group, on every rank.
+
+    For a library that torch has, called when ZeRO first exchanges something: the answer replaces the exchanges that the
+    core makes of torch's collectives. For a name that torch does not have, called by `init_distributed`, before there
+    is a process group: the plugin may register a library of that name with torch (`torch.distributed.Backend.
+    register_backend`) and then need not answer; if it registers none, process groups are made over
+    `communication_backend_name()`. Also called by `init_deepspeed_backend(name)`.
 
     Args:
         name: what the user or `communication_backend_name()` asked for, for example `"gloo"`.

@@ -83,3 +83,87 @@ def test_questions_before_the_start():
             ask()
     with pytest.raises(CommError, match="not initialized"):
         dist.init_distributed(dist_init_required=False)
+
+
+_PLUGIN = """
+import deepspeed.comm as dist
+import torch
+from deepspeed.comm.torch_backend import TorchBackend
+from deepspeed.plugins import FEATURES, hookimpl, plugin_manager
+
+asked = []
+
+class Plugin:
+    @hookimpl
+    def ds_comm_backend(self, name):
+        asked.append(name)
+        if name == "registered":
+            torch.distributed.Backend.register_backend(name, lambda *arguments: None, devices=["cpu"])
+        answers = {"mine": lambda: TorchBackend("mine"), "gloo": lambda: TorchBackend("better gloo"), "none": object}
+        return answers[name]() if name in answers else None
+
+plugin_manager().register(Plugin(), "comm", FEATURES)
+plugin_manager().activate("comm", FEATURES)
+"""
+
+
+def test_a_plugins_backend_by_a_name_that_torch_does_not_know():
+    script = """
+dist.init_distributed("mine")
+print(torch.distributed.get_backend(), dist.backend().name, dist.is_backend("mine"))
+x = torch.ones(3)
+dist.all_reduce(x)
+dist.backend().reduce(x).wait()
+print(asked, x.tolist())
+dist.destroy_process_group()
+"""
+    assert run_script(_PLUGIN + script) == ["gloo mine True", "['mine'] [1.0, 1.0, 1.0]"]
+
+
+def test_a_plugin_may_replace_the_exchanges_of_a_library_of_torch():
+    script = """
+dist.init_distributed("gloo")
+print(list(asked), dist.backend().name, dist.backend() is dist.backend(), asked)
+dist.destroy_process_group()
+"""
+    assert run_script(_PLUGIN + script) == ["[] better gloo True ['gloo']"]
+
+
+def test_a_plugin_may_register_its_library_with_torch():
+    script = """
+from deepspeed.comm.start import _find_library
+print(_find_library("registered"), asked)
+print(_find_library("registered"), asked)
+"""
+    assert run_script(_PLUGIN + script) == ["('registered', None) ['registered']"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("none", "as the communication backend 'none'; an object with the methods of"), ("x", "no plugin gives it")],
+)
+def test_a_plugin_without_a_backend_of_that_name(name, message):
+    (line,) = run_script(_PLUGIN + _FAILING.format(backend=name))
+    assert line.startswith("CommError")
+    assert message in line
+
+
+def test_the_chosen_accelerators_plugin_is_asked_too():
+    script = """
+class Device(Plugin):
+    @hookimpl
+    def ds_probe(self):
+        from deepspeed.plugins import Offer
+        return Offer("device", 1000)
+
+    @hookimpl
+    def ds_accelerator(self):
+        from deepspeed.accelerator.plain import PlainAccelerator
+        return PlainAccelerator()
+
+plugin_manager().unregister("comm", FEATURES)
+plugin_manager().register(Device(), "device")
+dist.init_distributed("gloo")
+print(dist.backend().name)
+"""
+    assert run_script(_PLUGIN + script, DS_ACCELERATOR="") == ["better gloo"]
