@@ -122,6 +122,8 @@ def measure(row: str, numel: int, num_threads: int, num_rounds: int) -> tuple[li
     pair = ROWS[row][0](numel)
     times: tuple[list[float], list[float]] = ([], [])
     num_calls = max(1, 5_000_000 // numel)
+    if num_calls > 1:  # short rounds: more of them fit between what else runs here
+        num_rounds *= 5
     for number in range(num_rounds + 1):
         for step, its_times in zip(pair, times, strict=True):
             its_times.append(timed(step, num_calls))

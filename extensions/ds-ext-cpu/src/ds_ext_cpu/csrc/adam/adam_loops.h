@@ -4,7 +4,8 @@
 
 struct AdamRule {
     Weight one_minus_beta1;
-    Vec beta2, one_minus_beta2, step_size, bias_correction2_sqrt, eps, shrink, l2;
+    Vec beta2, one_minus_beta2, step_size, eps, shrink, l2;
+    Divisor bias_correction2_sqrt;
     bool has_l2;
 
     explicit DS_CPU_INLINE_MEMBER AdamRule(const AdamFactors& by)
@@ -12,10 +13,10 @@ struct AdamRule {
           beta2(splat(by.beta2)),
           one_minus_beta2(splat(by.one_minus_beta2)),
           step_size(splat(by.step_size)),
-          bias_correction2_sqrt(splat(by.bias_correction2_sqrt)),
           eps(splat(by.eps)),
           shrink(splat(by.shrink)),
           l2(splat(by.l2)),
+          bias_correction2_sqrt(by.bias_correction2_sqrt),
           has_l2(by.l2 != 0.0f) {}
 
     // The order of operations is that of torch's fused kernel: fp32 results are equal to the last bit.

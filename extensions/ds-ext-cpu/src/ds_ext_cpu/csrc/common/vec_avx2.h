@@ -12,6 +12,10 @@ DS_CPU_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.value, b.val
 DS_CPU_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.value, b.value)}; }
 DS_CPU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.value, b.value, c.value)}; }
 DS_CPU_INLINE Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.value)}; }
+// a, or b where a is NaN.
+DS_CPU_INLINE Vec number_or(Vec a, Vec b) {
+    return {_mm256_blendv_ps(a.value, b.value, _mm256_cmp_ps(a.value, a.value, _CMP_UNORD_Q))};
+}
 // -1, 0 or 1; 0 for NaN, as torch.sign has it.
 DS_CPU_INLINE Vec sign(Vec a) {
     const __m256 ordered_nonzero = _mm256_cmp_ps(a.value, _mm256_setzero_ps(), _CMP_NEQ_OQ);

@@ -4,18 +4,19 @@
 
 struct LambRule {
     Weight one_minus_beta1;
-    Vec beta2, one_minus_beta2, correction1, correction2, eps, weight_decay, rate;
+    Vec beta2, one_minus_beta2, eps, weight_decay, rate;
+    Divisor correction1, correction2;
     bool eps_inside_sqrt;
 
     explicit DS_CPU_INLINE_MEMBER LambRule(const LambFactors& by)
         : one_minus_beta1(by.one_minus_beta1),
           beta2(splat(by.beta2)),
           one_minus_beta2(splat(by.one_minus_beta2)),
-          correction1(splat(by.correction1)),
-          correction2(splat(by.correction2)),
           eps(splat(by.eps)),
           weight_decay(splat(by.weight_decay)),
           rate(splat(by.rate)),
+          correction1(by.correction1),
+          correction2(by.correction2),
           eps_inside_sqrt(by.eps_inside_sqrt) {}
 
     DS_CPU_INLINE_MEMBER void update_moments(Vec grad, Vec* states) const {
