@@ -12,7 +12,7 @@ from typing import NoReturn
 from deepspeed.errors import ConfigError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-_LAUNCHERS = ("pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi")
+LAUNCHERS = ("pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi")
 
 # flag -> what to do instead; these parse, and then raise
 _NOT_YET = {
@@ -75,7 +75,13 @@ def _add_resource_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-e", "--exclude", default="", metavar="HOSTS", help="run on all devices but these; written like --include"
     )
-    group.add_argument("--num_nodes", type=_count, default=None, metavar="N", help="number of nodes; only 1 for now")
+    group.add_argument(
+        "--num_nodes",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="number of nodes; only 1 for now, or as many as the hostfile has with a plugin's launcher",
+    )
     group.add_argument(
         "--num_gpus",
         "--num_accelerators",
@@ -141,9 +147,11 @@ def _add_record_flags(group: argparse._ArgumentGroup) -> None:
 def _add_multinode_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--launcher",
-        choices=_LAUNCHERS,
-        default="pdsh",
-        help="how remote nodes are reached; without effect on one node",
+        type=str.lower,
+        default=None,
+        metavar="NAME",
+        help=f"how remote nodes are reached: the name of a plugin's launcher; {', '.join(LAUNCHERS)} are known and, "
+        "unless a plugin has them, without effect on one node",
     )
     group.add_argument(
         "--launcher_args", default="", metavar="ARGS", help="arguments for that; without effect on one node"
@@ -181,7 +189,17 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _check_resources(args: argparse.Namespace) -> None:
+def check_one_node(args: argparse.Namespace) -> None:
+    """Refuse what asks for other machines. Called unless a plugin's launcher starts the job.
+
+    Raises:
+        ConfigError: a flag names another node, or a launcher that nobody has.
+    """
+    if args.launcher is not None and args.launcher not in LAUNCHERS:
+        raise ConfigError(
+            f"--launcher {args.launcher}: no plugin gives this launcher, and it is none of {', '.join(LAUNCHERS)}; "
+            "install the plugin (`ds_report` lists those that are), or leave the flag away to run on this machine"
+        )
     if args.num_nodes is not None and args.num_nodes > 1:
         raise ConfigError(
             f"--num_nodes {args.num_nodes}: this version runs on one node; launching on many is a later feature. "
@@ -191,6 +209,9 @@ def _check_resources(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--node_rank {args.node_rank}: this version runs on one node, whose rank is 0; leave the flag away"
         )
+
+
+def _check_resources(args: argparse.Namespace) -> None:
     if args.include and args.exclude:
         raise ConfigError(f"--include {args.include} and --exclude {args.exclude} exclude each other; give one of them")
     chosen = "--include" if args.include else "--exclude"

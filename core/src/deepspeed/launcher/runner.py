@@ -1,4 +1,4 @@
-"""The `deepspeed` command: parse, validate, and become the per-node process.
+"""The `deepspeed` command: parse, validate, and become the per-node process, or the command of a plugin's launcher.
 
 This process loads no torch: a wrong command line answers in milliseconds. It ends by `execv` of
 `python -m deepspeed.launcher.launch`, so the pid that the shell knows is the one that runs the ranks, and a signal to
@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from deepspeed.errors import ConfigError
-from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, parse_arguments
+from deepspeed.errors import ConfigError, DeepSpeedError
+from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, check_one_node, parse_arguments
 from deepspeed.launcher.environment import (
     DEEPSPEED_ENVIRONMENT_NAME,
     DEEPSPEED_ENVIRONMENT_PATHS,
@@ -45,13 +45,19 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         _launch(args)
     try:
         _launch(sys.argv[1:])
-    except ConfigError as error:
+    except DeepSpeedError as error:
         print(f"deepspeed: error: {error}", file=sys.stderr)  # noqa: T201 - the command's answer, not a log line
         sys.exit(USAGE_EXIT_CODE)
 
 
 def _launch(argv: Sequence[str]) -> NoReturn:
     arguments = parse_arguments(argv)
+    if arguments.launcher is not None:
+        from deepspeed.launcher.multinode import find_runner  # late: plugins cost start-up time
+
+        kind = find_runner(arguments.launcher)
+        if kind is not None:
+            _become_launcher(kind, arguments)
     plan = make_plan(arguments)
     os.environ.update(read_environment_files())
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -68,12 +74,28 @@ def _launch(argv: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, command)  # noqa: S606 - an argument list, no shell
 
 
+def _become_launcher(kind: Any, args: "argparse.Namespace") -> NoReturn:
+    """Run the command that the plugin's launcher writes, in place of this process."""
+    from deepspeed.launcher.multinode import make_command
+
+    os.environ.update(read_environment_files())
+    command = make_command(kind, args, os.environ)
+    sys.stdout.flush()
+    try:
+        os.execvp(command[0], command)  # noqa: S606 - an argument list, no shell
+    except OSError as error:
+        raise ConfigError(
+            f"--launcher {args.launcher}: cannot run {command[0]} ({error.strerror}); install it, or check PATH"
+        ) from error
+
+
 def make_plan(args: "argparse.Namespace") -> LaunchPlan:
     """The command line and the hostfile as one plan for this node.
 
     Raises:
         ConfigError: the flags or the hostfile ask for another machine.
     """
+    check_one_node(args)
     num_slots = _slots_of_hostfile(args)
     return LaunchPlan(
         num_ranks=args.num_gpus,

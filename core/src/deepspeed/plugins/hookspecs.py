@@ -180,15 +180,14 @@ def ds_monitor(name: str, arguments: "Mapping[str, Any]") -> "Any | None":
 
 @hookspec(firstresult=True)
 def ds_launcher(name: str) -> "Any | None":
-    """Give a way to start ranks on many hosts. Called by the `deepspeed` command, in a process without torch.
-
-    Declared for plugins to come; this version does not call it yet.
+    """Give a way to start ranks on many hosts. Called by the `deepspeed` command when `--launcher` is given, in feature
+    plugins only (no accelerator is chosen there), and in a process without torch: do not import it.
 
     Args:
         name: the value of `--launcher`, lower case.
 
     Returns:
-        A runner class with the contract of `deepspeed.launcher.multinode`, or None.
+        A class with the methods of `deepspeed.launcher.multinode.MultiNodeRunner`, or None.
     """
 
 

@@ -1,0 +1,56 @@
+"""`MultiNodeRunner`: what a plugin's hook `ds_launcher` answers with, one class per launcher."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import argparse
+
+
+class MultiNodeRunner(ABC):
+    """Writes the one command that starts every rank of a job. A class with these methods need not derive from it.
+
+    Order of calls, once per start: `__init__`, `backend_exists`, `validate_args`, `get_cmd`; then the process becomes
+    that command. Each rank that it starts finds its place as `init_distributed` documents: by RANK, WORLD_SIZE,
+    LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the command has to set, or by what MPI or Slurm set.
+
+    Args:
+        args: the command line, parsed: `user_script`, `user_args`, `module`, `no_python`, `master_addr`, `master_port`,
+            `launcher_args` and the others of `deepspeed --help`.
+        world_info_base64: the hosts and their slots, as `encode_world_info` writes them; for commands that need it
+            as one word.
+
+    Class attributes:
+        flags: names of flags that this launcher honours although they concern each node, for example
+            `{"bind_cores_to_rank"}`; see `PER_NODE_FLAGS`. Others of these are refused.
+    """
+
+    flags: frozenset[str] = frozenset()
+
+    def __init__(self, args: "argparse.Namespace", world_info_base64: str) -> None:
+        self.args = args
+        self.world_info_base64 = world_info_base64
+
+    def backend_exists(self) -> bool:
+        """Whether the programs that the command needs are here."""
+        return True
+
+    def validate_args(self) -> None:  # noqa: B027 - most launchers take any command line
+        """Raise `ConfigError` for a command line that this launcher cannot carry out."""
+
+    @abstractmethod
+    def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
+        """The command, program first, no shell. The process keeps the environment it has.
+
+        Args:
+            environment: of this process, with the variables of `.deepspeed_env`.
+            active_resources: host -> its slots, by --hostfile, --include, --exclude, --num_nodes and --num_gpus, in the
+                order of the hostfile. Empty without a hostfile: then the launcher's own scheduler knows the hosts.
+        """
+
+    def rank_command(self) -> list[str]:
+        """What one rank runs: the user's program with its arguments. For use in `get_cmd`."""
+        program = [] if self.args.no_python else [sys.executable, "-u", *(["-m"] if self.args.module else [])]
+        return [*program, self.args.user_script, *self.args.user_args]
