@@ -60,8 +60,17 @@ def _join(store_path: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = torch_dist.FileStore(store_path, world_size)
-    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    torch_dist.init_process_group(_library(), store=store, rank=rank, world_size=world_size)
     torch_dist.barrier()
+
+
+def _library() -> str:
+    """gloo, or that of the accelerator which `DS_ACCELERATOR` names."""
+    if not os.environ.get("DS_ACCELERATOR"):
+        return "gloo"
+    from deepspeed.accelerator import get_accelerator  # late: the test process itself may need none
+
+    return get_accelerator().communication_backend_name()
 
 
 def _run(job: bytes) -> bytes:

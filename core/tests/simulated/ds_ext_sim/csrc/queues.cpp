@@ -1,0 +1,245 @@
+#include "queues.h"
+
+#include <c10/core/DeviceCapability.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <chrono>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "memory.h"
+
+namespace sim {
+
+namespace {
+
+struct Queue {
+    std::deque<std::function<void()>> jobs;
+    uint64_t given = 0;
+    uint64_t done = 0;
+};
+
+struct State {
+    std::recursive_mutex mutex;  // a job may wait for another stream
+    int count = 2;
+    bool late = true;
+    std::array<bool, kMaxDevices> used{};
+    std::array<std::vector<std::unique_ptr<Queue>>, kMaxDevices> queues;
+};
+
+State& state() {
+    static State* leaked = new State();  // streams are destroyed by whoever comes last at exit
+    return *leaked;
+}
+
+using Guard = std::lock_guard<std::recursive_mutex>;
+
+Queue& queue_of(int device, c10::StreamId stream) {
+    auto& queues = state().queues[device];
+    while (static_cast<c10::StreamId>(queues.size()) <= stream) queues.push_back(std::make_unique<Queue>());
+    return *queues[stream];
+}
+
+thread_local int tls_device = 0;
+thread_local std::array<c10::StreamId, kMaxDevices> tls_streams{};
+
+void check(int index) {
+    TORCH_CHECK(index >= 0 && index < device_count(), "sim:", index, " does not exist: there are ", device_count(),
+                " simulated devices");
+}
+
+}  // namespace
+
+int device_count() { return state().count; }
+
+void set_device_count(int count) {
+    TORCH_CHECK(count >= 0 && count <= kMaxDevices, "0 to ", kMaxDevices, " simulated devices are possible");
+    state().count = count;
+}
+
+int current_device() { return tls_device; }
+
+void set_device(int index) {
+    check(index);
+    state().used[index] = true;
+    tls_device = index;
+}
+
+bool was_used(int index) { return state().used[index]; }
+
+c10::StreamId current_stream(int device) { return tls_streams[device]; }
+
+c10::StreamId exchange_stream(int device, c10::StreamId stream) { return std::exchange(tls_streams[device], stream); }
+
+c10::StreamId new_stream(int device) {
+    check(device);
+    Guard guard(state().mutex);
+    queue_of(device, 0);  // 0 is the default stream
+    state().queues[device].push_back(std::make_unique<Queue>());
+    return static_cast<c10::StreamId>(state().queues[device].size()) - 1;
+}
+
+Place enqueue(int device, c10::StreamId stream, std::function<void()> job) {
+    Guard guard(state().mutex);
+    Queue& queue = queue_of(device, stream);
+    queue.jobs.push_back(std::move(job));
+    ++queue.given;
+    Place place{device, stream, queue.given};
+    if (!state().late) run_to(place);
+    return place;
+}
+
+Place end_of(int device, c10::StreamId stream) {
+    Guard guard(state().mutex);
+    return {device, stream, queue_of(device, stream).given};
+}
+
+bool is_reached(const Place& place) {
+    Guard guard(state().mutex);
+    return queue_of(place.device, place.stream).done >= place.jobs;
+}
+
+void run_to(const Place& place) {
+    Guard guard(state().mutex);
+    Queue& queue = queue_of(place.device, place.stream);
+    while (queue.done < place.jobs && !queue.jobs.empty()) {
+        auto job = std::move(queue.jobs.front());
+        queue.jobs.pop_front();
+        job();
+        ++queue.done;
+    }
+}
+
+void finish_stream(int device, c10::StreamId stream) { run_to(end_of(device, stream)); }
+
+void finish_device(int device) {
+    Guard guard(state().mutex);
+    for (size_t stream = 0; stream < state().queues[device].size(); ++stream) finish_stream(device, stream);
+}
+
+int64_t waiting_jobs(int device) {
+    Guard guard(state().mutex);
+    int64_t waiting = 0;
+    for (auto& queue : state().queues[device]) waiting += queue->jobs.size();
+    return waiting;
+}
+
+void set_late(bool late) {
+    for (int device = 0; device < kMaxDevices; ++device) finish_device(device);
+    state().late = late;
+}
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// One recording of an event: shared by the event and by the streams that wait for it.
+struct Recording {
+    Place place;
+    bool measures;
+    Clock::time_point reached;
+};
+
+using Event = std::shared_ptr<Recording>;
+
+struct SimGuard final : c10::impl::DeviceGuardImplInterface {
+    static c10::Device device_at(int index) {
+        return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index)};
+    }
+    static int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device(); }
+    static c10::Stream stream_at(int device, c10::StreamId id) {
+        return c10::Stream(c10::Stream::UNSAFE, device_at(device), id);
+    }
+
+    c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
+    c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(device_count()); }
+    c10::Device getDevice() const override { return device_at(current_device()); }
+    void setDevice(c10::Device device) const override { set_device(index_of(device)); }
+    void uncheckedSetDevice(c10::Device device) const noexcept override { tls_device = index_of(device); }
+    c10::Device exchangeDevice(c10::Device device) const override {
+        const int before = current_device();
+        set_device(index_of(device));
+        return device_at(before);
+    }
+    c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
+
+    c10::Stream getStream(c10::Device device) const override {
+        const int index = index_of(device);
+        return stream_at(index, current_stream(index));
+    }
+    c10::Stream getDefaultStream(c10::Device device) const override { return stream_at(index_of(device), 0); }
+    c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+    c10::Stream getNewStream(c10::Device device, int) const override {
+        const int index = index_of(device);
+        return stream_at(index, new_stream(index));
+    }
+    c10::Stream exchangeStream(c10::Stream stream) const override {
+        const int index = stream.device_index();
+        return stream_at(index, exchange_stream(index, stream.id()));
+    }
+    bool queryStream(const c10::Stream& stream) const override { return progressed(end(stream)); }
+    void synchronizeStream(const c10::Stream& stream) const override {
+        finish_stream(stream.device_index(), stream.id());
+    }
+    void synchronizeDevice(const c10::DeviceIndex index) const override { finish_device(index); }
+
+    void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+                const c10::EventFlag flag) const override {
+        auto recording = std::make_shared<Recording>();
+        recording->measures = flag == c10::EventFlag::BACKEND_DEFAULT;
+        recording->place = end(stream);
+        if (is_reached(recording->place)) {
+            recording->reached = Clock::now();
+        } else {
+            auto stamp = [recording] { recording->reached = Clock::now(); };
+            recording->place = enqueue(stream.device_index(), stream.id(), stamp);
+        }
+        if (*event == nullptr) *event = new Event();
+        *static_cast<Event*>(*event) = recording;
+    }
+    void block(void* event, const c10::Stream& stream) const override {
+        if (event == nullptr) return;  // never recorded
+        Event recording = *static_cast<Event*>(event);
+        if (!is_reached(recording->place)) {
+            enqueue(stream.device_index(), stream.id(), [recording] { run_to(recording->place); });
+        }
+    }
+    bool queryEvent(void* event) const override {
+        return event == nullptr || progressed((*static_cast<Event*>(event))->place);
+    }
+    void synchronizeEvent(void* event) const override {
+        if (event != nullptr) run_to((*static_cast<Event*>(event))->place);
+    }
+    void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+    double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+        TORCH_CHECK(begin != nullptr && end != nullptr, "elapsed_time: both events must have been recorded");
+        Event first = *static_cast<Event*>(begin);
+        Event last = *static_cast<Event*>(end);
+        TORCH_CHECK(first->measures && last->measures, "elapsed_time: both events need enable_timing=True");
+        TORCH_CHECK(is_reached(first->place) && is_reached(last->place),
+                    "elapsed_time: an event has not been reached yet; synchronize it first");
+        return std::chrono::duration<double, std::milli>(last->reached - first->reached).count();
+    }
+    void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+        record_use(data.get(), stream.device_index(), stream.id());
+    }
+
+   private:
+    static Place end(const c10::Stream& stream) { return end_of(stream.device_index(), stream.id()); }
+    // False while there was something to do, so that a loop that asks until it is done comes to an end.
+    static bool progressed(const Place& place) {
+        const bool reached = is_reached(place);
+        if (!reached) run_to(place);
+        return reached;
+    }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, SimGuard)
+
+}  // namespace
+
+}  // namespace sim

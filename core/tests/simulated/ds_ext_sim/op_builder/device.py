@@ -1,0 +1,32 @@
+"""The simulated device as a library of torch operators and registrations."""
+
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+
+sim_kernel_path, sim_kernel_include = make_kernel_path("ds_ext_sim")
+
+_SOURCES = ("queues", "memory", "hooks", "tensors", "fallback", "kernels")
+
+
+class SimDeviceBuilder(OpBuilder):
+    """Loading it makes PrivateUse1 a device; it needs torch's full headers, so that a first build takes a while."""
+
+    BUILD_VAR = "DS_BUILD_SIM_DEVICE"
+    NAME = "sim_device"
+    op_namespace = "ds_sim"
+    min_torch = "2.9"  # torch's interface for the allocator of a device
+
+    def __init__(self):
+        super().__init__(self.NAME)
+
+    def absolute_name(self):
+        return "ds_ext_sim.op_builder.sim_device_op"
+
+    def sources(self):
+        return [sim_kernel_path(f"csrc/{name}.cpp") for name in _SOURCES]
+
+    def include_paths(self):
+        return [sim_kernel_include("csrc")]
+
+    def cxx_args(self):
+        return ["-O1", "-std=c++20"]

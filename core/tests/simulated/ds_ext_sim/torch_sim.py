@@ -1,0 +1,229 @@
+"""torch.sim: what a vendor's PyTorch package registers, as `torch.get_device_module("sim")` finds it.
+
+`install` loads the library and makes this module `torch.sim`; the accelerator calls it. Nearly everything is answered
+by `torch.accelerator`.
+"""
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+
+_installed = False
+_library = None
+
+
+def install():
+    """Make the device known to torch, once in a process. Compiles the library when this machine has not yet."""
+    global _installed, _library
+    if _installed:
+        return
+    from ds_ext_sim import collectives
+    from ds_ext_sim.op_builder import SimDeviceBuilder
+
+    _library = SimDeviceBuilder().load()
+    _library.set_device_count(_visible())
+    torch.utils.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", sys.modules[__name__])
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    collectives.register()
+    _installed = True
+
+
+def _visible():
+    limit = os.environ.get("SIM_VISIBLE_DEVICES")
+    count = int(os.environ.get("DS_SIM_DEVICES", "2"))
+    return count if limit is None else len([index for index in limit.split(",") if index.strip()])
+
+
+# ----- devices -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Properties:
+    name: str
+    total_memory: int
+
+
+def is_available():
+    return device_count() > 0
+
+
+def device_count():
+    return _library.device_count()  # torch.accelerator asks here
+
+
+def current_device():
+    return torch.accelerator.current_device_index()
+
+
+def set_device(device):
+    torch.accelerator.set_device_index(_index(device))
+
+
+def device(index):
+    return torch.accelerator.device_index(_index(index))
+
+
+def synchronize(device=None):
+    torch.accelerator.synchronize(_index(device))
+
+
+def get_device_properties(device=None):
+    return Properties("simulated device", mem_get_info(device)[1])
+
+
+def _index(device):
+    if device is None:
+        return current_device()
+    index = device if isinstance(device, int) else torch.device(device).index
+    return current_device() if index is None else index
+
+
+def _lazy_init():
+    """Nothing is left to do: the library was loaded by `install`."""
+
+
+def _is_in_bad_fork():
+    return False
+
+
+# ----- streams and events --------------------------------------------------------------------------------------------
+
+
+class Stream(torch.Stream):
+    """Queues work; the base, for which the device need not be named."""
+
+    def __new__(cls, device=None, priority=0, **kwargs):
+        if "stream_id" in kwargs:
+            return super().__new__(cls, **kwargs)
+        return super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority)
+
+
+def Event(enable_timing=False, blocking=False, interprocess=False):  # noqa: N802 - the name in torch's modules
+    """A mark in a stream. No class of its own: `torch.Event.elapsed_time` takes no derived one."""
+    return torch.Event("sim", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+
+
+@contextlib.contextmanager
+def stream(queue):
+    """Work is queued on `queue` inside; its device is the current one there."""
+    if queue is None:
+        yield
+        return
+    with device(queue.device_index):
+        before = torch.accelerator.current_stream(queue.device_index)
+        torch.accelerator.set_stream(queue)
+        try:
+            yield queue
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+def current_stream(device=None):
+    return torch.accelerator.current_stream(_index(device))
+
+
+def default_stream(device=None):
+    return torch.Stream(stream_id=0, device_index=_index(device), device_type=_device_type())
+
+
+def _device_type():
+    return torch.Stream(device="sim").device_type
+
+
+def set_late(late):
+    """Whether work waits until somebody waits for it; without it the device is a synchronous one."""
+    _library.set_late(late)
+
+
+def waiting_jobs(device=None):
+    """Jobs of all streams that nobody has waited for yet."""
+    return _library.waiting_jobs(_index(device))
+
+
+# ----- memory --------------------------------------------------------------------------------------------------------
+
+
+def empty_cache():
+    torch.accelerator.empty_cache()
+
+
+def memory_stats(device=None):
+    return torch.accelerator.memory_stats(_index(device))
+
+
+def memory_allocated(device=None):
+    return torch.accelerator.memory_allocated(_index(device))
+
+
+def max_memory_allocated(device=None):
+    return torch.accelerator.max_memory_allocated(_index(device))
+
+
+def memory_reserved(device=None):
+    return torch.accelerator.memory_reserved(_index(device))
+
+
+def max_memory_reserved(device=None):
+    return torch.accelerator.max_memory_reserved(_index(device))
+
+
+def reset_peak_memory_stats(device=None):
+    torch.accelerator.reset_peak_memory_stats(_index(device))
+
+
+def mem_get_info(device=None):
+    return torch.accelerator.get_memory_info(_index(device))
+
+
+def set_total_memory(num_bytes, device=None):
+    """How much memory the device has; more than that raises `torch.OutOfMemoryError`."""
+    _library.set_total_memory(_index(device), num_bytes)
+
+
+# ----- random numbers ------------------------------------------------------------------------------------------------
+
+
+def __getattr__(name):
+    if name == "default_generators":
+        return tuple(_library.default_generator(index) for index in range(device_count()))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _generator(device=None):
+    return _library.default_generator(_index(device))
+
+
+def manual_seed(seed):
+    _generator().manual_seed(seed)
+
+
+def manual_seed_all(seed):
+    for index in range(device_count()):
+        _generator(index).manual_seed(seed)
+
+
+def initial_seed():
+    return _generator().initial_seed()
+
+
+def get_rng_state(device=None):
+    return _generator(device).get_state()
+
+
+def set_rng_state(state, device=None):
+    _generator(device).set_state(state)
+
+
+# ----- dtypes --------------------------------------------------------------------------------------------------------
+
+
+def is_bf16_supported():
+    return True
+
+
+def get_amp_supported_dtype():
+    return [torch.bfloat16, torch.float16]

@@ -1,0 +1,214 @@
+"""Two ranks on two simulated devices: what the cpu accelerator computes, and nothing that it alone would allow."""
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import all_gather_object, all_reduce
+from deepspeed.testing.models import GPT, GPTConfig
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+PRECISIONS = {"fp32": {}, "bf16": BF16, "fp16": FP16}
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+every_stage = pytest.mark.parametrize("stage", [0, 1, 2])
+every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+class Net(torch.nn.Module):
+    """A buffer, a scalar and a parameter that is never used; 2 ranks do not divide it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(5, 7, bias=False)  # a norm takes a bias away, and Adam makes much of nothing
+        self.norm = torch.nn.BatchNorm1d(7)
+        self.unused = torch.nn.Linear(2, 2)
+        self.gain = torch.nn.Parameter(torch.tensor(1.5))
+        self.last = torch.nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))) * self.gain).float().square().mean()
+
+
+def make_engine(stage, precision, model=Net, clipping=0.0, **section):
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 64, **section},
+        **PRECISIONS[precision],
+    }
+    return deepspeed.initialize(model=model(), config=config)[0]
+
+
+def batches(steps, width=5):
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    return [torch.randn(4, width, generator=generator) for _ in range(2 * steps)]
+
+
+def run(engine, steps):
+    dtype = next(engine.module.parameters()).dtype
+    losses = []
+    for x in batches(steps):
+        loss = engine(x.to(engine.device, dtype))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(stage, precision, section, clipping):
+    engine = make_engine(stage, precision, clipping=clipping, **section)
+    losses = run(engine, 3)
+    weights = {name: value.cpu() for name, value in engine.module.state_dict().items()}
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return losses, weights, float(norm), str(engine.device)
+
+
+_results = {}
+
+
+def result(ranks, stage, precision, section=(), clipping=0.0):
+    key = id(ranks), stage, precision, str(section), clipping
+    if key not in _results:
+        _results[key] = ranks(train, stage, precision, dict(section), clipping)
+    return _results[key]
+
+
+def assert_same(one, other, tolerance=0.0):
+    for (losses, weights, norm, _), (losses_2, weights_2, norm_2, _) in zip(one, other, strict=True):
+        assert losses == pytest.approx(losses_2, rel=tolerance, abs=tolerance)
+        assert norm == pytest.approx(norm_2, rel=max(tolerance, 1e-6))  # in fp64 on the host
+        for name, value in weights.items():
+            torch.testing.assert_close(value, weights_2[name], rtol=tolerance, atol=tolerance)
+
+
+# ----- collectives ---------------------------------------------------------------------------------------------------
+
+
+def exchanges():
+    accelerator = get_accelerator()
+    rank = dist.get_rank()
+    accelerator.set_device(rank)
+    told = {"backend": dist.get_backend()}
+    x = torch.full((4,), 1.0 + rank, device="sim")
+    work = dist.all_reduce(x, async_op=True)
+    told["before"] = x.tolist()
+    work.wait()
+    told["after"] = x.tolist()
+    parts = torch.empty(4, device="sim")
+    dist.all_gather_into_tensor(parts, torch.full((2,), float(rank), device="sim"))
+    told["gathered"] = parts.tolist()
+    part = torch.empty(2, device="sim")
+    dist.reduce_scatter_tensor(part, torch.arange(4.0, device="sim"))
+    told["scattered"] = part.tolist()
+    dist.broadcast(x.fill_(rank), 1)
+    told["broadcast"] = x.tolist()
+    dist.barrier()
+    objects = [None, None]
+    all_gather_object(objects, {"rank": rank})
+    told["objects"] = objects
+    try:
+        all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        told["host"] = str(error)
+    return told
+
+
+def test_exchanges_of_device_memory(sim_ranks):
+    told = sim_ranks(exchanges)
+    for rank, answer in enumerate(told):
+        assert answer["backend"] == "simccl"
+        assert answer["before"] == [1.0 + rank] * 4  # nobody waited yet
+        assert answer["after"] == [3.0] * 4
+        assert answer["gathered"] == [0.0, 0.0, 1.0, 1.0]
+        assert answer["scattered"] == [[0.0, 2.0], [4.0, 6.0]][rank]
+        assert answer["broadcast"] == [1.0] * 4
+        assert answer["objects"] == [{"rank": 0}, {"rank": 1}]
+        assert "only those of sim" in answer["host"]
+
+
+# ----- training ------------------------------------------------------------------------------------------------------
+
+
+@every_stage
+@every_precision
+def test_losses_and_weights_are_those_of_the_cpu(sim_ranks, cpu_ranks, stage, precision):
+    simulated = result(sim_ranks, stage, precision)
+    assert [device for *_, device in simulated] == ["sim:0", "sim:1"]
+    assert_same(simulated, result(cpu_ranks, stage, precision), 0.0 if precision == "fp32" else 2e-2)
+
+
+@every_stage
+def test_clipping_is_that_of_the_cpu(sim_ranks, cpu_ranks, stage):
+    assert_same(result(sim_ranks, stage, "fp32", clipping=0.05), result(cpu_ranks, stage, "fp32", clipping=0.05), 1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@every_precision
+def test_offload_changes_nothing(sim_ranks, stage, precision):
+    assert_same(result(sim_ranks, stage, precision, OFFLOAD), result(sim_ranks, stage, precision))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_offload_clips_as_without(sim_ranks, stage):
+    offloaded = result(sim_ranks, stage, "fp32", OFFLOAD, clipping=0.05)
+    assert_same(offloaded, result(sim_ranks, stage, "fp32", clipping=0.05), 1e-6)
+
+
+def train_gpt(stage):
+    engine = make_engine(stage, "fp32", lambda: GPT(GPTConfig(width=32, sequence_length=16)))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(4):
+        tokens = torch.randint(0, 256, (4, 17), generator=generator).to(engine.device)
+        loss = engine(tokens[:, :-1], tokens[:, 1:].contiguous())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+def test_a_gpt_trains_as_on_the_cpu(sim_ranks, cpu_ranks):
+    losses = sim_ranks(train_gpt, 2)
+    assert losses == cpu_ranks(train_gpt, 2)
+
+
+# ----- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def save(folder, stage, section):
+    engine = make_engine(stage, "bf16", **section)
+    run(engine, 2)
+    engine.save_checkpoint(folder, tag="two")
+    losses = run(engine, 1)
+    engine.destroy()
+    return losses
+
+
+def resume(folder, stage, section):
+    engine = make_engine(stage, "bf16", **section)
+    engine.load_checkpoint(folder)
+    losses = run(engine, 1)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("section", [{}, OFFLOAD], ids=["plain", "offload"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_checkpoint_is_resumed_here_and_on_the_cpu(sim_ranks, cpu_ranks, tmp_path, stage, section):
+    expected = sim_ranks(save, str(tmp_path), stage, section)
+    assert sim_ranks(resume, str(tmp_path), stage, section) == expected
+    on_cpu = cpu_ranks(resume, str(tmp_path), stage, section)
+    assert on_cpu[0] == pytest.approx(expected[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_checkpoint_of_the_cpu_is_resumed_on_the_device(sim_ranks, cpu_ranks, tmp_path, stage):
+    expected = cpu_ranks(save, str(tmp_path), stage, {})
+    assert sim_ranks(resume, str(tmp_path), stage, {})[0] == pytest.approx(expected[0], rel=1e-2)
