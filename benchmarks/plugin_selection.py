@@ -1,0 +1,125 @@
+"""Time of choosing the accelerator in a fresh process, with every extension installed and no device present.
+
+    python benchmarks/plugin_selection.py [--extra 6]
+
+Medians over fresh interpreters, wall and CPU milliseconds. In one kind of interpreter nothing was imported before:
+
+    import      `deepspeed.plugins` and what it needs (pluggy, importlib_metadata); no torch
+    offers      `plugin_manager().offers()`: entry points read, every plugin imported and probed
+
+In the other kind `torch` was imported before, as in every program that trains:
+
+    choice      `get_accelerator()` with all of the above in it, and the accelerator built
+
+The goal is that offers, and the choice, take less than 50 ms. Beside what is installed, `--extra` stand-ins for vendors
+are put on the path, each a package with an API range and a probe that finds no device under /dev, so that the figure
+does not depend on how many extensions this environment has.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+GOAL_MS = 50.0
+
+VENDOR = """
+import glob
+from deepspeed.plugins import Offer, hookimpl
+DS_PLUGIN_API = ">=1,<2"
+@hookimpl
+def ds_probe():
+    found = glob.glob("/dev/{name}*")
+    return Offer("{name}", 100, bool(found), f"{{len(found)}} devices")
+@hookimpl
+def ds_accelerator():
+    import {name}_that_is_not_there
+"""
+
+FRAME = """
+import json, sys, time
+marks = {}
+def mark(name, start=[]):
+    now = time.perf_counter(), time.process_time()
+    if start:
+        marks[name] = [(after - before) * 1e3 for before, after in zip(start, now)]
+    start[:] = time.perf_counter(), time.process_time()
+"""
+WITHOUT_TORCH = (
+    FRAME
+    + """
+mark("start")
+from deepspeed.plugins import plugin_manager
+mark("import")
+offers = plugin_manager().offers()
+mark("offers")
+print(json.dumps({"ms": marks, "torch": "torch" in sys.modules, "offers": [[o.name, o.available] for o in offers]}))
+"""
+)
+WITH_TORCH = (
+    FRAME
+    + """
+import torch
+mark("start")
+from deepspeed.accelerator import get_accelerator
+get_accelerator()
+mark("choice")
+print(json.dumps({"ms": marks}))
+"""
+)
+
+
+def install(folder: Path, num_vendors: int) -> None:
+    """Put `num_vendors` packages as pip leaves them into `folder`."""
+    for index in range(num_vendors):
+        name = f"vendor{index}"
+        (folder / f"ds_ext_{name}.py").write_text(VENDOR.format(name=name))
+        info = folder / f"ds_ext_{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ds-ext-{name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[deepspeed.accelerators]\n{name} = ds_ext_{name}\n")
+
+
+def run_once(program: str, folder: Path) -> dict[str, Any]:
+    """What one fresh interpreter tells."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    left_out = ("DS_ACCELERATOR", "PYTHONDONTWRITEBYTECODE")  # the first round, which does not count, writes bytecode
+    variables = {name: value for name, value in os.environ.items() if name not in left_out}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**variables, "PYTHONPATH": path, "PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--extra", type=int, default=6, help="stand-ins for extensions")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        install(Path(name), options.extra)
+        folder = Path(name)
+        turns = [(run_once(WITHOUT_TORCH, folder), run_once(WITH_TORCH, folder)) for _ in range(1 + options.rounds)][1:]
+    first = turns[0][0]
+    found = ", ".join(f"{plugin}{'' if available else ' (no device)'}" for plugin, available in first["offers"])
+    print(f"{len(first['offers'])} accelerators: {found}; asking them loads torch: {'yes' if first['torch'] else 'no'}")
+    for part in ("import", "offers", "choice"):
+        wall, cpu = (
+            statistics.median({**bare["ms"], **loaded["ms"]}[part][kind] for bare, loaded in turns) for kind in (0, 1)
+        )
+        note = "" if part == "import" else f"   goal {GOAL_MS:.0f}: {'met' if wall < GOAL_MS else 'missed'}"
+        print(f"{part:8s} {wall:7.1f} ms wall {cpu:7.1f} ms CPU{note}")
+
+
+if __name__ == "__main__":
+    main()
