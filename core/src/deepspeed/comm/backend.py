@@ -55,8 +55,11 @@ class Backend(Protocol):
     def held_bytes(self) -> int:
         """Bytes kept between exchanges for the next ones."""
 
-    def preferred_bucket_bytes(self, world_size: int) -> int:
-        """Bytes of a bucket at which an exchange among `world_size` ranks is efficient and still overlaps."""
+    def preferred_bucket_bytes(self, world_size: int, *, to_owners: bool) -> int:
+        """Bytes of a bucket at which an exchange among `world_size` ranks is efficient and still overlaps.
+
+        `to_owners`: of `reduce_to_owners`, else of `reduce`.
+        """
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """An uninitialized 1-D buffer that exchanges well; a shared-memory backend hands out its own memory."""

@@ -126,9 +126,9 @@ class RecordedBackend:
     def held_bytes(self) -> int:
         return self.recorded.held_bytes
 
-    def preferred_bucket_bytes(self, world_size: int) -> int:
+    def preferred_bucket_bytes(self, world_size: int, *, to_owners: bool) -> int:
         """The recorded backend's."""
-        return self.recorded.preferred_bucket_bytes(world_size)
+        return self.recorded.preferred_bucket_bytes(world_size, to_owners=to_owners)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """The recorded backend's."""

@@ -20,6 +20,7 @@ class Stage1(Sharding):
     """Optimizer states are sharded."""
 
     stage = 1
+    _sums_to_owners = True
 
     @property
     def _owner_rank(self) -> int:

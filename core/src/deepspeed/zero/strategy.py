@@ -79,6 +79,8 @@ class Sharding:
     stage = 0
     #: whether gradients are exchanged after every backward, or only when they are needed
     reduces_always = False
+    #: whether a bucket is summed into its owner only
+    _sums_to_owners = False
 
     def __init__(self, options: ShardingOptions, backend: Backend, group: ProcessGroup | None = None) -> None:
         self.options = options
@@ -284,7 +286,7 @@ class Sharding:
     def _finish_groups(self) -> None:
         """Buckets, hooks and update batches for all groups; again after a group was added."""
         itemsize = max((self._accumulation_dtype(group).itemsize for group in self.groups), default=4)
-        wish = self.backend.preferred_bucket_bytes(self.world_size) // itemsize
+        wish = self.backend.preferred_bucket_bytes(self.world_size, to_owners=self._sums_to_owners) // itemsize
         wish = min(wish, max(MIN_BUCKET_NUMEL, sum(group.layout.numel for group in self.groups) // 3))
         positions = [[self._positions.get(id(param), 0) for param in group.params] for group in self.groups]
         specs = cut_buckets([group.layout for group in self.groups], positions, min(self.options.bucket_numel, wish))
