@@ -207,4 +207,11 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
+// Operators that torch otherwise composes of others, with other rounding, for a device without a kernel of its own.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+    for (const char* name : {"native_layer_norm", "native_group_norm", "_fused_rms_norm"}) {
+        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    }
+}
+
 }  // namespace sim
