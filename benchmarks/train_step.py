@@ -6,8 +6,9 @@
 `--offload` sets variants with `offload_optimizer` beside FSDP2's `CPUOffloadPolicy`. On ranks that are the host itself
 neither copies anything; `-apart` has a separate host memory, to and from which every copy is made.
 
-How it measures: all variants live in the same ranks and take turns (A B A B ...), `--steps-per-round` steps each, so
-that a noisy machine disturbs them alike; a ratio is taken within each round, and the median of the rounds is printed
+How it measures: all variants live in the same ranks and take turns, `--steps-per-round` steps each, so that a noisy
+machine disturbs them alike; each round has another order, so that none always follows the same one, whose caches and
+freed memory it would find; a ratio is taken within each round, and the median of the rounds is printed
 with the least and the greatest. One core and one thread per rank. Memory is measured apart, in fresh ranks for each
 variant: *state* counts tensors after backward and before the optimizer's step, when parameters, gradients and
 optimizer states all exist; *peak* is the highest resident set during steps, beyond the resident set before the model.
@@ -16,6 +17,7 @@ optimizer states all exist; *peak* is the highest resident set during steps, bey
 import argparse
 import dataclasses
 import json
+import random
 import statistics
 import time
 from pathlib import Path
@@ -37,8 +39,10 @@ def time_variants(case: Case, names: list[str], rounds: int, steps_per_round: in
     """On each rank: ms per step of each variant, one figure per round (the first, a warm-up, is dropped)."""
     variants = {name: VARIANTS[name](case) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
+    orders = random.Random(0)  # the same on all ranks
     for _ in range(1 + rounds):
-        for name, variant in variants.items():
+        for name in orders.sample(names, len(names)):
+            variant = variants[name]
             dist.barrier()
             start_s = time.perf_counter()
             for _ in range(steps_per_round):
