@@ -14,7 +14,7 @@ import nox
 
 nox.needs_version = ">=2024.4"
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "types", "unit", "ranks", "parity", "examples", "docs", "downstream"]
+nox.options.sessions = ["lint", "types", "unit", "ranks", "simulated", "parity", "examples", "docs", "downstream"]
 
 ROOT = Path(__file__).parent
 BIN = Path(sys.executable).parent
@@ -65,7 +65,7 @@ def lint(session: nox.Session) -> None:
     _prepare(session)
     session.run(str(BIN / "ruff"), "check", ".", external=True)
     session.run(str(BIN / "ruff"), "format", "--check", ".", external=True)
-    folders = (*ROOT.glob("extensions/*/src/*/csrc"), ROOT / "core/tests/vendor")
+    folders = (*ROOT.glob("extensions/*/src/*/csrc"), ROOT / "core/tests/vendor", ROOT / "core/tests/simulated")
     kernels = [str(path) for folder in folders for path in folder.rglob("*") if path.suffix in (".cpp", ".h", ".cu")]
     if kernels:
         session.run(str(BIN / "clang-format"), "--dry-run", "--Werror", *sorted(kernels), external=True)
@@ -89,6 +89,12 @@ def unit(session: nox.Session) -> None:
 def ranks(session: nox.Session) -> None:
     """Tests that need 2 or 4 ranks."""
     _pytest(session, TESTS / "ranks")
+
+
+@nox.session
+def simulated(session: nox.Session) -> None:
+    """A device with a memory of its own, simulated: what assumes that every device is the host fails on it."""
+    _pytest(session, TESTS / "simulated")
 
 
 @nox.session

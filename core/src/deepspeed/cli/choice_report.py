@@ -44,8 +44,8 @@ def collect_choice() -> tuple[Choice | None, dict[str, Any]]:
 
 
 def show_choice(report: dict[str, Any], console: Console, verbose: bool) -> None:
-    """Print what `collect_choice` found, as one part of the whole report; `verbose` adds tracebacks."""
-    console.print(_table(report["accelerators"]))
+    """Print what `collect_choice` found, as one part of the whole report; `verbose` adds origins and tracebacks."""
+    console.print(_table(report["accelerators"], verbose))
     _show_chosen(report["chosen"], console)
     if verbose:
         show_tracebacks(report["accelerators"], console)
@@ -91,9 +91,9 @@ def _chosen(choice: Choice | None, error: str | None) -> dict[str, Any]:
     }
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
+def _table(rows: Sequence[dict[str, Any]], verbose: bool) -> Table:
     table = Table(title="Accelerators offered (* chosen)", title_justify="left")
-    columns = ("name", "priority", "state", "reason")
+    columns = ("name", "priority", "state", "reason", *(["origin"] if verbose else []))
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:

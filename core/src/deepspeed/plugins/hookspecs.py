@@ -47,7 +47,9 @@ def ds_probe() -> Offer:  # type: ignore[empty-body]
 
     Called at most once per process, on the first `get_accelerator()` or by `ds_report`, and not at all when
     `set_accelerator` came first. Must be cheap (milliseconds), import no torch, and create no device context: look at
-    `/dev`, `/sys` or the driver library. An exception counts as "not available", with its text as the reason.
+    `/dev`, `/sys` or the driver library. An exception counts as "not available", with its text as the reason; so does
+    no answer within 10 seconds (`DS_PROBE_TIMEOUT`). It runs in a thread of its own: do not ask for the accelerator or
+    the plugin manager, which wait for the answer.
 
     Returns:
         An `Offer` whose `name` is the entry point's name.
@@ -192,7 +194,7 @@ def ds_launcher(name: str) -> "Any | None":
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Events: every plugin hears them; nothing they return is read, and they cannot change the step.
+# Events: every plugin hears them, also when one fails; nothing they return is read, and they cannot change the step.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -228,11 +230,13 @@ GROUPS: dict[str, tuple[str, tuple[Callable[..., Any], ...]]] = {
         (ds_probe, ds_accelerator, ds_op_builders, ds_check_config),
     ),
     "By name": (
-        "The first plugin that knows the name wins. Answer None for a name that is not yours.",
+        "The first plugin that knows the name wins: feature plugins are asked by their names, then the accelerator's. "
+        "Answer None for a name that is not yours.",
         (ds_comm_backend, ds_optimizer, ds_sharding, ds_checkpoint_store, ds_monitor, ds_launcher),
     ),
     "Events": (
-        "Every plugin hears them; nothing they return is read, and they cannot change the step.",
+        "Every plugin hears them; nothing they return is read, and they cannot change the step. One that fails is "
+        "named in a warning, and training goes on.",
         (ds_engine_ready, ds_step_end, ds_checkpoint_saved),
     ),
 }

@@ -29,7 +29,7 @@ struct Argument {
 };
 
 class Call {
-   public:
+  public:
     Call(const c10::OperatorHandle& op, Stack* stack)
         : op_(op), stack_(stack), first_(stack->size() - op.schema().arguments().size()) {}
 
@@ -52,7 +52,7 @@ class Call {
         }
     }
 
-   private:
+  private:
     const c10::OperatorHandle& op_;
     Stack* stack_;
     size_t first_;

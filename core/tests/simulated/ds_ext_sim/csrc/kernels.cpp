@@ -1,5 +1,6 @@
 // Operators that torch calls for other devices than the host only, or that a fallback cannot serve.
 
+#include <ATen/SDPBackend.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
@@ -9,7 +10,6 @@
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
-#include <ATen/SDPBackend.h>
 #include <torch/library.h>
 
 #include "hooks.h"

@@ -60,9 +60,9 @@ struct Waiting {  // freed, and still used by other streams
 struct Pool {
     int device = 0;
     int64_t total = kDefaultTotal;
-    std::unordered_map<size_t, Block> live;                               // by offset
+    std::unordered_map<size_t, Block> live;                                // by offset
     std::map<std::pair<c10::StreamId, size_t>, std::vector<size_t>> kept;  // (stream, size) -> offsets
-    std::map<size_t, size_t> holes{{kGrain, kWindow - kGrain}};           // offset -> size, never taken or given back
+    std::map<size_t, size_t> holes{{kGrain, kWindow - kGrain}};            // offset -> size, never taken or given back
     std::vector<Waiting> waiting;
     c10::CachingDeviceAllocator::DeviceStats stats;
 
@@ -126,7 +126,7 @@ struct Pool {
         kept.clear();
     }
 
-   private:
+  private:
     // Keep freed blocks whose users are done.
     void collect() {
         for (size_t index = waiting.size(); index-- > 0;) {

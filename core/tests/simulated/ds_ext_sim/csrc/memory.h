@@ -15,7 +15,8 @@ void* host_address(const void* address);
 // The device whose memory `address` is; -1: none.
 int device_of(const void* address);
 
-// The block at `address` is used on this stream too: it is not given away before what the stream has been given is done.
+// The block at `address` is used on this stream too: it is not given away before what the stream has been given is
+// done.
 void record_use(const void* address, int device, c10::StreamId stream);
 
 void set_total_memory(int device, int64_t bytes);

@@ -214,7 +214,9 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
     void synchronizeEvent(void* event) const override {
         if (event != nullptr) run_to((*static_cast<Event*>(event))->place);
     }
-    void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+    void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+        delete static_cast<Event*>(event);
+    }
     double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
         TORCH_CHECK(begin != nullptr && end != nullptr, "elapsed_time: both events must have been recorded");
         Event first = *static_cast<Event*>(begin);
@@ -228,7 +230,7 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
         record_use(data.get(), stream.device_index(), stream.id());
     }
 
-   private:
+  private:
     static Place end(const c10::Stream& stream) { return end_of(stream.device_index(), stream.id()); }
     // False while there was something to do, so that a loop that asks until it is done comes to an end.
     static bool progressed(const Place& place) {

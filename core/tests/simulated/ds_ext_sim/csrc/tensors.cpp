@@ -66,8 +66,8 @@ at::Tensor host_alias(const at::Tensor& tensor) {
     c10::DataPtr bytes(host_address(storage.data()), c10::Device(c10::DeviceType::CPU));
     c10::Storage host(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(bytes), c10::GetCPUAllocator(),
                       true);
-    auto alias = at::detail::make_tensor<c10::TensorImpl>(
-        std::move(host), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+    auto alias = at::detail::make_tensor<c10::TensorImpl>(std::move(host), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                          tensor.dtype());
     alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
     return alias;
 }
@@ -145,8 +145,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
     return to;
 }
 
-const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes,
-                         std::optional<at::MemoryFormat> memory_format) {
+const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> memory_format) {
     c10::TensorImpl* impl = self.unsafeGetTensorImpl();
     if (impl->sizes() != sizes) {
         impl->set_sizes_contiguous(sizes);
