@@ -1,6 +1,7 @@
 """BuildingFace: where the device's op builders are, what its ranks need in their environment, who compiles."""
 
 import importlib
+import importlib.machinery
 import importlib.util
 import pkgutil
 from collections.abc import Iterator
@@ -148,10 +149,14 @@ def _find_class(package: ModuleType, name: str) -> type | None:
 def _modules(package: ModuleType) -> Iterator[ModuleType]:
     """`package`, then its modules, as a vendor may keep one builder per file under an empty `__init__`.
 
-    A module that cannot be imported is warned about and left out: the other builders still count.
+    A module that cannot be imported is warned about and left out: the other builders still count. Compiled ones are
+    passed over: they are ops that a wheel brought, and looking for builders must not load those.
     """
     yield package
     for info in pkgutil.iter_modules(getattr(package, "__path__", [])):
+        spec = importlib.util.find_spec(f"{package.__name__}.{info.name}")
+        if spec is None or isinstance(spec.loader, importlib.machinery.ExtensionFileLoader):
+            continue
         module_name = f"{package.__name__}.{info.name}"
         try:
             module = importlib.import_module(module_name)

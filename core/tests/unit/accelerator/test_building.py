@@ -70,6 +70,16 @@ def test_a_module_that_cannot_be_imported_leaves_the_others(vendor, lines):
     assert "op_builder.broken are left out: ModuleNotFoundError" in message
 
 
+def test_ops_that_a_wheel_brought_are_not_loaded_by_looking_for_builders(vendor, tmp_path, lines):
+    warn_once.cache_clear()
+    acc = vendor(adam="class FusedAdamBuilder:\n    pass")
+    (folder,) = tmp_path.glob("vendor_*/op_builder")
+    (folder / "fused_adam_op.so").write_bytes(b"loading this is an error")
+    assert acc._builder_names() == ["FusedAdamBuilder"]
+    assert acc.get_op_builder("FusedLionBuilder") is None
+    assert lines == []
+
+
 def test_a_package_that_cannot_be_imported_is_an_error_that_names_it(vendor):
     acc = vendor(__init__="raise OSError('libxyz.so is missing')")
     with pytest.raises(PluginError, match=r"V_Accelerator: its op builders are in .*op_builder, .*OSError: libxyz.so"):
