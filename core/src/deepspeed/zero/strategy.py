@@ -9,9 +9,10 @@ The engine calls, for every micro-batch and then once for the step:
     5. update(scale)             gradients times `scale`, optimizer step, weights published
     6. zero_grad()
 
-A stage answers three questions: who owns a fragment (`_cuts`), where a bucket's gradients live (`_bucket_memory`)
-and which exchange a full bucket gets (`_exchange`). Stages 1 and 2 (`stage1.py`, `stage2.py`) answer them differently.
-ZeRO: arXiv 1910.02054.
+A stage answers, above all: who owns a fragment (`_cuts`), where a bucket's gradients live (`_bucket_memory`), which
+exchange a full bucket gets (`_exchange`), and what follows the update (`_publish`). All that it may answer stands under
+"what a stage decides"; `stage1.py` and `stage2.py` answer differently. One step as a walk, with the stages side by
+side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 
 Legend: N padded numel of a flat group, S numel of this rank's partition, W ranks.
 """
@@ -106,7 +107,7 @@ class Sharding:
         self._gradients: list[Tensor] = []  # by group: what buckets live in
         self._reduced: list[Tensor] = []  # by group: where the optimizer finds this rank's sums, padding zero
         self._max_in_flight = self.placement.max_in_flight
-        self._is_reduced = True  # no gradient waits on this rank for its exchange
+        self._is_launched = True  # no gradient waits on this rank for its exchange
         self._factor = 1.0
         self._norm: float | None = None
         self._updates: OptimizerUpdate | None = None
@@ -337,7 +338,7 @@ class Sharding:
         self._reduces = plan.reduces or self.reduces_always
         self._factor = plan.factor * self._before_sum
         self._launched = 0
-        self._is_reduced = self._shows_gradients = False
+        self._is_launched = self._shows_gradients = False
         self._norm = None
         for bucket in self.buckets:
             bucket.begin_backward()
@@ -394,7 +395,7 @@ class Sharding:
     def _launch_rest(self) -> None:
         while self._launched < len(self.buckets):
             self._launch_next()
-        self._is_reduced = True
+        self._is_launched = True
 
     def _abort_backward(self) -> None:
         """A backward that failed leaves gradients of which nobody knows how much is in them: the step starts anew."""
@@ -413,7 +414,7 @@ class Sharding:
             return
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
-        if not self._is_reduced:  # the boundary was declared after the backward
+        if not self._is_launched:  # the boundary was declared after the backward
             self._launch_rest()
         while True:
             for bucket in self.buckets:
@@ -497,7 +498,7 @@ class Sharding:
         for index, param in enumerate(self.params):
             param.grad = None
             self._used[index] = False
-        self._is_reduced = True
+        self._is_launched = True
         self._shows_gradients = False
         self._norm = None
 
