@@ -270,4 +270,4 @@ def test_called_by_a_program_errors_are_raised():
     from deepspeed.launcher.runner import main
 
     with pytest.raises(ConfigError, match="--num_nodes"):
-        main(["--num_nodes", "2", "train.py"])
+        main(["--num_nodes", "2", __file__])
