@@ -190,9 +190,9 @@ def _calls(optimizer, monkeypatch):
     calls = []
     original = type(optimizer).run_kernel
 
-    def run_kernel(self, kernel, params, *rest):
-        calls.append(len(params))
-        original(self, kernel, params, *rest)
+    def run_kernel(self, operator, lists, numbers):
+        calls.append(len(lists[0]))
+        original(self, operator, lists, numbers)
 
     monkeypatch.setattr(type(optimizer), "run_kernel", run_kernel)
     return calls

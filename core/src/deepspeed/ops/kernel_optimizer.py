@@ -1,6 +1,7 @@
 """KernelOptimizer: an optimizer whose step is one operator call where an extension has it, and torch's where not."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -36,12 +37,19 @@ class KernelOptimizer(ReferenceOptimizer):
     def update_reference(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         """Update `params` in place by torch's own operations; the states are there."""
 
+    def gradients(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """What `update_params` steps with; `params` all have a gradient."""
+        return [param.grad for param in params if param.grad is not None]
+
+    def run_kernel(self, operator: Callable[..., Any], lists: list[Any], numbers: dict[str, Any]) -> None:
+        """One operator call; a subclass whose operator takes more lists adds them."""
+        operator(*lists, **numbers)
+
     def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        grads = [param.grad for param in params if param.grad is not None]
-        self._update(params, grads, [], 1.0, group)
+        self._update(params, self.gradients(params, group), [], 1.0, group)
 
     def has_one_pass(self, group: dict[str, Any]) -> bool:
-        kernel = self._kernel(group)
+        kernel = self._kernel(self.kernel_numbers(group))
         return kernel is not None and kernel.takes(group["params"])
 
     def update_one_pass(
@@ -49,35 +57,22 @@ class KernelOptimizer(ReferenceOptimizer):
     ) -> None:
         self._update(params, grads, copies, scale, group)
 
-    def run_kernel(
-        self,
-        kernel: StepKernel,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[dict[str, Any]],
-        copies: list[Tensor],
-        scale: float,
-        group: dict[str, Any],
-    ) -> None:
-        """One operator call; a subclass whose operator takes more overrides it."""
-        lists = [[state[name] for state in states] for name in self.state_names]
-        steps = [host_step_count(state) for state in states]
-        numbers = self.kernel_numbers(group)
-        assert numbers is not None, "_kernel has asked"
-        kernel.operator(params, grads, *lists, steps, copies, **numbers, grad_scale=scale)
-
-    def _kernel(self, group: dict[str, Any]) -> StepKernel | None:
-        return None if self.kernel_numbers(group) is None else step_kernel(self.kernel_op, self.operator)
+    def _kernel(self, numbers: dict[str, Any] | None) -> StepKernel | None:
+        return None if numbers is None else step_kernel(self.kernel_op, self.operator)
 
     def _update(
         self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
     ) -> None:
         states = [self._state_of(param, group) for param in params]
-        kernel = self._kernel(group)
+        numbers = self.kernel_numbers(group)
+        kernel = self._kernel(numbers)
         served = [] if kernel is None else self._served(kernel, params, grads, states, copies)
-        if kernel is not None and served:
-            mine, its_copies = _pick(params, served), _pick(copies, served)
-            self.run_kernel(kernel, mine, _pick(grads, served), _pick(states, served), its_copies, scale, group)
+        if kernel is not None and numbers is not None and served:
+            mine, its_copies, its_states = _pick(params, served), _pick(copies, served), _pick(states, served)
+            moments = [[state[name] for state in its_states] for name in self.state_names]
+            steps = [host_step_count(state) for state in its_states]
+            lists = [mine, _pick(grads, served), *moments, steps, its_copies]
+            self.run_kernel(kernel.operator, lists, {**numbers, "grad_scale": scale})
             # autograd must hear of it: a graph that saved a weight then refuses to run backward through the new one
             torch.autograd.graph.increment_version([*mine, *its_copies])
         if len(served) < len(params):

@@ -1,6 +1,6 @@
 """Which compiled operator serves these tensors? Asked at each call by fronts that compute tensors from tensors.
 
-May import `ops.registry` and below. A kernel serves when it was registered as torch operators (its builder names an
+May import `ops.step_kernel` and below. A kernel serves when it was registered as torch operators (its builder names an
 `op_namespace`), the tensors are plain ones of the accelerator in force in fp32, bf16 or fp16, and nobody wants a
 gradient: these operators have none. Otherwise the front runs its torch reference, which has one.
 """
@@ -9,13 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import registry
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_PLAIN = (Tensor, nn.Parameter)
+from deepspeed.ops.step_kernel import FLOATS, PLAIN
 
 
 def operator_for(op: str, name: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
@@ -30,7 +28,7 @@ def operator_for(op: str, name: str, *tensors: Tensor | None) -> Callable[..., A
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return None
     device_type = given[0].device.type
-    if not all(type(one) in _PLAIN and one.dtype in FLOATS and one.device.type == device_type for one in given):
+    if not all(type(one) in PLAIN and one.dtype in FLOATS and one.device.type == device_type for one in given):
         return None
     namespace = _namespace(op, device_type)
     return None if namespace is None else getattr(getattr(torch.ops, namespace), name, None)

@@ -15,7 +15,7 @@ from deepspeed.ops import registry
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 FP32 = frozenset((torch.float32,))
-_PLAIN = frozenset((Tensor, nn.Parameter))
+PLAIN = frozenset((Tensor, nn.Parameter))
 
 
 class StepKernel(NamedTuple):
@@ -28,7 +28,7 @@ class StepKernel(NamedTuple):
         """Whether all are what the operator reads: plain, dense and contiguous, of one of `dtypes`, on its device."""
         is_host, device_type = self.device_type == "cpu", self.device_type
         for one in tensors:  # written out, because it runs for every tensor of every step
-            if one.dtype not in dtypes or type(one) not in _PLAIN or one.layout is not torch.strided:
+            if one.dtype not in dtypes or type(one) not in PLAIN or one.layout is not torch.strided:
                 return False
             if not one.is_contiguous() or not (one.is_cpu if is_host else one.device.type == device_type):
                 return False

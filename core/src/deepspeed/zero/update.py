@@ -78,15 +78,13 @@ class OptimizerUpdate:
         self, by_group: list[list[Unit]], copies: list[list[Tensor]], scale: float, widened: Tensor | None
     ) -> Tensor | None:
         """The step of any torch optimizer, through `.grad`; returns the buffer for the next batch."""
-        masters = [unit.master for units in by_group for unit in units]
         widened = self._set_gradients([unit for units in by_group for unit in units], scale, widened)
         self._optimizer.step()
-        for master in masters:
-            master.grad = None
-        rounded = [copy for its_copies in copies for copy in its_copies]
-        if rounded:
-            for copy, master in zip(rounded, masters, strict=True):
-                copy.copy_(master)
+        for units, its_copies in zip(by_group, copies, strict=True):
+            for unit in units:
+                unit.master.grad = None
+            for copy, unit in zip(its_copies, units, strict=bool(its_copies)):
+                copy.copy_(unit.master)
         return widened
 
     def _set_gradients(self, units: list[Unit], scale: float, widened: Tensor | None) -> Tensor | None:

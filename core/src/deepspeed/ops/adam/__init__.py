@@ -1,6 +1,6 @@
 """Adam and AdamW: the fronts users import, and their torch reference.
 
-May import `errors`, `log` and `ops.registry`. Read `adam_step.py` first (the formulas), then `adam_base.py`.
+May import `ops.kernel_optimizer` and below. Read `adam_step.py` first (the formulas), then `adam_base.py`.
 """
 
 from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam

@@ -1,6 +1,6 @@
 """FusedLamb: LAMB with DeepSpeed's arguments."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from deepspeed.ops.reference_optimizer import (
     check_not_sparse,
     new_step_count,
 )
-from deepspeed.ops.step_kernel import StepKernel, host_numbers, host_step_count
+from deepspeed.ops.step_kernel import host_numbers
 
 
 class FusedLamb(KernelOptimizer):
@@ -111,43 +111,18 @@ class FusedLamb(KernelOptimizer):
             "exp_avg_sq": torch.zeros_like(param),
         }
 
-    def run_kernel(
-        self,
-        kernel: StepKernel,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[dict[str, Any]],
-        copies: list[Tensor],
-        scale: float,
-        group: dict[str, Any],
-    ) -> None:
+    def run_kernel(self, operator: Callable[..., Any], lists: list[Any], numbers: dict[str, Any]) -> None:
+        params = lists[0]
         coeffs = torch.empty(len(params), dtype=torch.float32, device=params[0].device)
-        numbers = self.kernel_numbers(group)
-        assert numbers is not None
-        kernel.operator(
-            params,
-            grads,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [host_step_count(state) for state in states],
-            copies,
-            coeffs,
-            **numbers,
-            grad_scale=scale,
-        )
+        super().run_kernel(operator, [*lists, coeffs], numbers)
         self._coeffs.update(zip(params, coeffs.unbind(), strict=True))
 
-    def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        grads = [param.grad for param in params if param.grad is not None]
-        if self._grad_norm is not None and group["max_grad_norm"] > 0:
-            shrink = (self._grad_norm / group["max_grad_norm"]).clamp(min=1.0)
-            grads = [grad / shrink.to(grad.device) for grad in grads]
-        self._update(params, grads, [], 1.0, group)
-
-    def update_one_pass(
-        self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
-    ) -> None:
-        self._update(params, grads, copies, scale, group)
+    def gradients(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        grads = super().gradients(params, group)
+        if self._grad_norm is None or group["max_grad_norm"] == 0:
+            return grads
+        shrink = (self._grad_norm / group["max_grad_norm"]).clamp(min=1.0)
+        return [grad / shrink.to(grad.device) for grad in grads]
 
     def update_reference(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         for param, grad in zip(params, grads, strict=True):

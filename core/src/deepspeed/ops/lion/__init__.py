@@ -1,4 +1,4 @@
-"""Lion: the fronts users import, and their torch reference. May import `errors`; read `lion_base.py` first."""
+"""Lion: the fronts users import, and their reference. Imports `ops.kernel_optimizer`; read `lion_base.py` first."""
 
 from deepspeed.ops.lion.cpu_lion import DeepSpeedCPULion
 from deepspeed.ops.lion.fused_lion import FusedLion
