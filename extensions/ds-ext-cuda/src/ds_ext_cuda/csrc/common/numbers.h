@@ -1,0 +1,85 @@
+// fp32, fp16 and bf16 in device code: conversion, and reading and writing several at once.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#ifndef DS_CUDA_EMULATED
+    #define DS_EMULATED_CHECK(condition, text)
+#endif
+
+namespace ds {
+
+using Fp16 = __half;
+using Bf16 = __nv_bfloat16;
+
+__device__ __forceinline__ float widen(float number) { return number; }
+__device__ __forceinline__ float widen(Fp16 number) { return __half2float(number); }
+__device__ __forceinline__ float widen(Bf16 number) { return __bfloat162float(number); }
+
+// To nearest, ties to even.
+template <typename T>
+__device__ __forceinline__ T narrow(float number);
+template <>
+__device__ __forceinline__ float narrow<float>(float number) {
+    return number;
+}
+template <>
+__device__ __forceinline__ Fp16 narrow<Fp16>(float number) {
+    return __float2half_rn(number);
+}
+template <>
+__device__ __forceinline__ Bf16 narrow<Bf16>(float number) {
+    return __float2bfloat16_rn(number);
+}
+
+// The widest access a thread has.
+constexpr int kAccessBytes = 16;
+template <typename T>
+constexpr int kWide = kAccessBytes / static_cast<int>(sizeof(T));
+
+// N elements that are read or written by one access.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Pack {
+    T at[N];
+};
+
+// N elements from an address that is a multiple of their size.
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> read(const T* from) {
+    DS_EMULATED_CHECK(reinterpret_cast<uintptr_t>(from) % sizeof(Pack<T, N>) == 0, "misaligned read");
+    return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void write(T* to, const Pack<T, N>& pack) {
+    DS_EMULATED_CHECK(reinterpret_cast<uintptr_t>(to) % sizeof(Pack<T, N>) == 0, "misaligned write");
+    *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ Pack<float, N> widen(const Pack<T, N>& pack) {
+    Pack<float, N> wide;
+#pragma unroll
+    for (int i = 0; i < N; ++i) wide.at[i] = widen(pack.at[i]);
+    return wide;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ Pack<T, N> narrow(const Pack<float, N>& wide) {
+    Pack<T, N> pack;
+#pragma unroll
+    for (int i = 0; i < N; ++i) pack.at[i] = narrow<T>(wide.at[i]);
+    return pack;
+}
+
+// Whether rows of `cols` elements that begin at `pointer` can be read N at a time.
+template <int N, typename T>
+inline bool is_aligned(const T* pointer, int64_t cols) {
+    return reinterpret_cast<uintptr_t>(pointer) % (sizeof(T) * N) == 0 && cols % N == 0;
+}
+
+}  // namespace ds
