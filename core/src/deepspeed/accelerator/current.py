@@ -88,7 +88,7 @@ def plugin_of(accelerator: DeepSpeedAccelerator) -> str | None:
 def _choose_once() -> Choice:
     global _choosing
     if inside_probe():  # it runs in another thread, for which the lock below would be a deadlock
-        raise PluginError("get_accelerator() was called inside ds_probe, for whose answer the choice is waiting")
+        raise PluginError("get_accelerator() was called by a plugin whose import or ds_probe the choice is waiting for")
     with _lock:
         if _choice is not None:
             return _choice

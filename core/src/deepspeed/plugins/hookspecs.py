@@ -48,8 +48,8 @@ def ds_probe() -> Offer:  # type: ignore[empty-body]
     Called at most once per process, on the first `get_accelerator()` or by `ds_report`, and not at all when
     `set_accelerator` came first. Must be cheap (milliseconds), import no torch, and create no device context: look at
     `/dev`, `/sys` or the driver library. An exception counts as "not available", with its text as the reason; so does
-    no answer within 10 seconds (`DS_PROBE_TIMEOUT`). It runs in a thread of its own: do not ask for the accelerator or
-    the plugin manager, which wait for the answer.
+    no answer within 10 seconds (`DS_PROBE_TIMEOUT`). It runs in a thread of its own, as the import of the plugin does:
+    do not ask there for the accelerator or the plugin manager, which wait for the answer.
 
     Returns:
         An `Offer` whose `name` is the entry point's name.

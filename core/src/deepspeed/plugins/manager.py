@@ -1,7 +1,7 @@
 """Finding plugins: entry points by name, one at a time, each failure kept where it happened.
 
 Nothing is imported until a name is asked for; a plugin that cannot be imported, was made for another API, fails or
-hangs in its probe becomes an `Offer` with a reason, or a `PluginError` when somebody asked for it by name.
+hangs becomes an `Offer` with a reason, or a `PluginError` when somebody asked for it by name.
 
 Two sets of hooks are kept apart: *candidates* (everything that was loaded, so that it can be probed) and *active*
 plugins (the chosen accelerator's and the feature plugins), the only ones whose other hooks are called. Active plugins
@@ -23,7 +23,7 @@ from deepspeed.plugins import hookspecs
 from deepspeed.plugins.admission import NAMES_VARIABLE, check_api, named, refusal
 from deepspeed.plugins.entry_points import ACCELERATORS, FEATURES, KINDS, distribution_of, missing, read_entry_points
 from deepspeed.plugins.offer import Offer
-from deepspeed.plugins.probing import call_with_limit, inside_probe, timeout_s
+from deepspeed.plugins.probing import call_with_limit, inside_probe, is_being_imported, timeout_s
 
 Key = tuple[str, str]  # group, name
 
@@ -120,8 +120,8 @@ class PluginManager:
         """Import the plugin called `name`, and no other. The second call is a lookup, also of the failure.
 
         Raises:
-            PluginError: it is not installed, kept out by the environment, announced twice, cannot be imported, or does
-                not fit this core.
+            PluginError: it is not installed, kept out by the environment, announced twice, cannot be imported within
+                the limit of `probing.py`, or does not fit this core.
         """
         with self._hold():
             if reason := self.refusal(name, group):
@@ -129,8 +129,9 @@ class PluginManager:
             if (group, name) in self._failures:
                 raise self._failures[group, name]
             if (group, name) not in self._plugins:
+                seconds = timeout_s() if group == ACCELERATORS else None  # a feature plugin may load large libraries
                 try:
-                    plugin = self._import(name, group)
+                    plugin = self._import(name, group, seconds)
                     self._admit(plugin, name, group)
                 except PluginError as error:
                     self._failures[group, name] = error
@@ -252,7 +253,7 @@ class PluginManager:
             self._entries[group] = list(self._read(group))
         return self._entries[group]
 
-    def _import(self, name: str, group: str) -> object:
+    def _import(self, name: str, group: str, seconds: float | None) -> object:
         entries = {entry.value: entry for entry in self._group(group) if entry.name == name}
         if not entries:
             raise PluginError(missing(name, group, self.names(group)))
@@ -261,7 +262,9 @@ class PluginManager:
             raise PluginError(f"{KINDS[group]} {name!r} is announced by {len(entries)} packages: {where}; keep one")
         (entry,) = entries.values()
         try:
-            return entry.load()
+            if seconds is None or is_being_imported(entry.value):
+                return entry.load()
+            return call_with_limit(entry.load, seconds, f"import of {name}")
         except (Exception, SystemExit) as error:  # some packages end the process when their driver is missing
             raise PluginError(
                 f"{KINDS[group]} {name!r} of {distribution_of(entry)} cannot be imported from {entry.value}: "
@@ -303,10 +306,10 @@ class PluginManager:
         others = [other for other in self._candidates.get_plugins() if other is not plugin]
         hook = self._candidates.subset_hook_caller(hook_name, others)
         try:
-            (answer,) = (hook() if seconds is None else call_with_limit(hook, seconds, name)) or (None,)
+            answers = hook() if seconds is None else call_with_limit(hook, seconds, f"{hook_name} of {name}")
         except (Exception, SystemExit) as error:
             raise PluginError(f"{KINDS[group]} {name!r} failed in {hook_name}: {_one_line(error)}") from error
-        return answer
+        return answers[0] if answers else None
 
     def _probe(self, name: str, seconds: float) -> Offer:
         offer = self._call(name, "ds_probe", seconds=seconds)
@@ -344,9 +347,9 @@ class PluginManager:
 
     @contextmanager
     def _hold(self) -> Iterator[None]:
-        """The lock of this manager; a probe that asks for it gets an error, for the asker is waiting for the probe."""
+        """The lock of this manager; a plugin that asks for it while it is probed gets an error: it is waited for."""
         if inside_probe():
-            raise PluginError("ds_probe asked the plugin manager, which is waiting for its answer")
+            raise PluginError("a plugin asked the plugin manager, which is waiting for its import or its ds_probe")
         with self._lock:
             yield
 

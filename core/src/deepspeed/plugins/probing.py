@@ -1,10 +1,10 @@
-"""Asking a probe with a limit on its time, so that a driver that hangs stops no program.
+"""Importing and probing an accelerator's plugin with a limit on the time, so that a driver that hangs stops no program.
 
-The probe runs in a thread of its own. A process of its own could be killed, but costs more than all probes together;
-a forked one inherits the locks of every library that runs threads already. What is left of a probe that hangs is a
-sleeping daemon thread: it does not keep the process from ending, and is not in its forked children. A probe that hangs
-inside C code *and* holds the interpreter's lock cannot be timed out by anything in the process; ctypes and blocking
-reads release that lock.
+Each of the two runs in a thread of its own. A process of its own could be killed, but costs more than all probes
+together; a forked one inherits the locks of every library that runs threads already. What is left of a plugin that
+hangs is a sleeping daemon thread: it does not keep the process from ending, and is not in its forked children. One that
+hangs inside C code *and* holds the interpreter's lock cannot be timed out by anything in the process; ctypes and
+blocking reads release that lock.
 """
 
 import os
@@ -23,12 +23,12 @@ _inside = threading.local()
 
 
 def inside_probe() -> bool:
-    """Whether the caller is a probe: it must not ask what waits for its answer."""
+    """Whether the caller is a plugin that is imported or probed: it must not ask what waits for its answer."""
     return getattr(_inside, "value", False)
 
 
 def timeout_s() -> float:
-    """How long a probe may take, in seconds: `DS_PROBE_TIMEOUT`, or 10.
+    """How long the import of an accelerator's plugin may take, and its probe, in seconds: `DS_PROBE_TIMEOUT`, or 10.
 
     Raises:
         PluginError: the variable holds no positive number.
@@ -46,7 +46,10 @@ def timeout_s() -> float:
 
 
 def call_with_limit(function: Callable[[], Any], seconds: float, name: str) -> Any:
-    """What `function` returns. Called by the manager for each `ds_probe`, once per process.
+    """What `function` returns. Called by the manager, for the import and the `ds_probe` of each plugin.
+
+    Args:
+        name: what it is called in a list of threads.
 
     Raises:
         TimeoutError: no answer within `seconds`; its cause says where the function hangs.
@@ -62,7 +65,7 @@ def call_with_limit(function: Callable[[], Any], seconds: float, name: str) -> A
         except BaseException as error:  # noqa: BLE001 - raised again where the answer is awaited
             failures.append(error)
 
-    thread = threading.Thread(target=run, name=f"ds_probe of {name}", daemon=True)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     thread.join(seconds)
     if failures:
@@ -78,4 +81,14 @@ def _whereabouts(thread: threading.Thread) -> TimeoutError:
     """An error whose text is the stack of `thread`, as a traceback would show it."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else "  it has just ended\n"
-    return TimeoutError(f"the probe hangs here:\n{stack}")
+    return TimeoutError(f"it hangs here:\n{stack}")
+
+
+def is_being_imported(entry_value: str) -> bool:
+    """Whether the module of an entry point, or a package that holds it, is being imported now.
+
+    The caller is then inside that import, on whose lock another thread would wait.
+    """
+    parts = entry_value.partition(":")[0].split(".")
+    modules = (sys.modules.get(".".join(parts[:end])) for end in range(1, 1 + len(parts)))
+    return any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in modules)

@@ -149,3 +149,22 @@ if child == 0:
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert site.run(code, DS_PLUGINS_BLOCK="cpu").returncode == 0
+
+
+PACKAGE_THAT_ASKS = """
+from deepspeed.plugins import plugin_manager
+offer = plugin_manager().probe("asks")
+"""
+
+
+def test_a_package_may_ask_for_the_accelerator_while_it_is_imported(site, tmp_path):
+    """Its plugin is then imported in the same thread: another one would wait for the package's import lock."""
+    (tmp_path / "asking").mkdir()
+    (tmp_path / "asking" / "__init__.py").write_text(PACKAGE_THAT_ASKS)
+    (tmp_path / "asking" / "plugin.py").write_text(GOOD.replace("good", "asks"))
+    site.install("asks", "")
+    announced = tmp_path / "ds_ext_asks-1.0.dist-info" / "entry_points.txt"
+    announced.write_text("[deepspeed.accelerators]\nasks = asking.plugin\n")
+    done = site.run("import asking; print(asking.offer)", DS_PROBE_TIMEOUT="20")
+    assert done.returncode == 0, done.stderr
+    assert "available=True, reason='found'" in done.stdout

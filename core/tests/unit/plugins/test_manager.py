@@ -206,8 +206,53 @@ def test_a_probe_that_hangs_is_an_offer_that_names_the_seconds_and_the_place(mon
     assert (a.name, a.available) == ("a", False)
     assert "no answer within 0.05 s (DS_PROBE_TIMEOUT=<seconds> waits longer)" in a.reason
     told = "".join(traceback.format_exception(manager.failure("a")))
-    assert "wait_for_a_driver_that_never_answers" in told.split("the probe hangs here")[1]
+    assert "wait_for_a_driver_that_never_answers" in told.split("it hangs here")[1]
     released.set()
+
+
+def test_an_import_that_hangs_is_an_offer_and_is_not_tried_again(monkeypatch):
+    monkeypatch.setenv("DS_PROBE_TIMEOUT", "0.05")
+    released = threading.Event()
+
+    class Hanging(Entry):
+        def load(self):
+            super().load()
+            released.wait()
+
+    hanging = Hanging("a", None)
+    manager = make_manager(hanging, Entry("b", make_plugin("b")))
+    b, a = manager.offers()
+    assert (b.name, b.available) == ("b", True)
+    assert (a.name, a.available) == ("a", False)
+    assert "cannot be imported from pkg_a.plugin: TimeoutError: no answer within 0.05 s" in a.reason
+    assert "released.wait()" in "".join(traceback.format_exception(manager.failure("a")))
+    with pytest.raises(PluginError, match=r"no answer within 0.05 s"):
+        manager.load("a")
+    assert hanging.loads == 1
+    released.set()
+
+
+def test_a_feature_plugin_is_imported_without_a_limit_in_the_thread_that_asks(monkeypatch):
+    monkeypatch.setenv("DS_PROBE_TIMEOUT", "1e-9")
+    threads = []
+
+    class Listening(Entry):
+        def load(self):
+            threads.append(threading.current_thread())
+            return super().load()
+
+    heard = []
+    make_manager(features=[Listening("f", make_module(ds_step_end=hears(heard)))]).hook.ds_step_end(stats=1)
+    assert (heard, threads) == ([1], [threading.current_thread()])
+
+
+def test_a_plugin_that_asks_for_other_plugins_as_it_is_imported_gets_an_error_and_no_deadlock():
+    class Asking(Entry):
+        def load(self):
+            return manager.offers()
+
+    manager = make_manager(Asking("a", None))
+    assert "a plugin asked the plugin manager, which is waiting for its import" in manager.probe("a").reason
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])
@@ -222,7 +267,7 @@ def test_a_probe_that_asks_who_waits_for_it_gets_an_error_and_no_deadlock():
         manager.offers()
 
     manager = make_manager(Entry("a", make_plugin("a", ds_probe=hookimpl(specname="ds_probe")(ask))))
-    assert "ds_probe asked the plugin manager" in manager.probe("a").reason
+    assert "a plugin asked the plugin manager" in manager.probe("a").reason
 
 
 def test_a_package_that_ends_the_process_is_an_offer():

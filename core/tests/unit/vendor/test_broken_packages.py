@@ -25,6 +25,7 @@ BROKEN = {
     "past": (lambda text: text.replace(">=1,<2", "<1"), "the plugin is too old"),
     "raises": (lambda text: text.replace("    return Offer", "    1 / 0; return Offer"), "ZeroDivisionError"),
     "hangs": (lambda text: text.replace("    return", HANGS, 1), "no answer within 0.3 s"),
+    "hangs_at_import": (lambda text: "import threading; threading.Event().wait(60)", "no answer within 0.3 s"),
     "exits": (lambda text: "import sys; sys.exit('no licence')", "SystemExit: no licence"),
     "unbuilt": (lambda text: text.replace("    return type", "    import libxyz\n    return type"), "No module named"),
 }
@@ -87,7 +88,7 @@ def test_every_broken_package_is_reported_and_the_rest_works(site):
         assert rows[name]["origin"] == f"ds-ext-{name} 1.0 (vendor_{name})"
 
 
-@pytest.mark.parametrize("name", ["importless", "hangs"])
+@pytest.mark.parametrize("name", ["importless", "hangs", "hangs_at_import"])
 def test_by_name_a_broken_package_is_the_error(site, name):
     breaks, reason = BROKEN[name]
     site.install(name, breaks(GOOD.format(name=name, priority=1000)))
