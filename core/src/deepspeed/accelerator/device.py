@@ -57,7 +57,10 @@ class DeviceFace(TorchModule):
         return context
 
     def set_device(self, device_index: int) -> None:
-        """Make `device_index` current in this process. Called by `init_distributed` with the local rank."""
+        """Make `device_index` current in this process. Called by `deepspeed.initialize`, and by scripts before it.
+
+        `initialize` gives the number that `LOCAL_RANK` says, or 0 where this process sees one device.
+        """
         self._ask("set_device", device_index)
 
     def current_device(self) -> int:

@@ -1,7 +1,6 @@
 """`deepspeed.initialize`: configuration -> parts -> engine, in reading order. The only reader of the config root."""
 
 import argparse
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,10 +10,10 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from deepspeed import comm, log
-from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.config.precision import torch_dtype
 from deepspeed.engine.accumulation import Accumulation
+from deepspeed.engine.device import claim_device, local_rank
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.events import tell
 from deepspeed.engine.observers import create_observers
@@ -84,8 +83,7 @@ def initialize(
     settings = DeepSpeedConfig(source, world_size=groups._get_data_parallel_world_size())
     settings.check_supported()
     plugin_manager().hook.ds_check_config(config=settings)
-    local_rank = _local_rank(args)
-    device = _claim_device(local_rank)
+    device = claim_device(args)
     if "comms_logger" in settings.model_fields_set:
         comm.configure(settings)
 
@@ -113,7 +111,7 @@ def initialize(
             "lr_scheduler": lr_scheduler,
             "training_data": training_data,
             "mpu": mpu,
-            "local_rank": local_rank,
+            "local_rank": local_rank(args),
         },
     )
     fragments.take_over(module)
@@ -188,23 +186,6 @@ def _lay_out_ranks(mpu: Any, mesh_param: Any) -> Any:
             raise ConfigError(f"initialize: {given} asks for {size} {name}-parallel ranks; this version has data "
                               "parallelism only, leave the argument out")  # fmt: skip
     return groups._get_sequence_data_parallel_group()
-
-
-def _local_rank(args: Any) -> int:
-    """Number on this host: `args.device_rank` if given, else the launcher's LOCAL_RANK, else `args.local_rank`."""
-    rank = getattr(args, "device_rank", None)
-    if rank is None:
-        local_rank = getattr(args, "local_rank", None)
-        fallback = local_rank if isinstance(local_rank, int) and local_rank >= 0 else 0
-        rank = int(os.environ.get("LOCAL_RANK", fallback))
-    return int(rank)
-
-
-def _claim_device(rank: int) -> torch.device:
-    """The device of this host's `rank`-th process, made the current one."""
-    accelerator = get_accelerator()
-    accelerator.set_device(rank)
-    return torch.device(accelerator.device_name(rank))
 
 
 def _create_precision(config: DeepSpeedConfig, device: torch.device) -> Precision:

@@ -1,0 +1,47 @@
+"""Which device of this machine is this process's. Called once per engine by `build.py`; nothing else sets a device."""
+
+import os
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.errors import ConfigError
+
+
+def local_rank(args: Any) -> int:
+    """Number of this process on its machine: the launcher's LOCAL_RANK, else `args.local_rank`, else 0."""
+    given = getattr(args, "local_rank", None)
+    return int(os.environ.get("LOCAL_RANK", given if isinstance(given, int) and given >= 0 else 0))
+
+
+def claim_device(args: Any) -> torch.device:
+    """This process's device, made the current one: the `args.device_rank`-th if given, else the one of its local rank.
+
+    Where one device is visible it is taken, whatever the local rank: a scheduler shows each rank its own.
+
+    Raises:
+        ConfigError: there is no device of that number.
+    """
+    accelerator = get_accelerator()
+    asked = getattr(args, "device_rank", None)
+    rank = local_rank(args) if asked is None else int(asked)
+    index = _index(accelerator, rank, "LOCAL_RANK" if asked is None else "args.device_rank")
+    accelerator.set_device(index)
+    return torch.device(accelerator.device_name(index))
+
+
+def _index(accelerator: DeepSpeedAccelerator, rank: int, source: str) -> int:
+    if accelerator.is_synchronized_device():  # ranks share the host, as many as were started
+        return rank
+    count = accelerator.device_count()
+    if count == 1 and source == "LOCAL_RANK":
+        return 0
+    if rank >= count:
+        name = accelerator.device_name()
+        variables = " or ".join(accelerator.visible_devices_envs()) or "the variable that limits them"
+        raise ConfigError(
+            f"{source}={rank}: this process sees {count} devices of {name!r}, numbered from 0; start as many ranks as "
+            f"there are devices, or show each rank its own by {variables}"
+        )
+    return rank
