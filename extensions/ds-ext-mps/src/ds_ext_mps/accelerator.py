@@ -1,0 +1,72 @@
+"""MPS_Accelerator: the base asks for names that the modules of other devices have; this table gives them `torch.mps`'s.
+
+There is one device, one queue of work, and one generator. torch keeps no peak of this memory: the highest figure that
+was asked for since the last reset stands in for it.
+"""
+
+from contextlib import nullcontext
+from types import ModuleType
+
+import torch
+from deepspeed.accelerator import DeepSpeedAccelerator
+from deepspeed.errors import ConfigError, PluginError
+
+from ds_ext_mps.queue import MPSEvent, MPSQueue
+
+
+class MPS_Accelerator(DeepSpeedAccelerator):
+    """The GPU of a Mac. Process groups are gloo's, which takes no tensor of it: one rank (see the README)."""
+
+    _name = "mps"
+    _communication_backend_name = "gloo"
+
+    def __init__(self) -> None:
+        if not torch.backends.mps.is_available():
+            built = torch.backends.mps.is_built()
+            raise PluginError(f"torch {torch.__version__} finds no Metal device (built for Metal: {built})")
+        self._peaks = {"allocated": 0, "reserved": 0}
+        self._table = ModuleType("torch.mps")
+        vars(self._table).update(
+            {**vars(torch.mps), "Stream": MPSQueue, "Event": MPSEvent},
+            is_available=torch.backends.mps.is_available,
+            is_bf16_supported=lambda: torch.backends.mps.is_macos_or_newer(14, 0),
+            device=lambda index: nullcontext(),
+            current_device=lambda: 0,
+            synchronize=lambda *index: torch.mps.synchronize(),
+            manual_seed_all=torch.mps.manual_seed,
+            initial_seed=lambda: self.default_generator(0).initial_seed(),
+            default_generators=[torch.mps._get_default_mps_generator()],
+            stream=nullcontext,
+            current_stream=lambda index: MPSQueue(),
+            default_stream=lambda index: MPSQueue(),
+            memory_allocated=lambda index: self._noted("allocated", torch.mps.current_allocated_memory()),
+            memory_reserved=lambda index: self._noted("reserved", torch.mps.driver_allocated_memory()),
+            max_memory_allocated=lambda index: max(self.memory_allocated(), self._peaks["allocated"]),
+            max_memory_reserved=lambda index: max(self.memory_reserved(), self._peaks["reserved"]),
+            reset_peak_memory_stats=lambda index: self._peaks.update(allocated=0, reserved=0),
+        )
+
+    def _module(self) -> ModuleType:
+        return self._table
+
+    def _noted(self, name: str, num_bytes: int) -> int:
+        self._peaks[name] = max(self._peaks[name], num_bytes)
+        return num_bytes
+
+    def set_device(self, device_index: int) -> None:
+        if device_index != 0:
+            raise ConfigError(
+                f"device mps:{device_index}: a Mac has mps:0 alone, and no library exchanges its tensors among ranks; "
+                "start one rank, or several with DS_ACCELERATOR=cpu"
+            )
+
+    def resolves_data_dependency(self) -> bool:
+        return True
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
+        now = {"allocated": self.memory_allocated(), "reserved": self.memory_reserved()}
+        figures = {"current": now, "peak": self._peaks}
+        return {f"{name}_bytes.all.{when}": of[name] for when, of in figures.items() for name in of}
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return int(torch.mps.recommended_max_memory())

@@ -1,0 +1,24 @@
+"""The door of this extension."""
+
+import platform
+import sys
+from typing import Any
+
+from deepspeed.plugins import Offer, hookimpl
+
+DS_PLUGIN_API = ">=1,<2"
+
+
+@hookimpl
+def ds_probe() -> Offer:
+    """A Mac with an Apple chip has the device; torch knows it on no other machine."""
+    machine = f"{sys.platform} on {platform.machine()}"
+    return Offer("mps", 100, machine == "darwin on arm64", f"{machine}; Metal needs darwin on arm64")
+
+
+@hookimpl
+def ds_accelerator() -> Any:
+    """The accelerator, with torch behind it."""
+    from ds_ext_mps.accelerator import MPS_Accelerator
+
+    return MPS_Accelerator()
