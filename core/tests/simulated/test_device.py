@@ -1,6 +1,8 @@
 """The simulated device by itself: the choice of its accelerator, memory, streams, events, random numbers, one rank."""
 
 import os
+import subprocess
+import sys
 
 import deepspeed
 import pytest
@@ -69,6 +71,41 @@ def test_the_accelerator_is_under_sixty_lines():
     package = Path(__file__).parent / "ds_ext_sim"
     lines = [line for name in ("plugin.py", "accelerator.py") for line in (package / name).read_text().splitlines()]
     assert len(lines) < 60
+
+
+NAMED = """if 1:
+    import torch, deepspeed
+    from deepspeed.accelerator import get_accelerator
+    accelerator = get_accelerator()
+    assert accelerator.current_device_name() == "card:0", accelerator.current_device_name()
+    assert torch.get_device_module("card") is torch.card
+    layer = torch.nn.Linear(2, 2).to("card")
+    with torch.card.stream(torch.card.Stream()):
+        layer(torch.ones(1, 2, device="card:0")).sum().backward()
+    for call in (lambda: torch.ones(1, device="card:9"), lambda: torch.card.install(name="sim")):
+        try:
+            call()
+        except RuntimeError as error:
+            print(error)
+    from ds_ext_sim.torch_sim import Event, install
+    Event().record()
+    install(name="card")
+    engine, *_ = deepspeed.initialize(model=layer, config={"train_batch_size": 1, "optimizer": {"type": "Adam"}})
+    engine.backward(engine(torch.ones(1, 2, device="card")).sum())
+    engine.step()
+    print(torch.distributed.get_backend(), layer.weight.device)"""
+
+
+def test_it_takes_another_name(installed):
+    environment = {**os.environ, **installed, "DS_SIM_NAME": "card", "DS_ACCELERATOR": "sim"}
+    ended = subprocess.run(
+        [sys.executable, "-c", NAMED], env=environment, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[0].startswith("card:9 does not exist")
+    assert lines[1] == "the simulated device is installed as 'card' and cannot become 'sim' as well"
+    assert lines[2] == "simccl card:0"
 
 
 # ----- tensors -------------------------------------------------------------------------------------------------------
@@ -150,9 +187,6 @@ def test_operators_give_what_the_host_gives(sim):
 
 
 def read_by_address():
-    import subprocess
-    import sys
-
     x = torch.ones(4, device="sim")
     assert torch.ones(4).data_ptr() != x.data_ptr()
     code = """if 1:

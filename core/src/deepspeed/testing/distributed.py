@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ _GRACE_S = 2.0
 _START_TIMEOUT_S = 120.0
 _LOG_TAIL_CHARS = 8000
 
-_pools: dict[int, "RankPool"] = {}
+_pools: dict[tuple[int, tuple[tuple[str, str], ...]], "RankPool"] = {}
 _lock = threading.Lock()
 
 
@@ -42,18 +42,26 @@ class RankError(DeepSpeedError, RuntimeError):
     """A rank failed, hung or died. `__cause__` is the rank's own exception where it could be sent here."""
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Run `fn(*args)` on `world_size` ranks over gloo, one thread each, and return the results by rank.
 
     `deepspeed.comm` is initialized inside. Arguments and results are pickled: plain objects, tensors, and classes of
     the test file. Raises the type of the first failing rank's exception where that can be rebuilt with a message, and
     `RankError` otherwise, with the rank's traceback in the text. A failure or a hang (`timeout_s`) ends the processes;
-    the next call starts new ones.
+    the next call starts new ones. `environment` is set for the ranks, which are others than those without it:
+    `DS_ACCELERATOR` in it has them join over that accelerator's library.
     """
+    key = (world_size, tuple(sorted((environment or {}).items())))
     with _lock:
-        pool = _pools.get(world_size)
+        pool = _pools.get(key)
         if pool is None or not pool.is_usable:
-            pool = _pools[world_size] = RankPool(world_size)
+            pool = _pools[key] = RankPool(world_size, environment)
         return pool.run(fn, args, timeout_s)
 
 
@@ -71,8 +79,9 @@ atexit.register(shut_down)
 class RankPool:
     """`world_size` warm processes in one process group. `run_ranks` owns them."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, environment: Mapping[str, str] | None = None) -> None:
         self.world_size = world_size
+        self._environment = dict(environment or {})
         self.is_usable = True
         # A file store in a directory of its own: no port to be taken by another test run.
         self._directory = Path(tempfile.mkdtemp(prefix="ds_ranks_"))
@@ -113,6 +122,7 @@ class RankPool:
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.world_size), LOCAL_WORLD_SIZE=str(self.world_size)
         )
         env.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        env.update(self._environment)
         store = str(self._directory / "store")
         command = [sys.executable, "-m", "deepspeed.testing.rank_worker", str(theirs.fileno()), store]
         with (self._directory / f"rank{rank}.log").open("wb") as log:

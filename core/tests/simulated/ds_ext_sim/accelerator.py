@@ -8,12 +8,12 @@ from ds_ext_sim import torch_sim
 class Sim_Accelerator(DeepSpeedAccelerator):
     """The simulated device: works behind the host, has a memory of its own, and several of it are in a process."""
 
-    _name = "sim"
     _communication_backend_name = "simccl"
     _compile_backend = "eager"
 
     def __init__(self):
-        torch_sim.install()
+        self._name = torch_sim.chosen_name()
+        torch_sim.install(self._name)
 
     def visible_devices_envs(self):
         return ["SIM_VISIBLE_DEVICES"]

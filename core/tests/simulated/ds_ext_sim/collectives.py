@@ -8,16 +8,14 @@ tensor of the host is refused, as the libraries of real devices do.
 import torch
 import torch.distributed as dist
 
-_NAME = "simccl"
 
+def register(name, device_type):
+    """Make the library known to torch.distributed as `name`, for tensors of `device_type`."""
 
-def register():
-    """Make "simccl" known to torch.distributed."""
-    dist.Backend.register_backend(_NAME, _create, devices=["sim"])
+    def create(store, rank, world_size, timeout):
+        return SimGroup(store, rank, world_size, timeout, name, device_type)
 
-
-def _create(store, rank, world_size, timeout):
-    return SimGroup(store, rank, world_size, timeout)
+    dist.Backend.register_backend(name, create, devices=[device_type])
 
 
 class _Arrival(dist.Work):
@@ -50,16 +48,17 @@ class _Arrival(dist.Work):
 class SimGroup(dist.ProcessGroup):
     """One group of ranks."""
 
-    def __init__(self, store, rank, world_size, timeout):
+    def __init__(self, store, rank, world_size, timeout, name, device_type):
         super().__init__(rank, world_size)
+        self._name, self._device_type = name, device_type
         self._gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
 
     @property
     def _device_types(self):
-        return [torch.device("sim")]
+        return [torch.device(self._device_type)]
 
     def getBackendName(self):
-        return _NAME
+        return self._name
 
     # ----- one tensor ------------------------------------------------------------------------------------------------
 
@@ -73,50 +72,52 @@ class SimGroup(dist.ProcessGroup):
         return self._in_place(tensors, self._gloo.reduce, opts)
 
     def send(self, tensors, rank, tag):
-        return _Arrival(self._gloo.send([_to_host(tensor) for tensor in tensors], rank, tag), [])
+        return _Arrival(self._gloo.send([self._to_host(tensor) for tensor in tensors], rank, tag), [])
 
     def recv(self, tensors, rank, tag):
         return self._in_place(tensors, lambda hosts, _: self._gloo.recv(hosts, rank, tag), None)
 
     def _in_place(self, tensors, exchange, opts):
-        hosts = [_to_host(tensor) for tensor in tensors]
+        hosts = [self._to_host(tensor) for tensor in tensors]
         return _Arrival(exchange(hosts, opts), list(zip(tensors, hosts, strict=True)))
 
     # ----- pieces ----------------------------------------------------------------------------------------------------
 
     def _allgather_base(self, output, tensor, opts=None):
-        host = _to_host(output)
-        work = self._gloo._allgather_base(host, _to_host(tensor), opts or dist.AllgatherOptions())
+        host = self._to_host(output)
+        work = self._gloo._allgather_base(host, self._to_host(tensor), opts or dist.AllgatherOptions())
         return _Arrival(work, [(output, host)])
 
     def allgather(self, outputs, tensors, opts=None):
-        hosts = [[_to_host(tensor) for tensor in each] for each in outputs]
-        work = self._gloo.allgather(hosts, [_to_host(tensor) for tensor in tensors], opts or dist.AllgatherOptions())
+        hosts = [[self._to_host(tensor) for tensor in each] for each in outputs]
+        work = self._gloo.allgather(
+            hosts, [self._to_host(tensor) for tensor in tensors], opts or dist.AllgatherOptions()
+        )
         return _Arrival(work, _paired(outputs, hosts))
 
     def _reduce_scatter_base(self, output, tensor, opts):
-        host = _to_host(output)
-        work = self._gloo._reduce_scatter_base(host, _to_host(tensor), opts)
+        host = self._to_host(output)
+        work = self._gloo._reduce_scatter_base(host, self._to_host(tensor), opts)
         return _Arrival(work, [(output, host)])
 
     def reduce_scatter(self, outputs, tensors, opts):
-        hosts = [_to_host(tensor) for tensor in outputs]
-        parts = [[_to_host(tensor) for tensor in each] for each in tensors]
+        hosts = [self._to_host(tensor) for tensor in outputs]
+        parts = [[self._to_host(tensor) for tensor in each] for each in tensors]
         return _Arrival(self._gloo.reduce_scatter(hosts, parts, opts), list(zip(outputs, hosts, strict=True)))
 
     def gather(self, outputs, tensors, opts):
-        hosts = [[_to_host(tensor) for tensor in each] for each in outputs]
-        work = self._gloo.gather(hosts, [_to_host(tensor) for tensor in tensors], opts)
+        hosts = [[self._to_host(tensor) for tensor in each] for each in outputs]
+        work = self._gloo.gather(hosts, [self._to_host(tensor) for tensor in tensors], opts)
         return _Arrival(work, _paired(outputs, hosts))
 
     def scatter(self, outputs, tensors, opts):
-        hosts = [_to_host(tensor) for tensor in outputs]
-        parts = [[_to_host(tensor) for tensor in each] for each in tensors]
+        hosts = [self._to_host(tensor) for tensor in outputs]
+        parts = [[self._to_host(tensor) for tensor in each] for each in tensors]
         return _Arrival(self._gloo.scatter(hosts, parts, opts), list(zip(outputs, hosts, strict=True)))
 
     def alltoall_base(self, output, tensor, output_sizes, input_sizes, opts):
-        host = _to_host(output)
-        work = self._gloo.alltoall_base(host, _to_host(tensor), output_sizes, input_sizes, opts)
+        host = self._to_host(output)
+        work = self._gloo.alltoall_base(host, self._to_host(tensor), output_sizes, input_sizes, opts)
         return _Arrival(work, [(output, host)])
 
     # torch 2.13's names
@@ -127,13 +128,15 @@ class SimGroup(dist.ProcessGroup):
     def barrier(self, opts=None):
         return self._gloo.barrier(opts or dist.BarrierOptions())
 
-
-def _to_host(tensor):
-    """A contiguous copy in page-locked memory: what the current stream has made of `tensor` by now."""
-    if tensor.device.type != "sim":
-        raise RuntimeError(f"{_NAME}: no backend for a tensor on {tensor.device}; only those of sim can be exchanged")
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor.detach())
+    def _to_host(self, tensor):
+        """A contiguous copy in page-locked memory: what the current stream has made of `tensor` by now."""
+        if tensor.device.type != self._device_type:
+            raise RuntimeError(
+                f"{self._name}: no backend for a tensor on {tensor.device}; "
+                f"only those of {self._device_type} can be exchanged"
+            )
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor.detach())
 
 
 def _paired(targets, hosts):

@@ -1,7 +1,8 @@
 """torch.sim: what a vendor's PyTorch package registers, as `torch.get_device_module("sim")` finds it.
 
 `install` loads the library and makes this module `torch.sim`; the accelerator calls it. Nearly everything is answered
-by `torch.accelerator`.
+by `torch.accelerator`. The device may have another name, that of a vendor whose extension is tried on it: then this
+module is `torch.<name>`.
 """
 
 import contextlib
@@ -11,29 +12,44 @@ from dataclasses import dataclass
 
 import torch
 
-_installed = False
+_name = None
 _library = None
 
 
-def install():
-    """Make the device known to torch, once in a process. Compiles the library when this machine has not yet."""
-    global _installed, _library
-    if _installed:
+def chosen_name():
+    """The name under which torch knows the device, or will."""
+    return _name or os.environ.get("DS_SIM_NAME", "sim")
+
+
+def install(name=None, library="simccl", visible_devices_env="SIM_VISIBLE_DEVICES"):
+    """Make the device known to torch, once in a process. Compiles the library when this machine has not yet.
+
+    Args:
+        name: torch's name for it; without one that of `DS_SIM_NAME`, or "sim". PrivateUse1 has one name for good:
+            another one later raises `RuntimeError`.
+        library: the name of its backend of torch.distributed.
+        visible_devices_env: the variable that lists the devices a process may see.
+    """
+    global _name, _library
+    name = name or chosen_name()
+    if _name is not None:
+        if name != _name:
+            raise RuntimeError(f"the simulated device is installed as {_name!r} and cannot become {name!r} as well")
         return
     from ds_ext_sim import collectives
     from ds_ext_sim.op_builder import SimDeviceBuilder
 
     _library = SimDeviceBuilder().load()
-    _library.set_device_count(_visible())
-    torch.utils.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", sys.modules[__name__])
+    _library.set_device_count(_visible(visible_devices_env))
+    torch.utils.rename_privateuse1_backend(name)
+    torch._register_device_module(name, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    collectives.register()
-    _installed = True
+    collectives.register(library, name)
+    _name = name
 
 
-def _visible():
-    limit = os.environ.get("SIM_VISIBLE_DEVICES")
+def _visible(variable):
+    limit = os.environ.get(variable)
     count = int(os.environ.get("DS_SIM_DEVICES", "2"))
     return count if limit is None else len([index for index in limit.split(",") if index.strip()])
 
@@ -99,12 +115,12 @@ class Stream(torch.Stream):
     def __new__(cls, device=None, priority=0, **kwargs):
         if "stream_id" in kwargs:
             return super().__new__(cls, **kwargs)
-        return super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority)
+        return super().__new__(cls, device=torch.device(_name, _index(device)), priority=priority)
 
 
 def Event(enable_timing=False, blocking=False, interprocess=False):  # noqa: N802 - the name in torch's modules
     """A mark in a stream. No class of its own: `torch.Event.elapsed_time` takes no derived one."""
-    return torch.Event("sim", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+    return torch.Event(_name, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
 @contextlib.contextmanager
@@ -131,7 +147,7 @@ def default_stream(device=None):
 
 
 def _device_type():
-    return torch.Stream(device="sim").device_type
+    return torch.Stream(device=_name).device_type
 
 
 def set_late(late):

@@ -72,13 +72,13 @@ class Call {
     void refuse_other_namespaces() const {
         const std::string_view name = op_.schema().name();
         TORCH_CHECK_NOT_IMPLEMENTED(name.substr(0, 6) == "aten::", "operator ", op_.schema().operator_name(),
-                                    " has no kernel for the device sim");
+                                    " has no kernel for the device ", device_name());
     }
 
     void refuse_hidden_random_numbers() const {
         TORCH_CHECK_NOT_IMPLEMENTED(has_generator_ || !op_.hasTag(at::Tag::nondeterministic_seeded), "operator ",
-                                    op_.schema().operator_name(),
-                                    " draws random numbers of the host's generator; sim has no kernel for it");
+                                    op_.schema().operator_name(), " draws random numbers of the host's generator; ",
+                                    device_name(), " has no kernel for it");
     }
 
     // The one device of all arguments. Tensors of the host may be among them where torch allows it for every device.
@@ -99,7 +99,7 @@ class Call {
     void check_device(size_t index, const at::Tensor& tensor) const {
         if (is_sim(tensor) ? tensor.device().index() == device_ : may_be_of_host(index, tensor)) return;
         TORCH_CHECK(false, "Expected all tensors to be on the same device, but ", op_.schema().operator_name(),
-                    " got tensors on sim:", device_, " and, as argument '", schema_of(index).name(), "', on ",
+                    " got tensors on ", device_at(device_), " and, as argument '", schema_of(index).name(), "', on ",
                     tensor.device());
     }
 

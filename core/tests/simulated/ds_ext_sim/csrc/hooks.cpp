@@ -15,8 +15,6 @@ namespace sim {
 
 namespace {
 
-c10::Device device_at(int index) { return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index)}; }
-
 // Draws from a generator of the host, so that a seed gives the numbers that it gives there.
 struct SimGenerator final : c10::GeneratorImpl {
     at::Generator host;
@@ -93,7 +91,7 @@ const at::Generator& default_generator(int device) {
         }
         return made;
     }();
-    TORCH_CHECK(device >= 0 && device < device_count(), "sim:", device, " does not exist");
+    TORCH_CHECK(device >= 0 && device < device_count(), device_at(device), " does not exist");
     return (*generators)[device];
 }
 

@@ -147,7 +147,7 @@ struct Pool {
         }
         if (reserved().current + static_cast<int64_t>(size) > total) {
             ++stats.num_ooms;
-            TORCH_CHECK_WITH(OutOfMemoryError, false, "sim:", device, " is out of memory: ", size,
+            TORCH_CHECK_WITH(OutOfMemoryError, false, sim::device_at(device), " is out of memory: ", size,
                              " bytes were asked for, ", total - reserved().current, " of ", total, " are free");
         }
         for (auto hole = holes.begin(); hole != holes.end(); ++hole) {
@@ -157,7 +157,7 @@ struct Pool {
             if (length > size) holes.emplace(start + size, length - size);
             return start;
         }
-        TORCH_CHECK_WITH(OutOfMemoryError, false, "sim:", device, " has no ", size, " addresses in a row");
+        TORCH_CHECK_WITH(OutOfMemoryError, false, sim::device_at(device), " has no ", size, " addresses in a row");
     }
 
     void put_hole(size_t start, size_t size) {
@@ -205,7 +205,7 @@ struct SimAllocator final : c10::DeviceAllocator {
 
     c10::DataPtr allocate(size_t num_bytes) override {
         const int device = current_device();
-        const c10::Device where(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(device));
+        const c10::Device where = device_at(device);
         if (num_bytes == 0) return {nullptr, nullptr, &nothing, where};
         std::lock_guard<std::recursive_mutex> guard(mutex);
         set_device(device);  // it is used from now on

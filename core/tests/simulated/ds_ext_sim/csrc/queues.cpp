@@ -48,7 +48,7 @@ thread_local int tls_device = 0;
 thread_local std::array<c10::StreamId, kMaxDevices> tls_streams{};
 
 void check(int index) {
-    TORCH_CHECK(index >= 0 && index < device_count(), "sim:", index, " does not exist: there are ", device_count(),
+    TORCH_CHECK(index >= 0 && index < device_count(), device_at(index), " does not exist: there are ", device_count(),
                 " simulated devices");
 }
 
@@ -147,9 +147,6 @@ struct Recording {
 using Event = std::shared_ptr<Recording>;
 
 struct SimGuard final : c10::impl::DeviceGuardImplInterface {
-    static c10::Device device_at(int index) {
-        return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index)};
-    }
     static int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device(); }
     static c10::Stream stream_at(int device, c10::StreamId id) {
         return c10::Stream(c10::Stream::UNSAFE, device_at(device), id);

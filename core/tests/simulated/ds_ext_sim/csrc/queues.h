@@ -11,10 +11,16 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
 namespace sim {
 
 constexpr int kMaxDevices = 8;
+
+inline c10::Device device_at(int index) { return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index)}; }
+
+// The device type as torch names it: "sim", unless `torch_sim.install` was told another one.
+inline std::string device_name() { return c10::get_privateuse1_backend(); }
 
 int device_count();
 void set_device_count(int count);

@@ -23,16 +23,14 @@ constexpr auto kKeys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
 
 c10::Allocator* device_allocator() { return c10::GetAllocator(c10::DeviceType::PrivateUse1); }
 
-c10::Device device_at(int index) { return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index)}; }
-
 c10::Device or_current(std::optional<c10::Device> device) {
     return device.has_value() && device->has_index() ? *device : device_at(current_device());
 }
 
 void check_options(std::optional<at::Layout> layout, std::optional<bool> pin_memory) {
-    TORCH_CHECK_NOT_IMPLEMENTED(layout.value_or(at::kStrided) == at::kStrided, "sim has strided tensors only, not ",
-                                *layout);
-    TORCH_CHECK(!pin_memory.value_or(false), "only tensors of the host can be pinned, not those of sim");
+    TORCH_CHECK_NOT_IMPLEMENTED(layout.value_or(at::kStrided) == at::kStrided, device_name(),
+                                " has strided tensors only, not ", *layout);
+    TORCH_CHECK(!pin_memory.value_or(false), "only tensors of the host can be pinned, not those of ", device_name());
 }
 
 at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,

@@ -11,7 +11,7 @@ struct AdagradRule {
     DS_CPU_INLINE_MEMBER void operator()(Vec& param, Vec grad, Vec* states) const {
         if (has_l2) grad = fma(param, l2, grad);
         const Vec sum = states[0] = fma(grad, grad, states[0]);
-        param = param - lr * grad / (sqrt(sum) + eps);
+        param = param - quotient(lr * grad, sqrt(sum) + eps);
     }
 };
 

@@ -58,6 +58,14 @@ DS_CPU_INLINE Vec operator/(Vec a, const Divisor& by) {
     return number_or(fma(remainder, by.reciprocal, quotient), quotient);  // infinity has no remainder
 }
 
+// a / b beside a square root, which would keep the one divider of a core busy already: a reciprocal to one last bit or
+// two by multiplication (one Newton step). For b from the smallest normal number to 2^126, and infinity.
+DS_CPU_INLINE Vec quotient(Vec a, Vec b) {
+    const Vec rough = rough_reciprocal(b);
+    const Vec better = fma(fma(rough, Vec{-b.value}, splat(1.0f)), rough, rough);
+    return a * number_or(better, rough);  // infinity has no Newton step
+}
+
 // Elements [begin, end) of one parameter. `Rule` is made of the item's factors; `rule(param, grad, states)` is the
 // formula.
 template <typename Rule, int kStates, typename Factors>

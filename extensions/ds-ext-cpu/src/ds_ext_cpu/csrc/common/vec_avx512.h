@@ -12,6 +12,8 @@ DS_CPU_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.value, b.val
 DS_CPU_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.value, b.value)}; }
 DS_CPU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.value, b.value, c.value)}; }
 DS_CPU_INLINE Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.value)}; }
+// 1 / a to 11 bits or more.
+DS_CPU_INLINE Vec rough_reciprocal(Vec a) { return {_mm512_rcp14_ps(a.value)}; }
 // a, or b where a is NaN.
 DS_CPU_INLINE Vec number_or(Vec a, Vec b) {
     return {_mm512_mask_mov_ps(a.value, _mm512_cmp_ps_mask(a.value, a.value, _CMP_UNORD_Q), b.value)};

@@ -20,6 +20,8 @@ DS_CPU_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 DS_CPU_INLINE Vec sqrt(Vec a) { return {__builtin_sqrtf(a.value)}; }
+// 1 / a to 11 bits or more.
+DS_CPU_INLINE Vec rough_reciprocal(Vec a) { return {1.0f / a.value}; }
 DS_CPU_INLINE Vec number_or(Vec a, Vec b) { return a.value == a.value ? a : b; }
 DS_CPU_INLINE Vec sign(Vec a) { return {a.value > 0 ? 1.0f : a.value < 0 ? -1.0f : 0.0f}; }
 
