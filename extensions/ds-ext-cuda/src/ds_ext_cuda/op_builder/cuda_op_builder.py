@@ -1,0 +1,224 @@
+"""What every builder of a GPU kernel shares: nvcc compiles, the C++ compiler links, torch's stable ABI binds.
+
+nvcc is driven here and not by `torch.utils.cpp_extension`, whose torch must be a CUDA build and of the toolkit's
+version: libraries made here compile beside any torch, so that a machine without a GPU can check them, and one library
+serves every torch from `min_torch` on. They bring their own static CUDA runtime.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed.errors import OpUnavailable
+from deepspeed.log import logger
+from deepspeed.ops.op_builder import OpBuilder, jit
+from deepspeed.ops.op_builder.against_torch import torch_module
+from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.toolchain import Toolchain, find_compiler
+
+from ds_ext_cuda.installed_torch import cuda_of_torch
+from ds_ext_cuda.op_builder import architectures
+from ds_ext_cuda.op_builder.architectures import Architecture
+from ds_ext_cuda.op_builder.toolkit import Toolkit, find_toolkit
+
+cuda_kernel_path, cuda_kernel_include = make_kernel_path("ds_ext_cuda", "csrc")
+
+SKIP_CHECK = "DS_SKIP_CUDA_CHECK"
+# The oldest torch whose stable ABI has what the kernels use: lists of tensors, TORCH_BOX, the device guard. A library
+# built for it runs with every later one.
+_MIN_TORCH = "2.10"
+# what follows goes to the host's compiler as it stands
+_FOR_HOST = ("-fPIC", "-fvisibility=hidden")
+
+
+def installed_cuda_version(name: str = "") -> tuple[int, int]:
+    """(major, minor) of the CUDA toolkit of this machine; `name` is the op that asks.
+
+    Raises:
+        OpUnavailable: there is none.
+    """
+    return find_toolkit().version
+
+
+def assert_no_cuda_mismatch(name: str = "") -> bool:
+    """Whether the toolkit and torch are of one CUDA version. Minor versions may differ: CUDA is compatible in them.
+
+    A torch without CUDA differs from none: it can be compiled beside, and the library is for another torch.
+    `DS_SKIP_CUDA_CHECK=1` accepts everything.
+
+    Raises:
+        OpUnavailable: the major versions differ; the message has both.
+    """
+    toolkit = find_toolkit()
+    cuda, torch = cuda_of_torch()
+    if cuda is None or os.environ.get(SKIP_CHECK) == "1":
+        return True
+    if int(cuda.partition(".")[0]) == toolkit.version[0]:
+        return cuda.split(".")[:2] == toolkit.version_name.split(".")
+    raise OpUnavailable(
+        f"{toolkit.nvcc} is of CUDA {toolkit.version_name}, and {torch} is built with CUDA {cuda}; set CUDA_HOME to a "
+        f"toolkit {cuda.partition('.')[0]}.x, or {SKIP_CHECK}=1 to try all the same"
+    )
+
+
+class CUDAOpBuilder(OpBuilder):
+    """One library of torch operators in the namespace `ds_cuda`, through torch's stable ABI.
+
+    A subclass says `BUILD_VAR`, `NAME`, `sources` (by `cuda_kernel_path`) and, once the library is loaded,
+    `register_fakes`; it may override `nvcc_args` and `filter_ccs`.
+    """
+
+    BUILD_VAR = ""
+    NAME = ""
+    op_namespace = "ds_cuda"
+    min_torch = _MIN_TORCH
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name or self.NAME)
+
+    def absolute_name(self) -> str:
+        return f"ds_ext_cuda.op_builder.{self.NAME}_op"
+
+    def include_paths(self) -> list[str]:
+        return [cuda_kernel_include("csrc")]
+
+    def cxx_args(self) -> list[str]:
+        """All flags of the compile command but the GPUs: nvcc's, and behind `-Xcompiler` those of the host's."""
+        return [*self.nvcc_args(), *self.version_dependent_macros(), "-Xcompiler", ",".join(_FOR_HOST)]
+
+    def nvcc_args(self) -> list[str]:
+        """Flags for nvcc. No fast math: results are those of the formulas, to the last bits."""
+        # USE_CUDA: torch's headers then declare the stream
+        return ["-O3", "-std=c++20", "-DUSE_CUDA", "--expt-relaxed-constexpr"]
+
+    def version_dependent_macros(self) -> list[str]:
+        """Macros that tell sources torch's version: DeepSpeed's `VERSION_GE_1_1`, `_1_3` and `_1_5`, true here."""
+        return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
+
+    # ----- for which GPUs --------------------------------------------------------------------------------------------
+
+    def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
+        """nvcc's flags for the GPUs: those of `TORCH_CUDA_ARCH_LIST`, else of `cross_compile_archs` ("8.0;9.0+PTX").
+
+        Without either, when an op is compiled at its first use: the cards of this machine; otherwise 8.0, 9.0 and 10.0
+        with PTX for later ones, as far as the toolkit has them.
+
+        Raises:
+            ConfigError: a list cannot be read.
+            OpUnavailable: the toolkit does not compile for one of them, or `filter_ccs` left none.
+        """
+        chosen = self._architectures(find_toolkit(), cross_compile_archs)
+        kept = self.filter_ccs([f"{one.capability}{'+PTX' if one.ptx else ''}" for one in chosen])
+        if not kept:
+            raise OpUnavailable(f"op {self.name!r} runs on none of {', '.join(one.capability for one in chosen)}")
+        text = ";".join(".".join(parts) for parts in kept)
+        return [flag for one in architectures.parse(text, f"{type(self).__name__}.filter_ccs") for flag in one.flags]
+
+    def filter_ccs(self, ccs: list[str]) -> list[list[str]]:
+        """Of capabilities such as `"9.0"` and `"10.0+PTX"` those that the op runs on, each as `[major, minor]`.
+
+        Called by `compute_capability_args`; an op that needs a certain GPU leaves others out, and says so.
+        """
+        return [cc.split(".") for cc in ccs]
+
+    def _architectures(self, toolkit: Toolkit, cross_compile_archs: str | None) -> list[Architecture]:
+        stated = os.environ.get(architectures.VARIABLE, "").strip()
+        if stated and stated != "native":
+            return self._compilable(architectures.parse(stated), toolkit)
+        if cross_compile_archs:
+            return self._compilable(architectures.parse(cross_compile_archs, "cross_compile_archs"), toolkit)
+        capabilities = _capabilities() if self.jit_mode or stated == "native" else []
+        return architectures.of_devices(capabilities, toolkit.codes)
+
+    def _compilable(self, wanted: list[Architecture], toolkit: Toolkit) -> list[Architecture]:
+        return architectures.compilable(wanted, toolkit.codes, f"{toolkit.nvcc} (CUDA {toolkit.version_name})")
+
+    # ----- how it is compiled ----------------------------------------------------------------------------------------
+
+    def toolchain(self) -> Toolchain:
+        """nvcc, with the host's compiler behind it. Raises OpUnavailable without either, or for another CUDA."""
+        if not assert_no_cuda_mismatch(self.name):
+            logger.info("op %r: CUDA of torch and of the toolkit differ in the minor version", self.name)
+        toolkit, host = find_toolkit(), find_compiler()
+        return Toolchain((toolkit.nvcc,), f"{toolkit.identity}\n{host.identity}")
+
+    def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
+        return [
+            *toolchain.command,
+            *_host_compiler_option(),
+            *self.compute_capability_args(),
+            *("-MMD", "-MF", str(object_path.with_suffix(".d"))),
+            *("-Xcompiler", f"-ffile-prefix-map={source.parent}=."),
+            *flags,
+            *("-c", str(source), "-o", str(object_path)),
+        ]
+
+    def link_command(
+        self, toolchain: Toolchain, object_paths: Sequence[Path], library: Path, flags: Sequence[str]
+    ) -> list[str]:
+        """By the host's compiler, as `flags` are its.
+
+        The library needs libtorch.so whether it uses a symbol of it or not: that brings libtorch_cuda.so into the
+        scope in which its weak symbols (the current stream) are looked up.
+        """
+        return [
+            *find_compiler().command,
+            *("-shared", "-o", str(library), *map(str, object_paths)),
+            *_before_as_needed(flags, "-Wl,--no-as-needed", "-ltorch"),
+            *(f"-L{find_toolkit().libraries}", "-lcudart_static", "-lpthread", "-ldl", "-lrt"),
+        ]
+
+    def compile_only(self) -> Path:
+        """The finished library, from the cache or compiled now, whether or not the torch of this process could run it.
+
+        For tests and for whoever compiles on a machine without a GPU.
+
+        Raises:
+            OpUnavailable: there is no toolkit, or the build failed (`BuildError`).
+        """
+        self.toolchain()  # says why there is none
+        return jit.build(self.describe())
+
+    # ----- whether it can be loaded ----------------------------------------------------------------------------------
+
+    def _obstacle(self) -> str | None:
+        cuda, torch = cuda_of_torch()
+        return torch if cuda is None else super()._obstacle()
+
+    def builder(self) -> Any:
+        """The op as a setuptools Extension, by torch's own means, which need a CUDA build of torch.
+
+        Raises:
+            OpUnavailable: a source is missing.
+        """
+        from torch.utils.cpp_extension import CUDAExtension
+
+        spec = self.describe()
+        return CUDAExtension(
+            name=self.absolute_name(),
+            sources=[str(path) for path in spec.sources],
+            include_dirs=[str(path) for path in spec.include_paths],
+            extra_compile_args={"nvcc": [*self.nvcc_args(), *self.compute_capability_args()]},
+            extra_link_args=list(self.extra_ldflags()),
+        )
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    """Of the cards that this process sees; empty with a torch without CUDA. Opens the device."""
+    torch = torch_module()
+    if cuda_of_torch()[0] is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+
+
+def _host_compiler_option() -> list[str]:
+    """The compiler that nvcc shall use, where the user chose one by `$CXX`; nvcc's own choice otherwise."""
+    return ["-ccbin", find_compiler().command[-1]] if os.environ.get("CXX") else []
+
+
+def _before_as_needed(flags: Sequence[str], *added: str) -> list[str]:
+    """`flags` with `added` where they count: before the first that lets the linker leave libraries out."""
+    listed = list(flags)
+    at = listed.index("-Wl,--as-needed") if "-Wl,--as-needed" in listed else len(listed)
+    return [*listed[:at], *added, *listed[at:]]

@@ -1,0 +1,56 @@
+"""The door of this extension: hook implementations only; torch and the accelerator are imported when it is chosen."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from deepspeed.plugins import Offer, hookimpl
+
+from ds_ext_cuda import devices
+from ds_ext_cuda.installed_torch import cuda_of_torch
+
+if TYPE_CHECKING:
+    from ds_ext_cuda.accelerator import CUDA_Accelerator
+
+DS_PLUGIN_API = ">=1,<2"
+
+# a real device: above the host's 0
+_PRIORITY = 100
+
+
+@hookimpl
+def ds_probe() -> Offer:
+    """Whether there is a device that this process may use, and a torch that can."""
+    count, where = devices.present()
+    if count == 0:
+        return _no(f"no NVIDIA device here ({where})")
+    usable = devices.visible(count)
+    if usable == 0:
+        return _no(f"{devices.VISIBLE_DEVICES} leaves none of {_devices(count)} ({where})")
+    cuda, torch = cuda_of_torch()
+    if cuda is None:
+        return _no(f"{_devices(count)} here ({where}), but {torch}")
+    return Offer("cuda", _PRIORITY, reason=f"{_devices(usable)} ({where}), {torch} with CUDA {cuda}")
+
+
+@hookimpl
+def ds_accelerator() -> "CUDA_Accelerator":
+    """The accelerator, with torch behind it."""
+    from ds_ext_cuda.accelerator import CUDA_Accelerator
+
+    return CUDA_Accelerator()
+
+
+@hookimpl
+def ds_op_builders() -> Mapping[str, type]:
+    """The kernels for tensors on a GPU."""
+    from ds_ext_cuda.op_builder import builders
+
+    return builders()
+
+
+def _no(reason: str) -> Offer:
+    return Offer("cuda", _PRIORITY, available=False, reason=reason)
+
+
+def _devices(count: int) -> str:
+    return f"{count} NVIDIA device{'' if count == 1 else 's'}"
