@@ -43,7 +43,8 @@ An operator of an optimizer takes lists of tensors and updates all of them in on
 [Lion](../../extensions/ds-ext-cpu/src/ds_ext_cpu/csrc/lion/cpu_lion.cpp),
 [Adagrad](../../extensions/ds-ext-cpu/src/ds_ext_cpu/csrc/adagrad/cpu_adagrad.cpp),
 [LAMB](../../extensions/ds-ext-cpu/src/ds_ext_cpu/csrc/lamb/cpu_lamb.cpp). A vendor's kernel with the same operators, in
-a namespace of its own, serves the front. Those of `quantizer` and `transformer` take and give tensors: formulas,
+a namespace of its own, serves the front. A `fused_adam` that has DeepSpeed's function `multi_tensor_adam` instead, as
+vendors wrote it for DeepSpeed, serves it too. Those of `quantizer` and `transformer` take and give tensors: formulas,
 layouts and figures are in [tensor-ops.md](tensor-ops.md).
 
 ## Names without a front in this version

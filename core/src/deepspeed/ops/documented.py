@@ -16,12 +16,14 @@ class Op(NamedTuple):
         operators: what the front calls on the loaded op. A builder may give more, or something else to its own callers;
             without these it does not serve the front, which then runs its torch reference.
         front: what users import, with the torch reference in or beside it; "" where this version has none.
+        adapter: a module whose `adapt(loaded op)` gives one that has DeepSpeed's own function these operators, or None.
     """
 
     builder: str
     on_host: bool = False
     operators: tuple[str, ...] = ()
     front: str = ""
+    adapter: str = ""
 
 
 # short name -> op. DeepSpeed's documented builders, each under the NAME that DeepSpeed's builder has.
@@ -39,7 +41,9 @@ OPS: dict[str, Op] = {
     "deepspeed_shm_comm": Op("ShareMemCommBuilder", on_host=True),
     "evoformer_attn": Op("EvoformerAttnBuilder"),
     "fp_quantizer": Op("FPQuantizerBuilder"),
-    "fused_adam": Op("FusedAdamBuilder", operators=("adam_step_",), front="adam.FusedAdam"),
+    "fused_adam": Op(
+        "FusedAdamBuilder", operators=("adam_step_",), front="adam.FusedAdam", adapter="adam.multi_tensor"
+    ),
     "fused_lamb": Op("FusedLambBuilder", operators=("lamb_step_",), front="lamb.FusedLamb"),
     "fused_lion": Op("FusedLionBuilder", operators=("lion_step_",), front="lion.FusedLion"),
     "gds": Op("GDSBuilder"),

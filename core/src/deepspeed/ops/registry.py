@@ -8,6 +8,7 @@ at import: after `set_accelerator(X)` every name means X's. `ds_report` shows th
 `DS_OPS_DISABLE=cpu_adam,quantizer`, or `all`, sends ops to their references; it can be set at any time.
 """
 
+import importlib
 import logging
 import os
 import threading
@@ -181,8 +182,15 @@ def _try(op: str, kind: Any, load: bool) -> tuple[Any, Any, str | None]:
         return None, None, f"load failed: {kind.__name__}.load() returned None"
     missing = [name for name in (OPS[op].operators if op in OPS else ()) if not hasattr(loaded, name)]
     if missing:
+        adapted = _adapted(loaded, OPS[op].adapter)
+        if adapted is not None:
+            return builder, adapted, None
         return None, None, f"{kind.__name__} gives no {', '.join(missing)}, which is called here; it has other callers"
     return builder, loaded, None
+
+
+def _adapted(loaded: Any, adapter: str) -> Any | None:
+    return importlib.import_module(f"deepspeed.ops.{adapter}").adapt(loaded) if adapter else None
 
 
 def _is_disabled(op: str) -> bool:
