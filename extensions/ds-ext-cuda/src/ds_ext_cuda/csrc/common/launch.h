@@ -67,4 +67,15 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
     }
 }
 
+// Device code: the `shared_bytes` of the launch, aligned to 16 bytes, as elements of T.
+template <typename T>
+__device__ __forceinline__ T* dynamic_shared() {
+#ifdef DS_CUDA_EMULATED
+    return reinterpret_cast<T*>(ds_emulated::block().shared());
+#else
+    extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
+    return reinterpret_cast<T*>(dynamic_shared_bytes);
+#endif
+}
+
 }  // namespace ds

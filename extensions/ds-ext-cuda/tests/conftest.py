@@ -1,0 +1,126 @@
+"""How tests get a kernel's operators: compiled for the GPU where there is one, else run on the host.
+
+`load_op(builder class)` gives `torch.ops.ds_cuda` and `device` the tensors' device: "cuda" with a GPU, "cpu" under the
+emulation, whose `README.md` says what it proves. `DS_CUDA_EMULATED=1` emulates although there is a GPU;
+`DS_CUDA_SANITIZE=1` builds the emulation with the address and undefined-behaviour sanitizers (`run_sanitized.py`).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.ops.op_builder import OpBuilder
+from deepspeed.ops.op_builder.toolchain import Toolchain
+
+HERE = Path(__file__).parent
+CSRC = HERE.parent / "src" / "ds_ext_cuda" / "csrc"
+SIZES = (0, 1, 7, 1023, 65537)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class EmulatedBuilder(OpBuilder):
+    """`.cu` files for the host: g++ with the headers of `emulated/` in place of CUDA's; operators for CPU tensors.
+
+    Args:
+        name: of the op.
+        sources: its files.
+        namespace: where its operators are registered.
+        register_fakes: as `OpBuilder.register_fakes`.
+    """
+
+    min_torch = "2.10"
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[str],
+        namespace: str = "ds_cuda",
+        register_fakes: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(f"emulated_{name}")
+        self._sources = [str(path) for path in sources]
+        self._register_fakes = register_fakes
+        self.op_namespace = namespace
+
+    @classmethod
+    def of(cls, kernel: OpBuilder) -> "EmulatedBuilder":
+        return cls(kernel.name, kernel.sources(), kernel.op_namespace, kernel.register_fakes)
+
+    def absolute_name(self) -> str:
+        return f"ds_ext_cuda.tests.{self.name}_op"
+
+    def sources(self) -> list[str]:
+        return self._sources
+
+    def include_paths(self) -> list[str]:
+        return [str(HERE / "emulated"), str(CSRC)]
+
+    def cxx_args(self) -> list[str]:
+        # The library is loaded in a process of tests only: all symbols may be seen, so that kernels have names.
+        args = ["-O2", "-g", "-std=c++20", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-DDS_CUDA_EMULATED"]
+        return [*args, "-fno-omit-frame-pointer", *_sanitizers()] if _sanitizers() else args
+
+    def extra_ldflags(self) -> list[str]:
+        return ["-ldl", *_sanitizers()]
+
+    def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
+        """The default, and that a `.cu` file is C++."""
+        command = super().compile_command(toolchain, source, object_path, flags)
+        at = command.index("-c")
+        return [*command[:at], "-x", "c++", *command[at:]]
+
+    def register_fakes(self) -> None:
+        self._register_fakes()
+
+
+def _sanitizers() -> list[str]:
+    if os.environ.get("DS_CUDA_SANITIZE") != "1":
+        return []
+    return ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+
+def _on_gpu() -> bool:
+    return torch.cuda.is_available() and os.environ.get("DS_CUDA_EMULATED") != "1"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "numel" in metafunc.fixturenames:
+        metafunc.parametrize("numel", SIZES)
+    if "dtype" in metafunc.fixturenames:
+        metafunc.parametrize("dtype", DTYPES, ids=[str(dtype).removeprefix("torch.") for dtype in DTYPES])
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if _on_gpu() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def load_op() -> Callable[[type], Any]:
+    """Builder class -> its operators, loaded once per process."""
+
+    def load(kind: type) -> Any:
+        builder = kind()
+        return (builder if _on_gpu() else EmulatedBuilder.of(builder)).load()
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def emulated_builder() -> type[EmulatedBuilder]:
+    return EmulatedBuilder
+
+
+@pytest.fixture(scope="session")
+def numbers(device: str) -> Callable[..., torch.Tensor]:
+    """Random tensors that begin one element into their storage, so that nothing is aligned; `offset=0`: aligned."""
+
+    def make(*shape: int, dtype=torch.float32, seed=0, shift=0.0, scale=2.0, offset=1) -> torch.Tensor:
+        numel = torch.Size(shape).numel()
+        made = torch.randn(numel + offset, generator=torch.Generator().manual_seed(seed)) * scale + shift
+        return made.to(dtype).to(device)[offset:].view(shape)
+
+    return make

@@ -1,0 +1,35 @@
+// Stands in for CUDA's header of this name: fp16 by its bits, rounded to nearest even.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+struct __half {
+    uint16_t bits;
+};
+
+inline float __half2float(__half number) {
+    const uint32_t sign = (number.bits & 0x8000u) << 16, exponent = number.bits >> 10 & 31, rest = number.bits & 1023;
+    if (exponent == 0) {
+        const float small = static_cast<float>(rest) * 0x1p-24f;
+        return sign ? -small : small;
+    }
+    const uint32_t wide = exponent == 31 ? 255 : exponent + 112;
+    return std::bit_cast<float>(sign | wide << 23 | rest << 13);
+}
+
+inline __half __float2half_rn(float number) {
+    const uint32_t bits = std::bit_cast<uint32_t>(number), magnitude = bits & 0x7fffffffu;
+    const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+    if (number != number) return {0x7fff};
+    if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // 65520 and above: infinity
+    if (magnitude < 0x38800000u) {                                                 // below 2^-14: multiples of 2^-24
+        const float steps = std::nearbyint(std::bit_cast<float>(magnitude) * 0x1p24f);
+        return {static_cast<uint16_t>(sign | static_cast<uint16_t>(steps))};
+    }
+    const uint32_t rounded = magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1);
+    return {static_cast<uint16_t>(sign | rounded >> 13)};
+}
+
+inline __half __float2half(float number) { return __float2half_rn(number); }

@@ -1,0 +1,110 @@
+// Stands in for CUDA's header of this name: kernels compile with a host compiler, and a launch runs every block of the
+// grid here, before it returns. Limits of a launch are those of sm_90. README.md says what this proves.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+
+#include "block.h"
+#include "intrinsics.h"
+#include "vector_types.h"
+#include "warp.h"
+
+#define CUDART_VERSION 13000
+
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorInvalidConfiguration = 9,
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+using cudaStream_t = struct CUstream_st*;
+struct cudaLaunchAttribute;
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    unsigned numAttrs;
+};
+
+inline const char* cudaGetErrorString(cudaError_t code) {
+    return code == cudaErrorInvalidConfiguration ? "invalid configuration argument"
+           : code == cudaErrorInvalidValue       ? "invalid argument"
+                                                 : "no error";
+}
+inline const char* cudaGetErrorName(cudaError_t code) {
+    return code == cudaErrorInvalidConfiguration ? "cudaErrorInvalidConfiguration"
+           : code == cudaErrorInvalidValue       ? "cudaErrorInvalidValue"
+                                                 : "cudaSuccess";
+}
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 2, cudaSuccess; }
+
+inline cudaError_t cudaFuncGetName(const char** name, const void* kernel) {
+    Dl_info found;
+    if (dladdr(kernel, &found) == 0 || found.dli_sname == nullptr) return cudaErrorInvalidValue;
+    return *name = found.dli_sname, cudaSuccess;
+}
+
+namespace ds_emulated {
+
+constexpr size_t kFreeSharedBytes = 48 * 1024, kMostSharedBytes = 227 * 1024;
+
+// Kernels that asked for more dynamic shared memory -> how much.
+inline std::unordered_map<const void*, size_t>& shared_limits() {
+    static std::unordered_map<const void*, size_t> limits;
+    return limits;
+}
+
+inline bool is_valid(const cudaLaunchConfig_t& config, const void* kernel) {
+    const dim3 grid = config.gridDim, size = config.blockDim;
+    const uint64_t threads = uint64_t{size.x} * size.y * size.z;
+    const auto asked = shared_limits().find(kernel);
+    return grid.x > 0 && grid.y > 0 && grid.z > 0 && grid.x <= 0x7fffffffu && grid.y <= 65535 && grid.z <= 65535 &&
+           threads > 0 && threads <= 1024 && size.z <= 64 &&
+           config.dynamicSmemBytes <= (asked == shared_limits().end() ? kFreeSharedBytes : asked->second);
+}
+
+inline void run_grid(const cudaLaunchConfig_t& config, const void* kernel, const std::function<void()>& body) {
+    static std::mutex guard;
+    const std::lock_guard<std::mutex> held(guard);
+    gridDim = config.gridDim;
+    blockDim = config.blockDim;
+    const uint64_t num_blocks = uint64_t{gridDim.x} * gridDim.y * gridDim.z;
+    for (uint64_t i = 0; i < num_blocks; ++i) {
+        blockIdx = {static_cast<unsigned>(i % gridDim.x), static_cast<unsigned>(i / gridDim.x % gridDim.y),
+                    static_cast<unsigned>(i / gridDim.x / gridDim.y)};
+        try {
+            block().run(config.blockDim, config.dynamicSmemBytes, i, body);
+        } catch (const std::exception& error) {
+            const char* name = "a kernel without a name";
+            cudaFuncGetName(&name, kernel);
+            throw std::runtime_error(std::string(name) + ", block " + at(blockIdx) + ": " + error.what());
+        }
+    }
+}
+
+}  // namespace ds_emulated
+
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+    if (value < 0 || static_cast<size_t>(value) > ds_emulated::kMostSharedBytes) return cudaErrorInvalidValue;
+    ds_emulated::shared_limits()[kernel] = static_cast<size_t>(value);
+    return cudaSuccess;
+}
+
+template <typename... Params, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
+    const void* address = reinterpret_cast<const void*>(kernel);
+    if (!ds_emulated::is_valid(*config, address)) return cudaErrorInvalidConfiguration;
+    const std::tuple<Params...> given(args...);
+    ds_emulated::run_grid(*config, address, [&] { std::apply(kernel, given); });
+    return cudaSuccess;
+}
