@@ -17,17 +17,19 @@ import pytest
 ROOT = Path(__file__).parents[4]
 EXTENSIONS = sorted(path.name for path in (ROOT / "extensions").glob("ds-ext-*") if (path / "pyproject.toml").exists())
 CASES = {"core alone": (), **{name: (name,) for name in EXTENSIONS}, "all": tuple(EXTENSIONS)}
-# Prints what a user sees first; `get_accelerator` is asked before the report, so that the choice is its own.
+# What a user does first; `get_accelerator` is asked before the report, so that the choice is its own.
 PROGRAM = """
 import contextlib, io, json, sys
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.cli import report
 name = get_accelerator()._name
-out = io.StringIO()
-with contextlib.redirect_stdout(out):
-    code = report.main(["--explain-accelerator", "--json"])
-print(json.dumps({"name": name, "code": code, "report": json.loads(out.getvalue())}))
+def told(*flags):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        return report.main(flags), out.getvalue()
+(code, text), (code_of_text, _) = told("--json"), told("--verbose")
+print(json.dumps({"name": name, "codes": [code, code_of_text], "report": json.loads(text)}))
 """
 
 
@@ -56,24 +58,37 @@ def announce(name, folder):
     return re.findall(r'^([\w-]+) = "', sections["deepspeed.accelerators"], flags=re.MULTILINE)
 
 
+@pytest.fixture
+def run(base, tmp_path):
+    """Runs a program where only the extensions called `names` are installed; the process, and the devices announced."""
+
+    def run(program, names):
+        announced = [device for name in names for device in announce(name, tmp_path)]
+        sources = [ROOT / "core/src", *(ROOT / "extensions" / name / "src" for name in names)]
+        left_out = ("DS_ACCELERATOR", "DS_PLUGINS", "DS_PLUGINS_BLOCK", "DS_PLUGINS_AUTOLOAD", "PYTHONPATH")
+        environment = {name: value for name, value in os.environ.items() if name not in left_out}
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, [*sources, tmp_path, base]))
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", program],
+            env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        return done, announced
+
+    return run
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_the_choice_of(case, base, tmp_path):
-    announced = [device for name in CASES[case] for device in announce(name, tmp_path)]
-    sources = [ROOT / "core/src", *(ROOT / "extensions" / name / "src" for name in CASES[case])]
-    left_out = ("DS_ACCELERATOR", "DS_PLUGINS", "DS_PLUGINS_BLOCK", "DS_PLUGINS_AUTOLOAD", "PYTHONPATH")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, [*sources, tmp_path, base]))
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", PROGRAM],
-        env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+def test_the_choice_of(case, run):
+    done, announced = run(PROGRAM, CASES[case])
     told = json.loads(done.stdout.splitlines()[-1])
-    assert told["code"] == 0
+    assert told["codes"] == [0, 0]
     rows = {row["name"]: row for row in told["report"]["accelerators"]}
     assert set(rows) == {*announced, "plain"}
     assert {name: row["reason"] for name, row in rows.items() if row["state"] == "broken"} == {}
+    failed = {name: answer for name, answer in told["report"]["device"].items() if str(answer).startswith("failed")}
+    assert failed == {}
     available = [row for row in rows.values() if row["available"] and row["name"] != "plain"]
     expected = max(available, key=lambda row: row["priority"])["name"] if available else "plain"
     assert [name for name, row in rows.items() if row["chosen"]] == [expected]
@@ -82,3 +97,24 @@ def test_the_choice_of(case, base, tmp_path):
     if not announced:
         assert "pip install ds-ext-cpu" in done.stderr
         assert told["name"] == "cpu"
+
+
+FORK = """
+import os, sys
+import torch
+from deepspeed.accelerator import get_accelerator
+accelerator = get_accelerator()
+accelerator.is_available(), accelerator.device_count()
+modules = [getattr(torch, name, None) for name in ("cuda", "xpu", "npu", "mtia")]
+opened = [module.__name__ for module in modules if hasattr(module, "is_initialized") and module.is_initialized()]
+child = os.fork()
+if child == 0:
+    x = torch.ones(4, device=accelerator.current_device_name()) + 1
+    os._exit(0 if get_accelerator() is accelerator and float(x.sum()) == 8 else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), opened)
+"""
+
+
+def test_after_the_choice_among_all_no_device_is_open_and_a_forked_child_can_use_it(run):
+    done, _ = run(FORK, EXTENSIONS)
+    assert done.stdout.splitlines()[-1] == "0 []"
