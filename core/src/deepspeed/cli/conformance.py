@@ -1,0 +1,135 @@
+"""`ds_conformance`: does an accelerator do what the core relies on? Runs `deepspeed.testing.suite` and reports.
+
+    ds_conformance                               the accelerator that would be chosen
+    ds_conformance --accelerator xyz             the installed one of that name
+    ds_conformance --json F --report F.md        also as JSON, and as a page to publish
+    ds_conformance --expected-failures F         tests that are known to fail; strict
+    ds_conformance -k "memory and not peak"      some tests or themes
+
+The suite runs in a process of its own: an accelerator that crashes takes nothing along. Exit code 0 when all is well,
+1 when a test failed (or passed against the list), 2 when the suite could not be run.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from deepspeed.cli.conformance_report import as_markdown, show
+
+_PASSED, _FAILED, _NOT_RUN = 0, 1, 2
+# What pytest itself exits with when tests failed; more than that is not about tests.
+_PYTEST_FAILED = 1
+_TEST_FILE = "from deepspeed.testing.suite import *\n"
+_EXPECTED = "expected_failures.txt"
+
+
+class _CannotRun(Exception):
+    """Said in one line, with exit code 2."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        record, passed = _run(options)
+        if options.json:
+            _write(options.json, json.dumps(record, indent=1) + "\n")
+        if options.report:
+            _write(options.report, as_markdown(record))
+    except _CannotRun as error:
+        sys.stderr.write(f"ds_conformance: {error}\n")
+        return _NOT_RUN
+    show(record, Console())
+    return _PASSED if passed else _FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ds_conformance", description="Prove that an accelerator works with DeepSpeed."
+    )
+    parser.add_argument("--accelerator", metavar="NAME", help="an installed one, instead of the one that is chosen")
+    parser.add_argument("--json", metavar="F", type=Path, help="write the record of the run as JSON")
+    parser.add_argument("--report", metavar="F.md", type=Path, help="write the report as Markdown")
+    parser.add_argument(
+        "--expected-failures", metavar="F", type=Path, help="tests known to fail, one a line, with '# reason'"
+    )
+    parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose name or theme matches, as pytest's -k")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show pytest's own output, with tracebacks")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """The record of a run, and whether all tests did as they should."""
+    if importlib.util.find_spec("pytest") is None:
+        raise _CannotRun("the suite is run by pytest, which is not installed: pip install 'ds-core[testing]'")
+    with tempfile.TemporaryDirectory(prefix="ds_conformance_") as name:
+        folder = Path(name)
+        (folder / "test_conformance.py").write_text(_TEST_FILE)
+        (folder / "pytest.ini").write_text("[pytest]\n")  # no configuration of the place it is called from
+        if options.expected_failures is not None:
+            _copy(options.expected_failures, folder / _EXPECTED)
+        record = folder / "record.json"
+        code, output = _pytest(folder, record, options)
+        if not record.is_file() or code > _PYTEST_FAILED:
+            raise _CannotRun(_what_went_wrong(code, output, options))
+        return json.loads(record.read_text()), code == 0
+
+
+def _pytest(folder: Path, record: Path, options: argparse.Namespace) -> tuple[int, str]:
+    """pytest's exit code and output, which is shown at once with `--verbose`."""
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"),
+        *("-p", "deepspeed.testing.recording", "--ds-record", str(record)),
+        *("-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--import-mode=importlib"),
+        *(["-k", options.k] if options.k else []),
+        str(folder / "test_conformance.py"),
+    ]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    if options.accelerator is not None:
+        environment["DS_ACCELERATOR"] = options.accelerator
+    if options.verbose:
+        return subprocess.run(command, env=environment, check=False).returncode, ""
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return done.returncode, done.stdout
+
+
+def _what_went_wrong(code: int, output: str, options: argparse.Namespace) -> str:
+    """pytest's last words in one line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    told = next((line for line in lines if line.startswith("ERROR: ")), "")
+    if told:
+        return told.removeprefix("ERROR: ")
+    if code == 5:
+        return f"no test matches -k {options.k!r}; a name or a theme of deepspeed.testing.suite is meant"
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+    return f"pytest {how}: {lines[-1] if lines else 'it said nothing'} (--verbose shows all of it)"
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise _CannotRun(f"--expected-failures {source}: {error.strerror}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _CannotRun(f"cannot write {path}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

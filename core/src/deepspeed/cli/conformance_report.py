@@ -1,0 +1,111 @@
+"""What `ds_conformance` shows of a record of the suite: tables for people, a Markdown page to publish.
+
+Reads the plain values that `deepspeed.testing.recording` wrote, and nothing else.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+Record = dict[str, Any]
+_OUTCOMES = ("passed", "failed", "error", "skipped", "expected")
+
+
+def show(record: Record, console: Console) -> None:
+    """Print the report: capabilities, tests by theme, why tests were skipped, what failed, one line in conclusion."""
+    about = record["accelerator"]
+    console.print(_table("Capabilities", ("what", "has it", "why not"), _capability_rows(record)))
+    console.print(_table("Tests", ("theme", *_OUTCOMES), theme_rows(record)))
+    for title, rows in (("Skipped", skip_rows(record)), ("Expected failures", outcome_rows(record, "expected"))):
+        if rows:
+            console.print(_table(title, ("tests", "reason"), rows))
+    for name, reason in failure_rows(record):
+        console.print(f"FAILED {name}: {reason}", style="red", markup=False, soft_wrap=True)
+    console.print(f"{about['class']} ({about['origin']}) on {about['device']}: {conclusion(record)}", markup=False)
+
+
+def as_markdown(record: Record) -> str:
+    """The report as a page."""
+    about = record["accelerator"]
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    asked, not_asked = (record["methods"][key] for key in ("asked", "not asked"))
+    parts = [
+        f"# Conformance of {about['class']}\n\n{conclusion(record)}\n",
+        f"{about['origin']}, device `{about['device']}`; {versions}.\n",
+        _section("Capabilities", ("what", "has it", "why not"), _capability_rows(record)),
+        _section("Ops", ("op", "from", "builder", "why not from a better place"), record["ops"]),
+        _section("Tests", ("theme", *_OUTCOMES), theme_rows(record)),
+        _section("Failures", ("test", "how"), failure_rows(record)),
+        _section("Expected failures", ("test", "reason"), outcome_rows(record, "expected")),
+        _section("Skipped", ("tests", "reason"), skip_rows(record)),
+        f"## Methods\n\n{len(asked)} of {len(asked) + len(not_asked)} documented methods were asked"
+        + (f"; not: {', '.join(not_asked)}.\n" if not_asked else ".\n"),
+    ]
+    return "\n".join(filter(None, parts))
+
+
+def conclusion(record: Record) -> str:
+    """The whole in one line."""
+    counts = Counter(test["outcome"] for test in record["tests"])
+    told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
+    verdict = "does not conform" if counts["failed"] or counts["error"] else "conforms"
+    return f"{verdict}: {told or 'no test was run'}"
+
+
+def theme_rows(record: Record) -> list[list[str]]:
+    """How many tests of each theme came to which outcome; themes in the order of the run."""
+    themes: dict[str, Counter[str]] = {}
+    for test in record["tests"]:
+        themes.setdefault(test["theme"], Counter())[test["outcome"]] += 1
+    return [[theme, *(str(counts[each] or "") for each in _OUTCOMES)] for theme, counts in themes.items()]
+
+
+def skip_rows(record: Record) -> list[list[str]]:
+    """Each reason once, with how many tests it kept from running, the most first."""
+    reasons = Counter(test["reason"] for test in record["tests"] if test["outcome"] == "skipped")
+    return [[str(count), reason] for reason, count in reasons.most_common()]
+
+
+def outcome_rows(record: Record, *outcomes: str) -> list[list[str]]:
+    """Name and reason of the tests that came to one of `outcomes`."""
+    return [[test["name"], test["reason"]] for test in record["tests"] if test["outcome"] in outcomes]
+
+
+def failure_rows(record: Record) -> list[list[str]]:
+    """Name and last line of what failed."""
+    return outcome_rows(record, "failed", "error")
+
+
+def _capability_rows(record: Record) -> list[list[str]]:
+    return [[name, "yes" if has else "no", reason] for name, has, reason in record["capabilities"]]
+
+
+def _table(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _section(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> str:
+    """A titled Markdown table; "" without rows."""
+    lines = [_markdown_row(row) for row in rows]
+    if not lines:
+        return ""
+    head = list(columns)
+    return "\n".join([f"## {title}\n", _markdown_row(head), _markdown_row(["---"] * len(head)), *lines, ""])
+
+
+def _markdown_row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(_cells(cells)) + " |"
+
+
+def _cells(cells: Iterable[str]) -> Iterator[str]:
+    for cell in cells:
+        yield " ".join(cell.split()).replace("|", "\\|")

@@ -1,0 +1,157 @@
+"""A pytest plugin that writes down a run of the conformance suite: `-p deepspeed.testing.recording --ds-record F.json`.
+
+`ds_conformance` runs pytest with it and shows what it wrote; a vendor's CI may do the same. The file:
+
+    accelerator   name, class, module, plugin, origin (package and version), device, why it was chosen
+    versions      python, torch, ds-core, plugin API, and the platform
+    capabilities  [name, has it, reason why not]: `requirements.ALL`
+    ops           [op, source, builder, reason]: where each op that somebody calls comes from
+    tests         [name, theme, outcome, seconds, reason]; outcome is passed, failed, error, skipped or expected (failed
+                  as the list of expected failures says); the reason of a failure is its last line
+    methods       documented methods of the accelerator that tests asked for, and those that none did
+"""
+
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed._version import CORE_VERSION
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.abstract_accelerator import documented_names
+from deepspeed.accelerator.current import explain
+from deepspeed.errors import DeepSpeedError
+from deepspeed.ops import registry
+from deepspeed.ops.documented import OPS
+from deepspeed.plugins import PLUGIN_API, plugin_manager
+from deepspeed.testing import requirements
+
+_OPTION = "--ds-record"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--ds-record`."""
+    parser.addoption(_OPTION, metavar="FILE", help="write the run of the conformance suite to FILE, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the accelerator, so that what cannot be chosen is said once, and not by each test."""
+    path = config.getoption(_OPTION)
+    if path is None:
+        return
+    try:
+        get_accelerator()
+    except DeepSpeedError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.pluginmanager.register(Recorder(Path(path)), "ds-recorder")
+
+
+class Recorder:
+    """Collects the outcome of each test; registered for one run of pytest.
+
+    Args:
+        path: where the record is written at the end; None: `tests` is read instead.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._themes: dict[str, str] = {}
+        self.tests: dict[str, dict[str, Any]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Notes the theme of a test, and lets `-k` choose by it."""
+        module = getattr(getattr(item, "function", None), "__module__", "")
+        theme = module.rpartition(".")[2].removeprefix("test_")
+        self._themes[item.nodeid] = theme
+        item.extra_keyword_matches.add(theme)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keeps the worst of setup, call and teardown."""
+        name = report.nodeid.partition("::")[2] or report.nodeid
+        test = self.tests.setdefault(
+            report.nodeid,
+            {"name": name, "theme": self._themes.get(report.nodeid, ""), "outcome": "", "seconds": 0.0, "reason": ""},
+        )
+        test["seconds"] = round(test["seconds"] + report.duration, 3)
+        outcome = _outcome(report)
+        if outcome is not None and test["outcome"] not in ("failed", "error"):
+            test["outcome"], test["reason"] = outcome, _reason(report)
+
+    def pytest_sessionfinish(self) -> None:
+        """Writes the record."""
+        if self._path is not None:
+            self._path.write_text(json.dumps({**describe(), "tests": list(self.tests.values())}, indent=1) + "\n")
+
+
+def describe() -> dict[str, Any]:
+    """Everything in the record but `tests`."""
+    from deepspeed.testing.suite.fixtures import ASKED  # late: the suite imports pytest's fixtures of all themes
+
+    accelerator, choice = get_accelerator(), explain()
+    documented = documented_names()
+    return {
+        "accelerator": {
+            "name": accelerator._name,
+            "class": type(accelerator).__name__,
+            "module": type(accelerator).__module__,
+            "plugin": choice.plugin,
+            "origin": "ds-core" if choice.plugin is None else plugin_manager().origin(choice.plugin),
+            "device": accelerator.current_device_name(),
+            "why": choice.why,
+        },
+        "versions": {
+            "ds-core": CORE_VERSION,
+            "plugin API": PLUGIN_API,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "platform": f"{platform.system()} {platform.machine()}",
+        },
+        "capabilities": [[each.name, reason is None, reason or ""] for each, reason in _capabilities()],
+        "ops": list(_ops()),
+        "methods": {
+            "asked": [name for name in documented if name in ASKED],
+            "not asked": [name for name in documented if name not in ASKED],
+        },
+    }
+
+
+def _capabilities() -> Iterator[tuple[requirements.Requirement, str | None]]:
+    for each in requirements.ALL:
+        try:
+            yield each, each.unmet()
+        except Exception as error:  # noqa: BLE001 - a vendor's answer, whatever it raises, and the tests say it too
+            yield each, f"failed: {type(error).__name__}: {error}"
+
+
+def _ops() -> Iterator[list[str]]:
+    for name, op in OPS.items():
+        if op.front:
+            found = registry.resolve(name)
+            yield [name, found.source, type(found.builder).__name__ if found.builder else "", found.why()]
+
+
+def _outcome(report: pytest.TestReport) -> str | None:
+    """What one phase of a test came to; None where it says nothing: a setup or teardown that went well."""
+    if report.skipped:
+        return "expected" if hasattr(report, "wasxfail") else "skipped"
+    if report.failed:
+        return "failed" if report.when == "call" else "error"
+    return "passed" if report.when == "call" else None
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """In one line: why it was skipped, what is expected, or how it failed."""
+    if hasattr(report, "wasxfail"):
+        return str(report.wasxfail).removeprefix("reason: ")
+    told: Any = report.longrepr
+    if report.skipped and isinstance(told, tuple):
+        return str(told[2]).removeprefix("Skipped: ")
+    if not report.failed:
+        return ""
+    crash = getattr(told, "reprcrash", None)
+    return " ".join((crash.message if crash is not None else str(told)).split())[:400]

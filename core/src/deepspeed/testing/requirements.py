@@ -1,0 +1,180 @@
+"""What a test needs of the accelerator in force. A test asks for a capability, never for a device by name.
+
+    from deepspeed.testing import requirements
+
+    @requirements.streams
+    def test_copies_overlap(accelerator): ...
+
+Each is a decorator that asks when the test runs, and skips it with the reason when the answer is no. `unmet()` gives
+the same reason without a test, and `ALL` is the list that the conformance report shows. What raises
+NotImplementedError is not supported; anything else that an accelerator raises is its fault, and fails the test.
+
+May import `accelerator` and below, and pytest where a test is skipped. Used by `suite` and by vendors' own tests.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.accelerator.current import explain
+from deepspeed.accelerator.plain import PlainAccelerator
+from deepspeed.ops import registry
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+class Requirement:
+    """One capability.
+
+    Args:
+        name: as it stands in the report.
+        question: takes the accelerator; why it lacks the capability, or None when it has it.
+    """
+
+    def __init__(self, name: str, question: Callable[[DeepSpeedAccelerator], str | None]) -> None:
+        self.name = name
+        self._question = question
+
+    def unmet(self) -> str | None:
+        """Why the accelerator in force lacks this, in one line; None when it has it."""
+        try:
+            return self._question(get_accelerator())
+        except NotImplementedError as error:
+            return f"not implemented: {' '.join(str(error).split())}"
+
+    def check(self) -> None:
+        """Skip the running test, with the reason, unless this is met."""
+        import pytest
+
+        reason = self.unmet()
+        if reason is not None:
+            pytest.skip(f"{self.name}: {reason}")
+
+    def __call__(self, test: Test) -> Test:
+        """`test`, skipped when this is not met."""
+
+        @functools.wraps(test)
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            self.check()
+            return test(*args, **kwargs)
+
+        return asked  # type: ignore[return-value]
+
+
+def _own_memory(accelerator: DeepSpeedAccelerator) -> str | None:
+    if accelerator.on_accelerator(torch.empty(0)):
+        return "on_accelerator() holds for a tensor of the host: the device works in host memory"
+    return None
+
+
+def _streams(accelerator: DeepSpeedAccelerator) -> str | None:
+    if accelerator.is_synchronized_device():
+        return "is_synchronized_device() is True: an op is done when its call returns, so streams order nothing"
+    return None
+
+
+def _several_devices(accelerator: DeepSpeedAccelerator) -> str | None:
+    if accelerator.device_name(0) == accelerator.device_name(1):
+        return f"device_name(0) and device_name(1) are both {accelerator.device_name(0)!r}: torch knows one device"
+    count = accelerator.device_count()
+    return None if count > 1 else f"device_count() is {count}"
+
+
+def _bf16(accelerator: DeepSpeedAccelerator) -> str | None:
+    return None if accelerator.is_bf16_supported() else "is_bf16_supported() is False"
+
+
+def _fp16(accelerator: DeepSpeedAccelerator) -> str | None:
+    return None if accelerator.is_fp16_supported() else "is_fp16_supported() is False"
+
+
+def _graphs(accelerator: DeepSpeedAccelerator) -> str | None:
+    return "create_graph() is None" if accelerator.create_graph() is None else None
+
+
+def _memory_figures(accelerator: DeepSpeedAccelerator) -> str | None:
+    accelerator.memory_allocated()
+    accelerator.memory_reserved()
+    return None
+
+
+def _peak_memory(accelerator: DeepSpeedAccelerator) -> str | None:
+    accelerator.max_memory_allocated()
+    accelerator.max_memory_reserved()
+    accelerator.reset_peak_memory_stats()
+    return None
+
+
+def _memory_statistics(accelerator: DeepSpeedAccelerator) -> str | None:
+    return None if accelerator.memory_stats() else "memory_stats() is empty"
+
+
+def _own_generator(accelerator: DeepSpeedAccelerator) -> str | None:
+    if accelerator.default_generator(accelerator.current_device()) is torch.default_generator:
+        return "default_generator() is the host's"
+    return None
+
+
+def _device_variables(accelerator: DeepSpeedAccelerator) -> str | None:
+    return None if accelerator.visible_devices_envs() else "visible_devices_envs() is empty"
+
+
+def _plugin(accelerator: DeepSpeedAccelerator) -> str | None:
+    choice = explain()
+    return None if choice.plugin is not None else f"the accelerator came from no plugin: {choice.why}"
+
+
+def _own_process(accelerator: DeepSpeedAccelerator) -> str | None:
+    if explain().plugin is None and type(accelerator) is not PlainAccelerator:
+        return "it was set by set_accelerator, which ranks cannot repeat; install its plugin and set DS_ACCELERATOR"
+    return None
+
+
+def _two_ranks(accelerator: DeepSpeedAccelerator) -> str | None:
+    unmet = _own_process(accelerator)
+    if unmet is None and _own_memory(accelerator) is None and accelerator.device_count() < 2:
+        return f"device_count() is {accelerator.device_count()}, and each rank needs a device of its own"
+    return unmet
+
+
+own_memory = Requirement("memory of its own", _own_memory)
+streams = Requirement("streams", _streams)
+several_devices = Requirement("several devices", _several_devices)
+bf16 = Requirement("bf16", _bf16)
+fp16 = Requirement("fp16", _fp16)
+graphs = Requirement("graphs", _graphs)
+memory_figures = Requirement("memory figures", _memory_figures)
+peak_memory = Requirement("peak memory", _peak_memory)
+memory_statistics = Requirement("memory statistics", _memory_statistics)
+own_generator = Requirement("a generator of its own", _own_generator)
+device_variables = Requirement("variables of visible devices", _device_variables)
+plugin = Requirement("an installed plugin", _plugin)
+ranks = Requirement("ranks", _own_process)
+two_ranks = Requirement("two ranks", _two_ranks)
+
+ALL = (
+    *(own_memory, streams, several_devices, bf16, fp16, graphs),
+    *(memory_figures, peak_memory, memory_statistics, own_generator),
+    *(device_variables, plugin, ranks, two_ranks),
+)
+
+
+def op(name: str) -> Requirement:
+    """That `name`, an op of `deepspeed.ops.registry`, has a kernel here: its torch reference needs no comparison."""
+
+    def question(accelerator: DeepSpeedAccelerator) -> str | None:
+        return registry.resolve(name).why() if registry.kernel(name) is None else None
+
+    return Requirement(f"a kernel for {name}", question)
+
+
+def dtype(which: torch.dtype) -> Requirement:
+    """That a model can be trained in `which`."""
+
+    def question(accelerator: DeepSpeedAccelerator) -> str | None:
+        return None if which in accelerator.supported_dtypes() else "not among supported_dtypes()"
+
+    return Requirement(str(which).removeprefix("torch."), question)

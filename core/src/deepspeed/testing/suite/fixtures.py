@@ -1,0 +1,67 @@
+"""What every test of the suite is given: the accelerator, watched, and the state of the process put back afterwards."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.accelerator.abstract_accelerator import documented_names
+from deepspeed.testing.suite.expected_failures import FILE_NAME, read_expected_failures
+
+#: documented methods that a test of this process asked for; the report names those that none did
+ASKED: set[str] = set()
+
+
+class Watched:
+    """The accelerator, and a note of each documented name that a test takes from it; what it calls itself is not."""
+
+    def __init__(self, accelerator: DeepSpeedAccelerator) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DOCUMENTED:
+            ASKED.add(name)
+        return getattr(self._accelerator, name)
+
+
+_DOCUMENTED = frozenset(documented_names())
+
+
+@pytest.fixture
+def accelerator() -> DeepSpeedAccelerator:
+    """The accelerator in force, behind a `Watched`. For what is compared by identity use `get_accelerator()`."""
+    return cast(DeepSpeedAccelerator, Watched(get_accelerator()))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The current device of the accelerator in force."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+@pytest.fixture(autouse=True)
+def ds_undisturbed() -> Iterator[None]:
+    """Around each test: random states and the current device are put back, the device's work is waited for."""
+    accelerator = get_accelerator()
+    before = accelerator.current_device()
+    host, python = torch.get_rng_state(), random.getstate()
+    state = accelerator.get_rng_state()
+    yield
+    accelerator.synchronize()
+    accelerator.set_device(before)
+    accelerator.set_rng_state(state)
+    torch.set_rng_state(host)
+    random.setstate(python)
+
+
+@pytest.fixture(autouse=True)
+def ds_expected_failure(request: pytest.FixtureRequest) -> None:
+    """A test on the list beside the test file must fail: when it passes, the list is wrong, and that fails the run."""
+    expected = read_expected_failures(Path(request.path).with_name(FILE_NAME))
+    reason = expected.get(request.node.name) or expected.get(request.node.originalname)
+    if reason is not None:
+        request.node.add_marker(pytest.mark.xfail(strict=True, reason=reason))

@@ -1,0 +1,81 @@
+"""Number formats: what the device says it computes in, it computes, forward and backward, as the host does."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from deepspeed.accelerator import DeepSpeedAccelerator
+from deepspeed.testing import requirements
+
+_MAKERS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+
+
+def test_supported_dtypes_agree_with_the_flags(accelerator: DeepSpeedAccelerator) -> None:
+    dtypes = accelerator.supported_dtypes()
+    assert torch.float32 in dtypes
+    assert all(dtype.is_floating_point for dtype in dtypes)
+    assert (torch.bfloat16 in dtypes) == accelerator.is_bf16_supported()
+    assert (torch.float16 in dtypes) == accelerator.is_fp16_supported()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_layer_computes_as_on_the_host(
+    accelerator: DeepSpeedAccelerator, device: torch.device, dtype: torch.dtype
+) -> None:
+    requirements.dtype(dtype).check()
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(33, 17).to(dtype), torch.randn(5, 33).to(dtype)
+    found = _gradients(layer.to(device), x.to(device))
+    wanted = _gradients(layer.float().cpu(), x.float())
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.float().cpu(), other, rtol=_TOLERANCE[dtype], atol=_TOLERANCE[dtype])
+
+
+def _gradients(layer: torch.nn.Linear, x: torch.Tensor) -> list[torch.Tensor]:
+    layer.zero_grad()
+    y = layer(x)
+    torch.nn.functional.gelu(y).square().mean().backward()
+    assert layer.weight.grad is not None
+    return [y.detach(), layer.weight.grad.clone()]
+
+
+@requirements.bf16
+def test_autocast_computes_in_bf16(accelerator: DeepSpeedAccelerator, device: torch.device) -> None:
+    x = torch.ones(4, 4, device=device)
+    with torch.autocast(accelerator.device_name(), dtype=torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+    assert (x @ x).dtype == torch.float32
+
+
+def test_amp_is_a_module_of_torch_or_none(accelerator: DeepSpeedAccelerator) -> None:
+    module = accelerator.amp()
+    assert module is None or hasattr(module, "autocast")
+
+
+def test_triton_is_there_if_it_is_promised(accelerator: DeepSpeedAccelerator) -> None:
+    if accelerator.is_triton_supported():
+        assert importlib.util.find_spec("triton") is not None
+
+
+@pytest.mark.parametrize("name", _MAKERS)
+def test_constructors_of_old_scripts(accelerator: DeepSpeedAccelerator, device: torch.device, name: str) -> None:
+    try:
+        made = getattr(accelerator, name)([1, 0, 3])
+    except TypeError as error:
+        if _MAKERS[name] == torch.float64:
+            pytest.skip(f"the device has no float64: {error}")
+        raise
+    assert made.dtype == _MAKERS[name]
+    assert made.device == device
+    assert made.tolist() == [1, 0, 3]

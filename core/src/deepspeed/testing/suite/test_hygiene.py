@@ -1,0 +1,153 @@
+"""Manners of the plugin: it says which API it was made for, is asked cheaply, and changes nothing that is not its own.
+
+What happens at an import can be seen in a fresh process only, so that these tests start one, and look at it.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import importlib_metadata
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.accelerator.current import explain
+from deepspeed.ops.builders import builder_names, construct, incompatible, offered, quietly
+from deepspeed.plugins import plugin_manager
+from deepspeed.plugins.entry_points import ACCELERATORS
+from deepspeed.testing import requirements
+
+# A probe is asked in each process that is started with no DS_ACCELERATOR. Measured on a busy machine: room for that.
+_PROBE_LIMIT_S = 1.0
+
+_LOOK = """
+import json, os, random, sys, threading, time, warnings
+import deepspeed.plugins
+import importlib_metadata
+import numpy
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": list(sys.path),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "filters": len(warnings.filters),
+        "random": hash(random.getstate()),
+        "numpy": hash(numpy.random.get_state()[1].tobytes()),
+        "recursion": sys.getrecursionlimit(),
+        "hook": sys.excepthook is sys.__excepthook__,
+    }
+
+group, name = sys.argv[1:]
+(entry,) = importlib_metadata.entry_points(group=group, name=name)
+before = state()
+plugin = entry.load()
+after = state()
+begin = time.perf_counter()
+offer = plugin.ds_probe()
+seconds = time.perf_counter() - begin
+again = plugin.ds_probe()
+torch = sys.modules.get("torch")
+used = []
+if torch is not None:
+    for kind in ("accelerator", name):
+        module = getattr(torch, kind, None)
+        asked = getattr(module, "is_initialized", None)
+        if asked is not None and asked():
+            used.append(kind)
+print(json.dumps({
+    "changed": [key for key in before if before[key] != after[key]],
+    "changed by probe": [key for key in after if key != "threads" and after[key] != state()[key]],
+    "torch": torch is not None,
+    "seconds": seconds,
+    "offers": [[each.name, each.priority, each.available] for each in (offer, again)],
+    "initialized": used,
+    "api": getattr(plugin, "DS_PLUGIN_API", None),
+}))
+"""
+
+
+def _fresh_plugin() -> dict[str, Any]:
+    """What a fresh process saw of the import and the probe of the plugin in force."""
+    requirements.plugin.check()
+    name = str(explain().plugin)
+    if not importlib_metadata.entry_points(group=ACCELERATORS, name=name):
+        pytest.skip(f"plugin {name!r} was registered by the program, no package announces it")
+    return _look(name)
+
+
+@functools.cache
+def _look(name: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK, ACCELERATORS, name], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+def test_the_plugin_states_its_api() -> None:
+    seen = _fresh_plugin()
+    assert seen["api"], "the plugin module has no DS_PLUGIN_API, such as '>=1,<2'"
+    SpecifierSet(seen["api"])
+
+
+def test_importing_the_plugin_changes_nothing() -> None:
+    seen = _fresh_plugin()
+    assert seen["changed"] == []
+
+
+def test_probing_is_cheap() -> None:
+    seen = _fresh_plugin()
+    assert not seen["torch"], "the plugin module or its probe imports torch"
+    assert seen["seconds"] < _PROBE_LIMIT_S
+    assert seen["changed by probe"] == []
+
+
+def test_probing_creates_no_context() -> None:
+    seen = _fresh_plugin()
+    assert seen["initialized"] == []
+
+
+def test_the_offer_is_steady_and_under_its_own_name() -> None:
+    seen = _fresh_plugin()
+    first, second = seen["offers"]
+    assert first == second
+    assert first[0] == explain().plugin
+    assert first[2] is True
+
+
+def test_the_plugin_is_what_made_the_accelerator(accelerator: DeepSpeedAccelerator) -> None:
+    requirements.plugin.check()
+    name = str(explain().plugin)
+    assert {"ds_probe", "ds_accelerator"} <= set(plugin_manager().hooks_of(name))
+    assert plugin_manager().failure(name) is None
+    assert torch.device(accelerator.device_name()).type == accelerator.device_name()
+
+
+def _files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Path -> (size, time of change) of what was installed; Python writes its own caches."""
+    found = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
+
+
+def test_nothing_is_written_where_it_is_installed(accelerator: DeepSpeedAccelerator) -> None:
+    kind = type(get_accelerator())
+    package = sys.modules[kind.__module__.partition(".")[0]]
+    if package.__name__ == "deepspeed" or not getattr(package, "__file__", None):
+        pytest.skip(f"{kind.__name__} is in no package of its own")
+    folder = Path(str(package.__file__)).parent
+    before = _files(folder)
+    for name in builder_names():
+        for source, builder_class in offered(name):
+            builder, _ = construct(builder_class) if source == "device" else (None, None)
+            if builder is not None and incompatible(builder) is None:
+                quietly(builder.load)
+    torch.ones(2, device=accelerator.device_name()).sum().item()
+    assert _files(folder) == before

@@ -1,0 +1,133 @@
+"""Memory figures: they follow what is allocated and freed, peaks are kept and reset, nothing exceeds the whole.
+
+On a device that works in host memory the figures are the process's, so that each is compared with room for what else
+the process does: a tensor of 64 MiB moves them by at least 56 MiB.
+"""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from deepspeed.accelerator import DeepSpeedAccelerator
+from deepspeed.testing import requirements
+
+_BIG = 64 << 20
+_SLACK = 8 << 20
+
+
+def _allocate(device: torch.device, num_bytes: int = _BIG) -> torch.Tensor:
+    """A tensor whose memory was written: host memory counts only then."""
+    return torch.ones(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _settle(accelerator: DeepSpeedAccelerator) -> None:
+    gc.collect()
+    accelerator.synchronize()
+
+
+def test_total_and_available_memory_are_plausible(accelerator: DeepSpeedAccelerator) -> None:
+    for index in range(accelerator.device_count()):
+        total, available = accelerator.total_memory(index), accelerator.available_memory(index)
+        assert isinstance(total, int)
+        assert isinstance(available, int)
+        assert 0 < available <= total
+    assert accelerator.total_memory() == accelerator.total_memory(accelerator.current_device())
+    assert 0 < accelerator.available_memory() <= accelerator.total_memory()
+
+
+@requirements.memory_figures
+def test_allocated_memory_follows_tensors(accelerator: DeepSpeedAccelerator, device: torch.device) -> None:
+    _settle(accelerator)
+    before = accelerator.memory_allocated()
+    held = _allocate(device)
+    accelerator.synchronize()
+    assert accelerator.memory_allocated() >= before + _BIG - _SLACK
+    assert accelerator.memory_allocated() <= accelerator.total_memory()
+    del held
+    _settle(accelerator)
+    assert accelerator.memory_allocated() <= before + _SLACK
+
+
+@requirements.memory_figures
+def test_reserved_memory_holds_what_is_allocated(accelerator: DeepSpeedAccelerator, device: torch.device) -> None:
+    held = _allocate(device)
+    accelerator.synchronize()
+    assert accelerator.memory_reserved() >= accelerator.memory_allocated() - _SLACK
+    assert abs(accelerator.memory_cached() - accelerator.memory_reserved()) <= _SLACK
+    assert held.numel() == _BIG
+
+
+@requirements.memory_figures
+def test_empty_cache_gives_memory_back(accelerator: DeepSpeedAccelerator, device: torch.device) -> None:
+    held = _allocate(device)
+    accelerator.synchronize()
+    full = accelerator.memory_reserved()
+    del held
+    _settle(accelerator)
+    accelerator.empty_cache()
+    assert accelerator.memory_reserved() <= full - _BIG + _SLACK
+
+
+@requirements.peak_memory
+@pytest.mark.parametrize("reset", ["reset_peak_memory_stats", "reset_max_memory_allocated"])
+def test_peak_of_allocated_memory_is_kept_and_reset(
+    accelerator: DeepSpeedAccelerator, device: torch.device, reset: str
+) -> None:
+    start = _peak_of(accelerator, device, accelerator.max_memory_allocated, getattr(accelerator, reset))
+    assert accelerator.max_memory_allocated() >= accelerator.memory_allocated() - _SLACK
+    assert accelerator.max_memory_allocated() <= start + _SLACK
+
+
+@requirements.peak_memory
+@pytest.mark.parametrize("reset", ["reset_peak_memory_stats", "reset_max_memory_cached"])
+def test_peak_of_reserved_memory_is_kept_and_reset(
+    accelerator: DeepSpeedAccelerator, device: torch.device, reset: str
+) -> None:
+    start = _peak_of(accelerator, device, accelerator.max_memory_reserved, getattr(accelerator, reset))
+    assert abs(accelerator.max_memory_cached() - accelerator.max_memory_reserved()) <= _SLACK
+    assert accelerator.max_memory_reserved() <= start + _SLACK
+
+
+def _peak_of(
+    accelerator: DeepSpeedAccelerator, device: torch.device, peak: Callable[[], int], reset: Callable[[], None]
+) -> int:
+    """Drive `peak` up by a big tensor, free it, reset; returns the peak before that, having checked each step."""
+    _settle(accelerator)
+    accelerator.empty_cache()
+    reset()
+    start = peak()
+    held = _allocate(device)
+    accelerator.synchronize()
+    del held
+    _settle(accelerator)
+    accelerator.empty_cache()
+    assert peak() >= start + _BIG - _SLACK
+    reset()
+    return start
+
+
+@requirements.memory_statistics
+def test_statistics_are_those_of_torch_by_name(accelerator: DeepSpeedAccelerator, device: torch.device) -> None:
+    held = _allocate(device)
+    accelerator.synchronize()
+    statistics = accelerator.memory_stats()
+    for name in ("allocated_bytes.all.current", "allocated_bytes.all.peak"):
+        assert isinstance(statistics[name], int), name
+    assert abs(statistics["allocated_bytes.all.current"] - accelerator.memory_allocated()) <= _SLACK
+    assert statistics["allocated_bytes.all.peak"] >= statistics["allocated_bytes.all.current"] - _SLACK
+    assert held.numel() == _BIG
+
+
+@requirements.several_devices
+@requirements.own_memory
+@requirements.memory_figures
+def test_each_device_counts_its_own_memory(accelerator: DeepSpeedAccelerator) -> None:
+    _settle(accelerator)
+    before = [accelerator.memory_allocated(index) for index in (0, 1)]
+    held = _allocate(torch.device(accelerator.device_name(1)))
+    accelerator.synchronize(1)
+    assert accelerator.memory_allocated(1) >= before[1] + _BIG - _SLACK
+    assert accelerator.memory_allocated(0) <= before[0] + _SLACK
+    assert held.numel() == _BIG
