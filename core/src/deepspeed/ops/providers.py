@@ -46,6 +46,11 @@ def providers(accelerator: DeepSpeedAccelerator) -> list[Provider]:
     return found
 
 
+def lacks_host_extension(accelerator: DeepSpeedAccelerator) -> bool:
+    """Whether ops in host memory run without kernels because nobody installed them, beside a device with its own."""
+    return not is_host(accelerator) and HOST not in plugin_manager().names()
+
+
 def is_host(accelerator: DeepSpeedAccelerator) -> bool:
     """Whether the memory of `accelerator` is the host's, so that host kernels serve its tensors too."""
     return accelerator._name == "cpu"

@@ -20,7 +20,7 @@ from deepspeed.errors import OpUnavailable
 from deepspeed.log import log_dist
 from deepspeed.ops.builders import builder_name, construct, first_line, incompatible, joined, places, quietly
 from deepspeed.ops.documented import OPS
-from deepspeed.ops.providers import Source
+from deepspeed.ops.providers import Source, lacks_host_extension
 
 VARIABLE = "DS_OPS_DISABLE"
 
@@ -202,8 +202,13 @@ _told: set[str] = set()
 
 
 def _tell_reference(resolution: Resolution) -> None:
-    """One line per op and process, from rank 0; seen by default when somebody has a kernel and it cannot be used."""
-    if resolution.op not in _told:
-        _told.add(resolution.op)
-        level = logging.WARNING if resolution.broken else logging.INFO
-        log_dist(f"op {resolution.op!r} runs on its torch reference ({resolution.why()})", level=level)
+    """One line per op and process, from rank 0.
+
+    Seen by default when somebody has a kernel and it cannot be used, and when the host extension was not installed.
+    """
+    op = resolution.op
+    if op not in _told:
+        _told.add(op)
+        lacks_host = op in OPS and OPS[op].on_host and lacks_host_extension(get_accelerator())
+        level = logging.WARNING if resolution.broken or lacks_host else logging.INFO
+        log_dist(f"op {op!r} runs on its torch reference ({resolution.why()})", level=level)

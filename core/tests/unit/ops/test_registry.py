@@ -4,10 +4,12 @@ import logging
 import threading
 
 import pytest
+import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.errors import ConfigError, OpUnavailable
 from deepspeed.log import logger
 from deepspeed.ops import registry
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.plugins import FEATURES
 
 
@@ -248,6 +250,28 @@ def test_a_kernel_that_is_installed_and_cannot_be_used_is_a_warning(builders, li
     ((tone, text),) = lines
     assert tone == "WARNING"
     assert "no compiler on PATH" in text
+
+
+def test_beside_a_device_the_missing_host_extension_is_one_warning_and_the_reference_steps(builders, lines):
+    set_accelerator(builders.accelerator(name="meta")())
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = DeepSpeedCPUAdam([param], lr=0.1)
+    for _ in range(2):
+        optimizer.step()
+    ((tone, text),) = lines
+    assert tone == "WARNING"
+    assert text.startswith("op 'cpu_adam' runs on its torch reference")
+    assert "host extension 'cpu': not installed; pip install ds-ext-cpu" in text
+    assert param[0] < 1.0
+
+
+def test_a_device_extension_overrides_an_op_of_the_host_by_its_name(builders):
+    builders.plugin("cpu", [builders.make("cpu_adam", "host's"), builders.make("cpu_lion", "host's")])
+    mine = builders.make("cpu_adam", "the device's, over its link")
+    set_accelerator(builders.accelerator(mine, name="meta")())
+    assert registry.kernel("cpu_adam") == "the device's, over its link"
+    assert registry.kernel("cpu_lion") == "host's"
 
 
 # ----- builders of another year --------------------------------------------------------------------------------------
