@@ -21,7 +21,7 @@ Every op has a front, which users import, and a torch reference. A kernel is loo
 2. the host extension, `ds-ext-cpu`: for ops that work in host memory, and for all where the device is the host;
 3. feature plugins (entry points `deepspeed.plugins`) that have the hook `ds_op_builders`;
 4. none: the torch reference runs, and one line says why: a warning when a kernel is installed and cannot be used, and
-   when an op in host memory is used beside a device and `ds-ext-cpu` is not installed (`pip install ds-ext-xyz[host-ops]`).
+   when an op in host memory is used beside a device and `ds-ext-cpu` is not installed (extra `host-ops`).
 
 The kernel found is the prebuilt library of the wheel, else the one compiled before, else it is compiled (seconds, once
 per machine). `ds_report` shows where each op comes from and why no better place serves it; `ds_report --build` compiles

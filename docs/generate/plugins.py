@@ -3,14 +3,16 @@
 `core/tests/house/test_plugin_reference_fresh.py` fails when a page and the code differ.
 """
 
+import ast
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deepspeed.accelerator.abstract_accelerator import FACES
+from deepspeed.accelerator.abstract_accelerator import ANY_TIME, FACES
 from deepspeed.plugins.hookspecs import GROUPS, PLUGIN_API
 
 _REFERENCE = Path(__file__).parents[1] / "reference"
@@ -43,6 +45,10 @@ _ACCELERATOR_HEAD = """# DeepSpeedAccelerator: what a device answers
 [howto/choose-an-accelerator.md](../howto/choose-an-accelerator.md). Every method has an answer from
 `torch.get_device_module(name)`; an accelerator overrides what differs. A method without an answer in torch raises
 `NotImplementedError` and names what is missing.
+
+*Any time* means: also before a fork, in the launcher, and where there is no device; the answer makes no device context.
+*With a device* means: it may initialize the current device, so ask it in the process that computes, after `set_device`
+where there are several. A `device_index` of `None` is the current device. Memory is in bytes, times are milliseconds.
 """
 
 
@@ -63,13 +69,26 @@ def _accelerator_page() -> str:
     parts = [_ACCELERATOR_HEAD]
     for title, face in FACES.items():
         parts.append(f"## {title}\n\n{_markdown(face)}\n")
-        parts.extend(_entry(name, member) for name, member in vars(face).items() if not name.startswith("_"))
+        members = {name: member for name, member in vars(face).items() if not name.startswith("_")}
+        parts.extend(
+            _entry(name, member, "*Any time.* " if name in ANY_TIME else "*With a device.* ")
+            for name, member in members.items()
+        )
     return "\n".join(parts)
 
 
-def _entry(name: str, member: Any) -> str:
-    heading = name if isinstance(member, property) else f"{name}({_parameters(member)})"
-    return f"### `{heading}`\n\n{_markdown(member)}\n"
+def _entry(name: str, member: Any, moment: str = "") -> str:
+    function = member.fget if isinstance(member, property) else member
+    arguments = "" if isinstance(member, property) else f"({_parameters(function)})"
+    return f"### `{name}{arguments} -> {_returned(function)}`\n\n{moment}{_markdown(member)}\n"
+
+
+def _returned(function: Callable[..., Any]) -> str:
+    """The type of the answer as the source writes it: Python versions print types differently."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(definition, ast.FunctionDef)
+    assert definition.returns is not None
+    return ast.unparse(definition.returns).strip("\"'")
 
 
 def _parameters(function: Callable[..., Any]) -> str:

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from deepspeed.accelerator.abstract_accelerator import FACES, DeepSpeedAccelerator, documented_names
+from deepspeed.accelerator.abstract_accelerator import ANY_TIME, FACES, DeepSpeedAccelerator, documented_names
 from deepspeed.errors import ConfigError, PluginError, StateError
 
 # The interface as DeepSpeed documents it; a name may be added here, and none taken away.
@@ -71,6 +71,25 @@ def test_every_method_says_what_it_is():
         for name, member in vars(face).items():
             if not name.startswith("_"):
                 assert inspect.getdoc(member), f"{face.__name__}.{name}"
+
+
+ARGUMENTS = {
+    "create_op_builder": ["NoSuchBuilder"],
+    "get_op_builder": ["NoSuchBuilder"],
+    "lazy_call": [int],
+    "on_accelerator": [torch.ones(1)],
+    "range_push": ["x"],
+    "set_compile_backend": ["eager"],
+    "set_visible_devices_envs": [{}, [0]],
+}
+
+
+@pytest.mark.parametrize("name", sorted(ANY_TIME))
+def test_what_may_be_asked_at_any_time_leaves_the_device_alone(sim, name):
+    member = getattr(Sim_Accelerator(), name)
+    if not isinstance(inspect.getattr_static(Sim_Accelerator, name), property):
+        member(*ARGUMENTS.get(name, []))
+    assert {called for called, _, _ in sim.calls} <= {"is_available", "device_count"}
 
 
 def test_nothing_is_abstract_and_nothing_needs_init():
