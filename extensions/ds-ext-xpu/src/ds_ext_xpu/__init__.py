@@ -1,0 +1,4 @@
+"""Intel GPUs as a DeepSpeed accelerator. Importing this package loads nothing.
+
+May import `deepspeed` and torch. Read next: `plugin.py` (the only door), then `devices.py`, `accelerator.py`.
+"""

@@ -1,0 +1,18 @@
+"""Builder of a transformer's building blocks: norms, gelu and rotary embedding."""
+
+from ds_ext_xpu.op_builder.sycl_op_builder import SYCLOpBuilder, sycl_kernel_path
+
+
+class InferenceBuilder(SYCLOpBuilder):
+    """`torch.ops.ds_xpu.{layer_norm, rms_norm, ..._residual, gelu, bias_gelu, rotary}`."""
+
+    BUILD_VAR = "DS_BUILD_TRANSFORMER_INFERENCE"
+    NAME = "transformer_inference"
+
+    def sources(self) -> list[str]:
+        return [sycl_kernel_path("transformer_inference/transformer_inference.cpp")]
+
+    def register_fakes(self) -> None:
+        from ds_ext_xpu.op_builder.fakes import register_inference_fakes
+
+        register_inference_fakes()

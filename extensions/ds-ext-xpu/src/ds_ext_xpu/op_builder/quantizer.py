@@ -1,0 +1,18 @@
+"""Builder of the quantizer: quantization by group, fake quantization, and back."""
+
+from ds_ext_xpu.op_builder.sycl_op_builder import SYCLOpBuilder, sycl_kernel_path
+
+
+class QuantizerBuilder(SYCLOpBuilder):
+    """`torch.ops.ds_xpu.{quantize_groups, fake_quantize_groups, dequantize_groups, dequantize_reduce}`."""
+
+    BUILD_VAR = "DS_BUILD_QUANTIZER"
+    NAME = "quantizer"
+
+    def sources(self) -> list[str]:
+        return [sycl_kernel_path("quantizer/quantizer.cpp")]
+
+    def register_fakes(self) -> None:
+        from ds_ext_xpu.op_builder.fakes import register_quantizer_fakes
+
+        register_quantizer_fakes()

@@ -1,0 +1,79 @@
+"""What every builder of a SYCL kernel shares: where the sources are, which torch they need, how they are compiled."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed.ops.op_builder import OpBuilder
+from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.toolchain import Toolchain
+
+from ds_ext_xpu.op_builder.sycl_compiler import check_fits_torch, find_icpx
+
+sycl_kernel_path, sycl_kernel_include = make_kernel_path("ds_ext_xpu", "csrc")
+
+#: GPUs to compile for beforehand, as torch names them: "pvc,bmg". Without it a GPU's driver compiles at the first use.
+ARCHITECTURES = "TORCH_XPU_ARCH_LIST"
+
+# The oldest torch whose stable ABI has what the kernels use: lists of tensors, TORCH_BOX. A library built for it runs
+# with every later one.
+_MIN_TORCH = "2.10"
+
+
+class SYCLOpBuilder(OpBuilder):
+    """One library of torch operators in the namespace `ds_xpu`, through torch's stable ABI, compiled by `icpx -fsycl`.
+
+    A subclass says `BUILD_VAR`, `NAME`, `sources` (by `sycl_kernel_path`) and, once the library is loaded,
+    `register_fakes`.
+    """
+
+    BUILD_VAR = ""
+    NAME = ""
+    op_namespace = "ds_xpu"
+    min_torch = _MIN_TORCH
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name or self.NAME)
+
+    def absolute_name(self) -> str:
+        return f"ds_ext_xpu.op_builder.{self.NAME}_op"
+
+    def include_paths(self) -> list[str]:
+        return [sycl_kernel_include("csrc")]
+
+    def cxx_args(self) -> list[str]:
+        return [
+            *("-O3", "-std=c++20", "-fvisibility=hidden"),
+            # icpx means -ffast-math unless told otherwise: the kernels look for NaN, and round where the formulas do
+            "-fp-model=precise",
+            *_targets(),
+            "-fno-sycl-id-queries-fit-in-int",  # a tensor may have more than 2^31 elements
+        ]
+
+    def extra_ldflags(self) -> list[str]:
+        chosen = os.environ.get(ARCHITECTURES, "").strip()
+        return [*_targets(), *(["-Xsycl-target-backend=spir64_gen", f"-device {chosen}"] if chosen else [])]
+
+    def libraries_args(self) -> list[str]:
+        return ["torch_xpu"]  # has the stream
+
+    def toolchain(self) -> Toolchain:
+        """icpx.
+
+        Raises:
+            OpUnavailable: there is none, or its runtime is not the one that torch brings.
+        """
+        compiler = find_icpx()
+        check_fits_torch(compiler)
+        return compiler
+
+    def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
+        # no -MMD: icpx runs once per target and once for the host, and all would write the one file of rules
+        prefix = f"-ffile-prefix-map={source.parent}=."
+        return [*toolchain.command, "-fPIC", prefix, *flags, "-c", str(source), "-o", str(object_path)]
+
+
+def _targets() -> list[str]:
+    """For GPUs named in advance, and as SPIR-V for all others."""
+    named = os.environ.get(ARCHITECTURES, "").strip()
+    return ["-fsycl", "-fsycl-targets=spir64_gen,spir64" if named else "-fsycl-targets=spir64"]

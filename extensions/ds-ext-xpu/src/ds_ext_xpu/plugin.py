@@ -1,0 +1,70 @@
+"""The door of this extension: hook implementations only; torch and the accelerator are imported when it is chosen."""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from deepspeed.plugins import Offer, hookimpl
+
+from ds_ext_xpu import devices
+from ds_ext_xpu.installed_torch import xpu_of_torch
+
+if TYPE_CHECKING:
+    from ds_ext_xpu.accelerator import XPU_Accelerator
+
+DS_PLUGIN_API = ">=1,<2"
+
+# a real device: above the host's 0
+_PRIORITY = 100
+
+# import name of Intel's oneCCL bindings, which register the backend "ccl" with torch as they are imported
+_CCL_MODULE = "oneccl_bindings_for_pytorch"
+
+
+@hookimpl
+def ds_probe() -> Offer:
+    """Whether there is a GPU that this process may use, and a torch that can."""
+    gpus = devices.present()
+    count = len(gpus.nodes)
+    if count == 0:
+        return _no("no Intel GPU with driver i915 or xe in /sys/class/drm")
+    if len(gpus.closed) == count:
+        return _no(f"{', '.join(gpus.closed)}: may not be opened; add the user to the group that owns it (render)")
+    if not devices.visible(count):
+        return _no(f"{devices.AFFINITY_MASK} leaves none of {_gpus(count)}")
+    xpu, torch = xpu_of_torch()
+    if xpu is None:
+        return _no(f"{_gpus(count)} here, but {torch}")
+    return Offer("xpu", _PRIORITY, reason=f"{_gpus(count)} ({', '.join(gpus.nodes)}), {torch} with XPU {xpu}")
+
+
+@hookimpl
+def ds_accelerator() -> "XPU_Accelerator":
+    """The accelerator, with torch behind it."""
+    from ds_ext_xpu.accelerator import XPU_Accelerator
+
+    return XPU_Accelerator()
+
+
+@hookimpl
+def ds_op_builders() -> Mapping[str, type]:
+    """The kernels for tensors on a GPU."""
+    from ds_ext_xpu.op_builder import builders
+
+    return builders()
+
+
+@hookimpl
+def ds_comm_backend(name: str) -> None:
+    """Register "ccl" with torch where the oneCCL bindings are installed; torch makes its exchanges then."""
+    if name == "ccl" and importlib.util.find_spec(_CCL_MODULE) is not None:
+        importlib.import_module(_CCL_MODULE)
+
+
+def _no(reason: str) -> Offer:
+    return Offer("xpu", _PRIORITY, available=False, reason=reason)
+
+
+def _gpus(count: int) -> str:
+    return f"{count} Intel GPU{'' if count == 1 else 's'}"

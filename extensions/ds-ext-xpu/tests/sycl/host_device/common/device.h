@@ -1,0 +1,69 @@
+// The CPU as the device of the operators, in place of csrc/common/device.h: tensors lie in host memory, and kernels are
+// compiled from the text of csrc/ by SYCL's runtime, once per process, and found by their names.
+//
+// Traps of that runtime: a queue that is destroyed at exit aborts, so everything here is leaked.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <sycl/sycl.hpp>
+#include <vector>
+
+namespace ds_xpu {
+
+inline constexpr const char* kDeviceName = "cpu";
+
+inline int32_t device_type() { return aoti_torch_device_type_cpu(); }
+
+inline sycl::queue& current_queue(int32_t) {
+    static sycl::queue* const queue = new sycl::queue(sycl::cpu_selector_v, sycl::property::queue::in_order{});
+    return *queue;
+}
+
+using Kernels = sycl::kernel_bundle<sycl::bundle_state::executable>;
+
+// Every `*_kernel.h` below DS_XPU_CSRC as one program.
+inline Kernels compile_kernels() {
+    namespace syclex = sycl::ext::oneapi::experimental;
+    const std::filesystem::path root = DS_XPU_CSRC;
+    std::string program;
+    syclex::include_files headers;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(root)) {
+        if (entry.path().extension() != ".h") continue;
+        const std::string name = std::filesystem::relative(entry.path(), root).string();
+        std::ifstream file(entry.path());
+        headers.add(name, {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()});
+        if (name.ends_with("_kernel.h")) program += "#include \"" + name + "\"\n";
+    }
+    auto source = syclex::create_kernel_bundle_from_source(
+        current_queue(0).get_context(), syclex::source_language::sycl, program, syclex::properties{headers});
+    const std::vector<std::string> flags{"-DDS_XPU_FREE_FUNCTIONS", "-std=c++20", "-I."};
+    return syclex::build(source, syclex::properties{syclex::build_options{flags}});
+}
+
+inline sycl::kernel kernel_named(const char* name) {
+    static Kernels* const kernels = new Kernels(compile_kernels());
+    return kernels->ext_oneapi_get_kernel(name);
+}
+
+template <typename Args>
+void launch(sycl::queue& queue, const char* name, int64_t num_groups, int64_t group_size, const Args& args) {
+    const sycl::nd_range<1> range(static_cast<size_t>(num_groups * group_size), static_cast<size_t>(group_size));
+    const sycl::kernel kernel = kernel_named(name);
+    queue
+        .submit([&](sycl::handler& handler) {
+            handler.set_arg(0, args);
+            handler.parallel_for(range, kernel);
+        })
+        .wait_and_throw();
+}
+
+}  // namespace ds_xpu
+
+#define DS_XPU_LAUNCH(queue, kernel, num_groups, group_size, args) \
+    ::ds_xpu::launch(queue, #kernel, num_groups, group_size, args)
