@@ -1,0 +1,22 @@
+"""Builder of the quantizer: quantization by group, fake quantization, and back."""
+
+from ds_ext_cuda.op_builder.cuda_op_builder import CUDAOpBuilder, cuda_kernel_path
+
+
+class QuantizerBuilder(CUDAOpBuilder):
+    """`torch.ops.ds_cuda.{quantize_groups, fake_quantize_groups, dequantize_groups, dequantize_reduce}`.
+
+    And `swizzled_quantize_groups(x, num_groups, num_bits, symmetric, num_nodes, devices_per_node)`, for gradients that
+    go through two all-to-alls: the groups are written in the order (device, node, rest), not (node, device, rest).
+    """
+
+    BUILD_VAR = "DS_BUILD_QUANTIZER"
+    NAME = "quantizer"
+
+    def sources(self) -> list[str]:
+        return [cuda_kernel_path("quantizer/quantizer.cu")]
+
+    def register_fakes(self) -> None:
+        from ds_ext_cuda.op_builder.functional_fakes import register_quantizer_fakes
+
+        register_quantizer_fakes()
