@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.engine import build
 from deepspeed.testing.distributed import run_ranks
-from deepspeed.zero import fragments, strategy
+from deepspeed.zero import fragments, holding
 from deepspeed.zero.offload import policy
 from deepspeed.zero.offload.host import HostPlacement
 from torch import nn
@@ -108,16 +108,16 @@ class LateCopies(PlainAccelerator):
 @contextlib.contextmanager
 def apart():
     """Inside, offload goes to a memory of its own."""
-    kept = HostPlacement.is_needed, policy.get_accelerator, build.ShardingOptions, strategy.WIDENED_NUMEL
+    kept = HostPlacement.is_needed, policy.get_accelerator, build.ShardingOptions, holding.WIDENED_NUMEL
     HostPlacement.is_needed = staticmethod(lambda device: True)
     policy.get_accelerator = LateCopies
     # several fragments, buckets and batches for the few parameters
     build.ShardingOptions = functools.partial(build.ShardingOptions, update_numel=12)
-    strategy.WIDENED_NUMEL = 12
+    holding.WIDENED_NUMEL = 12
     try:
         yield
     finally:
-        HostPlacement.is_needed, policy.get_accelerator, build.ShardingOptions, strategy.WIDENED_NUMEL = kept
+        HostPlacement.is_needed, policy.get_accelerator, build.ShardingOptions, holding.WIDENED_NUMEL = kept
 
 
 def create_engine(stage, precision, is_offloaded=True, seed=3, **keys):

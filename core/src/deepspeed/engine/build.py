@@ -24,13 +24,14 @@ from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.zero import fragments
+from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.offload.policy import asks_for_host, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.stage0 import Stage0
 from deepspeed.zero.stage1 import Stage1
 from deepspeed.zero.stage2 import Stage2
-from deepspeed.zero.strategy import Sharding, ShardingOptions
+from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.synchronize import synchronize_module
 
 Parameters = Iterable[Parameter] | Iterable[dict[str, Any]]

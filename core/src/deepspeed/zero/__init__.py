@@ -1,7 +1,8 @@
 """ZeRO: gradients, optimizer states and parameters divided among ranks.
 
 May import `precision`, `optim`, `parallel`, `comm` and below. Read `strategy.py` (the contract, and stage 0), then
-`stage1.py` and `stage2.py` beside it, `layout.py`, `bucket.py`, `backward_window.py`. Names load on first use.
+`stage1.py` and `stage2.py` beside it, `holding.py`, `layout.py`, `bucket.py`, `backward_window.py`. Names load on
+first use.
 """
 
 from deepspeed._forward import forward

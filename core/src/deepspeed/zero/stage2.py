@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm.backend import Backend
 from deepspeed.zero.bucket import Bucket, BucketPool
 from deepspeed.zero.flat_group import FlatGroup
+from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.layout import BucketSpec
 from deepspeed.zero.stage1 import Stage1
-from deepspeed.zero.strategy import ShardingOptions
 
 #: buckets on their way at the same time; the next launch waits for the oldest
 MAX_IN_FLIGHT = 2

@@ -47,7 +47,7 @@ def settings(stage, dtype):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_restored_run_goes_on_as_the_first(make_engine, monkeypatch, stage, dtype, piece_numel):
-    monkeypatch.setattr("deepspeed.zero.strategy.WIDENED_NUMEL", piece_numel)
+    monkeypatch.setattr("deepspeed.zero.holding.WIDENED_NUMEL", piece_numel)
     first = make_engine(make_model(), **settings(stage, dtype))
     train(first)
     saved = _copied(first.sharding.state_dict())
