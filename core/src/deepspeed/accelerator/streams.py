@@ -18,9 +18,15 @@ class StreamFace(TorchModule):
         return self._attribute("Stream")
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context in which work is queued on `stream`; `None` leaves the current one."""
+        """A context in which work is queued on `stream`; `None` leaves the current one.
+
+        Default: `torch.xyz.stream`, else the stream itself, which then is a context as `torch.Stream` is.
+        """
         if stream is None:
             return nullcontext()
+        if not self._has("stream") and hasattr(stream, "__enter__"):
+            own_context: AbstractContextManager[Any] = stream
+            return own_context
         context: AbstractContextManager[Any] = self._ask("stream", stream)
         return context
 

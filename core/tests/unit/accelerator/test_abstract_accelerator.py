@@ -164,8 +164,36 @@ def test_dtypes_follow_torch(sim):
 
 def test_missing_answer_names_class_and_function(sim):
     del sim.empty_cache
-    with pytest.raises(NotImplementedError, match=r"Sim_Accelerator: torch.sim .* has no 'empty_cache'"):
+    with pytest.raises(NotImplementedError, match=r"Sim_Accelerator: neither torch.sim nor .* has 'empty_cache'"):
         Sim_Accelerator().empty_cache()
+
+
+def test_what_torchs_module_lacks_torch_accelerator_answers(sim, monkeypatch):
+    for name in ("current_device", "set_device", "device", "synchronize", "memory_allocated", "Stream", "stream"):
+        delattr(sim, name)
+    told = []
+    generic = types.SimpleNamespace(
+        current_accelerator=lambda: torch.device("meta"),
+        current_device_index=lambda: 5,
+        set_device_index=lambda index: told.append(("set", index)),
+        device_index=contextlib.nullcontext,
+        synchronize=lambda *index: told.append(("synchronize", *index)),
+        memory_allocated=lambda index: 77,
+        get_memory_info=lambda index: (33, 100),
+    )
+    monkeypatch.setattr(torch, "accelerator", generic)
+    acc = Sim_Accelerator()
+    with pytest.raises(NotImplementedError, match="'current_device'"):
+        acc.current_device()  # it speaks of another device
+    generic.current_accelerator = lambda: types.SimpleNamespace(type="sim")
+    acc.set_device(1)
+    acc.synchronize()
+    assert told == [("set", 1), ("synchronize",)]
+    assert (acc.current_device_name(), acc.memory_allocated(), acc.available_memory()) == ("sim:5", 77, 33)
+    assert (acc.device_count(), acc.max_memory_allocated()) == (4, 20)  # its own module first
+    assert acc.Stream is torch.Stream
+    with acc.device(2) as index, acc.stream(contextlib.nullcontext("in a stream")) as stream:
+        assert (index, stream) == (2, "in a stream")
 
 
 def test_lazy_call_is_handed_on_or_made_now(sim):
