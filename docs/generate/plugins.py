@@ -43,8 +43,8 @@ _ACCELERATOR_HEAD = """# DeepSpeedAccelerator: what a device answers
 
 `get_accelerator()` returns the device in force; how it is chosen is told in
 [howto/choose-an-accelerator.md](../howto/choose-an-accelerator.md). Every method has an answer from
-`torch.get_device_module(name)`, or where that lacks one from `torch.accelerator`; an accelerator overrides what differs.
-A method without an answer in torch raises `NotImplementedError` and names what is missing.
+`torch.get_device_module(name)`, or where that lacks one from `torch.accelerator`; an accelerator overrides what
+differs. A method without an answer in torch raises `NotImplementedError` and names what is missing.
 
 *Any time* means: also before a fork, in the launcher, and where there is no device; the answer makes no device context.
 *With a device* means: it may initialize the current device, so ask it in the process that computes, after `set_device`
