@@ -61,10 +61,10 @@ def _find_nvcc() -> str:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         home = os.environ.get(variable)
         if home:
-            nvcc = Path(home, "bin", "nvcc")
-            if not os.access(nvcc, os.X_OK):
-                raise OpUnavailable(f"no CUDA toolkit: {variable} is {home!r}, and there is no program {nvcc}")
-            return str(nvcc)
+            stated = Path(home, "bin", "nvcc")
+            if not os.access(stated, os.X_OK):
+                raise OpUnavailable(f"no CUDA toolkit: {variable} is {home!r}, and there is no program {stated}")
+            return str(stated)
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{_DEFAULT_HOME}/bin")
     if nvcc is None:
         raise OpUnavailable(

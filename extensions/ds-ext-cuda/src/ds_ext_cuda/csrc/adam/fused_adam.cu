@@ -24,7 +24,7 @@ struct AdamOwn {
 };
 
 using AdamItem = StepItem<2, AdamOwn>;
-using AdamBatch = StepBatch<AdamItem, AdamShared>;
+using AdamBatch = Batch<AdamItem, AdamShared>;
 
 // Adam for one element; operations in the order of torch's fused kernel.
 struct AdamRule {
@@ -32,16 +32,16 @@ struct AdamRule {
     const AdamOwn& own;
 
     __host__ __device__ __forceinline__ void operator()(float& param, float grad, float* states) const {
-        if (by.l2 != 0.0f) grad += param * by.l2;
+        if (by.l2 != 0.0f) grad = fmaf(param, by.l2, grad);
         param *= by.shrink;
         const float exp_avg = states[0] = lerp(states[0], grad, by.one_minus_beta1);
-        const float exp_avg_sq = states[1] = states[1] * by.beta2 + by.one_minus_beta2 * grad * grad;
+        const float exp_avg_sq = states[1] = fmaf(by.one_minus_beta2 * grad, grad, states[1] * by.beta2);
         const float denominator = sqrtf(exp_avg_sq) / own.bias_correction2_sqrt + by.eps;
         param -= own.step_size * exp_avg / denominator;
     }
 };
 
-__global__ void __launch_bounds__(kStepThreads) adam_kernel(const __grid_constant__ AdamBatch batch) {
+__global__ void __launch_bounds__(kChunkThreads) adam_kernel(const __grid_constant__ AdamBatch batch) {
     const AdamItem& item = batch.items[item_of_block(batch)];
     const AdamRule rule{batch.by, item.own};
     UpdateWork<AdamItem, AdamRule, 2> work{item, rule, batch.by.grad_scale};
@@ -75,7 +75,7 @@ static void adam_step(std::vector<Tensor> params, std::vector<Tensor> grads, std
     };
     const OnDevice device(params[0]);
     for_each_batch(items, by, [&](const AdamBatch& batch) {
-        launch(adam_kernel, dim3(batch.num_chunks), dim3(kStepThreads), 0, device.stream(), batch);
+        launch(adam_kernel, dim3(batch.num_chunks), dim3(kChunkThreads), 0, device.stream(), batch);
     });
 }
 

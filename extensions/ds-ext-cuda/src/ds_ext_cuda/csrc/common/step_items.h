@@ -1,25 +1,19 @@
-// What the optimizer operators share on the host: lists of tensors checked together, and cut into launches. The
+// What the optimizer operators share on the host: lists of tensors checked together. The
 // device's side is step_loop.h.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "common/batches.h"
 #include "common/check.h"
 #include "common/device.h"
-#include "common/launch.h"
 #include "common/numbers.h"
 
 namespace ds {
 
-// Elements that one block updates; a chunk is of one tensor.
-constexpr int kStepChunk = 8192;
-constexpr int kStepThreads = 256;
 // Elements that one thread reads at once: 16 bytes of a half, two times 16 of fp32.
 constexpr int kStepWide = 8;
-// Arguments that every GPU takes in one launch.
-constexpr size_t kArgumentBytes = 4096;
 
 // One parameter of an update. `Own`: the numbers of its formula that other parameters do not share.
 template <int kStates, typename Own>
@@ -35,19 +29,6 @@ struct StepItem {
     Dtype copy_dtype : 8 = Dtype::kFp32;
     uint32_t is_aligned : 8 = 0;  // all of its tensors begin at a multiple of 16 bytes
     Own own = {};
-};
-
-// One launch: as many parameters as its arguments can hold, of any sizes. `Shared`: the numbers of the formula.
-template <typename Item, typename Shared>
-struct StepBatch {
-    static constexpr int kMaxItems =
-        static_cast<int>((kArgumentBytes - sizeof(Shared) - 4 * sizeof(int32_t)) / sizeof(Item));
-
-    Shared by;
-    int32_t num_items = 0;
-    int32_t num_chunks = 0;
-    int32_t first_item = 0;  // its place in the whole list
-    Item items[kMaxItems];
 };
 
 // A list of state tensors, under its argument's name.
@@ -153,29 +134,5 @@ class StepLists {
     const char* op_;
     const std::vector<Tensor>& params_;
 };
-
-static inline int64_t num_step_chunks(int64_t numel) { return (numel + kStepChunk - 1) / kStepChunk; }
-
-// Calls `launch_one(batch)` for all items, as few times as their number allows.
-template <typename Item, typename Shared, typename LaunchOne>
-void for_each_batch(const std::vector<Item>& items, const Shared& by, const LaunchOne& launch_one) {
-    using Batch = StepBatch<Item, Shared>;
-    static_assert(sizeof(Batch) <= kArgumentBytes && Batch::kMaxItems > 0, "too large for one launch");
-    Batch batch;
-    batch.by = by;
-    for (size_t first = 0; first < items.size(); first += Batch::kMaxItems) {
-        batch.first_item = static_cast<int32_t>(first);
-        batch.num_items = static_cast<int32_t>(std::min<size_t>(Batch::kMaxItems, items.size() - first));
-        int64_t num_chunks = 0;
-        for (int32_t index = 0; index < batch.num_items; ++index) {
-            batch.items[index] = items[first + index];
-            batch.items[index].first_chunk = static_cast<int32_t>(num_chunks);
-            num_chunks += num_step_chunks(items[first + index].numel);
-        }
-        if (num_chunks > INT32_MAX) throw std::runtime_error("ds_cuda: more elements in one step than a grid can have");
-        batch.num_chunks = static_cast<int32_t>(num_chunks);
-        launch_one(batch);
-    }
-}
 
 }  // namespace ds

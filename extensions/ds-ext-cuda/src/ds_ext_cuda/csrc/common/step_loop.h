@@ -1,6 +1,9 @@
-// What the optimizer kernels share on the device: from a block's number to its chunk of a tensor, and through the chunk
-// with 16-byte accesses. A formula is one `Rule` for one element.
+// What the optimizer kernels share on the device: through a block's chunk with 16-byte accesses. A formula is one
+// `Rule` for one element, which says itself where it multiplies and adds in one rounding: nvcc fuses nothing
+// (`--fmad=false`), so that a number does not depend on the GPU, nor on where in a tensor it stands.
 #pragma once
+
+#include <cmath>
 
 #include "common/numbers.h"
 #include "common/step_items.h"
@@ -71,28 +74,10 @@ __device__ __forceinline__ void write_numbers(void* to, Dtype dtype, int64_t at,
     }
 }
 
-// The item whose chunk this block has; the items of a batch stand in order of their chunks.
-template <typename Batch>
-__device__ __forceinline__ int item_of_block(const Batch& batch) {
-    const int32_t chunk = static_cast<int32_t>(blockIdx.x);
-    int low = 0, high = batch.num_items - 1;
-    while (low < high) {  // the last one that begins at or before it: an empty tensor begins where the next one does
-        const int middle = (low + high + 1) / 2;
-        if (batch.items[middle].first_chunk <= chunk) {
-            low = middle;
-        } else {
-            high = middle - 1;
-        }
-    }
-    return low;
-}
-
 // Calls `work.run<N>(at)` for the elements of this block's chunk: N of them from `at` on, N 8 or 1.
 template <typename Item, typename Work>
 __device__ __forceinline__ void for_chunk(const Item& item, Work& work) {
-    const int64_t begin = static_cast<int64_t>(static_cast<int32_t>(blockIdx.x) - item.first_chunk) * kStepChunk;
-    const int64_t left = item.numel - begin;
-    const int count = left < kStepChunk ? static_cast<int>(left) : kStepChunk;
+    const auto [begin, count] = chunk_of_block(item);
     const int num_wide = item.is_aligned ? count / kStepWide : 0;
     const int thread = static_cast<int>(threadIdx.x), num_threads = static_cast<int>(blockDim.x);
     for (int wide = thread; wide < num_wide; wide += num_threads) {
@@ -164,9 +149,10 @@ struct UpdateWork {
     }
 };
 
-// a + weight * (b - a), by torch's two forms: exact at both ends.
+// a + weight * (b - a), as torch.lerp rounds it: from the end that is nearer.
 __host__ __device__ __forceinline__ float lerp(float a, float b, float weight) {
-    return weight < 0.5f ? a + weight * (b - a) : b - (b - a) * (1.0f - weight);
+    const float difference = b - a;
+    return weight < 0.5f ? fmaf(weight, difference, a) : fmaf(weight - 1.0f, difference, b);
 }
 
 }  // namespace ds

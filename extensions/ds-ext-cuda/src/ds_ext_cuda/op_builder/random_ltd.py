@@ -1,0 +1,41 @@
+"""Builder of the token operators of random layerwise token dropping."""
+
+import torch
+from torch import Tensor
+
+from ds_ext_cuda.op_builder.cuda_op_builder import CUDAOpBuilder, cuda_kernel_path
+
+
+class RandomLTDBuilder(CUDAOpBuilder):
+    """`torch.ops.ds_cuda.{token_sort_, token_gather, token_scatter_}`, with DeepSpeed's arguments.
+
+    - `token_sort_(indices, num_tokens)`: int32 [..., kept], sorted within each row, in place; returned.
+    - `token_gather(activations, indices, batch_first)`: of [batch, tokens, hidden] (or [tokens, batch, hidden]) those
+      that indices [batch, kept] name, as [batch, kept, hidden] (or [kept, batch, hidden]).
+    - `token_scatter_(all_activations, layer_activations, indices, batch_first)`: writes them back, in place; returned.
+    """
+
+    BUILD_VAR = "DS_BUILD_RANDOM_LTD"
+    NAME = "random_ltd"
+
+    def sources(self) -> list[str]:
+        return [cuda_kernel_path("random_ltd/random_ltd.cu")]
+
+    def register_fakes(self) -> None:
+        torch.library.register_fake("ds_cuda::token_sort_", _sort)
+        torch.library.register_fake("ds_cuda::token_gather", _gather)
+        torch.library.register_fake("ds_cuda::token_scatter_", _scatter)
+
+
+def _sort(indices: Tensor, num_tokens: int) -> Tensor:
+    return indices
+
+
+def _gather(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
+    batch, kept = indices.shape
+    hidden = activations.shape[2]
+    return activations.new_empty((batch, kept, hidden) if batch_first else (kept, batch, hidden))
+
+
+def _scatter(all_activations: Tensor, layer_activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
+    return all_activations
