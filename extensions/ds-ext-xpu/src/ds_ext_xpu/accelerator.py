@@ -23,6 +23,11 @@ class XPU_Accelerator(DeepSpeedAccelerator):
     _name = "xpu"
     _communication_backend_name = "xccl"
 
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The generator that ops on `device_index` draw from when none is given. Opens the device: it is its own."""
+        torch.xpu.init()
+        return super().default_generator(device_index)
+
     def default_stream(self, device_index: int | None = None) -> Any:
         """The current stream: `torch.xpu` knows no default one that others would wait for."""
         return self.current_stream(device_index)

@@ -1,5 +1,5 @@
 // The CPU as the device of the operators, in place of csrc/common/device.h: tensors lie in host memory, and kernels are
-// compiled from the text of csrc/ by SYCL's runtime, once per process, and found by their names.
+// compiled from the text of csrc/ by SYCL's runtime, each once per process, and found by their names.
 //
 // Traps of that runtime: a queue that is destroyed at exit aborts, so everything here is leaked.
 #pragma once
@@ -10,6 +10,8 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
+#include <stdexcept>
 #include <string>
 #include <sycl/sycl.hpp>
 #include <vector>
@@ -27,28 +29,36 @@ inline sycl::queue& current_queue(int32_t) {
 
 using Kernels = sycl::kernel_bundle<sycl::bundle_state::executable>;
 
-// Every `*_kernel.h` below DS_XPU_CSRC as one program.
-inline Kernels compile_kernels() {
+inline std::string text_of(const std::filesystem::path& path) {
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+// The header below DS_XPU_CSRC that has the kernel `name`, as a program by itself.
+inline Kernels compile_kernel(const std::string& name) {
     namespace syclex = sycl::ext::oneapi::experimental;
     const std::filesystem::path root = DS_XPU_CSRC;
     std::string program;
     syclex::include_files headers;
     for (const auto& entry : std::filesystem::recursive_directory_iterator(root)) {
         if (entry.path().extension() != ".h") continue;
-        const std::string name = std::filesystem::relative(entry.path(), root).string();
-        std::ifstream file(entry.path());
-        headers.add(name, {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()});
-        if (name.ends_with("_kernel.h")) program += "#include \"" + name + "\"\n";
+        const std::string text = text_of(entry.path()), header = std::filesystem::relative(entry.path(), root).string();
+        headers.add(header, text);
+        if (text.find("DS_XPU_KERNEL void " + name + "(") != std::string::npos)
+            program = "#include \"" + header + "\"\n";
     }
+    if (program.empty()) throw std::runtime_error("no header of " + root.string() + " has the kernel " + name);
     auto source = syclex::create_kernel_bundle_from_source(
         current_queue(0).get_context(), syclex::source_language::sycl, program, syclex::properties{headers});
     const std::vector<std::string> flags{"-DDS_XPU_FREE_FUNCTIONS", "-std=c++20", "-I."};
     return syclex::build(source, syclex::properties{syclex::build_options{flags}});
 }
 
-inline sycl::kernel kernel_named(const char* name) {
-    static Kernels* const kernels = new Kernels(compile_kernels());
-    return kernels->ext_oneapi_get_kernel(name);
+inline sycl::kernel kernel_named(const std::string& name) {
+    static auto* const compiled = new std::map<std::string, Kernels>();
+    auto found = compiled->find(name);
+    if (found == compiled->end()) found = compiled->emplace(name, compile_kernel(name)).first;
+    return found->second.ext_oneapi_get_kernel(name);
 }
 
 template <typename Args>
