@@ -7,6 +7,8 @@
 namespace ds {
 
 constexpr int kQuantizeThreads = 256;
+// At least so many share a multiprocessor: the compiler then keeps bf16 as it is instead of widened.
+constexpr int kBlocksPerProcessor = 4;
 // Wide accesses that a thread keeps in registers.
 constexpr int kUnitsOfLane = 4, kUnitsOfThread = 8;
 
@@ -27,68 +29,81 @@ struct GroupArgs {
     Range* of_group;  // and of all of them
 };
 
-// What one thread holds of a group: N elements from `begin` on, as many of them as the group has.
+// What one thread holds of a group, by one wide access: N elements from `begin` on, as many of them as the group has.
+// Kept as they are stored, so that more threads fit beside each other.
 template <typename T, bool kAligned>
 struct Unit {
     static constexpr int N = kWide<T>;
-    Pack<float, N> at;
-    int64_t begin;
-    int count;  // 0: beyond the group
+    Pack<T, N> at;
 
-    __device__ __forceinline__ void load(const GroupArgs& args, int64_t group, int64_t from) {
-        begin = from;
-        const int64_t left = args.group_size - from;
-        count = group >= args.num_groups || left <= 0 ? 0 : (left < N ? static_cast<int>(left) : N);
+    static __device__ __forceinline__ int count_of(int64_t size, int64_t begin) {
+        const int64_t left = size - begin;
+        return left <= 0 ? 0 : (kAligned || left >= N ? N : static_cast<int>(left));
+    }
+
+    __device__ __forceinline__ void load(const T* group, int64_t size, int64_t begin) {
+        const int count = count_of(size, begin);
         if (count == 0) return;
-        const T* x = static_cast<const T*>(args.x) + group * args.group_size + from;
         if constexpr (kAligned) {
-            at = widen(read<N>(x));
+            at = read<N>(group + begin);
         } else {
 #pragma unroll
-            for (int i = 0; i < N; ++i) at.at[i] = i < count ? widen(x[i]) : 0.0f;
+            for (int i = 0; i < N; ++i) {
+                if (i < count) at.at[i] = group[begin + i];
+            }
         }
     }
 
-    __device__ __forceinline__ void measure(Range& range) const {
+    __device__ __forceinline__ void measure(int64_t size, int64_t begin, Range& range) const {
+        const int count = count_of(size, begin);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (i < count) include(range, at.at[i]);
+            if (i < count) include(range, widen(at.at[i]));
         }
     }
 
     // `to`: the number of the group in the result.
-    __device__ __forceinline__ void store(const GroupArgs& args, int64_t group, int64_t to,
+    __device__ __forceinline__ void store(const GroupArgs& args, int64_t group, int64_t to, int64_t begin,
                                           const Scheme& scheme) const {
+        const int count = count_of(args.group_size, begin);
         if (count == 0) return;
         if (args.q == nullptr) {
-            store_fake(static_cast<T*>(args.out) + group * args.group_size + begin, scheme);
+            store_fake(static_cast<T*>(args.out) + group * args.group_size + begin, count, scheme);
         } else if (args.num_bits == 8) {
-            store_int8(args.q + to * args.group_size + begin, scheme);
+            store_int8(args.q + to * args.group_size + begin, count, scheme);
         } else {
-            store_int4(reinterpret_cast<uint8_t*>(args.q) + to * ((args.group_size + 1) / 2) + begin / 2, scheme);
+            uint8_t* q = reinterpret_cast<uint8_t*>(args.q) + to * ((args.group_size + 1) / 2);
+            store_int4(q + begin / 2, count, scheme);
         }
     }
 
-    __device__ __forceinline__ void store_fake(T* out, const Scheme& scheme) const {
-        Pack<float, N> fake;
+    __device__ __forceinline__ void store_fake(T* out, int count, const Scheme& scheme) const {
+        Pack<T, N> fake;
 #pragma unroll
-        for (int i = 0; i < N; ++i) fake.at[i] = number_of(level_of(at.at[i], scheme), scheme.scale, scheme.offset);
-        put<N>(out, narrow<T>(fake), count);
+        for (int i = 0; i < N; ++i) {
+            if (i < count) {
+                fake.at[i] = narrow<T>(number_of(level_of(widen(at.at[i]), scheme), scheme.scale, scheme.offset));
+            }
+        }
+        put<N>(out, fake, count);
     }
 
-    __device__ __forceinline__ void store_int8(int8_t* q, const Scheme& scheme) const {
+    __device__ __forceinline__ void store_int8(int8_t* q, int count, const Scheme& scheme) const {
         Pack<int8_t, N> integers;
 #pragma unroll
-        for (int i = 0; i < N; ++i) integers.at[i] = integer_of(at.at[i], scheme);
+        for (int i = 0; i < N; ++i) {
+            if (i < count) integers.at[i] = integer_of(widen(at.at[i]), scheme);
+        }
         put<N>(q, integers, count);
     }
 
-    __device__ __forceinline__ void store_int4(uint8_t* q, const Scheme& scheme) const {
+    __device__ __forceinline__ void store_int4(uint8_t* q, int count, const Scheme& scheme) const {
         Pack<uint8_t, N / 2> bytes;
 #pragma unroll
         for (int i = 0; i < N; i += 2) {  // of an odd count the last high nibble is 0
-            const int8_t high = i + 1 < count ? integer_of(at.at[i + 1], scheme) : int8_t{0};
-            bytes.at[i / 2] = packed(integer_of(at.at[i], scheme), high);
+            const int8_t low = i < count ? integer_of(widen(at.at[i]), scheme) : int8_t{0};
+            const int8_t high = i + 1 < count ? integer_of(widen(at.at[i + 1]), scheme) : int8_t{0};
+            bytes.at[i / 2] = packed(low, high);
         }
         put<N / 2>(q, bytes, (count + 1) / 2);
     }
@@ -125,53 +140,74 @@ __device__ __forceinline__ void store_params(const GroupArgs& args, int64_t to, 
     }
 }
 
+// Where the number-th wide access of a group begins.
+template <typename T>
+__device__ __forceinline__ int64_t begin_of(int number) {
+    return static_cast<int64_t>(number) * kWide<T>;
+}
+
+template <typename T>
+__device__ __forceinline__ const T* start_of(const GroupArgs& args, int64_t group) {
+    return static_cast<const T*>(args.x) + group * args.group_size;
+}
+
 // A group to `args.lanes` neighbours of a warp.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kQuantizeThreads) quantize_by_lanes(GroupArgs args) {
+__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) quantize_by_lanes(GroupArgs args) {
     const int lanes = args.lanes, lane = threadIdx.x % lanes;
     const int64_t group = static_cast<int64_t>(blockIdx.x) * (kQuantizeThreads / lanes) + threadIdx.x / lanes;
+    const int64_t size = group < args.num_groups ? args.group_size : 0;
     Unit<T, kAligned> units[kUnitsOfLane];
     Range range;
 #pragma unroll
-    for (int i = 0; i < kUnitsOfLane; ++i) {
-        units[i].load(args, group, static_cast<int64_t>(i * lanes + lane) * kWide<T>);
-        units[i].measure(range);
-    }
+    for (int i = 0; i < kUnitsOfLane; ++i) units[i].load(start_of<T>(args, group), size, begin_of<T>(i * lanes + lane));
+#pragma unroll
+    for (int i = 0; i < kUnitsOfLane; ++i) units[i].measure(size, begin_of<T>(i * lanes + lane), range);
     const Scheme scheme = scheme_of(joined_by_lanes(range, lanes), args.num_bits, args.symmetric);
     if (group >= args.num_groups) return;
     const int64_t to = place_of(args, group);
     if (lane == 0) store_params(args, to, scheme);
 #pragma unroll
-    for (int i = 0; i < kUnitsOfLane; ++i) units[i].store(args, group, to, scheme);
+    for (int i = 0; i < kUnitsOfLane; ++i) units[i].store(args, group, to, begin_of<T>(i * lanes + lane), scheme);
 }
 
+// What a block holds of a group, from `begin` on. Every thread of the block calls.
 template <typename T, bool kAligned>
-__device__ __forceinline__ void load_piece(const GroupArgs& args, int64_t group, int64_t begin,
-                                           Unit<T, kAligned> (&units)[kUnitsOfThread]) {
-#pragma unroll
-    for (int i = 0; i < kUnitsOfThread; ++i) {
-        units[i].load(args, group, begin + static_cast<int64_t>(i * kQuantizeThreads + threadIdx.x) * kWide<T>);
+struct Piece {
+    Unit<T, kAligned> units[kUnitsOfThread];
+
+    static __device__ __forceinline__ int64_t at(int64_t begin, int unit) {
+        return begin + begin_of<T>(unit * kQuantizeThreads + threadIdx.x);
     }
-}
 
-template <typename T, bool kAligned>
-__device__ __forceinline__ Range range_of(const Unit<T, kAligned> (&units)[kUnitsOfThread]) {
-    Range range;
+    __device__ __forceinline__ void load(const GroupArgs& args, int64_t group, int64_t begin) {
 #pragma unroll
-    for (int i = 0; i < kUnitsOfThread; ++i) units[i].measure(range);
-    return joined_by_block(range);
-}
+        for (int i = 0; i < kUnitsOfThread; ++i) units[i].load(start_of<T>(args, group), args.group_size, at(begin, i));
+    }
+
+    __device__ __forceinline__ Range range(const GroupArgs& args, int64_t begin) const {
+        Range range;
+#pragma unroll
+        for (int i = 0; i < kUnitsOfThread; ++i) units[i].measure(args.group_size, at(begin, i), range);
+        return joined_by_block(range);
+    }
+
+    __device__ __forceinline__ void store(const GroupArgs& args, int64_t group, int64_t to, int64_t begin,
+                                          const Scheme& scheme) const {
+#pragma unroll
+        for (int i = 0; i < kUnitsOfThread; ++i) units[i].store(args, group, to, at(begin, i), scheme);
+    }
+};
 
 // A group to a block.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kQuantizeThreads) quantize_by_block(GroupArgs args) {
+__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) quantize_by_block(GroupArgs args) {
     const int64_t group = blockIdx.x, to = place_of(args, group);
-    Unit<T, kAligned> units[kUnitsOfThread];
-    load_piece(args, group, 0, units);
-    const Scheme scheme = scheme_of(range_of(units), args.num_bits, args.symmetric);
+    Piece<T, kAligned> piece;
+    piece.load(args, group, 0);
+    const Scheme scheme = scheme_of(piece.range(args, 0), args.num_bits, args.symmetric);
     if (threadIdx.x == 0) store_params(args, to, scheme);
-#pragma unroll
-    for (int i = 0; i < kUnitsOfThread; ++i) units[i].store(args, group, to, scheme);
+    piece.store(args, group, to, 0, scheme);
 }
 
 // Elements of a group that a block holds.
@@ -180,15 +216,16 @@ constexpr int64_t kPiece = static_cast<int64_t>(kQuantizeThreads) * kUnitsOfThre
 
 // A long group, first of three: the range of each piece.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kQuantizeThreads) measure_pieces(GroupArgs args) {
-    Unit<T, kAligned> units[kUnitsOfThread];
-    load_piece(args, blockIdx.x / args.pieces, blockIdx.x % args.pieces * kPiece<T>, units);
-    const Range range = range_of(units);
+__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) measure_pieces(GroupArgs args) {
+    const int64_t begin = blockIdx.x % args.pieces * kPiece<T>;
+    Piece<T, kAligned> piece;
+    piece.load(args, blockIdx.x / args.pieces, begin);
+    const Range range = piece.range(args, begin);
     if (threadIdx.x == 0) args.ranges[blockIdx.x] = range;
 }
 
 // Second: the range of each group, and its params.
-static __global__ void __launch_bounds__(kQuantizeThreads) join_pieces(GroupArgs args) {
+static __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) join_pieces(GroupArgs args) {
     const int64_t group = blockIdx.x;
     Range range;
     for (int64_t i = threadIdx.x; i < args.pieces; i += kQuantizeThreads) {
@@ -202,13 +239,12 @@ static __global__ void __launch_bounds__(kQuantizeThreads) join_pieces(GroupArgs
 
 // Third.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kQuantizeThreads) convert_pieces(GroupArgs args) {
-    const int64_t group = blockIdx.x / args.pieces, to = place_of(args, group);
+__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) convert_pieces(GroupArgs args) {
+    const int64_t group = blockIdx.x / args.pieces, begin = blockIdx.x % args.pieces * kPiece<T>;
     const Scheme scheme = scheme_of(args.of_group[group], args.num_bits, args.symmetric);
-    Unit<T, kAligned> units[kUnitsOfThread];
-    load_piece(args, group, blockIdx.x % args.pieces * kPiece<T>, units);
-#pragma unroll
-    for (int i = 0; i < kUnitsOfThread; ++i) units[i].store(args, group, to, scheme);
+    Piece<T, kAligned> piece;
+    piece.load(args, group, begin);
+    piece.store(args, group, place_of(args, group), begin, scheme);
 }
 
 }  // namespace ds
