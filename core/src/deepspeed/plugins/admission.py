@@ -7,7 +7,9 @@
 Asked by `manager.py` before each import, so the variables count at that moment.
 """
 
+import operator
 import os
+import re
 from typing import Any
 
 from deepspeed.errors import PluginError
@@ -17,6 +19,9 @@ ACCELERATOR_VARIABLE = "DS_ACCELERATOR"
 BLOCK_VARIABLE = "DS_PLUGINS_BLOCK"
 AUTOLOAD_VARIABLE = "DS_PLUGINS_AUTOLOAD"
 NAMES_VARIABLE = "DS_PLUGINS"
+
+_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
+_CLAUSE = re.compile(r"\s*(>=|<=|>|<|==)\s*(\d+)(?:\.(\d+))?\s*")
 
 
 def named() -> list[str]:
@@ -55,9 +60,9 @@ def check_api(plugin: object, label: str) -> None:
         PluginError: the range leaves out the version that this core speaks, or is no range.
     """
     stated = getattr(plugin, "DS_PLUGIN_API", None)
-    if stated is None:
+    if stated is None or _fits_plainly(stated):
         return
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # late: not every plugin states a range
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # late: it costs more than all probes together
 
     try:
         wanted = SpecifierSet(stated)
@@ -70,6 +75,15 @@ def check_api(plugin: object, label: str) -> None:
             f"{label} was made for plugin API {stated!r}, and this ds-core speaks {hookspecs.PLUGIN_API} (for plugins "
             f"made for '>={major},<={hookspecs.PLUGIN_API}'); {_remedy(wanted)}"
         )
+
+
+def _fits_plainly(stated: object) -> bool:
+    """Whether `stated` is a range of plain comparisons, such as ">=1,<2", that holds our version; else look closer."""
+    clauses = [_CLAUSE.fullmatch(clause) for clause in stated.split(",")] if isinstance(stated, str) else []
+    spoken = tuple(map(int, hookspecs.PLUGIN_API.split(".")))
+    return bool(clauses) and all(
+        clause is not None and _COMPARE[clause[1]](spoken, (int(clause[2]), int(clause[3] or 0))) for clause in clauses
+    )
 
 
 def _remedy(wanted: Any) -> str:

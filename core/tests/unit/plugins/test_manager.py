@@ -1,5 +1,6 @@
 """Plugins are found by name, loaded one at a time, and each failure stays where it happened."""
 
+import subprocess
 import sys
 import threading
 import traceback
@@ -294,10 +295,22 @@ def test_the_same_announcement_twice_is_one():
     assert make_manager(Entry("a", plugin, "one.plugin"), Entry("a", plugin, "one.plugin")).load("a") is plugin
 
 
-@pytest.mark.parametrize("stated", [">=1,<2", "==1.0", ">=0.9"])
+@pytest.mark.parametrize(
+    "stated", [">=1,<2", "==1.0", ">=0.9", "==1", "<=1.0", " > 0.9 , < 1.1 ", "~=1.0", "==1.*", "!=2", ">=1.0.0"]
+)
 def test_api_range_that_fits(stated):
     manager = make_manager(Entry("a", make_plugin("a", DS_PLUGIN_API=stated)))
     assert manager.probe("a").available
+
+
+def test_the_usual_api_range_is_compared_without_a_library():
+    code = """
+import sys, types
+from deepspeed.plugins.admission import check_api
+check_api(types.SimpleNamespace(DS_PLUGIN_API=">=1,<2"), "x")
+sys.exit("packaging.specifiers" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -492,7 +505,5 @@ def test_withdrawn_offer_is_unavailable():
 
 
 def test_plugins_import_no_torch():
-    import subprocess
-
     code = "import sys, deepspeed.plugins as p; p.plugin_manager().names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
