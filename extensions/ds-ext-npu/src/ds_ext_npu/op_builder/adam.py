@@ -1,0 +1,18 @@
+"""Builder of Adam over the vendor's fused operator."""
+
+from typing import Any
+
+from ds_ext_npu.op_builder.vendor_op_builder import VendorOpBuilder
+
+
+class FusedAdamBuilder(VendorOpBuilder):
+    """`adam_step_` for `FusedAdam`, by `torch_npu.npu_apply_adam_w`."""
+
+    BUILD_VAR = "DS_BUILD_FUSED_ADAM"
+    NAME = "fused_adam"
+    calls = ("npu_apply_adam_w",)
+
+    def operators(self) -> Any:
+        from ds_ext_npu.operators import adam
+
+        return adam

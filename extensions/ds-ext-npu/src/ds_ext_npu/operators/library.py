@@ -1,0 +1,61 @@
+"""The functions of `inference.py` as torch operators `torch.ops.ds_npu.*`, as core's fronts call them.
+
+An operator is registered for tensors of the device alone; torch refuses one of the host by itself. Like every compiled
+kernel they have no gradient, and the fronts run their references where one is wanted.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ext_npu.operators import inference
+
+NAMESPACE = "ds_npu"
+_DEVICE_KEY = "PrivateUse1"  # the dispatch key that torch keeps for the devices of vendors' packages
+
+_SCHEMAS = (
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    "layer_norm_residual(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor",
+    "rms_norm_residual(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor, Tensor)",
+    "gelu(Tensor x, bool tanh) -> Tensor",
+    "bias_gelu(Tensor x, Tensor bias, bool tanh) -> Tensor",
+    "rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved, int seq_dim) -> Tensor",
+)
+
+
+@functools.cache
+def operators() -> Any:
+    """`torch.ops.ds_npu`, whose operators are registered by the first call. Called by the builder's `load`."""
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for schema in _SCHEMAS:
+        name = library.define(schema)
+        fake = _two_like_first if schema.endswith("(Tensor, Tensor)") else _like_first
+        library.impl(name, _unless_empty(getattr(inference, name), fake), _DEVICE_KEY)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    _kept.append(library)
+    return getattr(torch.ops, NAMESPACE)
+
+
+_kept: list[Any] = []  # torch forgets the operators of a Library that nobody holds
+
+
+def _unless_empty(compute: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """`compute`, for which nothing is left to do where `x` has no element; the vendor need not take such tensors."""
+
+    def run(x: Tensor, *others: Any) -> Any:
+        return compute(x, *others) if x.numel() else fake(x, *others)
+
+    return run
+
+
+def _like_first(x: Tensor, *others: Any) -> Tensor:
+    """What every one of them gives for tensors without memory: a contiguous tensor of x's shape and dtype."""
+    return x.new_empty(x.shape)
+
+
+def _two_like_first(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
