@@ -52,7 +52,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
 
     def range_push(self, msg: str) -> None:
-        """Open a named NVTX range, which Nsight shows; nests. With a torch without NVTX, a range of torch's profiler."""
+        """Open a named NVTX range, which Nsight shows; nests. With a CPU build of torch, a range of its profiler."""
         if torch.backends.cuda.is_built():
             torch.cuda.nvtx.range_push(msg)
         else:

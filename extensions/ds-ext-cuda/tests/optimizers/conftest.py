@@ -1,4 +1,4 @@
-"""What the tests of optimizer operators share: every mix of dtypes, how results are compared, refusals of all operators.
+"""What the tests of optimizer operators share: every mix of dtypes, how results are compared, what is refused.
 
 Operators come from `load_op` of `../conftest.py`: on a GPU where there is one, else run on the host. `dtypes` and
 `step_ops` are given to the tests that name them.

@@ -15,7 +15,7 @@ def lion(load_op):
 
 
 def _reference(param, grads, *, lr, beta1, beta2, weight_decay):
-    """(p, m) after steps with these gradients. In fp32, since a sum that is 0 in one precision has a sign in another."""
+    """(p, m) after steps with these gradients. In fp32: a sum that is 0 in one precision has a sign in another."""
     m = torch.zeros_like(param)
     for grad in grads:
         param = param * (1 - lr * weight_decay) - lr * torch.lerp(m, grad, 1 - beta1).sign()
