@@ -37,7 +37,7 @@ class DeviceFace(TorchModule):
     def handles_memory_backpressure(self) -> bool:
         """True when the device itself holds back work that does not fit its memory.
 
-        Otherwise the core bounds prefetching by waiting. Asked by ZeRO stage 3.
+        Otherwise the host waits, so that few buffers are in flight. Asked by ZeRO for gradients that go to the host.
         """
         return self.is_synchronized_device()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from deepspeed.accelerator import current, set_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
-from deepspeed.zero.offload.host import HostPlacement
+from deepspeed.zero.offload.host import MAX_ARRIVING, HostPlacement
 
 
 class PyStream:
@@ -59,13 +59,17 @@ class PY_Accelerator(PlainAccelerator):
 
     def __init__(self):
         super().__init__()
-        self._current, self.resolves, self.host_timers = PyStream("computation"), False, True
+        self._current, self.host_timers = PyStream("computation"), True
+        self.resolves = self.holds_back = False
 
     def is_synchronized_device(self):
         return False
 
     def resolves_data_dependency(self):
         return self.resolves
+
+    def handles_memory_backpressure(self):
+        return self.holds_back
 
     def use_host_timers(self):
         return self.host_timers
@@ -115,8 +119,10 @@ def train(monkeypatch):
     def run(stage, *, offload=True, resolves=False, **more):
         monkeypatch.setattr(PY, "resolves", resolves)
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-        zero = {"stage": stage, "reduce_bucket_size": 64}
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+        )
+        zero = {"stage": stage, "reduce_bucket_size": 16}
         if offload:
             zero["offload_optimizer"] = {"device": "cpu"}
         config = {
@@ -129,7 +135,7 @@ def train(monkeypatch):
         engine, *_ = deepspeed.initialize(model=model, config=config)
         losses = []
         for seed in range(8):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed % 2))
             loss = engine(x.to(next(engine.module.parameters()).dtype)).float().square().mean()
             engine.backward(loss)
             engine.step()
@@ -152,7 +158,7 @@ def test_it_trains_with_offload_as_it_does_without(train, stage, precision):
     assert told == []
     losses = train(stage, **precision)
     assert losses == pytest.approx(expected, rel=1e-6 if not precision else 1e-2)
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[1]  # of the same batch
     copies = [line for line in told if line == "lane waits for computation"]
     assert len(copies) >= 8  # a copy begins when what it copies is there
     assert told.count("an event on lane") == len(copies)  # and ends with a mark
@@ -167,6 +173,19 @@ def test_where_the_device_orders_uses_itself_only_the_host_waits(train, stage):
     told.clear()
     assert train(stage, resolves=True) == expected
     assert set(told) == {"an event on lane", "host waits"}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_host_bounds_what_is_in_flight_unless_the_device_does(train, monkeypatch, stage):
+    def in_flight_before_the_first_wait():
+        return told[: told.index("host waits")].count("an event on lane")
+
+    expected = train(stage, gradient_accumulation_steps=1, train_batch_size=4)
+    assert in_flight_before_the_first_wait() == MAX_ARRIVING
+    told.clear()
+    monkeypatch.setattr(PY, "holds_back", True)
+    assert train(stage, gradient_accumulation_steps=1, train_batch_size=4) == expected
+    assert in_flight_before_the_first_wait() > MAX_ARRIVING
 
 
 @pytest.mark.parametrize("host_timers", [False, True])

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, Unit
     from deepspeed.zero.layout import BucketSpec
 
-#: sums on their way to the host at the same time, and so staging buffers for them; one more waits for the oldest
+#: sums on their way to the host at the same time, and so staging buffers for them; one more waits for the oldest,
+#: unless it needs no buffer and the accelerator itself holds back what its memory has no room for
 MAX_ARRIVING = 4
 #: batches of weights on their way to the device at the same time, besides the one that is being updated
 MAX_LEAVING = 1
@@ -90,6 +91,8 @@ class HostPlacement(Placement):
     def __init__(self, accelerator: DeepSpeedAccelerator, *, pins: bool) -> None:
         self._memory = HostMemory(accelerator, pins=pins)
         self._lane = CopyLane(accelerator)
+        #: sums that wait for their copy hold the device's memory; staged ones also the few staging buffers
+        self._is_bounded = not accelerator.handles_memory_backpressure()
         self._incoming = BufferRing(self._memory, MAX_ARRIVING)
         self._outgoing = BufferRing(self._memory, 1 + MAX_LEAVING)
         self._shards: list[_Shard] = []
@@ -132,7 +135,7 @@ class HostPlacement(Placement):
         target = shard.view(spec)
         adds = adds and spec in shard.norms
         is_straight = target.dtype == source.dtype and not adds
-        while len(self._arrivals) >= MAX_ARRIVING:
+        while len(self._arrivals) >= MAX_ARRIVING and (self._is_bounded or not is_straight):
             self._arrivals.popleft().land()
         with self._lane.copying():
             work.wait()  # here: it is the lane that waits on a device, the computation goes on
