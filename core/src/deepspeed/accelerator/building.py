@@ -85,7 +85,10 @@ class BuildingFace(TorchModule):
     # ----- environment -----------------------------------------------------------------------------------------------
 
     def export_envs(self) -> list[str]:
-        """Prefixes of environment variables that the launcher carries to other hosts, for example `["XYZCCL"]`."""
+        """Prefixes of the environment variables that ranks on other hosts need too, for example `["XYZCCL"]`.
+
+        For launchers that start ranks there (hook `ds_launcher`); ranks on this machine inherit the environment.
+        """
         return []
 
     def visible_devices_envs(self) -> list[str]:

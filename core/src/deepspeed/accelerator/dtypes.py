@@ -15,7 +15,7 @@ class DtypeFace(TorchModule):
     """Number formats."""
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The floating point types that a model can be trained in. Asked when the engine is built."""
+        """The floating point types that a model can be trained in. Asked when the engine is built, to refuse others."""
         dtypes = [torch.float32]
         if self.is_fp16_supported():
             dtypes.append(torch.float16)

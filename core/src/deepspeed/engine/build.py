@@ -13,7 +13,7 @@ from deepspeed import comm, log
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.config.precision import torch_dtype
 from deepspeed.engine.accumulation import Accumulation
-from deepspeed.engine.device import claim_device, local_rank
+from deepspeed.engine.device import check_dtypes, claim_device, local_rank
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.events import tell
 from deepspeed.engine.observers import create_observers
@@ -85,6 +85,7 @@ def initialize(
     settings.check_supported()
     plugin_manager().hook.ds_check_config(config=settings)
     device = claim_device(args)
+    check_dtypes(settings)
     if "comms_logger" in settings.model_fields_set:
         comm.configure(settings)
 

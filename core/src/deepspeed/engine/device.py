@@ -1,4 +1,7 @@
-"""Which device of this machine is this process's. Called once per engine by `build.py`; nothing else sets a device."""
+"""Which device of this machine is this process's, and whether it computes in what the configuration asks for.
+
+Called once per engine by `build.py`; nothing else sets a device.
+"""
 
 import os
 from typing import Any
@@ -6,6 +9,8 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.precision import torch_dtype
 from deepspeed.errors import ConfigError
 
 
@@ -29,6 +34,28 @@ def claim_device(args: Any) -> torch.device:
     index = _index(accelerator, rank, "LOCAL_RANK" if asked is None else "args.device_rank")
     accelerator.set_device(index)
     return torch.device(accelerator.device_name(index))
+
+
+def check_dtypes(config: DeepSpeedConfig) -> None:
+    """Refuse a precision that the accelerator does not train in (`supported_dtypes`)."""
+    accelerator = get_accelerator()
+    asked = {
+        "fp16.enabled": torch.float16 if config.fp16.enabled else None,
+        "bf16.enabled": torch.bfloat16 if config.bf16.enabled else None,
+        "torch_autocast.dtype": torch_dtype(config.torch_autocast.dtype) if config.torch_autocast.enabled else None,
+    }
+    supported = [torch.float32, *accelerator.supported_dtypes()]
+    for key, dtype in asked.items():
+        if dtype is not None and dtype not in supported:
+            names = ", ".join(sorted({_name(each) for each in supported}))
+            raise ConfigError(
+                f"{key}: asks for {_name(dtype)}, which the accelerator {accelerator.device_name()!r} does not train "
+                f"in; it has {names}"
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _index(accelerator: DeepSpeedAccelerator, rank: int, source: str) -> int:

@@ -7,6 +7,7 @@ import torch
 from deepspeed.accelerator import DeepSpeedAccelerator, set_accelerator
 from deepspeed.accelerator import current as choice
 from deepspeed.accelerator.plain import PlainAccelerator
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine import device
 from deepspeed.errors import ConfigError
 
@@ -77,6 +78,29 @@ def test_one_that_is_not_there(claim, count, rank, args, message):
     with pytest.raises(ConfigError, match=message):
         claim(gang, rank, **args)
     assert gang.claimed == []
+
+
+class Half_Accelerator(PlainAccelerator):
+    def is_fp16_supported(self):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
+    ],
+)
+def test_a_precision_that_the_device_lacks_is_refused(claim, section, key):
+    set_accelerator(Half_Accelerator())
+    batch = {"train_batch_size": 1}
+    message = rf"{key}: asks for float16, which the accelerator 'cpu' does not train in; it has bfloat16, float32"
+    with pytest.raises(ConfigError, match=message):
+        device.check_dtypes(DeepSpeedConfig({**batch, **section}))
+    device.check_dtypes(DeepSpeedConfig({**batch, "bf16": {"enabled": True}}))
+    device.check_dtypes(DeepSpeedConfig({**batch, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}))
+    device.check_dtypes(DeepSpeedConfig(batch))
 
 
 def test_ranks_share_the_host(claim):
