@@ -1,4 +1,4 @@
-"""Entry points: the announcements of installed plugins, read with the `importlib_metadata` package.
+"""Entry points: the announcements of installed plugins, read with `importlib_metadata`, and the import of one of them.
 
 Used by `manager.py`. An entry point has `name`, `value` (the module), `dist` (the distribution, or None) and `load()`.
 """
@@ -7,6 +7,9 @@ import difflib
 from typing import Any
 
 import importlib_metadata
+
+from deepspeed.errors import PluginError
+from deepspeed.plugins.probing import call_with_limit, is_being_imported
 
 ACCELERATORS = "deepspeed.accelerators"
 FEATURES = "deepspeed.plugins"
@@ -25,7 +28,39 @@ def distribution_of(entry: Any) -> str:
     return f"{dist.metadata['Name']} {dist.version}" if dist is not None else "an unnamed distribution"
 
 
-def missing(name: str, group: str, installed: list[str]) -> str:
+def import_plugin(name: str, group: str, announced: list[Any], seconds: float | None) -> object:
+    """The plugin called `name` among the entry points `announced` in `group`. Called once per plugin.
+
+    Args:
+        seconds: a limit on the import, which then runs in a thread of its own, unless the caller is inside the import
+            of that package; None: no limit.
+
+    Raises:
+        PluginError: none has the name, or several, or the import failed.
+    """
+    entries = {entry.value: entry for entry in announced if entry.name == name}
+    if not entries:
+        raise PluginError(_missing(name, group, sorted({entry.name for entry in announced})))
+    if len(entries) > 1:
+        where = ", ".join(f"{entry.value} ({distribution_of(entry)})" for entry in entries.values())
+        raise PluginError(f"{KINDS[group]} {name!r} is announced by {len(entries)} packages: {where}; keep one")
+    (entry,) = entries.values()
+    try:
+        if seconds is None or is_being_imported(entry.value):
+            return entry.load()
+        return call_with_limit(entry.load, seconds, f"import of {name}")
+    except (Exception, SystemExit) as error:  # some packages end the process when their driver is missing
+        label = f"{KINDS[group]} {name!r} of {distribution_of(entry)}"
+        raise PluginError(f"{label} cannot be imported from {entry.value}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Type and text of what a plugin raised, for a message."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _missing(name: str, group: str, installed: list[str]) -> str:
     """The message for a name that nobody announces."""
     close = difflib.get_close_matches(name, installed, n=1)
     hint = f"did you mean {close[0]!r}? Otherwise: " if close else ""

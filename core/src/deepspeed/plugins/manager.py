@@ -21,9 +21,17 @@ from deepspeed.errors import PluginError
 from deepspeed.log import logger
 from deepspeed.plugins import hookspecs
 from deepspeed.plugins.admission import NAMES_VARIABLE, check_api, named, refusal
-from deepspeed.plugins.entry_points import ACCELERATORS, FEATURES, KINDS, distribution_of, missing, read_entry_points
+from deepspeed.plugins.entry_points import (
+    ACCELERATORS,
+    FEATURES,
+    KINDS,
+    distribution_of,
+    import_plugin,
+    one_line,
+    read_entry_points,
+)
 from deepspeed.plugins.offer import Offer
-from deepspeed.plugins.probing import call_with_limit, inside_probe, is_being_imported, timeout_s
+from deepspeed.plugins.probing import call_with_limit, inside_probe, timeout_s
 
 Key = tuple[str, str]  # group, name
 
@@ -131,7 +139,7 @@ class PluginManager:
             if (group, name) not in self._plugins:
                 seconds = timeout_s() if group == ACCELERATORS else None  # a feature plugin may load large libraries
                 try:
-                    plugin = self._import(name, group, seconds)
+                    plugin = import_plugin(name, group, self._group(group), seconds)
                     self._admit(plugin, name, group)
                 except PluginError as error:
                     self._failures[group, name] = error
@@ -253,24 +261,6 @@ class PluginManager:
             self._entries[group] = list(self._read(group))
         return self._entries[group]
 
-    def _import(self, name: str, group: str, seconds: float | None) -> object:
-        entries = {entry.value: entry for entry in self._group(group) if entry.name == name}
-        if not entries:
-            raise PluginError(missing(name, group, self.names(group)))
-        if len(entries) > 1:
-            where = ", ".join(f"{entry.value} ({distribution_of(entry)})" for entry in entries.values())
-            raise PluginError(f"{KINDS[group]} {name!r} is announced by {len(entries)} packages: {where}; keep one")
-        (entry,) = entries.values()
-        try:
-            if seconds is None or is_being_imported(entry.value):
-                return entry.load()
-            return call_with_limit(entry.load, seconds, f"import of {name}")
-        except (Exception, SystemExit) as error:  # some packages end the process when their driver is missing
-            raise PluginError(
-                f"{KINDS[group]} {name!r} of {distribution_of(entry)} cannot be imported from {entry.value}: "
-                f"{_one_line(error)}"
-            ) from error
-
     def _admit(self, plugin: object, name: str, group: str) -> None:
         """Check API range and hooks of `plugin`, then make it a candidate."""
         label = f"{KINDS[group]} {name!r}"
@@ -284,7 +274,7 @@ class PluginManager:
         except pluggy.PluginValidationError as error:
             if self._candidates.is_registered(plugin):  # pluggy before 1.7 leaves it half registered
                 self._candidates.unregister(plugin)
-            raise PluginError(f"{label}: {_one_line(error)}") from error
+            raise PluginError(f"{label}: {one_line(error)}") from error
         unknown = [
             caller.name
             for caller in self._candidates.get_hookcallers(plugin) or []
@@ -308,7 +298,7 @@ class PluginManager:
         try:
             answers = hook() if seconds is None else call_with_limit(hook, seconds, f"{hook_name} of {name}")
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{KINDS[group]} {name!r} failed in {hook_name}: {_one_line(error)}") from error
+            raise PluginError(f"{KINDS[group]} {name!r} failed in {hook_name}: {one_line(error)}") from error
         return answers[0] if answers else None
 
     def _probe(self, name: str, seconds: float) -> Offer:
@@ -374,11 +364,6 @@ def _pluggy_manager() -> pluggy.PluginManager:
 
 def _optional(caller: Any, plugin: object) -> bool:
     return all(impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 _PROCESS_MANAGER = PluginManager()
