@@ -1,4 +1,4 @@
-"""The operators of `csrc/` on a CPU: their host code built by the C++ compiler, their kernels compiled by SYCL's runtime.
+"""The operators of `csrc/` on a CPU: host code built by the C++ compiler, kernels compiled by SYCL's runtime.
 
 `nox -s sycl` installs that runtime (1.7 GB) and says where it is; without it these tests are skipped.
 """
