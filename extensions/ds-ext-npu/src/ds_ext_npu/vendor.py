@@ -6,7 +6,6 @@ A trap: `torch_npu` announces itself to torch, and `import torch` loads it unles
 a library of CANN is missing, `import torch` therefore fails in every program of that environment.
 """
 
-import importlib
 import importlib.util
 import os
 import re
@@ -74,13 +73,15 @@ def load() -> ModuleType:
         PluginError: it cannot be imported, whatever it raises; the message has the vendor's.
     """
     try:
-        return importlib.import_module("torch_npu")
+        import torch_npu
     except Exception as error:  # a vendor's package: a missing library is ImportError, OSError or RuntimeError
         first = (str(error).strip().splitlines() or [""])[0]
         raise PluginError(
             f"torch_npu cannot be imported: {type(error).__name__}: {first}; is it made for this torch, and was CANN's "
             "set_env.sh sourced?"
         ) from error
+    module: ModuleType = torch_npu
+    return module
 
 
 def _files(devices: Path) -> list[Path]:

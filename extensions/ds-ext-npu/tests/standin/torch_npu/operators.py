@@ -14,14 +14,16 @@ API = json.loads((Path(__file__).parents[2] / "vendor_api.json").read_text())
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 calls = collections.Counter()
-_library = torch.library.Library("npu", "DEF")
+_kept = []  # torch forgets the operators of a Library that nobody holds
 
 
 def define():
     """Register every operator of the file; their names."""
+    library = torch.library.Library("npu", "DEF")
     for overload, schema in API["operators"].items():
-        _library.define(schema)
-        _library.impl(overload, _counted(overload.split(".")[0], globals()[overload.replace(".", "_")]), "PrivateUse1")
+        library.define(schema)
+        library.impl(overload, _counted(overload.split(".")[0], globals()[overload.replace(".", "_")]), "PrivateUse1")
+    _kept.append(library)
     return {overload.split(".")[0] for overload in API["operators"]}
 
 
@@ -42,7 +44,9 @@ def _same(*tensors, shapes=True):
         raise RuntimeError(f"ERR: 1 to 8 dimensions are wanted, and elements: {first.shape}")
 
 
-def npu_apply_adam_w(*args):
+def npu_apply_adam_w(
+    beta1_power, beta2_power, lr, weight_decay, beta1, beta2, epsilon, grad, max_grad_norm, amsgrad, maximize
+):
     raise RuntimeError("npu_apply_adam_w is not implemented for Tensor")
 
 
