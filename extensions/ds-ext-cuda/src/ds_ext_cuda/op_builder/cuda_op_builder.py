@@ -148,6 +148,7 @@ class CUDAOpBuilder(OpBuilder):
             *toolchain.command,
             *_host_compiler_option(),
             *self.compute_capability_args(),
+            *("--threads", "0"),  # the GPUs side by side, as many as there are cores
             *("-MMD", "-MF", str(object_path.with_suffix(".d"))),
             *("-Xcompiler", f"-ffile-prefix-map={source.parent}=."),
             *flags,
