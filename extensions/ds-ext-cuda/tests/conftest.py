@@ -60,7 +60,8 @@ class EmulatedBuilder(OpBuilder):
 
     def cxx_args(self) -> list[str]:
         # The library is loaded in a process of tests only: all symbols may be seen, so that kernels have names.
-        args = ["-O2", "-g", "-std=c++20", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-DDS_CUDA_EMULATED"]
+        args = ["-O2", "-g", "-std=c++20", "-ffp-contract=off", "-DDS_CUDA_EMULATED"]
+        args += ["-Wall", "-Wno-unknown-pragmas", "-Wno-attributes"]
         return [*args, "-fno-omit-frame-pointer", *_sanitizers()] if _sanitizers() else args
 
     def extra_ldflags(self) -> list[str]:

@@ -17,14 +17,16 @@ def register_quantizer_fakes() -> None:
 
 
 def register_inference_fakes() -> None:
-    """Of norms, gelu and rotary."""
+    """Of norms, gelu, rotary, softmax and additions."""
     torch.library.register_fake("ds_cuda::layer_norm", _layer_norm)
     torch.library.register_fake("ds_cuda::layer_norm_residual", _layer_norm_residual)
     torch.library.register_fake("ds_cuda::rms_norm", _rms_norm)
     torch.library.register_fake("ds_cuda::rms_norm_residual", _rms_norm_residual)
     torch.library.register_fake("ds_cuda::gelu", _gelu)
     torch.library.register_fake("ds_cuda::bias_gelu", _bias_gelu)
+    torch.library.register_fake("ds_cuda::bias_residual_add", _bias_residual_add)
     torch.library.register_fake("ds_cuda::rotary", _rotary)
+    torch.library.register_fake("ds_cuda::masked_softmax", _masked_softmax)
 
 
 def _quantize(x: Tensor, num_groups: int, num_bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
@@ -79,6 +81,14 @@ def _gelu(x: Tensor, tanh: bool) -> Tensor:
 
 def _bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     return _like("bias_gelu", x, bias=bias)
+
+
+def _bias_residual_add(x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    return _like("bias_residual_add", x, bias=bias, residual=residual)
+
+
+def _masked_softmax(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return _like("masked_softmax", x, mask=mask)
 
 
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, seq_dim: int) -> Tensor:

@@ -8,14 +8,12 @@
 #include <string>
 #include <vector>
 
+#include "common/dtype.h"
 #include "common/registration.h"
 
 namespace ds {
 
 using torch::stable::Tensor;
-
-// The floating dtypes that kernels read and write; arithmetic is always fp32.
-enum class Dtype : int32_t { kFp32, kBf16, kFp16 };
 
 // Names an argument in an error: `grads` or, with an index, `grads[3]`.
 struct Argument {

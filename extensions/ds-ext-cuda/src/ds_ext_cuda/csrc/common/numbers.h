@@ -41,22 +41,22 @@ constexpr int kAccessBytes = 16;
 template <typename T>
 constexpr int kWide = kAccessBytes / static_cast<int>(sizeof(T));
 
-// N elements that are read or written by one access.
+// N elements that are read or written together: by one access up to 16 bytes, beyond by several.
 template <typename T, int N>
-struct alignas(sizeof(T) * N) Pack {
+struct alignas(sizeof(T) * N < kAccessBytes ? sizeof(T) * N : kAccessBytes) Pack {
     T at[N];
 };
 
-// N elements from an address that is a multiple of their size.
+// N elements from an address that is a multiple of what one access takes of them.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> read(const T* from) {
-    DS_EMULATED_CHECK(reinterpret_cast<uintptr_t>(from) % sizeof(Pack<T, N>) == 0, "misaligned read");
+    DS_EMULATED_CHECK(reinterpret_cast<uintptr_t>(from) % alignof(Pack<T, N>) == 0, "misaligned read");
     return *reinterpret_cast<const Pack<T, N>*>(from);
 }
 
 template <typename T, int N>
 __device__ __forceinline__ void write(T* to, const Pack<T, N>& pack) {
-    DS_EMULATED_CHECK(reinterpret_cast<uintptr_t>(to) % sizeof(Pack<T, N>) == 0, "misaligned write");
+    DS_EMULATED_CHECK(reinterpret_cast<uintptr_t>(to) % alignof(Pack<T, N>) == 0, "misaligned write");
     *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
@@ -79,7 +79,7 @@ __device__ __forceinline__ Pack<T, N> narrow(const Pack<float, N>& wide) {
 // Whether rows of `cols` elements that begin at `pointer` can be read N at a time.
 template <int N, typename T>
 inline bool is_aligned(const T* pointer, int64_t cols) {
-    return reinterpret_cast<uintptr_t>(pointer) % (sizeof(T) * N) == 0 && cols % N == 0;
+    return reinterpret_cast<uintptr_t>(pointer) % alignof(Pack<T, N>) == 0 && cols % N == 0;
 }
 
 }  // namespace ds

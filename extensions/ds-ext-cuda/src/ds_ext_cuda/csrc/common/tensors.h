@@ -10,7 +10,7 @@
 #include "common/check.h"
 #include "common/device.h"
 #include "common/launch.h"
-#include "common/numbers.h"
+#include "common/rows.h"
 
 namespace ds {
 
@@ -64,6 +64,25 @@ static inline Rows check_rows(const Argument& argument, const Tensor& x) {
     if (x.dim() == 0) refuse(argument, "a tensor without dimensions", "of one dimension or more");
     const int64_t cols = x.size(x.dim() - 1);
     return {cols == 0 ? 0 : x.numel() / cols, cols};
+}
+
+// A vector over the columns of x (weight, bias), contiguous, and the tensor that holds it.
+struct HeldVector {
+    std::optional<Tensor> tensor;
+    FloatVector vector = {nullptr, Dtype::kFp32};
+};
+
+static inline HeldVector check_vector(const Argument& argument, const std::optional<Tensor>& tensor, int64_t cols,
+                                      const Tensor& x) {
+    if (!tensor.has_value()) return {};
+    check_beside(argument, *tensor, x, "x");
+    const Dtype dtype = check_float(argument, *tensor);
+    if (tensor->dim() != 1 || tensor->size(0) != cols) {
+        refuse(argument, shape_name(*tensor), "(" + std::to_string(cols) + "), the last dimension of x");
+    }
+    HeldVector held = {as_contiguous(*tensor), {nullptr, dtype}};
+    held.vector.data = held.tensor->data_ptr();
+    return held;
 }
 
 static inline int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }

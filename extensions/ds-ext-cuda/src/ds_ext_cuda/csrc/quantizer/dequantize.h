@@ -1,6 +1,7 @@
 // The kernel that makes numbers of integers, and adds up several quantized copies of one tensor as it reads them.
 #pragma once
 
+#include "common/divide.h"
 #include "quantizer/levels.h"
 
 namespace ds {
@@ -22,12 +23,6 @@ struct NumberArgs {
     const float* params;
     void* out;
 };
-
-// A quotient of 64 bits takes three times as long as one of 32.
-__device__ __forceinline__ int64_t divided(int64_t at, int64_t by) {
-    if (((at | by) >> 32) == 0) return static_cast<uint32_t>(at) / static_cast<uint32_t>(by);
-    return at / by;
-}
 
 // N integers from element `begin` of a group on, as fp32. N = 1 takes any element; others are even and aligned.
 template <int N>
@@ -73,7 +68,7 @@ __global__ void __launch_bounds__(kDequantizeThreads) dequantize(NumberArgs args
     for (int unit = 0; unit < kDequantizeUnits; ++unit) {
         const int64_t at = (first + unit * kDequantizeThreads) * N;
         if (at >= args.numel) return;
-        const int64_t group = divided(at, args.group_size);
+        const int64_t group = quotient(at, args.group_size);
         Pack<float, N> sum = sum_of_copies<N>(args, group, at - group * args.group_size);
         if (args.factor != 1.0f) {
 #pragma unroll

@@ -7,8 +7,8 @@
 namespace ds {
 
 constexpr int kQuantizeThreads = 256;
-// At least so many share a multiprocessor: the compiler then keeps bf16 as it is instead of widened.
-constexpr int kBlocksPerProcessor = 4;
+// At least so many share a multiprocessor.
+constexpr int kBlocksPerProcessor = 3;
 // Wide accesses that a thread keeps in registers.
 constexpr int kUnitsOfLane = 4, kUnitsOfThread = 8;
 
@@ -54,7 +54,7 @@ struct Unit {
         }
     }
 
-    __device__ __forceinline__ void measure(int64_t size, int64_t begin, Range& range) const {
+    __device__ __forceinline__ void measure(int64_t size, int64_t begin, Range& range) {
         const int count = count_of(size, begin);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -185,7 +185,7 @@ struct Piece {
         for (int i = 0; i < kUnitsOfThread; ++i) units[i].load(start_of<T>(args, group), args.group_size, at(begin, i));
     }
 
-    __device__ __forceinline__ Range range(const GroupArgs& args, int64_t begin) const {
+    __device__ __forceinline__ Range range(const GroupArgs& args, int64_t begin) {
         Range range;
 #pragma unroll
         for (int i = 0; i < kUnitsOfThread; ++i) units[i].measure(args.group_size, at(begin, i), range);
