@@ -1,15 +1,16 @@
-"""Render docs/reference/ops.md from the table of ops and the host extension: `python docs/generate/ops.py [--check]`.
+"""Render docs/reference/ops.md from the table of ops and the extensions: `python docs/generate/ops.py [--check]`.
 
 `core/tests/house/test_ops_reference_fresh.py` fails when the page and the code differ.
 """
 
+import importlib
 import sys
 from pathlib import Path
 
 from deepspeed.ops.documented import OPS
-from ds_ext_cpu.op_builder import builders
 
 PAGE = Path(__file__).parents[1] / "reference" / "ops.md"
+EXTENSIONS = Path(__file__).parents[2] / "extensions"
 
 _HEAD = """# Ops: fronts, kernels, references
 
@@ -69,17 +70,29 @@ they are read. How to write a builder: [howto/bring-a-kernel.md](../howto/bring-
 
 def render() -> str:
     """The whole page."""
-    on_host = builders()
+    stated = _stated_builders()
     with_front, without = [], []
     for op, entry in OPS.items():
-        kernel = "ds-ext-cpu" if entry.builder in on_host else ""
+        kernels = ", ".join(name for name, builders in stated.items() if entry.builder in builders)
         cells = [f"`{op}`", f"`{entry.builder}`"]
         if entry.front:
             operators = ", ".join(f"`{name}`" for name in entry.operators)
-            with_front.append([*cells, f"`{entry.front}`", kernel, operators])
+            with_front.append([*cells, f"`{entry.front}`", kernels, operators])
         else:
-            without.append([*cells, kernel])
+            without.append([*cells, kernels])
     return _HEAD + _rows(with_front) + _MIDDLE + _rows(without) + _TAIL
+
+
+def _stated_builders() -> dict[str, set[str]]:
+    """Extension of this repository -> the names of its builders, as its plugin states them; no device is needed."""
+    stated = {}
+    for door in sorted(EXTENSIONS.glob("ds-ext-*/src/ds_ext_*/plugin.py")):
+        package = door.parent
+        sys.path.append(str(package.parent))
+        plugin = importlib.import_module(f"{package.name}.plugin")
+        builders = plugin.ds_op_builders() if hasattr(plugin, "ds_op_builders") else {}
+        stated[package.name.replace("_", "-")] = set(builders)
+    return stated
 
 
 def _rows(rows: list[list[str]]) -> str:

@@ -1,4 +1,4 @@
-"""docs/reference/ops.md is what the table of ops and the host extension say."""
+"""docs/reference/ops.md is what the table of ops and the extensions say."""
 
 import subprocess
 import sys

@@ -118,3 +118,22 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), opened)
 def test_after_the_choice_among_all_no_device_is_open_and_a_forked_child_can_use_it(run):
     done, _ = run(FORK, EXTENSIONS)
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+BUILDERS = """
+import json
+from deepspeed.plugins import plugin_manager
+told = {}
+for name in plugin_manager().names():
+    for builder_name, kind in plugin_manager().op_builders(name).items():
+        builder = kind()
+        told[f"{name}.{builder_name}"] = [bool(builder.is_compatible()), builder.reason]
+print(json.dumps(told))
+"""
+
+
+def test_every_builder_can_be_asked_without_its_device_and_says_why_not(run):
+    done, _ = run(BUILDERS, EXTENSIONS)
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told
+    assert {name for name, (works, reason) in told.items() if not works and not reason} == set()
