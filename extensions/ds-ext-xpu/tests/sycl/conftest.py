@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.ops import registry
 
 RUNTIME = "DS_SYCL_RUNTIME"
 FOLDER = Path(__file__).parent
@@ -32,10 +34,16 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_generate_tests(metafunc):
-    if "numel" in metafunc.fixturenames:
+    if _is_asked_for("numel", metafunc):
         metafunc.parametrize("numel", SIZES)
-    if "dtype" in metafunc.fixturenames:
+    if _is_asked_for("dtype", metafunc):
         metafunc.parametrize("dtype", DTYPES, ids=[str(dtype).removeprefix("torch.") for dtype in DTYPES])
+
+
+def _is_asked_for(name, metafunc):
+    """A test of core's suite brings values of its own."""
+    stated = [marker.args[0] for marker in metafunc.definition.iter_markers("parametrize")]
+    return name in metafunc.fixturenames and not any(name in names for names in stated)
 
 
 def _on_host(kind):
@@ -83,6 +91,29 @@ def host_builders():
 def ops(host_builders):
     """`torch.ops.ds_xpu`, with all operators in it."""
     return [kind().load() for kind in host_builders.values()][-1]
+
+
+@pytest.fixture(scope="session")
+def host_accelerator(host_builders):
+    """An accelerator whose tensors lie in host memory and whose builders are this extension's."""
+    from deepspeed.accelerator.plain import PlainAccelerator
+
+    class Host(PlainAccelerator):
+        def get_op_builder(self, class_name):
+            return host_builders.get(class_name)
+
+    return Host()
+
+
+@pytest.fixture
+def on_device(host_accelerator):
+    """That accelerator is in force."""
+    before = get_accelerator()
+    set_accelerator(host_accelerator)
+    registry.reset()
+    yield
+    set_accelerator(before)
+    registry.reset()
 
 
 class Close:

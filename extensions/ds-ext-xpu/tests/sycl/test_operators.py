@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.ops import quantizer, registry, transformer
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.op_builder.toolchain import find_compiler
@@ -50,22 +48,6 @@ def test_a_fake_names_the_tensor_that_lies_elsewhere(ops):
 
 
 # ----- core's fronts -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_device(host_builders):
-    """An accelerator whose tensors lie in host memory and whose builders are this extension's."""
-
-    class Host(PlainAccelerator):
-        def get_op_builder(self, class_name):
-            return host_builders.get(class_name)
-
-    before = get_accelerator()
-    set_accelerator(Host())
-    registry.reset()
-    yield
-    set_accelerator(before)
-    registry.reset()
 
 
 def test_the_operators_serve_the_fronts(on_device, close):

@@ -1,0 +1,9 @@
+"""The XPU accelerator does what every accelerator has to do, where there is an Intel GPU."""
+
+import pytest
+from ds_ext_xpu.plugin import ds_probe
+
+if not ds_probe().available:
+    pytest.skip(f"needs an Intel GPU: {ds_probe().reason}", allow_module_level=True)
+
+from deepspeed.testing.suite import *  # noqa: E402, F403
