@@ -140,7 +140,7 @@ def test_ranks_die_with_their_parent():
         "import os\n"
         "from deepspeed.testing import distributed, models\n"
         "distributed.run_ranks(1, models.GPTConfig.__post_init__, models.GPTConfig())\n"
-        "print(*[p.pid for p in distributed._pools[1]._processes], flush=True)\n"
+        "print(*[p.pid for p in distributed._pools[1, ()]._processes], flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)

@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
+        for path in filter(None, (options.json, options.report)):
+            if not path.parent.is_dir():  # said before the suite runs for minutes
+                raise _CannotRun(f"cannot write {path}: there is no folder {path.parent}")
         record, passed = _run(options)
         if options.json:
             _write(options.json, json.dumps(record, indent=1) + "\n")

@@ -29,6 +29,7 @@ from deepspeed.ops import registry
 from deepspeed.ops.documented import OPS
 from deepspeed.plugins import PLUGIN_API, plugin_manager
 from deepspeed.testing import requirements
+from deepspeed.testing.suite.expected_failures import FILE_NAME, read_expected_failures
 
 _OPTION = "--ds-record"
 
@@ -39,12 +40,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the accelerator, so that what cannot be chosen is said once, and not by each test."""
+    """Chooses the accelerator and reads the list, so that what is wrong with them is said once, not by each test."""
     path = config.getoption(_OPTION)
     if path is None:
         return
     try:
         get_accelerator()
+        for argument in config.args:
+            read_expected_failures(Path(argument).with_name(FILE_NAME))
     except DeepSpeedError as error:
         raise pytest.UsageError(str(error)) from error
     config.pluginmanager.register(Recorder(Path(path)), "ds-recorder")

@@ -27,6 +27,9 @@ class Watched:
             ASKED.add(name)
         return getattr(self._accelerator, name)
 
+    def __repr__(self) -> str:
+        return type(self._accelerator).__name__
+
 
 _DOCUMENTED = frozenset(documented_names())
 

@@ -14,6 +14,11 @@ def test_without_a_graph_the_work_simply_runs(accelerator: DeepSpeedAccelerator,
     assert torch.equal(x.cpu(), torch.full((10,), 2.0))
 
 
+def test_a_graph_can_be_replayed_or_is_none(accelerator: DeepSpeedAccelerator) -> None:
+    graph = accelerator.create_graph()
+    assert graph is None or callable(graph.replay)
+
+
 def test_no_graph_cannot_be_replayed(accelerator: DeepSpeedAccelerator) -> None:
     with pytest.raises(RuntimeError):
         accelerator.replay_graph(None)

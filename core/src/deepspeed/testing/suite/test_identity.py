@@ -26,6 +26,12 @@ def test_names_are_torch_devices(accelerator: DeepSpeedAccelerator) -> None:
     assert torch.device(accelerator.current_device_name()).type == kind
 
 
+@requirements.own_memory
+def test_devices_have_names_of_their_own(accelerator: DeepSpeedAccelerator) -> None:
+    count = accelerator.device_count()
+    assert len({accelerator.device_name(index) for index in range(count)}) == count
+
+
 def test_current_device_is_one_of_them(accelerator: DeepSpeedAccelerator) -> None:
     assert 0 <= accelerator.current_device() < accelerator.device_count()
     assert accelerator.current_device_name() == accelerator.device_name(accelerator.current_device())

@@ -1,0 +1,127 @@
+"""Does the conformance suite notice? Accelerators with one planted fault each, and the test that has to catch it.
+
+Each runs in the process of the simulated device, which keeps no work secret: it is late, and its memory is its own.
+"""
+
+import pytest
+
+#: planted fault -> the test of the suite that fails on it, and may be the only one that does
+CAUGHT_BY = {
+    # devices
+    "NamesTheNextDevice": "test_an_index_is_the_device_that_torch_means",
+    "NamesOneDeviceForAll": "test_devices_have_names_of_their_own",
+    "CountsOneTooMany": "test_device_count_is_where_devices_end",
+    "CountsOneTooFew": "test_device_count_is_where_devices_end",
+    "IgnoresSetDevice": "test_set_device_is_remembered",
+    "LeavesTheDeviceContextOpen": "test_device_context_makes_another_current",
+    "OwnsEveryTensor": "test_tensors_lie_on_the_current_device",
+    "ForgetsADtype": "test_supported_dtypes_agree_with_the_flags",
+    "MakesHalvesOfFloats": "test_constructors_of_old_scripts",
+    # random numbers
+    "RestoresNoState": "test_a_state_is_restored",
+    "RestoresTheStateOfTheFirstDevice": "test_each_device_has_its_own_generator",
+    "IgnoresTheSeed": "test_a_seed_repeats_and_another_differs",
+    "SeedsOneDeviceOfAll": "test_manual_seed_all_reaches_every_device",
+    "SeedsTheHostToo": "test_the_hosts_generator_is_left_alone",
+    "RemembersNoSeed": "test_the_seed_is_remembered",
+    "GivesTheHostsGenerator": "test_the_default_generator_is_the_one_drawn_from",
+    # memory
+    "AllocatesNothing": "test_allocated_memory_follows_tensors",
+    "CountsTheFirstDeviceOnly": "test_each_device_counts_its_own_memory",
+    "KeepsOldStatistics": "test_statistics_are_those_of_torch_by_name",
+    "KeepsThePeak": "test_peak_of_allocated_memory_is_kept_and_reset",
+    "KeepsThePeakOfReservedMemory": "test_peak_of_reserved_memory_is_kept_and_reset",
+    "HasMoreThanThereIs": "test_total_and_available_memory_are_plausible",
+    "KeepsItsCache": "test_empty_cache_gives_memory_back",
+    "PinsNothing": "test_pinned_tensors_are_equal_and_on_the_host",
+    "CallsEverythingPinned": "test_ordinary_memory_is_not_pinned",
+    "PinsNothingAndSaysItDid": "test_torch_agrees_that_it_is_pinned",
+    "AlignsNothing": "test_alignment_is_kept",
+    # order
+    "DoesNotSynchronize": "test_synchronize_waits_for_the_current_stream",
+    "SynchronizesAnotherDevice": "test_a_copy_to_the_host_is_there_after_a_wait",
+    "ClaimsToBeDoneAtOnce": "test_a_synchronized_device_is_done_when_a_call_returns",
+    "ClaimsToResolveDependencies": "test_a_device_that_resolves_dependencies_needs_no_wait",
+    "IsAlwaysOnTheDefaultStream": "test_a_stream_is_current_inside_its_context",
+    "IgnoresStreams": "test_a_stream_is_current_inside_its_context",
+    "WaitsForNoStream": "test_a_side_stream_sees_what_it_waited_for",
+    "MeasuresNoTime": "test_events_measure_time_in_order",
+    "MeasuresAlwaysTheSame": "test_events_measure_time_in_order",
+    "EventsDoNotWait": "test_a_copy_to_the_host_is_there_after_a_wait",
+    "ReadsTheHostBeforeItIsDone": "test_a_copy_to_the_host_is_there_after_a_wait",
+    "RecordsNothing": "test_a_graph_runs_again_on_new_values",
+    "ReplaysNoGraph": "test_no_graph_cannot_be_replayed",
+    # environment
+    "HidesNoDevice": "test_visible_devices_are_written_for_a_rank",
+    "ForgetsLateCalls": "test_a_late_call_is_made_once_the_device_is_used",
+    "KeepsItsCompiler": "test_the_compile_backend_can_be_chosen",
+    "TrustsThatRangesAreOpen": "test_a_range_that_nobody_opened_closes_quietly",
+    "NamesNoLibrary": "test_the_communication_library_is_known_to_torch",
+    # op builders
+    "CorrectsNoBias": "test_optimizer_kernel_equals_its_reference",
+    "UpdatesAllButTheLast": "test_optimizer_kernel_equals_its_reference",
+    "WritesNoHalfWeights": "test_one_pass_writes_half_weights_beside_fp32_masters",
+    "IsSilentlyIncompatible": "test_each_builder_gives_its_op_or_says_why_not",
+    "PromisesAnOpAndHasNone": "test_each_builder_gives_its_op_or_says_why_not",
+    "GivesABuilderForEveryName": "test_a_builder_is_found_by_its_name",
+}
+#: tests that concern kernels: compared with an honest one, as the simulated device has none of its own
+OF_KERNELS = sorted({test for fault, test in CAUGHT_BY.items() if test.startswith(("test_opt", "test_one_pass"))})
+HONEST = "HonestAdam"
+
+
+def outcomes(fault, tests, folder, words=""):
+    """On a rank: what tests come to with a planted fault, or without (None); name -> (outcome, reason) of its cases."""
+    import os
+    from pathlib import Path
+
+    import planted_faults
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.testing.recording import Recorder
+
+    os.environ.pop("DS_OPS_DISABLE", None)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # each fault is a session of pytest: a short one
+    if fault is not None:
+        set_accelerator(planted_faults.make(fault))
+    get_accelerator()
+    names = ", ".join(("accelerator", "device", "ds_undisturbed", *tests))
+    file = Path(folder) / f"test_on_{fault or 'an_honest_device'}.py"  # a module is imported once, by its name
+    file.write_text(f"from deepspeed.testing.suite import {names}\n")
+    Path(folder, "pytest.ini").write_text("[pytest]\n")
+    options = ["-q", "-p", "no:cacheprovider", "-c", f"{folder}/pytest.ini", "--import-mode=importlib"]
+    recorder = Recorder()
+    pytest.main([*options, *(["-k", words] if words else []), str(file)], plugins=[recorder])
+    found = {}
+    for test in recorder.tests.values():
+        found.setdefault(test["name"].partition("[")[0], []).append((test["outcome"], test["reason"]))
+    return found
+
+
+def test_all_faults_are_listed(sim):
+    assert sim(planted_names)[0] == sorted([*CAUGHT_BY, HONEST])
+    assert len(CAUGHT_BY) >= 10
+
+
+def planted_names():
+    import planted_faults
+
+    return [name for name in planted_faults.names() if not name.startswith("_")]
+
+
+def test_the_honest_device_passes_those_tests(sim, tmp_path):
+    found = sim(outcomes, None, sorted(set(CAUGHT_BY.values())), str(tmp_path))[0]
+    assert set(found) == set(CAUGHT_BY.values())
+    wrong = {name: each for name, each in found.items() if {outcome for outcome, _ in each} - {"passed", "skipped"}}
+    assert wrong == {}
+
+
+def test_an_honest_kernel_passes(sim, tmp_path):
+    found = sim(outcomes, HONEST, OF_KERNELS, str(tmp_path), "fused_adam")[0]
+    assert set(found) == set(OF_KERNELS)
+    assert {outcome for each in found.values() for outcome, _ in each} == {"passed"}
+
+
+@pytest.mark.parametrize(("fault", "test"), CAUGHT_BY.items(), ids=CAUGHT_BY)
+def test_a_planted_fault_is_caught(sim, tmp_path, fault, test):
+    found = sim(outcomes, fault, [test], str(tmp_path), "fused_adam" if test in OF_KERNELS else "")[0]
+    assert "failed" in {outcome for outcome, _ in found[test]}, found

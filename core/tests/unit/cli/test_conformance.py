@@ -1,0 +1,115 @@
+"""`ds_conformance`: its exit codes, its list of expected failures, errors of one line, and what it writes."""
+
+import importlib.util
+import json
+
+import pytest
+from deepspeed.cli.conformance import main
+from deepspeed.cli.conformance_report import as_markdown, conclusion, skip_rows, theme_rows
+
+QUICK = ("--accelerator", "plain", "-k", "graphs")
+
+
+def one_line(capsys):
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1, told.err
+    return told.err.removeprefix("ds_conformance: ")
+
+
+# ----- a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_conforms(tmp_path, capsys):
+    record, page = tmp_path / "r.json", tmp_path / "r.md"
+    assert main([*QUICK, "--json", str(record), "--report", str(page)]) == 0
+    told = json.loads(record.read_text())
+    assert {test["theme"] for test in told["tests"]} == {"graphs"}
+    assert told["accelerator"]["class"] == "PlainAccelerator"
+    assert "create_graph" in told["methods"]["asked"]
+    assert ["graphs", False, "create_graph() is None"] in told["capabilities"]
+    assert page.read_text().startswith("# Conformance of PlainAccelerator\n\nconforms: 3 passed, 2 skipped\n")
+    shown = capsys.readouterr().out
+    assert "graphs: create_graph() is None" in " ".join(shown.split())
+    assert "conforms: 3 passed" in " ".join(shown.split())
+
+
+def test_an_expected_failure_that_passes_or_is_no_test_fails_the_run(tmp_path, capsys):
+    listed = tmp_path / "known.txt"
+    listed.write_text("# known\ntest_no_graph_cannot_be_replayed  # it did nothing\ntest_of_old[1]  # renamed since\n")
+    words = "graphs or expected_failures_are"
+    assert main(["--accelerator", "plain", "-k", words, "--expected-failures", str(listed)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "FAILED test_no_graph_cannot_be_replayed: [XPASS(strict)] it did nothing" in shown
+    assert "names no tests of the suite: test_of_old[1]" in shown
+    assert "does not conform: 2 passed, 2 failed, 2 skipped" in shown
+
+
+# ----- what cannot be run --------------------------------------------------------------------------------------------
+
+
+def test_an_accelerator_that_is_not_installed(capsys):
+    assert main(["--accelerator", "nowhere"]) == 2
+    assert "DS_ACCELERATOR=nowhere" in one_line(capsys)
+
+
+def test_no_test_of_that_name(capsys):
+    assert main(["--accelerator", "plain", "-k", "weather"]) == 2
+    assert "no test matches -k 'weather'" in one_line(capsys)
+
+
+def test_a_list_that_is_not_there(tmp_path, capsys):
+    assert main([*QUICK, "--expected-failures", str(tmp_path / "none")]) == 2
+    assert "No such file" in one_line(capsys)
+
+
+def test_a_report_that_cannot_be_written(tmp_path, capsys):
+    assert main([*QUICK, "--report", str(tmp_path / "none/r.md")]) == 2
+    assert "cannot write" in one_line(capsys)  # before anything was run
+
+
+def test_without_pytest(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main([]) == 2
+    assert "pip install 'ds-core[testing]'" in one_line(capsys)
+
+
+# ----- the report ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def record():
+    tests = [
+        ("test_a", "memory", "passed", ""),
+        ("test_b[1|2]", "memory", "failed", "assert 1 | 2"),
+        ("test_c", "streams", "skipped", "streams: none"),
+        ("test_d", "streams", "skipped", "streams: none"),
+        ("test_e", "streams", "expected", "known"),
+    ]
+    keys = ("name", "theme", "outcome", "reason")
+    return {
+        "accelerator": {"class": "XYZ_Accelerator", "origin": "ds-ext-xyz 1.0", "device": "xyz:0"},
+        "versions": {"torch": "2.9"},
+        "capabilities": [["streams", False, "none"]],
+        "ops": [],
+        "tests": [dict(zip(keys, test, strict=True)) for test in tests],
+        "methods": {"asked": ["device"], "not asked": ["synchronize"]},
+    }
+
+
+def test_the_page(record):
+    page = as_markdown(record)
+    assert "does not conform: 1 passed, 1 failed, 2 skipped, 1 expected" in page
+    assert "| test_b[1\\|2] | assert 1 \\| 2 |" in page
+    assert "1 of 2 documented methods were asked; not: synchronize." in page
+    assert "## Ops" not in page  # a section without rows is left out
+
+
+def test_tests_are_counted_by_theme_and_reason(record):
+    assert theme_rows(record) == [["memory", "1", "1", "", "", ""], ["streams", "", "", "", "2", "1"]]
+    assert skip_rows(record) == [["2", "streams: none"]]
+
+
+def test_errors_count_as_failures(record):
+    record["tests"] = [{"name": "test_a", "theme": "", "outcome": "error", "reason": "setup"}]
+    assert conclusion(record) == "does not conform: 1 error"

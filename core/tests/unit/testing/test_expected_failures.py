@@ -1,0 +1,32 @@
+"""The list of expected failures: names, cases, reasons, and what is refused."""
+
+import pytest
+from deepspeed.errors import ConfigError
+from deepspeed.testing.suite.expected_failures import read_expected_failures
+
+
+@pytest.fixture
+def listed(tmp_path):
+    def write(text):
+        path = tmp_path / "expected_failures.txt"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_names_cases_and_comments(listed):
+    path = listed("# a title\n\ntest_a  # slow clock\n  test_b[fp16-0] # ticket #12\n")
+    assert read_expected_failures(path) == {"test_a": "slow clock", "test_b[fp16-0]": "ticket #12"}
+
+
+def test_no_list_is_an_empty_one(tmp_path):
+    assert read_expected_failures(tmp_path / "none.txt") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("test_a\n", "line 1: test_a has no reason"), ("test_a # x\ntest_a # y", "line 2: .*twice")]
+)
+def test_what_is_refused(listed, text, told):
+    with pytest.raises(ConfigError, match=told):
+        read_expected_failures(listed(text))
