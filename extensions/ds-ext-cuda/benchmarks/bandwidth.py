@@ -5,7 +5,7 @@
 
 Prints median microseconds [minimum, maximum], GB/s, and the share of the copy's GB/s. A kernel's bytes are those that
 its operator has to move at least: each input and output once. (`lamb_step_` reads what it has written once more, since
-the trust ratio needs the whole parameter; that second reading is counted.) Tensors are far larger than the card's cache.
+the trust ratio needs the whole parameter; that second reading is counted.) Tensors are far larger than the cache.
 `--check` fails when one of the kernels with a target is under 80% of the copy.
 """
 
