@@ -1,4 +1,4 @@
-"""`--language cpp` runs the tests of one kernel language; without it, of all."""
+"""`--language cpp` runs the tests of one kernel language, and `none` those that are of no language; without it, all."""
 
 import pytest
 
@@ -13,3 +13,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "language" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--language")
         metafunc.parametrize("language", [chosen] if chosen else LANGUAGES, scope="module")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One session per language runs what is of no language once."""
+    if config.getoption("--language") not in (None, "none"):
+        items[:] = [item for item in items if "language" in item.fixturenames]

@@ -81,14 +81,16 @@ def test_a_device_without_kernels_takes_at_most_60_lines(tmp_path, module):
 
 @pytest.mark.parametrize(("name", "module"), [("q", MODULES[0]), ("xyz", MODULES[2]), ("a_name_of_16_let", MODULES[1])])
 def test_rendered_code_is_laid_out_well_whatever_the_name(tmp_path, language, name, module):
-    project = rendered(tmp_path, device_name=name, kernel_language=language, device_module=module)
+    known = {"cuda": "cuda", "sycl": "xpu"}.get(language, "zzz") if module == "torch" else name
+    choices = {"device_name": name, "device_module": module, "torch_device": known}
+    project = rendered(tmp_path, kernel_language=language, **choices)
     assert [path for path in project.rglob("*") if path.is_file() and "{" + "%" in path.read_text()] == []
     succeeds(project, "ruff", "check", ".")
     succeeds(project, "ruff", "format", "--check", ".")
     kernels = [str(path) for path in project.rglob("csrc/**/*") if path.suffix in (".cpp", ".h", ".cu")]
     assert bool(kernels) == (language != "none")
     if kernels:
-        succeeds(project, "clang_format", "--dry-run", "--Werror", *kernels)
+        succeeds(project, "clang-format", "--dry-run", "--Werror", *kernels)
 
 
 @pytest.fixture(scope="session")
@@ -103,6 +105,6 @@ def test_rendered_code_is_typed(tmp_path, language, types_cache):
 
 
 def succeeds(project, tool, *words):
-    command = [sys.executable, "-m", tool, *words]
+    command = [str(Path(sys.executable).with_name(tool)), *words]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{tool}:\n{done.stdout}\n{done.stderr}"

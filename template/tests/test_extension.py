@@ -64,13 +64,13 @@ def test_the_environment_has_it_by_pip_install_alone(extension):
         "print(type(g()).__name__, g().current_device_name(), g().communication_backend_name())"
     ).splitlines()
     assert told[0] == str(extension.site / "ds_ext_acme/__init__.py")
-    assert told[1].split() == ["ACME_Accelerator", "sim:0", "simccl"]
+    assert told[1].split() == ["ACME_Accelerator", "acme:0", "acmeccl"]
 
 
 def test_the_report_says_why_it_was_chosen(extension):
     report = extension.run("python", "-m", "deepspeed.cli.report", "--explain-accelerator").stdout
     assert "acme" in report
-    assert "ds_ext_sim is installed" in report
+    assert "torch_acme is installed" in report
 
 
 def test_the_op_is_compiled_from_its_own_package(extension, language, kernels, tmp_path):
@@ -112,9 +112,17 @@ def test_the_op_serves_the_front_or_says_why_not(extension, language, kernels):
     assert (served, source) == ("False", "reference")
     if has_compiler(language):
         assert "its kernels read tensors of torch.device" in why
-        assert "the accelerator has 'sim'" in why
+        assert "not of 'acme'" in why
     else:
         assert f"{COMPILERS[language]} was not found" in why
+
+
+def test_a_wheel_may_carry_the_library(extension, language, kernels, tmp_path):
+    if language not in ON_SIM:
+        pytest.skip("its kernels are not for this device, so that they are not built ahead")
+    wheel = extension.build(tmp_path, DS_BUILD_FUSED_LION="1")
+    assert "-py3-none-linux_" in wheel.name
+    assert "ds_ext_acme/op_builder/fused_lion_op.so" in zipfile.ZipFile(wheel).namelist()
 
 
 def test_its_tests_pass_and_the_conformance_suite_among_them(extension, language):
@@ -146,7 +154,7 @@ def test_it_trains_without_the_host_extension(extension):
         "engine.backward(engine(torch.ones(2, 4, device=g().current_device_name())).sum()); engine.step()\n"
         "print(engine.module.weight.device, torch.equal(before, engine.module.weight.detach().cpu()))\n"
     )
-    assert extension.python(program, DS_PLUGINS_BLOCK="cpu").splitlines()[-1] == "sim:0 False"
+    assert extension.python(program, DS_PLUGINS_BLOCK="cpu").splitlines()[-1] == "acme:0 False"
 
 
 def test_nothing_was_written_where_it_is_installed_or_in_core(extension, core_before):

@@ -39,17 +39,14 @@ class DeviceOpBuilder(OpBuilder):
         # no contraction: the same formula gives the same bits here and in torch
         flags = ["-O3", "-std=c++20", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
         return [*flags, *_architecture_flags()]
+{%- if cookiecutter.torch_device != 'cuda' %}
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """False with the reason, too, when the accelerator in force has tensors that these kernels cannot read."""
-        if not super().is_compatible(verbose):
-            return False
-        from deepspeed.accelerator import get_accelerator
-
-        found = get_accelerator()._name
-        if found != "cuda":
-            self.reason = f"its kernels read tensors of torch.device('cuda'), and the accelerator has {found!r}"
-        return found == "cuda"
+        """False, with the reason. Goes when the kernels take this device's tensors: see the key in `fused_lion.cpp`."""
+        if super().is_compatible(verbose):
+            self.reason = "its kernels read tensors of torch.device('cuda'), not of '{{ cookiecutter.torch_device }}'"
+        return False
+{%- endif %}
 
     def toolchain(self) -> Toolchain:
         """nvcc, when it is of the CUDA major version that torch was built for.

@@ -37,6 +37,7 @@ static void lion_step(std::vector<Tensor> params, std::vector<Tensor> grads, std
         check_like_param("grads", grads[index], params[index]);
         check_like_param("exp_avgs", exp_avgs[index], params[index]);
         if (!copies.empty()) check_like_param("copies", copies[index], params[index]);
+        if (!steps[index].is_cpu()) throw std::runtime_error("lion_step_: steps must be in host memory");
     }
     const LionFactors by = {
         .one_minus_beta1 = static_cast<float>(1 - beta1),
@@ -59,7 +60,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ds_{{ cookiecutter.device_name }}, m) {
         "lion_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] steps, "
         "Tensor(d!)[] copies, *, float lr, float beta1, float beta2, float weight_decay, float grad_scale) -> ()");
 }
-{%- set keys = {'cuda': 'CUDA', 'sycl': 'XPU'} %}
+{% set keys = {'cuda': 'CUDA', 'sycl': 'XPU'} %}
 STABLE_TORCH_LIBRARY_IMPL(ds_{{ cookiecutter.device_name }}, {{ keys.get(cookiecutter.kernel_language, 'CompositeExplicitAutograd') }}, m) {
 {%- if cookiecutter.kernel_language in keys %}
     // Tensors of another device are refused by torch.
