@@ -1,4 +1,4 @@
-"""Warm ranks on the stand-in for the vendor's package, and on the cpu accelerator.
+"""Warm ranks on the stand-in for the vendor's package, and on core's plain device.
 
 PrivateUse1 is one per process and for good, so that nothing of it happens in the process of the tests.
 """
@@ -49,9 +49,9 @@ def installed(tmp_path_factory):
     if not SIMULATED.is_dir():
         pytest.skip(f"the simulated device is no part of this package; {SIMULATED} has it")
     site = tmp_path_factory.mktemp("site")
-    metadata = site / "ds_ext_npu_standin-1.0.dist-info"
+    metadata = site / "ds_ext_npu-1.0.dist-info"  # stands before the extension's own, if that is installed
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ds-ext-npu-standin\nVersion: 1.0\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ds-ext-npu\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[deepspeed.accelerators]\nnpu = npu_door\n")
     folders = [site, FOLDER / "standin", SOURCE, SIMULATED, os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}
@@ -70,4 +70,4 @@ def _ranks(world_size, accelerator, **more):
 
 
 npu, npu_ranks = _ranks(1, "npu"), _ranks(2, "npu")
-cpu, cpu_ranks = _ranks(1, "cpu", DS_OPS_DISABLE="all"), _ranks(2, "cpu", DS_OPS_DISABLE="all")
+cpu, cpu_ranks = _ranks(1, "plain", DS_OPS_DISABLE="all"), _ranks(2, "plain", DS_OPS_DISABLE="all")

@@ -1,0 +1,21 @@
+"""The conformance suite against the stand-in, by its command: the device is one per process and for good."""
+
+import json
+import os
+import subprocess
+import sys
+
+# Of the simulated device, not of this extension: it has no kernels for autocast.
+WITHOUT = "not autocast"
+
+
+def test_the_accelerator_conforms(installed, tmp_path):
+    record = tmp_path / "record.json"
+    command = [sys.executable, "-m", "deepspeed.cli.conformance", "--accelerator", "npu", "--json", str(record)]
+    environment = {**os.environ, **installed}
+    done = subprocess.run(
+        [*command, "-k", WITHOUT], env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ds-ext-npu" in record.read_text()
+    assert json.loads(record.read_text())
