@@ -18,7 +18,7 @@ if arguments == ["--version"]:
     sys.exit(0)
 with open({log!r}, "a") as log:
     log.write(json.dumps(arguments) + "\\n")
-ours = ("-fsycl", "-fno-sycl", "-fp-model", "-Xsycl", "-device", "-ltorch_xpu")
+ours = ("-fsycl", "-fno-sycl", "-fp-model", "-foffload", "-Xsycl", "-device", "-ltorch_xpu")
 compiler = {compiler!r}
 os.execvp(compiler[0], [*compiler, *(one for one in arguments if not one.startswith(ours))])
 """

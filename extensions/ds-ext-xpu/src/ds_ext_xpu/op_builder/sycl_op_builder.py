@@ -45,7 +45,7 @@ class SYCLOpBuilder(OpBuilder):
         return [
             *("-O3", "-std=c++20", "-fvisibility=hidden"),
             # icpx means -ffast-math unless told otherwise: the kernels look for NaN, and round where the formulas do
-            "-fp-model=precise",
+            *("-fp-model=precise", "-foffload-fp32-prec-div", "-foffload-fp32-prec-sqrt"),
             *_targets(),
             "-fno-sycl-id-queries-fit-in-int",  # a tensor may have more than 2^31 elements
         ]
