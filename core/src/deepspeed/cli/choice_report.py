@@ -21,8 +21,8 @@ from deepspeed.plugins.probing import TIMEOUT_VARIABLE
 _VARIABLES = (VARIABLE, BLOCK_VARIABLE, AUTOLOAD_VARIABLE, NAMES_VARIABLE, TIMEOUT_VARIABLE)
 
 
-def collect_choice() -> tuple[Choice | None, dict[str, Any]]:
-    """The choice, made now if none was, or None when there can be none; and the same as plain values.
+def collect_choice() -> dict[str, Any]:
+    """The choice as plain values; it is made now if none was.
 
     Keys: `chosen` (name, class, plugin, why, or error), `accelerators` (fields of `Candidate`, likeliest first, the
     plain device last), `environment` (the variables that decide -> value or None).
@@ -36,7 +36,7 @@ def collect_choice() -> tuple[Choice | None, dict[str, Any]]:
         rows = [dataclasses.asdict(each) for each in list_candidates(choice)]  # after the choice, which may break one
     except DeepSpeedError as failure:  # a variable that holds nonsense
         rows, error = [], str(failure)
-    return choice, {
+    return {
         "chosen": _chosen(choice, error),
         "accelerators": rows,
         "environment": {name: os.environ.get(name) for name in _VARIABLES},

@@ -6,7 +6,10 @@
     ds_report --verbose                also where plugins come from, and the traceback of each that is broken
     ds_report --build                  compile every op that has a kernel here first, as for the image of a cluster
 
-Exit code 0, or 1 when no accelerator can be chosen, another DeepSpeed overwrote these files, or `--build` failed.
+Exit code 0, or 1 when no accelerator can be chosen, a vendor's package breaks `import torch`, another DeepSpeed
+overwrote these files, or `--build` failed.
+
+Nothing that needs torch is imported at the top: `import torch` may be broken (`torch_backends.py`).
 """
 
 import argparse
@@ -14,19 +17,18 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import importlib_metadata
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from deepspeed._version import CORE_VERSION, DEEPSPEED_API
-from deepspeed.accelerator.current import Choice
-from deepspeed.cli.choice_report import collect_choice, show_choice, show_explanation
-from deepspeed.cli.feature_report import collect_features, show_features
-from deepspeed.cli.op_report import build_ops, collect_ops
+from deepspeed.cli.torch_backends import describe, import_torch
 from deepspeed.plugins import PLUGIN_API
+
+if TYPE_CHECKING:
+    from deepspeed.accelerator.current import Choice
 
 _LIBRARIES = ("pluggy", "pydantic", "importlib-metadata", "psutil", "safetensors", "deepspeed")
 # Methods of the accelerator whose answers are shown.
@@ -36,19 +38,34 @@ _ASKED = ("is_available", "device_count", "communication_backend_name", "support
 def collect(build: bool = False) -> dict[str, Any]:
     """The report as plain values. Chooses the accelerator when nothing was chosen yet; `build` compiles ops first.
 
-    Keys: `versions` (name -> version or None), those of `collect_choice` (`chosen`, `accelerators`, `environment`),
-    `features` (rows of `collect_features`), `device` (answers of the chosen one), `ops` (rows of `op_report`),
-    `overwritten_by` (version of a foreign `deepspeed` distribution, or None).
+    Keys: those of `collect_why`, `versions` (name -> version or None), `features` (rows of `collect_features`),
+    `device` (answers of the chosen one), `ops` (rows of `op_report`).
     """
-    choice, told = collect_choice()
+    why = collect_why()
+    from deepspeed.accelerator.current import explain
+    from deepspeed.cli.feature_report import collect_features
+    from deepspeed.cli.op_report import build_ops, collect_ops
+
+    choice = None if why["chosen"]["error"] else explain()
     return {
         "versions": _versions(),
-        **told,
+        **why,
         "features": collect_features(),
         "device": {} if choice is None else _device(choice),
         "ops": [] if choice is None else build_ops() if build else collect_ops(),
-        "overwritten_by": foreign_deepspeed(),
     }
+
+
+def collect_why() -> dict[str, Any]:
+    """The part of the report on the choice.
+
+    Keys: `torch_backends` (rows of `import_torch`), those of `collect_choice` (`chosen`, `accelerators`,
+    `environment`), `overwritten_by` (version of a foreign `deepspeed` distribution, or None).
+    """
+    backends = import_torch()
+    from deepspeed.cli.choice_report import collect_choice
+
+    return {"torch_backends": backends, **collect_choice(), "overwritten_by": foreign_deepspeed()}
 
 
 def foreign_deepspeed() -> str | None:
@@ -66,17 +83,14 @@ def foreign_deepspeed() -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    if options.explain_accelerator:
-        report = {**collect_choice()[1], "overwritten_by": foreign_deepspeed(), "ops": []}
-    else:
-        report = collect(options.build)
+    report = collect_why() if options.explain_accelerator else collect(options.build)
     if options.json:
-        shown = {key: value for key, value in report.items() if key != "ops" or not options.explain_accelerator}
-        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         _show(report, Console(soft_wrap=False), options.explain_accelerator, options.verbose)
-    unbuilt = options.build and any(row["state"] == "failed" for row in report["ops"])
-    return 1 if report["chosen"]["error"] or report["overwritten_by"] or unbuilt else 0
+    unbuilt = options.build and any(row["state"] == "failed" for row in report.get("ops", []))
+    torch_fails = any(row["error"] for row in report["torch_backends"])
+    return 1 if report["chosen"]["error"] or torch_fails or report["overwritten_by"] or unbuilt else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _versions() -> dict[str, str | None]:
+    import torch
+
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -107,7 +123,7 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _device(choice: Choice) -> dict[str, Any]:
+def _device(choice: "Choice") -> dict[str, Any]:
     """What the chosen accelerator says of itself."""
     return {name: _answer(getattr(choice.accelerator, name)) for name in _ASKED}
 
@@ -122,6 +138,9 @@ def _answer(method: Callable[[], Any]) -> Any:
 
 
 def _show(report: dict[str, Any], console: Console, only_choice: bool, verbose: bool) -> None:
+    from deepspeed.cli.choice_report import show_choice, show_explanation
+    from deepspeed.cli.feature_report import show_features
+
     if only_choice:
         show_explanation(report, console, verbose)
     else:
@@ -133,6 +152,9 @@ def _show(report: dict[str, Any], console: Console, only_choice: bool, verbose: 
         console.print(_table("The chosen device", ("what", "answer"), device.items()))
         _show_ops(report["ops"], console)
         show_features(report["features"], console, verbose)
+    for row in report["torch_backends"]:
+        if row["error"]:
+            console.print(describe(row), style="bold red", markup=False)
     if report["overwritten_by"]:
         console.print(
             f"Another DeepSpeed ({report['overwritten_by']}) is installed over these files. "

@@ -108,7 +108,7 @@ def test_verbose_shows_where_each_broken_plugin_failed(shelf, capsys):
 def test_explain_as_json(shelf, capsys):
     assert report.main(["--explain-accelerator", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert set(told) == {"chosen", "accelerators", "environment", "overwritten_by"}
+    assert set(told) == {"chosen", "accelerators", "environment", "overwritten_by", "torch_backends"}
     assert [row["name"] for row in told["accelerators"]] == ["good", "bad", "plain"]
     assert told["environment"]["DS_PLUGINS_BLOCK"] is None
 

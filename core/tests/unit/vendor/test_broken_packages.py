@@ -109,3 +109,32 @@ def test_two_with_equal_priority_are_reported_and_one_can_be_named(site):
     assert verdicts["first"] == "undecided: 'second' offers the same priority 50"
     told = site.run(DS_ACCELERATOR="second")
     assert (told["chosen"], told["code"]) == ("GOOD_Accelerator", 0)
+
+
+def test_one_that_breaks_torch_itself_breaks_neither_the_import_nor_the_report(site, tmp_path):
+    """`import torch` loads packages announced in `torch.backends`, and fails with them."""
+    site.install("good", GOOD.format(name="good", priority=50))
+    (tmp_path / "torch_half.py").write_text("raise ImportError('libhalf.so: cannot open shared object file')")
+    info = tmp_path / "torch_half-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_half\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nhalf = torch_half:load\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    environment.pop("DS_ACCELERATOR", None)
+
+    def run(*arguments):
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+    assert run("-c", "import deepspeed; deepspeed.__version__").returncode == 0
+    assert "Failed to load the backend extension: half" in run("-c", "import torch").stderr
+    done = run("-m", "deepspeed.cli.report", "--json", "--explain-accelerator")
+    assert (done.returncode, done.stderr) == (1, "")
+    report = json.loads(done.stdout)
+    assert report["chosen"]["plugin"] == "good"
+    (row,) = report["torch_backends"]
+    assert (row["name"], row["origin"]) == ("half", "torch_half 1.0")
+    assert row["error"] == "ImportError: libhalf.so: cannot open shared object file"
+    told = " ".join(run("-m", "deepspeed.cli.report").stdout.split())
+    assert "import torch fails, because it loads 'half' of torch_half 1.0" in told
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading it" in told
