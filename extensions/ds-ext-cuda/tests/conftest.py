@@ -88,10 +88,16 @@ def _on_gpu() -> bool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "numel" in metafunc.fixturenames:
+    if _is_asked_for("numel", metafunc):
         metafunc.parametrize("numel", SIZES)
-    if "dtype" in metafunc.fixturenames:
+    if _is_asked_for("dtype", metafunc):
         metafunc.parametrize("dtype", DTYPES, ids=[str(dtype).removeprefix("torch.") for dtype in DTYPES])
+
+
+def _is_asked_for(name: str, metafunc: pytest.Metafunc) -> bool:
+    """A test that states values of its own, as those of core's suite do, gets these."""
+    stated = [marker.args[0] for marker in metafunc.definition.iter_markers("parametrize")]
+    return name in metafunc.fixturenames and not any(name in names for names in stated)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,11 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 # what a driver leaves behind, in the order in which it is believed: a container sees all of /proc, and its own nodes
 _NODES = re.compile(r"nvidia\d+")
 _PROC = "proc/driver/nvidia/gpus"
-_SINGLE = {"dev/dxg": "through WSL", "dev/nvmap": "on a Tegra"}  # the device behind it has no number of its own
+# one node for all devices -> how it comes, and what shows that they are NVIDIA's
+_SINGLE = {
+    "dev/dxg": ("through WSL", "usr/lib/wsl/lib/libcuda.so.1"),
+    "dev/nvmap": ("on a Tegra", "dev/nvmap"),
+}
 
 
 def present(root: Path = Path("/")) -> tuple[int, str]:
@@ -34,8 +38,8 @@ def present(root: Path = Path("/")) -> tuple[int, str]:
     gpus = _names(root / _PROC)
     if gpus:
         return len(gpus), f"/{_PROC}"
-    for node, how in _SINGLE.items():
-        if (root / node).exists():
+    for node, (how, witness) in _SINGLE.items():
+        if (root / node).exists() and (root / witness).exists():
             return 1, f"/{node}, {how}"
     return 0, "no /dev/nvidia0, no /dev/dxg, no /dev/nvmap"
 

@@ -15,10 +15,10 @@ def cuda_of_torch() -> tuple[str | None, str]:
         `("13.0", "torch 2.13.0+cu130")`; `(None, "torch 2.13.0+cpu is built without CUDA; ...")` for another build,
         or when there is no torch.
     """
-    if "torch" in sys.modules:
-        version = sys.modules["torch"].version  # a fake torch of a test, too
-        found = {"__version__": str(version.__version__), "cuda": version.cuda, "hip": version.hip}
-    else:
+    version = getattr(sys.modules.get("torch"), "version", None)
+    if hasattr(version, "cuda"):
+        found = {name: getattr(version, name, None) for name in ("__version__", "cuda", "hip")}
+    else:  # not imported, or another thread is about to
         found = _stated_on_disk()
     name = f"torch {found.get('__version__') or 'of an unknown version'}"
     cuda = found.get("cuda")
