@@ -1,13 +1,11 @@
 """The door of this extension: hook implementations only; torch and the accelerator are imported when it is chosen."""
 
-import importlib
-import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from deepspeed.plugins import Offer, hookimpl
 
-from ds_ext_xpu import devices
+from ds_ext_xpu import devices, oneccl
 from ds_ext_xpu.installed_torch import xpu_of_torch
 
 if TYPE_CHECKING:
@@ -17,9 +15,6 @@ DS_PLUGIN_API = ">=1,<2"
 
 # a real device: above the host's 0
 _PRIORITY = 100
-
-# import name of Intel's oneCCL bindings, which register the backend "ccl" with torch as they are imported
-_CCL_MODULE = "oneccl_bindings_for_pytorch"
 
 
 @hookimpl
@@ -58,8 +53,8 @@ def ds_op_builders() -> Mapping[str, type]:
 @hookimpl
 def ds_comm_backend(name: str) -> None:
     """Register "ccl" with torch where the oneCCL bindings are installed; torch makes its exchanges then."""
-    if name == "ccl" and importlib.util.find_spec(_CCL_MODULE) is not None:
-        importlib.import_module(_CCL_MODULE)
+    if name == oneccl.NAME and oneccl.is_installed():
+        oneccl.register()
 
 
 def _no(reason: str) -> Offer:
