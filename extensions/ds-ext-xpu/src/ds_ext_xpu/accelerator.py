@@ -37,7 +37,7 @@ class XPU_Accelerator(DeepSpeedAccelerator):
         return oneccl.version() if self.communication_backend_name() == oneccl.NAME else None
 
     def export_envs(self) -> list[str]:
-        """The settings of oneCCL, of its network and of SYCL, which all hosts must share; the mask of devices is each one's."""
+        """The settings of oneCCL, of its network and of SYCL, which all hosts must share; not the mask of devices."""
         return ["CCL", "FI_", "ZE_FLAT", "SYCL", "ONEAPI", "LD_LIBRARY", "PATH"]
 
     def visible_devices_envs(self) -> list[str]:
