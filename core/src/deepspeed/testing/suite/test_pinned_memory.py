@@ -26,9 +26,9 @@ def test_parts_of_pinned_memory_are_pinned(accelerator: DeepSpeedAccelerator) ->
 
 
 @pytest.mark.parametrize("align_bytes", [512, 4096])
-@pytest.mark.parametrize("numel", [0, 1, 1023])
-def test_alignment_is_kept(accelerator: DeepSpeedAccelerator, align_bytes: int, numel: int) -> None:
-    host = torch.arange(float(numel + 1))[1:]  # begins where nothing is aligned
+@pytest.mark.parametrize("size", [0, 1, 1023])
+def test_alignment_is_kept(accelerator: DeepSpeedAccelerator, align_bytes: int, size: int) -> None:
+    host = torch.arange(float(size + 1))[1:]  # begins where nothing is aligned
     pinned = accelerator.pin_memory(host, align_bytes=align_bytes)
     assert pinned.data_ptr() % align_bytes == 0
     assert torch.equal(pinned, host)

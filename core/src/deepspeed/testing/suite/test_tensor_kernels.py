@@ -29,7 +29,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 _EPS = 1e-5
 
 each_dtype = pytest.mark.parametrize("dtype", list(_TOLERANCE), ids=str)
-each_size = pytest.mark.parametrize("numel", _SIZES)
+each_size = pytest.mark.parametrize("size", _SIZES)
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -59,9 +59,9 @@ def _rows(numel: int, dtype: torch.dtype) -> list[Tensor]:
 
 @each_dtype
 @each_size
-def test_layer_norm_equals_its_reference(device: torch.device, numel: int, dtype: torch.dtype) -> None:
+def test_layer_norm_equals_its_reference(device: torch.device, size: int, dtype: torch.dtype) -> None:
     requirements.op("transformer_inference").check()
-    x, residual, weight = _rows(numel, dtype)
+    x, residual, weight = _rows(size, dtype)
     bias = _random(weight.numel(), seed=3)
     there = [tensor.to(device) for tensor in (x, residual, weight, bias)]
     found = transformer.layer_norm(there[0], there[2], there[3], _EPS)
@@ -73,9 +73,9 @@ def test_layer_norm_equals_its_reference(device: torch.device, numel: int, dtype
 
 @each_dtype
 @each_size
-def test_rms_norm_equals_its_reference(device: torch.device, numel: int, dtype: torch.dtype) -> None:
+def test_rms_norm_equals_its_reference(device: torch.device, size: int, dtype: torch.dtype) -> None:
     requirements.op("transformer_inference").check()
-    x, residual, weight = _rows(numel, dtype)
+    x, residual, weight = _rows(size, dtype)
     there = [tensor.to(device) for tensor in (x, residual, weight)]
     found = transformer.rms_norm(there[0], there[2], _EPS)
     _assert_close(found, rms_norm_reference(x, weight, _EPS))
@@ -87,9 +87,9 @@ def test_rms_norm_equals_its_reference(device: torch.device, numel: int, dtype: 
 @pytest.mark.parametrize("form", ["none", "tanh"])
 @each_dtype
 @each_size
-def test_gelu_equals_its_reference(device: torch.device, numel: int, dtype: torch.dtype, form: str) -> None:
+def test_gelu_equals_its_reference(device: torch.device, size: int, dtype: torch.dtype, form: str) -> None:
     requirements.op("transformer_inference").check()
-    x, bias = _random(2, numel, dtype=dtype), _random(numel, dtype=dtype, seed=1)
+    x, bias = _random(2, size, dtype=dtype), _random(size, dtype=dtype, seed=1)
     _assert_close(transformer.gelu(x.to(device), form), gelu_reference(x, form))
     found = transformer.bias_gelu(x.to(device), bias.to(device), form)
     _assert_close(found, bias_gelu_reference(x, bias, form))
@@ -123,10 +123,10 @@ each_width = pytest.mark.parametrize("num_bits", [8, 4])
 @each_dtype
 @each_size
 def test_quantize_equals_its_reference(
-    device: torch.device, numel: int, dtype: torch.dtype, num_bits: int, symmetric: bool
+    device: torch.device, size: int, dtype: torch.dtype, num_bits: int, symmetric: bool
 ) -> None:
     requirements.op("quantizer").check()
-    x = _random(2, numel, dtype=dtype)
+    x = _random(2, size, dtype=dtype)
     q, params = quantize(x.to(device), 2, num_bits, symmetric)
     wanted_q, wanted_params = quantize_reference(x, 2, num_bits, symmetric)
     torch.testing.assert_close(params.cpu(), wanted_params, rtol=1e-5, atol=1e-30)
@@ -144,19 +144,19 @@ def test_quantize_equals_its_reference(
 @each_dtype
 @each_size
 def test_dequantize_equals_its_reference(
-    device: torch.device, numel: int, dtype: torch.dtype, num_bits: int, symmetric: bool
+    device: torch.device, size: int, dtype: torch.dtype, num_bits: int, symmetric: bool
 ) -> None:
     requirements.op("quantizer").check()
-    pairs = [quantize_reference(_random(2, numel, seed=seed), 2, num_bits, symmetric) for seed in range(3)]
+    pairs = [quantize_reference(_random(2, size, seed=seed), 2, num_bits, symmetric) for seed in range(3)]
     q, params = pairs[0]
-    found = dequantize(q.to(device), params.to(device), num_bits, shape=(2, numel), dtype=dtype)
-    _assert_close(found, dequantize_reference(q, params, numel, num_bits, dtype))
+    found = dequantize(q.to(device), params.to(device), num_bits, shape=(2, size), dtype=dtype)
+    _assert_close(found, dequantize_reference(q, params, size, num_bits, dtype))
     qs, all_params = torch.stack([q for q, _ in pairs]), torch.stack([params for _, params in pairs])
     for mean in (False, True):
         summed = dequantize_reduce(
-            qs.to(device), all_params.to(device), num_bits, shape=(2, numel), dtype=dtype, mean=mean
+            qs.to(device), all_params.to(device), num_bits, shape=(2, size), dtype=dtype, mean=mean
         )
-        _assert_close(summed, dequantize_reduce_reference(qs, all_params, numel, num_bits, mean, dtype))
+        _assert_close(summed, dequantize_reduce_reference(qs, all_params, size, num_bits, mean, dtype))
 
 
 @each_scheme
@@ -164,12 +164,12 @@ def test_dequantize_equals_its_reference(
 @each_dtype
 @each_size
 def test_fake_quantize_equals_its_reference(
-    device: torch.device, numel: int, dtype: torch.dtype, num_bits: int, symmetric: bool
+    device: torch.device, size: int, dtype: torch.dtype, num_bits: int, symmetric: bool
 ) -> None:
     requirements.op("quantizer").check()
-    x = _random(2, numel, dtype=dtype)
+    x = _random(2, size, dtype=dtype)
     found = fake_quantize(x.to(device), 2, num_bits, symmetric=symmetric).cpu()
     wanted = fake_quantize_reference(x, 2, num_bits, symmetric)
     assert found.dtype == dtype
     differs = ~torch.isclose(found.float(), wanted.float(), rtol=_TOLERANCE[dtype], atol=1e-5)
-    assert int(differs.sum()) <= numel / 500  # ties that fell to the other side
+    assert int(differs.sum()) <= size / 500  # ties that fell to the other side
