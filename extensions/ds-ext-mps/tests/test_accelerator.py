@@ -11,7 +11,8 @@ from ds_ext_mps.queue import MPSEvent, MPSQueue
 
 
 @pytest.fixture
-def mps(metal):
+def mps(metal, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     return MPS_Accelerator()
 
 
@@ -110,9 +111,13 @@ def test_no_graph_is_recorded(mps):
         mps.replay_graph(mps.create_graph())
 
 
-def test_a_second_rank_is_told_what_it_can_do(mps):
-    with pytest.raises(ConfigError, match=r"mps:1.*mps:0 alone.*one rank.*DS_ACCELERATOR=cpu"):
+def test_a_second_rank_is_told_what_it_can_do(mps, monkeypatch):
+    told = ": a Mac has mps:0 alone, and gloo .*; one rank, or DS_ACCELERATOR=cpu for several"
+    with pytest.raises(ConfigError, match=f"device mps:1{told}"):
         mps.set_device(1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=f"WORLD_SIZE=2{told}"):
+        mps.communication_backend_name()
 
 
 def test_without_the_device_it_is_not_built(metal):

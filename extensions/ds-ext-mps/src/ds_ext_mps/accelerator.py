@@ -4,6 +4,7 @@ There is one device, one queue of work, and one generator. torch keeps no peak o
 was asked for since the last reset stands in for it.
 """
 
+import os
 from contextlib import nullcontext
 from types import ModuleType
 
@@ -12,6 +13,8 @@ from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.errors import ConfigError, PluginError
 
 from ds_ext_mps.queue import MPSEvent, MPSQueue
+
+_ONE_RANK = "a Mac has mps:0 alone, and gloo exchanges none of its tensors; one rank, or DS_ACCELERATOR=cpu for several"
 
 
 class MPS_Accelerator(DeepSpeedAccelerator):
@@ -55,10 +58,13 @@ class MPS_Accelerator(DeepSpeedAccelerator):
 
     def set_device(self, device_index: int) -> None:
         if device_index != 0:
-            raise ConfigError(
-                f"device mps:{device_index}: a Mac has mps:0 alone, and no library exchanges its tensors among ranks; "
-                "start one rank, or several with DS_ACCELERATOR=cpu"
-            )
+            raise ConfigError(f"device mps:{device_index}: {_ONE_RANK}")
+
+    def communication_backend_name(self) -> str:
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks > 1:
+            raise ConfigError(f"WORLD_SIZE={ranks}: {_ONE_RANK}")
+        return self._communication_backend_name
 
     def resolves_data_dependency(self) -> bool:
         return True
