@@ -31,11 +31,13 @@ class Requirement:
 
     Args:
         name: as it stands in the report.
-        question: takes the accelerator; why it lacks the capability, or None when it has it.
+        question: takes the accelerator; why it lacks the capability, or None when it has it. Its docstring says what
+            is asked, for the reference page.
     """
 
     def __init__(self, name: str, question: Callable[[DeepSpeedAccelerator], str | None]) -> None:
         self.name = name
+        self.asks = " ".join((question.__doc__ or "").split())
         self._question = question
 
     def unmet(self) -> str | None:
@@ -61,22 +63,31 @@ class Requirement:
             self.check()
             return test(*args, **kwargs)
 
+        asked.needs = (self.name, *needs_of(test))  # type: ignore[attr-defined]
         return asked  # type: ignore[return-value]
 
 
+def needs_of(test: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the requirements that decorate `test`, for the reference page."""
+    return getattr(test, "needs", ())
+
+
 def _own_memory(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`on_accelerator` is False for a tensor of the host."""
     if accelerator.on_accelerator(torch.empty(0)):
         return "on_accelerator() holds for a tensor of the host: the device works in host memory"
     return None
 
 
 def _streams(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`is_synchronized_device` is False."""
     if accelerator.is_synchronized_device():
         return "is_synchronized_device() is True: an op is done when its call returns, so streams order nothing"
     return None
 
 
 def _several_devices(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`device_count` is above 1, and `device_name(0)` is not `device_name(1)`."""
     if accelerator.device_name(0) == accelerator.device_name(1):
         return f"device_name(0) and device_name(1) are both {accelerator.device_name(0)!r}: torch knows one device"
     count = accelerator.device_count()
@@ -84,24 +95,29 @@ def _several_devices(accelerator: DeepSpeedAccelerator) -> str | None:
 
 
 def _bf16(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`is_bf16_supported` is True."""
     return None if accelerator.is_bf16_supported() else "is_bf16_supported() is False"
 
 
 def _fp16(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`is_fp16_supported` is True."""
     return None if accelerator.is_fp16_supported() else "is_fp16_supported() is False"
 
 
 def _graphs(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`create_graph` is not None."""
     return "create_graph() is None" if accelerator.create_graph() is None else None
 
 
 def _memory_figures(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`memory_allocated` and `memory_reserved` answer."""
     accelerator.memory_allocated()
     accelerator.memory_reserved()
     return None
 
 
 def _peak_memory(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`max_memory_allocated`, `max_memory_reserved` and `reset_peak_memory_stats` answer."""
     accelerator.max_memory_allocated()
     accelerator.max_memory_reserved()
     accelerator.reset_peak_memory_stats()
@@ -109,31 +125,37 @@ def _peak_memory(accelerator: DeepSpeedAccelerator) -> str | None:
 
 
 def _memory_statistics(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`memory_stats` is not empty."""
     return None if accelerator.memory_stats() else "memory_stats() is empty"
 
 
 def _own_generator(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`default_generator` of the current device is not the one of the host."""
     if accelerator.default_generator(accelerator.current_device()) is torch.default_generator:
         return "default_generator() is the host's"
     return None
 
 
 def _device_variables(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`visible_devices_envs` is not empty."""
     return None if accelerator.visible_devices_envs() else "visible_devices_envs() is empty"
 
 
 def _plugin(accelerator: DeepSpeedAccelerator) -> str | None:
+    """It was made by a plugin, not by `set_accelerator`."""
     choice = explain()
     return None if choice.plugin is not None else f"the accelerator came from no plugin: {choice.why}"
 
 
 def _own_process(accelerator: DeepSpeedAccelerator) -> str | None:
+    """Other processes can have it too: it was made by a plugin, or is the plain one."""
     if explain().plugin is None and type(accelerator) is not PlainAccelerator:
         return "it was set by set_accelerator, which ranks cannot repeat; install its plugin and set DS_ACCELERATOR"
     return None
 
 
 def _two_ranks(accelerator: DeepSpeedAccelerator) -> str | None:
+    """Ranks, and a device for each of two, unless the device works in host memory."""
     unmet = _own_process(accelerator)
     if unmet is None and _own_memory(accelerator) is None and accelerator.device_count() < 2:
         return f"device_count() is {accelerator.device_count()}, and each rank needs a device of its own"

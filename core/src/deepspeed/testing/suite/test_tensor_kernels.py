@@ -1,7 +1,7 @@
 """Kernels that make tensors of tensors (norms, gelu, rotary, quantizer) against their torch reference on the host.
 
 Each is called through its front in `deepspeed.ops` with tensors on the device, and compared with the reference function
-on the host: fp32 to 1e-5, what is rounded to half within two units in the last place.
+on the host: fp32 to 1e-5, what is rounded to half within one unit in the last place.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Training: the losses of ZeRO 0, 1 and 2 on the device are those of plain torch on the host, and runs are resumed.
 
 A GPT of 30 thousand parameters, AdamW, two ranks where there can be two. The reference adds the gradients of both
-ranks' data in one process, in fp32 on the host: losses agree to 1e-3 in fp32 and to 5% in half precision.
+ranks' data in one process, in fp32 on the host: losses agree to 1e-4 in fp32 and to 5% in half precision.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
 }
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 
 each_stage = pytest.mark.parametrize("stage", [0, 1, 2])
 
