@@ -61,6 +61,20 @@ def test_special_groups_equal_the_reference(ops, value, num_bits, symmetric):
         assert back[1].isnan().all() if not torch.tensor(value).isfinite() else back[1].isfinite().all()
 
 
+@pytest.mark.parametrize("value", [0.0, 77.0, -77.0, float("nan"), float("-inf")])
+@pytest.mark.parametrize(("num_bits", "symmetric"), FORMS)
+@pytest.mark.parametrize("at", [0, 16383, 16384, 40000])
+def test_a_group_of_several_pieces_has_one_grid(ops, close, value, num_bits, symmetric, at):
+    """What is special in one piece of a group holds for all of them, and for no other group."""
+    x = close.numbers(2 * 40001).view(2, 40001)
+    x[1, at] = value
+    q, params = ops.quantize_groups(x, 2, num_bits, symmetric)
+    wanted_q, wanted_params = reference.quantize_reference(x, 2, num_bits, symmetric)
+    equal(q, wanted_q)
+    equal(params, wanted_params)
+    equal(ops.fake_quantize_groups(x, 2, 6, symmetric), fake_quantize_reference(x, 2, 6, symmetric))
+
+
 def test_no_copies_add_up_to_zero(ops):
     q, params = torch.zeros(0, 2, 4, dtype=torch.int8), torch.zeros(0, 2, 1)
     equal(ops.dequantize_reduce(q, params, 4, 8, True, torch.float32), torch.zeros(2, 4))

@@ -28,6 +28,7 @@ static QuantizeArgs quantize_args(const Argument& x_name, const Tensor& x, int64
     const double top = symmetric ? half - 1 : 2 * half - 1;
     return {.group_size = x.numel() / num_groups,
             .group_bytes = (x.numel() / num_groups * num_bits + 7) / 8,
+            .num_pieces = std::max<int64_t>(1, (x.numel() / num_groups + kPiece - 1) / kPiece),
             .packed = num_bits == 4,
             .symmetric = symmetric,
             .bottom = static_cast<float>(symmetric ? 1 - half : 0),
@@ -35,14 +36,23 @@ static QuantizeArgs quantize_args(const Argument& x_name, const Tensor& x, int64
             .back = static_cast<float>(symmetric ? 0 : half),
             .per_level = static_cast<float>(1 / top),
             .x = array_of(x_name, x),
+            .ranges = nullptr,
             .q = nullptr,
             .params = nullptr,
             .out = {}};
 }
 
-static void run_quantize(const Tensor& x, int64_t num_groups, const QuantizeArgs& args) {
-    DS_XPU_LAUNCH(current_queue(device_index_of(x)), quantize_kernel, num_groups, group_size_for(args.group_size),
-                  args);
+// Quantizes every group of `x`; `args` says what is made of it.
+static void run_quantize(const Tensor& x, int64_t num_groups, QuantizeArgs args) {
+    sycl::queue& queue = current_queue(device_index_of(x));
+    const int64_t num_pieces = num_groups * args.num_pieces, group_size = group_size_for(args.group_size);
+    std::optional<Tensor> ranges;
+    if (args.num_pieces > 1) {
+        ranges = new_tensor(x, {num_pieces, 2}, ScalarType::Float);
+        args.ranges = static_cast<float*>(data_of(*ranges));
+        DS_XPU_LAUNCH(queue, measure_kernel, num_pieces, group_size, args);
+    }
+    DS_XPU_LAUNCH(queue, quantize_kernel, num_pieces, group_size, args);
 }
 
 static std::tuple<Tensor, Tensor> quantize_groups(Tensor x, int64_t num_groups, int64_t num_bits, bool symmetric) {

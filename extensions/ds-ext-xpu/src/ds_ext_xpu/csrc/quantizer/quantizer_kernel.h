@@ -1,5 +1,6 @@
-// Quantization by group, a group by a work-group, and back. Formulas and layout: deepspeed/ops/quantizer/groups.py.
-// The results are those of the torch reference, bit for bit, where the device divides in fp32 as IEEE 754 says.
+// Quantization by group, a piece of a group by a work-group, and back. Formulas and layout:
+// deepspeed/ops/quantizer/groups.py. The results are those of the torch reference, bit for bit, where the device
+// divides in fp32 as IEEE 754 says.
 #pragma once
 
 #include "common/kernel.h"
@@ -7,6 +8,63 @@
 
 namespace ds_xpu {
 
+// Smallest and largest of some numbers; both NaN where one of them is.
+struct Range {
+    float low;
+    float high;
+};
+
+// Of `count` elements, each a pair of bounds; every work-item of the group asks together, and gets the same.
+template <typename LowAt, typename HighAt>
+inline Range range_of(const sycl::nd_item<1>& here, int64_t count, const LowAt& low_at, const HighAt& high_at) {
+    const sycl::group<1> group = here.get_group();
+    const int64_t stride = static_cast<int64_t>(here.get_local_range(0));
+    float low = sycl::bit_cast<float>(0x7F800000u), high = -low;
+    bool has_nan = false;
+    for (int64_t i = static_cast<int64_t>(here.get_local_id(0)); i < count; i += stride) {
+        const float a = low_at(i), b = high_at(i);
+        has_nan = has_nan || is_nan(a) || is_nan(b);
+        low = a < low ? a : low;
+        high = b > high ? b : high;
+    }
+    low = sycl::reduce_over_group(group, low, sycl::minimum<float>());
+    high = sycl::reduce_over_group(group, high, sycl::maximum<float>());
+    const float nan = sycl::bit_cast<float>(0x7FC00000u);
+    return sycl::any_of_group(group, has_nan) ? Range{nan, nan} : Range{low, high};
+}
+
+// One work-group's part of the work: elements [begin, end) of a group whose first element is number `start` of x.
+struct Piece {
+    int64_t group;
+    int64_t number;  // within the group
+    int64_t start;
+    int64_t begin;
+    int64_t end;
+};
+
+inline Piece piece_of(const QuantizeArgs& args, const sycl::nd_item<1>& here) {
+    const int64_t index = static_cast<int64_t>(here.get_group(0)), group = divide(index, args.num_pieces);
+    const int64_t number = index - group * args.num_pieces, begin = number * kPiece;
+    return {group, number, group * args.group_size, begin, sycl::min(begin + kPiece, args.group_size)};
+}
+
+inline Range range_of_piece(const QuantizeArgs& args, const sycl::nd_item<1>& here, const Piece& piece) {
+    const auto x_at = [&](int64_t i) { return load(args.x, piece.start + piece.begin + i); };
+    return range_of(here, piece.end - piece.begin, x_at, x_at);
+}
+
+// The range of each piece, where groups have several.
+DS_XPU_KERNEL void measure_kernel(QuantizeArgs args) {
+    const sycl::nd_item<1> here = this_item();
+    const Range range = range_of_piece(args, here, piece_of(args, here));
+    float* to = args.ranges + 2 * static_cast<int64_t>(here.get_group(0));
+    if (here.get_local_id(0) == 0) {
+        to[0] = range.low;
+        to[1] = range.high;
+    }
+}
+
+// Where the numbers of a group go.
 struct Grid {
     float shift;
     float inverse;
@@ -14,28 +72,22 @@ struct Grid {
     float offset;
 };
 
-// The grid of one group; every work-item of the group asks together. NaN and infinity in the group make it NaN.
-inline Grid grid_of(const sycl::group<1>& group, const QuantizeArgs& args, int64_t start, int64_t first,
-                    int64_t stride) {
+inline Grid grid_of(const QuantizeArgs& args, const sycl::nd_item<1>& here, const Piece& piece) {
     constexpr float kTiny = 0x1.0p-126f;  // the smallest normal number
-    float low = sycl::bit_cast<float>(0x7F800000u), high = -low;
-    bool has_nan = false;
-    for (int64_t i = first; i < args.group_size; i += stride) {
-        const float x = load(args.x, start + i);
-        has_nan = has_nan || is_nan(x);
-        low = x < low ? x : low;
-        high = x > high ? x : high;
+    Range range{0.0f, 0.0f};
+    if (args.ranges != nullptr) {
+        const float* ranges = args.ranges + 2 * piece.group * args.num_pieces;
+        range = range_of(
+            here, args.num_pieces, [&](int64_t i) { return ranges[2 * i]; },
+            [&](int64_t i) { return ranges[2 * i + 1]; });
+    } else if (args.group_size > 0) {
+        range = range_of_piece(args, here, piece);
     }
-    low = sycl::reduce_over_group(group, low, sycl::minimum<float>());
-    high = sycl::reduce_over_group(group, high, sycl::maximum<float>());
-    has_nan = sycl::any_of_group(group, has_nan);
-    if (args.group_size == 0) low = high = 0.0f;
-    if (has_nan) low = high = sycl::bit_cast<float>(0x7FC00000u);
-    const float range = args.symmetric ? (-low > high ? -low : high) : high - low;
-    float scale = range * args.per_level;
+    const float width = args.symmetric ? (-range.low > range.high ? -range.low : range.high) : range.high - range.low;
+    float scale = width * args.per_level;
     scale = scale < kTiny ? kTiny : scale;  // NaN stays
     if (args.symmetric) return {0.0f, 1.0f / scale, scale, 0.0f};
-    return {low, 1.0f / scale, scale, low + args.back * scale};
+    return {range.low, 1.0f / scale, scale, range.low + args.back * scale};
 }
 
 // NaN stays NaN: neither bound is beyond it.
@@ -52,32 +104,35 @@ inline float number_of(float level, float scale, bool has_offset, float offset) 
     return has_offset ? number + offset : number;
 }
 
-// One work-group for each group: int8, packed int4, or the numbers that they stand for.
+// The byte of q that holds element i, and its neighbour where two share a byte.
+inline int8_t byte_of(const QuantizeArgs& args, const Grid& grid, int64_t start, int64_t i) {
+    const int32_t low = integer_of(level_of(args, grid, load(args.x, start + i)));
+    if (!args.packed) return static_cast<int8_t>(low);
+    const bool has_high = i + 1 < args.group_size;
+    const int32_t high = has_high ? integer_of(level_of(args, grid, load(args.x, start + i + 1))) : 0;
+    return static_cast<int8_t>((low & 15) | static_cast<int32_t>(static_cast<uint32_t>(high) << 4));
+}
+
+// Int8, packed int4, or the numbers that they stand for.
 DS_XPU_KERNEL void quantize_kernel(QuantizeArgs args) {
     const sycl::nd_item<1> here = this_item();
     const int64_t first = static_cast<int64_t>(here.get_local_id(0)), stride = here.get_local_range(0);
-    const int64_t number = static_cast<int64_t>(here.get_group(0)), start = number * args.group_size;
-    const Grid grid = grid_of(here.get_group(), args, start, first, stride);
+    const Piece piece = piece_of(args, here);
+    const Grid grid = grid_of(args, here, piece);
     if (args.q == nullptr) {
-        for (int64_t i = first; i < args.group_size; i += stride) {
-            const float level = level_of(args, grid, load(args.x, start + i));
-            store(args.out, start + i, number_of(level, grid.scale, !args.symmetric, grid.offset));
+        for (int64_t i = piece.begin + first; i < piece.end; i += stride) {
+            const float level = level_of(args, grid, load(args.x, piece.start + i));
+            store(args.out, piece.start + i, number_of(level, grid.scale, !args.symmetric, grid.offset));
         }
         return;
     }
-    int8_t* q = args.q + number * args.group_bytes;
-    for (int64_t byte = first; byte < args.group_bytes; byte += stride) {
-        const int64_t i = args.packed ? 2 * byte : byte;
-        int32_t bits = integer_of(level_of(args, grid, load(args.x, start + i)));
-        if (args.packed) {
-            const bool has_second = i + 1 < args.group_size;
-            const int32_t high = has_second ? integer_of(level_of(args, grid, load(args.x, start + i + 1))) : 0;
-            bits = (bits & 15) | static_cast<int32_t>(static_cast<uint32_t>(high) << 4);
-        }
-        q[byte] = static_cast<int8_t>(bits);
+    int8_t* q = args.q + piece.group * args.group_bytes;
+    const int64_t per_byte = args.packed ? 2 : 1;
+    for (int64_t i = piece.begin + per_byte * first; i < piece.end; i += per_byte * stride) {
+        q[i / per_byte] = byte_of(args, grid, piece.start, i);
     }
-    if (first == 0) {
-        float* params = args.params + number * (args.symmetric ? 1 : 2);
+    if (first == 0 && piece.number == 0) {
+        float* params = args.params + piece.group * (args.symmetric ? 1 : 2);
         params[0] = grid.scale;
         if (!args.symmetric) params[1] = grid.offset;
     }
