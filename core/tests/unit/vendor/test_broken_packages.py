@@ -39,10 +39,13 @@ try:
     chosen = type(get_accelerator()).__name__
 except deepspeed.errors.DeepSpeedError as error:
     chosen = str(error)
-out = io.StringIO()
-with contextlib.redirect_stdout(out):
-    code = report.main(["--explain-accelerator", "--json"])
-print(json.dumps({"chosen": chosen, "code": code, "report": json.loads(out.getvalue())}))
+def told(*flags):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        return report.main(flags), out.getvalue()
+(code, text), (code_of_pages, pages) = told("--explain-accelerator", "--json"), told("--verbose")
+assert code == code_of_pages
+print(json.dumps({"chosen": chosen, "code": code, "report": json.loads(text), "pages": pages}))
 """
 
 
@@ -86,6 +89,7 @@ def test_every_broken_package_is_reported_and_the_rest_works(site):
         assert reason in rows[name]["reason"]
         assert "Traceback" in rows[name]["traceback"] or "PluginError" in rows[name]["traceback"]
         assert rows[name]["origin"] == f"ds-ext-{name} 1.0 (vendor_{name})"
+        assert f"{name} failed:" in told["pages"]
 
 
 @pytest.mark.parametrize("name", ["importless", "hangs", "hangs_at_import"])
