@@ -1,5 +1,8 @@
 """Two ranks on two simulated devices: what the cpu accelerator computes, and nothing that it alone would allow."""
 
+import contextlib
+from unittest import mock
+
 import deepspeed
 import pytest
 import torch
@@ -7,12 +10,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import all_gather_object, all_reduce
 from deepspeed.testing.models import GPT, GPTConfig
+from deepspeed.zero.offload import lane
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 PRECISIONS = {"fp32": {}, "bf16": BF16, "fp16": FP16}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2])
+every_schedule = pytest.mark.parametrize("schedule", ["late", "early"])
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
@@ -60,22 +65,26 @@ def run(engine, steps):
     return losses
 
 
-def train(stage, precision, section, changes):
+def train(stage, precision, section, changes, schedule=None):
+    if schedule is not None:
+        torch.sim.set_schedule(schedule)
     engine = make_engine(stage, precision, **section, **changes)
     losses = run(engine, 3)
     weights = {name: value.cpu() for name, value in engine.module.state_dict().items()}
     norm = engine.get_global_grad_norm()
     engine.destroy()
+    if schedule is not None:
+        torch.sim.set_schedule("late")
     return losses, weights, float(norm), str(engine.device)
 
 
 _results = {}
 
 
-def result(ranks, stage, precision, section=(), **changes):
-    key = id(ranks), stage, precision, str(section), str(changes)
+def result(ranks, stage, precision, section=(), schedule=None, **changes):
+    key = id(ranks), stage, precision, str(section), schedule, str(changes)
     if key not in _results:
-        _results[key] = ranks(train, stage, precision, dict(section), changes)
+        _results[key] = ranks(train, stage, precision, dict(section), changes, schedule)
     return _results[key]
 
 
@@ -135,10 +144,11 @@ def test_exchanges_of_device_memory(sim_ranks):
 # ----- training ------------------------------------------------------------------------------------------------------
 
 
+@every_schedule
 @every_stage
 @every_precision
-def test_losses_and_weights_are_those_of_the_cpu(sim_ranks, cpu_ranks, stage, precision):
-    simulated = result(sim_ranks, stage, precision)
+def test_losses_and_weights_are_those_of_the_cpu(sim_ranks, cpu_ranks, stage, precision, schedule):
+    simulated = result(sim_ranks, stage, precision, schedule=schedule)
     assert [device for *_, device in simulated] == ["sim:0", "sim:1"]
     assert_same(simulated, result(cpu_ranks, stage, precision), 0.0 if precision == "fp32" else 2e-2)
 
@@ -149,17 +159,47 @@ def test_clipping_is_that_of_the_cpu(sim_ranks, cpu_ranks, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@every_schedule
 @every_precision
-def test_offload_changes_nothing(sim_ranks, stage, precision):
+def test_offload_changes_nothing(sim_ranks, stage, precision, schedule):
     # of several backwards stage 2 adds the sums of the ranks here, and their gradients there
-    offloaded = result(sim_ranks, stage, precision, OFFLOAD, accumulation=1)
+    offloaded = result(sim_ranks, stage, precision, OFFLOAD, schedule, accumulation=1)
     assert_same(offloaded, result(sim_ranks, stage, precision, accumulation=1))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_offload_accumulates_and_clips_as_without(sim_ranks, stage):
-    offloaded = result(sim_ranks, stage, "fp32", OFFLOAD, clipping=0.05)
+@every_schedule
+def test_offload_accumulates_and_clips_as_without(sim_ranks, stage, schedule):
+    offloaded = result(sim_ranks, stage, "fp32", OFFLOAD, schedule, clipping=0.05)
     assert_same(offloaded, result(sim_ranks, stage, "fp32", clipping=0.05), 1e-6)
+
+
+@contextlib.contextmanager
+def copying_without_waiting(lane):
+    with lane._accelerator.stream(lane._stream):
+        yield
+
+
+# A wait of the offload left out: the place, and what stands there instead; on how many ranks nothing else waits there.
+FAULTS = {
+    "a sum leaves before it is there": (1, lane.CopyLane, "copying", copying_without_waiting),
+    "weights are used before they are there": (2, lane.Mark, "wait", lambda mark: None),
+    "the host reads before a sum has arrived": (2, lane.Mark, "wait_on_host", lambda mark: None),
+}
+
+
+def train_with(fault, schedule):
+    _, owner, name, instead = FAULTS[fault]
+    with mock.patch.object(owner, name, instead):
+        return train(2, "fp32", OFFLOAD, {}, schedule)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_missing_wait_is_seen(sim, sim_ranks, fault):
+    ranks = {1: sim, 2: sim_ranks}[FAULTS[fault][0]]
+    right = result(ranks, 2, "fp32", OFFLOAD)[0][0]
+    seen = [ranks(train_with, fault, schedule)[0][0] for schedule in ("late", "early")]
+    assert any(losses != right for losses in seen)
 
 
 def train_gpt(stage):

@@ -15,6 +15,12 @@ class Sim_Accelerator(DeepSpeedAccelerator):
         self._name = torch_sim.chosen_name()
         torch_sim.install(self._name)
 
+    def is_synchronized_device(self):
+        return torch_sim.schedule() == "none"
+
+    def resolves_data_dependency(self):
+        return torch_sim.schedule() in ("none", "ordered")
+
     def visible_devices_envs(self):
         return ["SIM_VISIBLE_DEVICES"]
 

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+# "late": work runs when somebody waits. "early": side streams run ahead as far as they may. "ordered": when somebody
+# waits, and in the order of the program over all streams. "none": at once, a synchronous device.
+SCHEDULES = ("late", "early", "ordered", "none")
+
 _name = None
+_schedule = SCHEDULES[0]
 _library = None
 
 
@@ -46,6 +51,7 @@ def install(name=None, library="simccl", visible_devices_env="SIM_VISIBLE_DEVICE
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     collectives.register(library, name)
     _name = name
+    set_schedule(os.environ.get("DS_SIM_SCHEDULE", _schedule))
 
 
 def _visible(variable):
@@ -150,9 +156,18 @@ def _device_type():
     return torch.Stream(device=_name).device_type
 
 
-def set_late(late):
-    """Whether work waits until somebody waits for it; without it the device is a synchronous one."""
-    _library.set_late(late)
+def set_schedule(name):
+    """When work runs: one of `SCHEDULES`, on all devices. What waits is done before."""
+    global _schedule
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r}: one of {', '.join(SCHEDULES)} is possible")
+    _library.set_schedule(SCHEDULES.index(name))
+    _schedule = name
+
+
+def schedule():
+    """The name of the schedule in force."""
+    return _schedule
 
 
 def waiting_jobs(device=None):
@@ -198,6 +213,24 @@ def mem_get_info(device=None):
 def set_total_memory(num_bytes, device=None):
     """How much memory the device has; more than that raises `torch.OutOfMemoryError`."""
     _library.set_total_memory(_index(device), num_bytes)
+
+
+# ----- faults --------------------------------------------------------------------------------------------------------
+
+
+def lose_device(after=0, device=None):
+    """`after` more operations (operators, copies, values read) work; then the device is lost.
+
+    From then on operators and waits raise `torch.AcceleratorError`, and what was queued is never done.
+    """
+    if after < 0:
+        raise ValueError(f"lose_device: after {after} operations; 0 or more are possible")
+    _library.lose_device(_index(device), after)
+
+
+def restore_device(device=None):
+    """The device works again, or is not lost after all; what it held is not to be relied on."""
+    _library.lose_device(_index(device), -1)
 
 
 # ----- random numbers ------------------------------------------------------------------------------------------------

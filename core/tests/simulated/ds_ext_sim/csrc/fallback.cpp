@@ -1,15 +1,17 @@
 // Every operator of `aten` that has no kernel of its own: run by the host's kernel on aliases of the tensors.
+//
+// An operator that makes a view does so at once. Nearly every other one is tried on zeros, which tells the sizes of its
+// results and refuses wrong arguments, and becomes a job of the current stream. What remains - sizes that depend on
+// values, answers to the host - waits for the stream and runs at once, as it does on real devices.
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/jit_type.h>
 #include <torch/library.h>
 
-#include <array>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "arguments.h"
 #include "hooks.h"
 #include "queues.h"
 #include "tensors.h"
@@ -18,186 +20,235 @@ namespace sim {
 
 namespace {
 
-using torch::jit::Stack;
+template <typename Visitor>
+void each_tensor(const c10::IValue& value, Visitor visit) {
+    if (value.isTensor()) {
+        visit(value.toTensor());
+    } else if (value.isList()) {
+        for (const c10::IValue& item : value.toListRef()) {
+            if (item.isTensor()) visit(item.toTensor());
+        }
+    }
+}
 
-// One tensor of the device among the arguments.
-struct Argument {
-    at::Tensor original;
-    at::Tensor alias;
-    const void* bytes;  // of the alias, before the call
-    bool written;
-};
+void call_on_host(const c10::OperatorHandle& op, Stack* stack) {
+    const HostScope scope;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+}
 
 class Call {
   public:
-    Call(const c10::OperatorHandle& op, Stack* stack)
-        : op_(op), stack_(stack), first_(stack->size() - op.schema().arguments().size()) {}
+    Call(const c10::OperatorHandle& op, Stack* stack) : op_(op), schema_(op.schema()), stack_(stack) {}
 
     void run() {
         refuse_other_namespaces();
         find_device();
-        finish_current_stream(device_);
-        for (size_t index = 0; index < num_arguments(); ++index) replace(index);
         refuse_hidden_random_numbers();
-        {
-            at::AutoDispatchBelowADInplaceOrView guard;
-            op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
-        }
-        for (Argument& argument : arguments_) {
-            if (argument.written) bring_back(argument);
-        }
-        const size_t num_returns = op_.schema().returns().size();
-        for (size_t index = stack_->size() - num_returns; index < stack_->size(); ++index) {
-            (*stack_)[index] = returned((*stack_)[index]);
-        }
+        if (makes_views()) return run_now();
+        count_operation(device_);
+        if (may_be_late() && run_later()) return;
+        finish_current_stream(device_);
+        run_now();
     }
 
   private:
-    const c10::OperatorHandle& op_;
+    const c10::OperatorHandle op_;
+    const c10::FunctionSchema& schema_;
     Stack* stack_;
-    size_t first_;
     int device_ = -1;
-    bool has_generator_ = false;
-    std::vector<Argument> arguments_;
 
-    size_t num_arguments() const { return op_.schema().arguments().size(); }
-    const c10::Argument& schema_of(size_t index) const { return op_.schema().arguments()[index]; }
-    c10::IValue& value_of(size_t index) { return (*stack_)[first_ + index]; }
+    size_t num_arguments() const { return schema_.arguments().size(); }
+    at::ArrayRef<c10::IValue> given() const { return torch::jit::last(*stack_, num_arguments()); }
 
-    bool is_written(size_t index) const {
-        const auto* alias = schema_of(index).alias_info();
-        return alias != nullptr && alias->isWrite();
+    void answer(const std::vector<c10::IValue>& values) {
+        torch::jit::drop(*stack_, num_arguments());
+        stack_->insert(stack_->end(), values.begin(), values.end());
     }
 
+    // ----- what is refused ------------------------------------------------------------------------------------------
+
     void refuse_other_namespaces() const {
-        const std::string_view name = op_.schema().name();
-        TORCH_CHECK_NOT_IMPLEMENTED(name.substr(0, 6) == "aten::", "operator ", op_.schema().operator_name(),
+        const std::string_view name = schema_.name();
+        TORCH_CHECK_NOT_IMPLEMENTED(name.substr(0, 6) == "aten::", "operator ", schema_.operator_name(),
                                     " has no kernel for the device ", device_name());
     }
 
     void refuse_hidden_random_numbers() const {
-        TORCH_CHECK_NOT_IMPLEMENTED(has_generator_ || !op_.hasTag(at::Tag::nondeterministic_seeded), "operator ",
-                                    op_.schema().operator_name(), " draws random numbers of the host's generator; ",
-                                    device_name(), " has no kernel for it");
+        if (!op_.hasTag(at::Tag::nondeterministic_seeded)) return;
+        for (const c10::Argument& argument : schema_.arguments()) {
+            if (argument.name() == "generator") return;
+        }
+        TORCH_CHECK_NOT_IMPLEMENTED(false, "operator ", schema_.operator_name(),
+                                    " draws random numbers of the host's generator; ", device_name(),
+                                    " has no kernel for it");
     }
 
     // The one device of all arguments. Tensors of the host may be among them where torch allows it for every device.
     void find_device() {
-        for (size_t index = 0; index < num_arguments(); ++index) {
-            each_tensor(value_of(index), [&](const at::Tensor& tensor) {
+        for (const c10::IValue& value : given()) {
+            each_tensor(value, [&](const at::Tensor& tensor) {
                 if (is_sim(tensor) && device_ < 0) device_ = tensor.device().index();
             });
         }
         for (size_t index = 0; index < num_arguments(); ++index) {
-            each_tensor(value_of(index), [&](const at::Tensor& tensor) { check_device(index, tensor); });
-            const c10::IValue& value = value_of(index);
+            const c10::IValue& value = given()[index];
+            each_tensor(value, [&](const at::Tensor& tensor) { check_device(schema_.arguments()[index], tensor); });
             if (device_ < 0 && value.isDevice() && value.toDevice().has_index()) device_ = value.toDevice().index();
         }
         if (device_ < 0) device_ = current_device();
     }
 
-    void check_device(size_t index, const at::Tensor& tensor) const {
-        if (is_sim(tensor) ? tensor.device().index() == device_ : may_be_of_host(index, tensor)) return;
-        TORCH_CHECK(false, "Expected all tensors to be on the same device, but ", op_.schema().operator_name(),
-                    " got tensors on ", device_at(device_), " and, as argument '", schema_of(index).name(), "', on ",
+    void check_device(const c10::Argument& argument, const at::Tensor& tensor) const {
+        if (!tensor.defined()) return;
+        if (is_sim(tensor) ? tensor.device().index() == device_ : may_be_of_host(argument, tensor)) return;
+        TORCH_CHECK(false, "Expected all tensors to be on the same device, but ", schema_.operator_name(),
+                    " got tensors on ", device_at(device_), " and, as argument '", argument.name(), "', on ",
                     tensor.device());
     }
 
-    bool may_be_of_host(size_t index, const at::Tensor& tensor) const {
-        if (!tensor.device().is_cpu() || is_written(index)) return false;
-        const std::string_view name = schema_of(index).name();
-        return tensor.dim() == 0 || name == "indices" || name == "scalars";
+    static bool may_be_of_host(const c10::Argument& argument, const at::Tensor& tensor) {
+        if (!tensor.device().is_cpu() || is_written(argument)) return false;
+        return tensor.dim() == 0 || argument.name() == "indices" || argument.name() == "scalars";
     }
 
-    template <typename Visitor>
-    static void each_tensor(const c10::IValue& value, Visitor visit) {
-        if (value.isTensor()) {
-            if (value.toTensor().defined()) visit(value.toTensor());
-        } else if (value.isList()) {
-            for (const c10::IValue& item : value.toListRef()) {
-                if (!item.isTensor()) return;  // a list of numbers, or one with a None in it
-                if (item.toTensor().defined()) visit(item.toTensor());
-            }
-        }
-    }
+    // ----- now ------------------------------------------------------------------------------------------------------
 
-    void replace(size_t index) {
-        c10::IValue& value = value_of(index);
-        const bool written = is_written(index);
-        if (value.isTensor()) {
-            value = alias_of(value.toTensor(), written);
-        } else if (value.isTensorList()) {
-            c10::List<at::Tensor> aliases;
-            for (const at::Tensor& tensor : value.toTensorVector()) aliases.push_back(alias_of(tensor, written));
-            value = std::move(aliases);
-        } else if (value.isOptionalTensorList()) {
-            c10::List<std::optional<at::Tensor>> aliases;
-            for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-                aliases.push_back(tensor.has_value() ? std::optional(alias_of(*tensor, written)) : std::nullopt);
-            }
-            value = std::move(aliases);
-        } else if (value.isDevice()) {
-            value = c10::Device(c10::DeviceType::CPU);
-        } else if (is_generator(index)) {
-            has_generator_ = true;
-            value = host_generator(value.isGenerator() ? value.toGenerator() : default_generator(device_));
+    void run_now() {
+        Arguments bytes(schema_, given(), device_, Stand::kBytes);
+        Stack results = bytes.values;
+        call_on_host(op_, &results);
+        for (const Replaced& tensor : bytes.tensors) {
+            if (tensor.written) bring_back(tensor);
         }
-    }
-
-    bool is_generator(size_t index) const {
-        const auto& type = schema_of(index).type();
-        return type->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get()));
-    }
-
-    at::Tensor alias_of(const at::Tensor& tensor, bool written) {
-        if (!is_sim(tensor)) return tensor;
-        for (Argument& argument : arguments_) {
-            if (!argument.original.is_same(tensor)) continue;
-            argument.written |= written;
-            return argument.alias;
-        }
-        at::Tensor alias = host_alias(tensor);
-        for (const Argument& argument : arguments_) {  // views of one storage stay views of one storage
-            if (argument.original.storage().is_alias_of(tensor.storage())) {
-                alias.unsafeGetTensorImpl()->set_storage_keep_dtype(argument.alias.storage());
-                break;
-            }
-        }
-        arguments_.push_back({tensor, alias, alias.storage().data(), written});
-        return alias;
+        const auto on_device = [&](const at::Tensor& result) {
+            if (!result.defined()) return result;
+            if (const Replaced* same = bytes.find(result)) return same->original;
+            if (const Replaced* base = bytes.find_storage(result)) return view_of(base->original, result);
+            return to_device(result, device_);
+        };
+        for (c10::IValue& result : results) result = mapped(result, on_device);
+        answer(results);
     }
 
     // What the operator did to the sizes of an argument, and the content where it took other memory for it.
-    void bring_back(Argument& argument) {
-        const at::Tensor& alias = argument.alias;
-        c10::TensorImpl* original = argument.original.unsafeGetTensorImpl();
-        if (alias.storage().data() != argument.bytes) {
-            at::Tensor moved = to_device(alias, device_);
-            original->set_storage_keep_dtype(moved.storage());
+    void bring_back(const Replaced& tensor) {
+        if (tensor.host.storage().data() != tensor.bytes) {
+            tensor.original.unsafeGetTensorImpl()->set_storage_keep_dtype(to_device(tensor.host, device_).storage());
         }
-        if (alias.sizes() != argument.original.sizes() || alias.strides() != argument.original.strides() ||
-            alias.storage_offset() != argument.original.storage_offset()) {
-            original->set_sizes_and_strides(alias.sizes(), alias.strides(), alias.storage_offset());
-        }
+        reshape(tensor);
     }
 
-    c10::IValue returned(const c10::IValue& value) {
-        if (value.isTensor()) return returned(value.toTensor());
+    static void reshape(const Replaced& tensor) {
+        const at::Tensor& host = tensor.host;
+        if (host.sizes() == tensor.original.sizes() && host.strides() == tensor.original.strides() &&
+            host.storage_offset() == tensor.original.storage_offset()) {
+            return;
+        }
+        tensor.original.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(),
+                                                                     host.storage_offset());
+    }
+
+    template <typename Map>
+    static c10::IValue mapped(const c10::IValue& value, Map map) {
+        if (value.isTensor()) return map(value.toTensor());
         if (!value.isTensorList()) return value;
         c10::List<at::Tensor> tensors;
-        for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(returned(tensor));
+        for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(map(tensor));
         return tensors;
     }
 
-    at::Tensor returned(const at::Tensor& tensor) {
-        if (!tensor.defined()) return tensor;
-        for (const Argument& argument : arguments_) {
-            if (argument.alias.is_same(tensor)) return argument.original;
+    // ----- later ----------------------------------------------------------------------------------------------------
+
+    // Only sizes and strides change: of a new tensor over old memory, or in place.
+    bool makes_views() const {
+        if (op_.hasTag(at::Tag::inplace_view)) return true;
+        bool makes = !schema_.returns().empty();
+        for (const c10::Argument& result : schema_.returns()) makes &= result.alias_info() && !is_written(result);
+        return makes;
+    }
+
+    // Whether it says nothing to the host, and values of the device decide over values of the device alone.
+    bool may_be_late() const {
+        if (op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output)) return false;
+        bool draws = false, reads = false, writes = false, selects = false;
+        for (size_t index = 0; index < num_arguments(); ++index) {
+            const c10::Argument& argument = schema_.arguments()[index];
+            writes |= is_written(argument);
+            draws |= argument.name() == "generator";
+            each_tensor(given()[index], [&](const at::Tensor& tensor) {
+                reads |= !is_written(argument);
+                selects |= argument.name() == "indices" && tensor.defined() && is_mask(tensor);
+            });
         }
-        for (const Argument& argument : arguments_) {
-            if (argument.alias.storage().is_alias_of(tensor.storage())) return view_of(argument.original, tensor);
+        if (selects) return false;         // how many elements a mask selects is known when it has been computed
+        if (draws && reads) return false;  // how many numbers it draws may depend on what it reads
+        for (const c10::Argument& result : schema_.returns()) {
+            const auto kind = result.type()->kind();
+            const bool is_list =
+                kind == c10::TypeKind::ListType && result.type()->containedType(0)->kind() == c10::TypeKind::TensorType;
+            if (kind != c10::TypeKind::TensorType && !is_list) return false;
         }
-        return to_device(tensor, device_);
+        return writes || !schema_.returns().empty();
+    }
+
+    static bool is_mask(const at::Tensor& tensor) {
+        return tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
+    }
+
+    // False: zeros are no input for it, and it has to run now.
+    bool run_later() {
+        Arguments zeros(schema_, given(), device_, Stand::kZeros);
+        std::optional<at::Generator> before;  // the trial draws the numbers, and the job draws them again
+        if (zeros.generator.has_value()) before = zeros.values[*zeros.generator].toGenerator().clone();
+        Stack results = zeros.values;
+        if (!try_on(zeros, results)) {
+            if (before.has_value()) zeros.values[*zeros.generator].toGenerator().set_state(before->get_state());
+            return false;
+        }
+        for (const Replaced& tensor : zeros.tensors) {
+            if (!tensor.written) continue;
+            grow(tensor.original.storage(), tensor.host.storage().nbytes());
+            reshape(tensor);
+        }
+        Arguments bytes(schema_, given(), device_, Stand::kBytes);
+        if (before.has_value()) bytes.values[*bytes.generator] = *before;
+        std::vector<at::Tensor> targets;
+        const auto on_device = [&](const at::Tensor& result) {
+            const Replaced* same = result.defined() ? zeros.find(result) : nullptr;
+            at::Tensor made = same ? same->original : empty_as(result, device_);
+            targets.push_back(same || !made.defined() ? at::Tensor() : host_alias(made));
+            return made;
+        };
+        for (c10::IValue& result : results) result = mapped(result, on_device);
+        enqueue(device_, current_stream(device_), [op = op_, arguments = std::move(bytes.values), targets] {
+            Stack computed = arguments;
+            call_on_host(op, &computed);
+            size_t index = 0;
+            for (const c10::IValue& value : computed) {
+                each_tensor(value, [&](const at::Tensor& result) { deliver(result, targets[index++]); });
+            }
+        });
+        answer(results);
+        return true;
+    }
+
+    bool try_on(const Arguments& zeros, Stack& results) const {
+        try {
+            call_on_host(op_, &results);
+        } catch (const std::exception&) {
+            return false;  // on the values themselves it says what is wrong, if anything is
+        }
+        bool foretold = true;
+        for (const Replaced& tensor : zeros.tensors) {
+            foretold &= tensor.host.storage().unsafeGetStorageImpl() == tensor.storage;
+        }
+        for (const c10::IValue& value : results) {
+            each_tensor(value, [&](const at::Tensor& result) {
+                if (!result.defined() || zeros.find(result) != nullptr) return;
+                foretold &= zeros.find_storage(result) == nullptr && result.is_non_overlapping_and_dense();
+            });
+        }
+        return foretold;
     }
 };
 

@@ -3,12 +3,14 @@
 #include <c10/core/DeviceCapability.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <array>
 #include <chrono>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "memory.h"
@@ -17,8 +19,16 @@ namespace sim {
 
 namespace {
 
+// Where the oldest job runs, although nobody waits: the queues of real devices are not endless either.
+constexpr size_t kMaxWaiting = 1 << 14;
+
+struct Job {
+    std::function<void()> run;
+    std::optional<Place> after;  // it waits for this, and does nothing itself
+};
+
 struct Queue {
-    std::deque<std::function<void()>> jobs;
+    std::deque<Job> jobs;
     uint64_t given = 0;
     uint64_t done = 0;
 };
@@ -26,9 +36,13 @@ struct Queue {
 struct State {
     std::recursive_mutex mutex;  // a job may wait for another stream
     int count = 2;
-    bool late = true;
+    Schedule schedule = Schedule::kLate;
+    bool advancing = false;
     std::array<bool, kMaxDevices> used{};
     std::array<std::vector<std::unique_ptr<Queue>>, kMaxDevices> queues;
+    std::array<int64_t, kMaxDevices> operations_left;  // negative: no end
+
+    State() { operations_left.fill(-1); }
 };
 
 State& state() {
@@ -83,18 +97,70 @@ c10::StreamId new_stream(int device) {
     return static_cast<c10::StreamId>(state().queues[device].size()) - 1;
 }
 
-Place enqueue(int device, c10::StreamId stream, std::function<void()> job) {
+namespace {
+
+c10::StreamId scheduled(c10::StreamId stream) { return state().schedule == Schedule::kOrdered ? 0 : stream; }
+
+bool is_lost(int device) { return state().operations_left[device] == 0; }
+
+void run_front(int device, Queue& queue) {
+    const Job job = std::move(queue.jobs.front());
+    queue.jobs.pop_front();
+    ++queue.done;  // before it runs: one that fails is over as well
+    if (is_lost(device)) return;
+    if (job.after.has_value()) {
+        run_to(*job.after);
+    } else {
+        job.run();
+    }
+}
+
+bool can_run(const Queue& queue) {
+    return !queue.jobs.empty() && (!queue.jobs.front().after.has_value() || is_reached(*queue.jobs.front().after));
+}
+
+// Let every side stream run as far as it can without waiting.
+void advance() {
+    if (state().schedule != Schedule::kEarly || state().advancing) return;
+    state().advancing = true;
+    const auto done = c10::make_scope_exit([] { state().advancing = false; });
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (int device = 0; device < kMaxDevices; ++device) {
+            auto& queues = state().queues[device];
+            for (size_t stream = 1; stream < queues.size(); ++stream) {
+                for (; can_run(*queues[stream]); moved = true) run_front(device, *queues[stream]);
+            }
+        }
+    }
+}
+
+Place give(int device, c10::StreamId stream, Job job) {
     Guard guard(state().mutex);
+    stream = scheduled(stream);
     Queue& queue = queue_of(device, stream);
     queue.jobs.push_back(std::move(job));
     ++queue.given;
-    Place place{device, stream, queue.given};
-    if (!state().late) run_to(place);
+    const Place place{device, stream, queue.given};
+    if (state().schedule == Schedule::kNone) run_to(place);
+    if (queue.jobs.size() > kMaxWaiting) run_front(device, queue);
+    advance();
     return place;
+}
+
+}  // namespace
+
+Place enqueue(int device, c10::StreamId stream, std::function<void()> job) {
+    return give(device, stream, {std::move(job), std::nullopt});
+}
+
+void enqueue_wait(int device, c10::StreamId stream, const Place& until) {
+    if (!is_reached(until)) give(device, stream, {nullptr, until});
 }
 
 Place end_of(int device, c10::StreamId stream) {
     Guard guard(state().mutex);
+    stream = scheduled(stream);
     return {device, stream, queue_of(device, stream).given};
 }
 
@@ -106,12 +172,8 @@ bool is_reached(const Place& place) {
 void run_to(const Place& place) {
     Guard guard(state().mutex);
     Queue& queue = queue_of(place.device, place.stream);
-    while (queue.done < place.jobs && !queue.jobs.empty()) {
-        auto job = std::move(queue.jobs.front());
-        queue.jobs.pop_front();
-        job();
-        ++queue.done;
-    }
+    while (queue.done < place.jobs && !queue.jobs.empty()) run_front(place.device, queue);
+    advance();
 }
 
 void finish_stream(int device, c10::StreamId stream) { run_to(end_of(device, stream)); }
@@ -128,9 +190,30 @@ int64_t waiting_jobs(int device) {
     return waiting;
 }
 
-void set_late(bool late) {
+void set_schedule(Schedule schedule) {
+    Guard guard(state().mutex);
     for (int device = 0; device < kMaxDevices; ++device) finish_device(device);
-    state().late = late;
+    state().schedule = schedule;
+}
+
+void check_not_lost(int device) {
+    Guard guard(state().mutex);
+    if (!is_lost(device)) return;
+    const std::string told = c10::str(device_at(device), " is lost: nothing runs there any more, its memory is gone");
+    throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 1, told);
+}
+
+void count_operation(int device) {
+    Guard guard(state().mutex);
+    int64_t& left = state().operations_left[device];
+    if (left > 0) --left;
+    check_not_lost(device);
+}
+
+void lose_device(int device, int64_t operations) {
+    check(device);
+    Guard guard(state().mutex);
+    state().operations_left[device] = operations < 0 ? -1 : operations + 1;  // the one after them fails
 }
 
 namespace {
@@ -180,9 +263,13 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
     }
     bool queryStream(const c10::Stream& stream) const override { return progressed(end(stream)); }
     void synchronizeStream(const c10::Stream& stream) const override {
+        check_not_lost(stream.device_index());
         finish_stream(stream.device_index(), stream.id());
     }
-    void synchronizeDevice(const c10::DeviceIndex index) const override { finish_device(index); }
+    void synchronizeDevice(const c10::DeviceIndex index) const override {
+        check_not_lost(index);
+        finish_device(index);
+    }
 
     void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
                 const c10::EventFlag flag) const override {
@@ -200,16 +287,16 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
     }
     void block(void* event, const c10::Stream& stream) const override {
         if (event == nullptr) return;  // never recorded
-        Event recording = *static_cast<Event*>(event);
-        if (!is_reached(recording->place)) {
-            enqueue(stream.device_index(), stream.id(), [recording] { run_to(recording->place); });
-        }
+        enqueue_wait(stream.device_index(), stream.id(), (*static_cast<Event*>(event))->place);
     }
     bool queryEvent(void* event) const override {
         return event == nullptr || progressed((*static_cast<Event*>(event))->place);
     }
     void synchronizeEvent(void* event) const override {
-        if (event != nullptr) run_to((*static_cast<Event*>(event))->place);
+        if (event == nullptr) return;
+        const Place place = (*static_cast<Event*>(event))->place;
+        check_not_lost(place.device);
+        run_to(place);
     }
     void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
         delete static_cast<Event*>(event);

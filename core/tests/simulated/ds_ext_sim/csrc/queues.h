@@ -1,8 +1,14 @@
 // Streams and events of the simulated device, and which device and stream are current.
 //
-// A stream is a list of jobs that wait. Nothing runs them but somebody who waits: an event, the stream, the device, or
-// the next operator on that stream. So work runs as late as the program allows, the same in every run, and what forgot
-// to wait sees old values.
+// A stream is a list of jobs that wait: operators, copies, waits for other streams. In what order the jobs of several
+// streams run is decided by a schedule, the same in every run:
+//
+//   late     nothing runs until somebody waits: for an event, a stream, the device, or for a value that the host reads.
+//            What does not wait for another stream sees old values.
+//   early    the same for default streams; a side stream runs ahead as far as the events allow that it waits for.
+//            What a side stream does not wait for has not happened yet.
+//   ordered  the host is ahead as with `late`, and the device itself runs all streams in the order of the program.
+//   none     every job runs at once: a synchronous device.
 
 #pragma once
 
@@ -39,7 +45,9 @@ struct Place {
     uint64_t jobs;
 };
 
+// A job that fails raises where it runs, that is, at whoever waits; the jobs behind it still run.
 Place enqueue(int device, c10::StreamId stream, std::function<void()> job);
+void enqueue_wait(int device, c10::StreamId stream, const Place& until);
 Place end_of(int device, c10::StreamId stream);
 bool is_reached(const Place& place);
 void run_to(const Place& place);
@@ -47,9 +55,20 @@ void finish_stream(int device, c10::StreamId stream);
 void finish_device(int device);
 int64_t waiting_jobs(int device);
 
-// Whether jobs wait at all; without it they run at once, and the device is a synchronous one.
-void set_late(bool late);
+enum class Schedule { kLate, kEarly, kOrdered, kNone };
+
+// All work that waits is done first.
+void set_schedule(Schedule schedule);
 
 inline void finish_current_stream(int device) { finish_stream(device, current_stream(device)); }
+
+// An operator or a copy is asked of `device`: fails when the device is lost, and loses it when its time has come.
+void count_operation(int device);
+
+// Fails when the device is lost.
+void check_not_lost(int device);
+
+// After so many more operations `device` is lost, and what waits then is never done; negative: it is well again.
+void lose_device(int device, int64_t operations);
 
 }  // namespace sim

@@ -3,13 +3,14 @@
 #include "tensors.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/set_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "memory.h"
@@ -50,29 +51,70 @@ at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::op
 }
 
 void copy_now(const at::Tensor& from, const at::Tensor& to) {
-    at::AutoDispatchBelowADInplaceOrView guard;
+    const HostScope scope;
     at::Tensor target = to;
     target.copy_(from);
 }
 
-bool is_pinned_host(const at::Tensor& tensor) { return !is_sim(tensor) && is_pinned(tensor.storage().data()); }
-
 }  // namespace
 
-at::Tensor host_alias(const at::Tensor& tensor) {
-    const c10::Storage& storage = tensor.storage();
-    c10::DataPtr bytes(host_address(storage.data()), c10::Device(c10::DeviceType::CPU));
-    c10::Storage host(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(bytes), c10::GetCPUAllocator(),
-                      true);
-    auto alias = at::detail::make_tensor<c10::TensorImpl>(std::move(host), c10::DispatchKeySet(c10::DispatchKey::CPU),
-                                                          tensor.dtype());
-    alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-    return alias;
+at::Tensor host_tensor(c10::Storage storage, const at::Tensor& like) {
+    auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                         like.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+    made._set_conj(like.is_conj());
+    made._set_neg(like.is_neg());
+    return made;
 }
 
-at::Tensor empty_on(int device, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
+c10::Storage host_storage(const c10::Storage& storage) {
+    c10::DataPtr bytes(host_address(storage.data()), c10::Device(c10::DeviceType::CPU));
+    return {c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(bytes), c10::GetCPUAllocator(), true};
+}
+
+c10::Storage zero_storage(const c10::Storage& storage) {
+    void* zeros = std::calloc(std::max<size_t>(storage.nbytes(), 1), 1);
+    TORCH_CHECK(zeros != nullptr, "the host has no ", storage.nbytes(), " bytes");
+    c10::DataPtr bytes(zeros, zeros, &std::free, c10::Device(c10::DeviceType::CPU));
+    return {c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(bytes), c10::GetCPUAllocator(), true};
+}
+
+at::Tensor empty_as(const at::Tensor& host, int device) {
+    if (!host.defined()) return host;
     const c10::DeviceGuard guard(device_at(device));
-    return at::detail::empty_strided_generic(sizes, strides, device_allocator(), kKeys, dtype);
+    return at::detail::empty_strided_generic(host.sizes(), host.strides(), device_allocator(), kKeys,
+                                             host.scalar_type());
+}
+
+void deliver(const at::Tensor& result, const at::Tensor& target) {
+    if (!target.defined()) return;
+    TORCH_CHECK(result.defined() && result.sizes() == target.sizes() && result.dtype() == target.dtype(),
+                "an operator that runs late gave another result than it did for zeros: ",
+                result.defined() ? result.toString() : "none");
+    copy_now(result, target);
+}
+
+std::vector<at::Tensor> compute_later(int device, const std::vector<at::Tensor>& inputs, const Work& work) {
+    std::vector<at::Tensor> zeros, aliases, results, targets;
+    for (const at::Tensor& input : inputs) {
+        zeros.push_back(input.defined() ? host_tensor(zero_storage(input.storage()), input) : input);
+        aliases.push_back(input.defined() ? host_alias(input) : input);
+    }
+    count_operation(device);
+    {
+        const HostScope scope;
+        results = work(zeros);
+    }
+    for (at::Tensor& result : results) {
+        result = empty_as(result, device);
+        targets.push_back(result.defined() ? host_alias(result) : result);
+    }
+    enqueue(device, current_stream(device), [aliases, targets, work] {
+        const HostScope scope;
+        const std::vector<at::Tensor> computed = work(aliases);
+        for (size_t index = 0; index < targets.size(); ++index) deliver(computed[index], targets[index]);
+    });
+    return results;
 }
 
 at::Tensor to_device(const at::Tensor& host, int device) {
@@ -90,6 +132,8 @@ at::Tensor view_of(const at::Tensor& tensor, const at::Tensor& like) {
     auto made = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(tensor.storage()),
                                                          tensor.key_set(), like.dtype());
     made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+    made._set_conj(like.is_conj());
+    made._set_neg(like.is_neg());
     return made;
 }
 
@@ -102,32 +146,43 @@ void grow(const c10::Storage& storage, size_t num_bytes) {
     storage.set_nbytes(num_bytes);
 }
 
-void copy_tensor(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-    if (to.numel() == 0) return;
-    if (is_sim(from) && is_sim(to)) {
-        const int source = from.device().index(), target = to.device().index();
-        if (source == target) {
-            enqueue(source, current_stream(source),
-                    [from = host_alias(from), to = host_alias(to)] { copy_now(from, to); });
-        } else {
-            finish_current_stream(source);
-            finish_current_stream(target);
-            copy_now(host_alias(from), host_alias(to));
-        }
+namespace {
+
+// Between two devices it is a job of the source's stream, behind what the target's stream was given, before what comes.
+void copy_of_devices(const at::Tensor& from, const at::Tensor& to) {
+    const int source = from.device().index(), target = to.device().index();
+    const c10::StreamId reads = current_stream(source), writes = current_stream(target);
+    auto copy = [from = host_alias(from), to = host_alias(to)] { copy_now(from, to); };
+    count_operation(source);
+    if (source == target) {
+        enqueue(source, reads, copy);
         return;
     }
+    count_operation(target);
+    enqueue_wait(source, reads, end_of(target, writes));
+    enqueue_wait(target, writes, enqueue(source, reads, copy));
+}
+
+}  // namespace
+
+void copy_tensor(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+    if (to.numel() == 0) return;
+    if (is_sim(from) && is_sim(to)) return copy_of_devices(from, to);
+    const bool arrives = is_sim(to);
+    const int device = (arrives ? to : from).device().index();
+    count_operation(device);
     // The device's side is a bare address: whoever frees it while the copy waits has made a mistake. The host's side is
     // kept, as an allocator of page-locked memory keeps what a copy still uses.
-    const int device = (is_sim(from) ? from : to).device().index();
-    const at::Tensor source = is_sim(from) ? host_alias(from) : from;
-    const at::Tensor target = is_sim(to) ? host_alias(to) : to;
-    if (non_blocking && is_pinned_host(is_sim(from) ? to : from)) {
-        enqueue(device, current_stream(device),
-                [source = source.detach(), target = target.detach()] { copy_now(source, target); });
-    } else {
+    at::Tensor source = arrives ? from.detach() : host_alias(from);
+    const at::Tensor target = arrives ? host_alias(to) : to.detach();
+    const bool locked = is_pinned((arrives ? from : to).storage().data());
+    if (!non_blocking || (!arrives && !locked)) {
         finish_current_stream(device);
         copy_now(source, target);
+        return;
     }
+    if (!locked) source = source.clone();  // the call may return when the host's memory has been read
+    enqueue(device, current_stream(device), [source, target] { copy_now(source, target); });
 }
 
 namespace {
@@ -155,6 +210,7 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::opt
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
+    count_operation(tensor.device().index());
     finish_current_stream(tensor.device().index());
     return at::_local_scalar_dense(host_alias(tensor));
 }
@@ -187,5 +243,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("set_.source_Tensor", &set_tensor);
     m.impl("record_stream", &record_stream);
 }
+
+// A copy takes a conjugated or negated view as it is: torch would copy it first, by this very operator.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace sim

@@ -5,7 +5,7 @@ from deepspeed.ops.op_builder.kernel_path import make_kernel_path
 
 sim_kernel_path, sim_kernel_include = make_kernel_path("ds_ext_sim")
 
-_SOURCES = ("queues", "memory", "hooks", "tensors", "fallback", "kernels")
+_SOURCES = ("queues", "memory", "hooks", "tensors", "arguments", "fallback", "kernels", "autocast")
 
 
 class SimDeviceBuilder(OpBuilder):
