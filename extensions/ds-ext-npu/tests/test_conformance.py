@@ -19,3 +19,15 @@ def test_the_accelerator_conforms(installed, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ds-ext-npu" in record.read_text()
     assert json.loads(record.read_text())
+
+
+def test_the_report_tells_that_the_vendors_operators_serve(installed):
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed.cli.report", "--json"],
+        env={**os.environ, **installed, "DS_ACCELERATOR": "npu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ops = {op["op"]: (op["source"], op["state"], op["remark"]) for op in json.loads(done.stdout)["ops"]}
+    assert ops["fused_adam"] == ops["transformer_inference"] == ("device", "by itself", "")

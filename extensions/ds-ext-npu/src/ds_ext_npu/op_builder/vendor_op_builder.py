@@ -37,8 +37,8 @@ class VendorOpBuilder(OpBuilder):
             self.warning(self.reason)
         return self.reason is None
 
-    def jit_load(self, verbose: bool = True) -> Any:
-        """The op; nothing is compiled for it. Called by `load`.
+    def load(self, verbose: bool = True) -> Any:
+        """The op; nothing is compiled for it.
 
         Raises:
             OpUnavailable: `is_compatible()` is False.
