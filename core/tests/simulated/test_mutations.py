@@ -88,7 +88,9 @@ def outcomes(fault, tests, folder, words=""):
     file = Path(folder) / f"test_on_{fault or 'an_honest_device'}.py"  # a module is imported once, by its name
     file.write_text(f"from deepspeed.testing.suite import {names}\n")
     Path(folder, "pytest.ini").write_text("[pytest]\n")
-    options = ["-q", "-p", "no:cacheprovider", "-c", f"{folder}/pytest.ini", "--import-mode=importlib"]
+    options = ["-q", "-c", f"{folder}/pytest.ini", "--import-mode=importlib"]
+    for plugin in ("cacheprovider", "unraisableexception", "threadexception"):  # two of them collect garbage twice
+        options += ["-p", f"no:{plugin}"]
     recorder = Recorder()
     pytest.main([*options, *(["-k", words] if words else []), str(file)], plugins=[recorder])
     found = {}
