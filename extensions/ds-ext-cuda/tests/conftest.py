@@ -1,19 +1,24 @@
 """How tests get a kernel's operators: compiled for the GPU where there is one, else run on the host.
 
 `load_op(builder class)` gives `torch.ops.ds_cuda` and `device` the tensors' device: "cuda" with a GPU, "cpu" under the
-emulation, whose `README.md` says what it proves. `DS_CUDA_EMULATED=1` emulates although there is a GPU;
+emulation, whose `README.md` says what it proves; with `in_force` they serve the fronts that users call. `DS_CUDA_EMULATED=1` emulates although there is a GPU;
 `DS_CUDA_SANITIZE=1` builds the emulation with the address and undefined-behaviour sanitizers (`run_sanitized.py`).
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.plain import PlainAccelerator
+from deepspeed.ops import registry
 from deepspeed.ops.op_builder import OpBuilder
 from deepspeed.ops.op_builder.toolchain import Toolchain
+from ds_ext_cuda.accelerator import CUDA_Accelerator
+from ds_ext_cuda.op_builder import builders
 
 HERE = Path(__file__).parent
 CSRC = HERE.parent / "src" / "ds_ext_cuda" / "csrc"
@@ -131,3 +136,43 @@ def numbers(device: str) -> Callable[..., torch.Tensor]:
         return made.to(dtype).to(device)[offset:].view(shape)
 
     return make
+
+
+class HostAccelerator(PlainAccelerator):
+    """An accelerator whose tensors lie in host memory and whose builders are this extension's, for the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds = {
+            name: type(name, (_EmulatedKind,), {"kind": kind, "NAME": kind.NAME, "__module__": __name__})
+            for name, kind in builders().items()
+        }
+
+    def get_op_builder(self, class_name: str) -> Any:
+        return self._kinds.get(class_name)
+
+
+class _EmulatedKind(EmulatedBuilder):
+    """A builder class in place of `kind`."""
+
+    kind: type[OpBuilder]
+
+    def __init__(self) -> None:
+        kernel = self.kind()
+        super().__init__(kernel.name, kernel.sources(), kernel.op_namespace, kernel.register_fakes)
+
+
+@pytest.fixture(scope="session")
+def accelerator_with_kernels() -> PlainAccelerator | CUDA_Accelerator:
+    return CUDA_Accelerator() if _on_gpu() else HostAccelerator()
+
+
+@pytest.fixture
+def in_force(accelerator_with_kernels: PlainAccelerator | CUDA_Accelerator) -> Iterator[None]:
+    """These kernels serve the fronts."""
+    before = get_accelerator()
+    set_accelerator(accelerator_with_kernels)
+    registry.reset()
+    yield
+    set_accelerator(before)
+    registry.reset()

@@ -93,16 +93,3 @@ class StepOps:
 @pytest.fixture(scope="session")
 def step_ops(numbers, device):
     return StepOps(numbers, device)
-
-
-@pytest.fixture
-def cuda_accelerator():
-    """The CUDA accelerator in force, for tests of fronts; they need a GPU, since a front asks the registry."""
-    if not torch.cuda.is_available():
-        pytest.skip("a front takes the kernel of the accelerator in force: needs a GPU")
-    from deepspeed.accelerator import set_accelerator
-    from ds_ext_cuda.accelerator import CUDA_Accelerator
-
-    set_accelerator(CUDA_Accelerator())
-    yield
-    set_accelerator(None)

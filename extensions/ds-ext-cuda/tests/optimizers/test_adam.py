@@ -118,10 +118,10 @@ def test_opcheck(adam, step_ops, with_copies):
     torch.library.opcheck(adam.default, (*lists, [torch.tensor(0.0)], copies), {**NUMBERS, **MODES, "grad_scale": 1.0})
 
 
-# ----- the front, on a GPU -------------------------------------------------------------------------------------------
+# ----- the front -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("cuda_accelerator")
+@pytest.mark.usefixtures("in_force")
 @pytest.mark.parametrize("options", [{}, {"adam_w_mode": False, "weight_decay": 0.1}])
 def test_front_equals_torch(step_ops, options):
     made = [Parameter(step_ops.numbers(70).view(7, 10)), Parameter(step_ops.numbers(5, seed=4))]
@@ -139,7 +139,7 @@ def test_front_equals_torch(step_ops, options):
         step_ops.assert_close(found.detach(), wanted.detach())
 
 
-@pytest.mark.usefixtures("cuda_accelerator")
+@pytest.mark.usefixtures("in_force")
 def test_one_pass_equals_cast_scale_step_and_copy(step_ops):
     master, reference = (Parameter(step_ops.numbers(100)) for _ in range(2))
     weight, grad = step_ops.zeros(100, torch.bfloat16), step_ops.numbers(100, dtype=torch.bfloat16, seed=1)

@@ -117,7 +117,7 @@ def test_opcheck(lamb, step_ops):
     torch.library.opcheck(lamb.default, arguments, {**NUMBERS, **MODES, "grad_scale": 1.0})
 
 
-@pytest.mark.usefixtures("cuda_accelerator")
+@pytest.mark.usefixtures("in_force")
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}])
 def test_front_equals_its_reference(step_ops, monkeypatch, options):
     results = []

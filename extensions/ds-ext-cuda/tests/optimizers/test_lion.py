@@ -72,7 +72,7 @@ def test_opcheck(lion, step_ops):
     torch.library.opcheck(lion.default, (*lists, []), {**NUMBERS, "grad_scale": 1.0})
 
 
-@pytest.mark.usefixtures("cuda_accelerator")
+@pytest.mark.usefixtures("in_force")
 def test_front_equals_its_reference(step_ops, monkeypatch):
     results = []
     for disabled in ("", "all"):
