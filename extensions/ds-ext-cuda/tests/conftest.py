@@ -1,8 +1,9 @@
 """How tests get a kernel's operators: compiled for the GPU where there is one, else run on the host.
 
 `load_op(builder class)` gives `torch.ops.ds_cuda` and `device` the tensors' device: "cuda" with a GPU, "cpu" under the
-emulation, whose `README.md` says what it proves; with `in_force` they serve the fronts that users call. `DS_CUDA_EMULATED=1` emulates although there is a GPU;
-`DS_CUDA_SANITIZE=1` builds the emulation with the address and undefined-behaviour sanitizers (`run_sanitized.py`).
+emulation, whose `README.md` says what it proves. With `in_force` the kernels serve the fronts that users call.
+`DS_CUDA_EMULATED=1` emulates although there is a GPU; `DS_CUDA_SANITIZE=1` builds the emulation with the address and
+undefined-behaviour sanitizers (`run_sanitized.py`).
 """
 
 import os
