@@ -11,7 +11,7 @@ import pytest
 EXPECTED = Path(__file__).with_name("expected_failures.txt")
 # What the simulated device has to show: with less, most of the suite would be skipped.
 CAPABILITIES = {
-    *("memory of its own", "streams", "several devices", "bf16", "fp16"),
+    *("memory of its own", "streams", "classes of streams and events", "several devices", "bf16", "fp16"),
     *("memory figures", "peak memory", "memory statistics", "a generator of its own"),
     *("variables of visible devices", "an installed plugin", "ranks", "two ranks"),
 }

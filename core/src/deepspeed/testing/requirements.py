@@ -86,6 +86,13 @@ def _streams(accelerator: DeepSpeedAccelerator) -> str | None:
     return None
 
 
+def _stream_class(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`Stream`, `Event` and `current_stream` answer; on a synchronized device they have nothing to do."""
+    missing = [name for name in ("Stream", "Event") if getattr(accelerator, name) is None]
+    accelerator.current_stream()
+    return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} None" if missing else None
+
+
 def _several_devices(accelerator: DeepSpeedAccelerator) -> str | None:
     """`device_count` is above 1, and `device_name(0)` is not `device_name(1)`."""
     if accelerator.device_name(0) == accelerator.device_name(1):
@@ -164,6 +171,7 @@ def _two_ranks(accelerator: DeepSpeedAccelerator) -> str | None:
 
 own_memory = Requirement("memory of its own", _own_memory)
 streams = Requirement("streams", _streams)
+stream_class = Requirement("classes of streams and events", _stream_class)
 several_devices = Requirement("several devices", _several_devices)
 bf16 = Requirement("bf16", _bf16)
 fp16 = Requirement("fp16", _fp16)
@@ -178,7 +186,7 @@ ranks = Requirement("ranks", _own_process)
 two_ranks = Requirement("two ranks", _two_ranks)
 
 ALL = (
-    *(own_memory, streams, several_devices, bf16, fp16, graphs),
+    *(own_memory, streams, stream_class, several_devices, bf16, fp16, graphs),
     *(memory_figures, peak_memory, memory_statistics, own_generator),
     *(device_variables, plugin, ranks, two_ranks),
 )

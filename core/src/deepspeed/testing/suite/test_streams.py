@@ -66,6 +66,7 @@ _WAITS = (*_ON_HOST, _wait_stream, _wait_event, _event_wait)
 # ----- which stream --------------------------------------------------------------------------------------------------
 
 
+@requirements.stream_class
 def test_the_default_stream_is_current_at_first(accelerator: DeepSpeedAccelerator) -> None:
     index = accelerator.current_device()
     assert accelerator.current_stream() == accelerator.default_stream()
@@ -73,6 +74,7 @@ def test_the_default_stream_is_current_at_first(accelerator: DeepSpeedAccelerato
     assert accelerator.default_stream(index) == accelerator.default_stream()
 
 
+@requirements.stream_class
 @requirements.streams
 def test_a_stream_is_current_inside_its_context(accelerator: DeepSpeedAccelerator) -> None:
     before = accelerator.current_stream()
@@ -87,6 +89,7 @@ def test_a_stream_is_current_inside_its_context(accelerator: DeepSpeedAccelerato
     assert accelerator.current_stream() == before
 
 
+@requirements.stream_class
 def test_no_stream_leaves_the_current_one(accelerator: DeepSpeedAccelerator) -> None:
     before = accelerator.current_stream()
     with accelerator.stream(None):  # type: ignore[arg-type]
@@ -97,6 +100,7 @@ def test_no_stream_leaves_the_current_one(accelerator: DeepSpeedAccelerator) -> 
 # ----- order ---------------------------------------------------------------------------------------------------------
 
 
+@requirements.stream_class
 @pytest.mark.parametrize("wait", _WAITS, ids=lambda wait: wait.__name__.strip("_"))
 def test_a_copy_to_the_device_is_there_after_a_wait(
     accelerator: DeepSpeedAccelerator, device: torch.device, wait: Callable[[Any], None]
@@ -112,6 +116,7 @@ def test_a_copy_to_the_device_is_there_after_a_wait(
     assert torch.equal(target.cpu(), host)
 
 
+@requirements.stream_class
 @pytest.mark.parametrize("wait", _ON_HOST, ids=lambda wait: wait.__name__.strip("_"))
 def test_a_copy_to_the_host_is_there_after_a_wait(
     accelerator: DeepSpeedAccelerator, device: torch.device, wait: Callable[[Any], None]
@@ -136,6 +141,7 @@ def test_synchronize_waits_for_the_current_stream(accelerator: DeepSpeedAccelera
     assert torch.equal(host, torch.arange(float(_NUMEL)))
 
 
+@requirements.stream_class
 def test_a_side_stream_sees_what_it_waited_for(accelerator: DeepSpeedAccelerator, device: torch.device) -> None:
     side = accelerator.Stream()
     host = accelerator.pin_memory(torch.ones(_NUMEL))
@@ -149,6 +155,7 @@ def test_a_side_stream_sees_what_it_waited_for(accelerator: DeepSpeedAccelerator
     assert torch.equal(doubled, host * 2)
 
 
+@requirements.stream_class
 def test_a_device_that_resolves_dependencies_needs_no_wait(
     accelerator: DeepSpeedAccelerator, device: torch.device
 ) -> None:
@@ -178,6 +185,7 @@ def test_a_synchronized_device_is_done_when_a_call_returns(
 # ----- events --------------------------------------------------------------------------------------------------------
 
 
+@requirements.stream_class
 def test_events_measure_time_in_order(accelerator: DeepSpeedAccelerator, device: torch.device) -> None:
     start, middle, end = (accelerator.Event(enable_timing=True) for _ in range(3))
     start.record()
@@ -192,6 +200,7 @@ def test_events_measure_time_in_order(accelerator: DeepSpeedAccelerator, device:
     assert whole == pytest.approx(first + second, rel=1e-2, abs=1e-2)
 
 
+@requirements.stream_class
 def test_events_are_done_after_a_wait(accelerator: DeepSpeedAccelerator, device: torch.device) -> None:
     event = accelerator.Event()
     _queue_work(device)

@@ -125,7 +125,9 @@ def resume(folder: str, stage: int) -> list[float]:
 def test_a_checkpoint_is_resumed_as_if_nothing_had_been(stage: int, tmp_path: Path) -> None:
     world_size = ranks.most()
     saved = ranks.run(world_size, save, str(tmp_path), stage)
-    assert ranks.run(world_size, resume, str(tmp_path), stage) == [losses for losses, _ in saved]
+    resumed = ranks.run(world_size, resume, str(tmp_path), stage)
+    for losses, (wanted, _) in zip(resumed, saved, strict=True):
+        assert losses == pytest.approx(wanted, rel=1e-5)  # some devices add in another order each time
 
 
 @pytest.mark.parametrize("stage", [1, 2])
