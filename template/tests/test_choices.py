@@ -1,5 +1,6 @@
 """What cookiecutter makes of the choices: refused with a reason, or code that is clean and short whatever the name."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,15 @@ def test_all_wrong_choices_are_told_at_once(tmp_path):
     assert "device_files: found '', but it must be a pattern when device_module is 'torch'" in done.stderr
     assert "author: found ''" in done.stderr
     assert "compile_backend: found ''" in done.stderr
+
+
+def test_every_question_is_worded_and_explained():
+    asked = json.loads((TEMPLATE / "cookiecutter.json").read_text())
+    questions = {name for name in asked if not name.startswith("_")}
+    assert asked["__prompts__"].keys() == questions
+    page = (TEMPLATE.parent / "docs/howto/write-an-extension.md").read_text()
+    assert {name for name in questions if f"`{name}`" not in page} == set()
+    assert len(questions) == 11, "the page says how many"
 
 
 @pytest.mark.parametrize("licence", LICENCES)

@@ -125,7 +125,11 @@ def test_a_wheel_may_carry_the_library(extension, language, kernels, tmp_path):
     assert "ds_ext_acme/op_builder/fused_lion_op.so" in zipfile.ZipFile(wheel).namelist()
 
 
+@pytest.mark.timeout(1200)  # two hundred tests, ranks among them
 def test_its_tests_pass_and_the_conformance_suite_among_them(extension, language):
+    known = installed.SIMULATED / "expected_failures.txt"  # of the device, which its vendor knows
+    if known.is_file():
+        shutil.copy(known, extension.project / "tests")
     report = extension.folder / "report.xml"
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(extension.project))
     done = extension.run("python", *words, check=False)

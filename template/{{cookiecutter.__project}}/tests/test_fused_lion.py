@@ -44,7 +44,7 @@ def test_equals_the_formula(lion_step, device, numel, dtypes):
     param, grad = (numbers(numel, dtype, device, seed) for seed, dtype in enumerate(dtypes[:2]))
     exp_avg = numbers(numel, torch.float32, device, 2)
     copy = None if dtypes[2] is None else torch.zeros(numel, dtype=dtypes[2], device=device)
-    p, g, m = param.cpu().float(), grad.cpu().float() * 0.5, exp_avg.cpu()
+    p, g, m = param.cpu().float().clone(), grad.cpu().float() * 0.5, exp_avg.cpu().clone()
     step = torch.tensor(3.0)
     lion_step([param], [grad], [exp_avg], [step], [] if copy is None else [copy], **NUMBERS, grad_scale=0.5)
     p = p * (1 - 0.01 * 0.1) - 0.01 * torch.lerp(m, g, 1 - 0.9).sign()

@@ -82,10 +82,12 @@ void step(LionTensors& tensors, const LionFactors& by) {
     const torch::stable::accelerator::DeviceGuard guard(tensors.param.get_device_index());
     void* stream = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensors.param.get_device_index(), &stream));
-    constexpr int kThreads = 256;
-    const unsigned blocks = static_cast<unsigned>(std::min<int64_t>((numel + kThreads - 1) / kThreads, 65535));
-    lion_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(param, grad, exp_avg, copy, numel, by);
-    check(cudaGetLastError());
+    constexpr unsigned kThreads = 256;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>((numel + kThreads - 1) / kThreads, 65535)));
+    config.blockDim = dim3(kThreads);
+    config.stream = static_cast<cudaStream_t>(stream);
+    check(cudaLaunchKernelEx(&config, lion_kernel, param, grad, exp_avg, copy, numel, by));
 }
 
 }  // namespace ds_{{ cookiecutter.device_name }}
