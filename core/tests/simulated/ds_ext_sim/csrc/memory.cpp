@@ -19,6 +19,7 @@ namespace {
 
 constexpr size_t kWindow = size_t{1} << 35;  // addresses of one device; memory is taken by touch
 constexpr size_t kGrain = 512;
+constexpr size_t kPage = 4096;
 constexpr int64_t kDefaultTotal = int64_t{4} << 30;
 
 struct Windows {
@@ -118,7 +119,7 @@ struct Pool {
         collect();
         for (auto& [key, starts] : kept) {
             for (size_t start : starts) {
-                madvise(host_at(start), key.second, MADV_DONTNEED);
+                release_pages(start, start + key.second);
                 reserved().decrease(key.second);
                 put_hole(start, key.second);
             }
@@ -127,6 +128,13 @@ struct Pool {
     }
 
   private:
+    // The host's pages that lie in here as a whole: those at the ends are also other blocks'.
+    void release_pages(size_t start, size_t stop) {
+        start = (start + kPage - 1) / kPage * kPage;
+        stop = stop / kPage * kPage;
+        if (start < stop) madvise(host_at(start), stop - start, MADV_DONTNEED);
+    }
+
     // Keep freed blocks whose users are done.
     void collect() {
         for (size_t index = waiting.size(); index-- > 0;) {
