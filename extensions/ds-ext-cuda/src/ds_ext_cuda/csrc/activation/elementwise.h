@@ -31,8 +31,7 @@ __device__ __forceinline__ float gelu_tanh_of(float x) {
 }
 
 template <typename T, int N>
-__device__ __forceinline__ void element_unit(const ElementArgs& args, int64_t at) {
-    Pack<float, N> x = widen(read<N>(static_cast<const T*>(args.x) + at));
+__device__ __forceinline__ void element_unit(const ElementArgs& args, Pack<float, N> x, int64_t at) {
     if (args.bias.data != nullptr) {
         const Pack<float, N> bias = args.bias.get<N>(remainder(at, args.cols), 0.0f);
 #pragma unroll
@@ -54,10 +53,16 @@ __device__ __forceinline__ void element_unit(const ElementArgs& args, int64_t at
 template <typename T, int N>
 __global__ void __launch_bounds__(kElementThreads) element_kernel(ElementArgs args) {
     const int64_t first = static_cast<int64_t>(blockIdx.x) * kElementUnits * kElementThreads + threadIdx.x;
+    Pack<T, N> x[kElementUnits];
 #pragma unroll
     for (int unit = 0; unit < kElementUnits; ++unit) {
         const int64_t at = (first + unit * kElementThreads) * N;
-        if (at < args.numel) element_unit<T, N>(args, at);
+        if (at < args.numel) x[unit] = read<N>(static_cast<const T*>(args.x) + at);
+    }
+#pragma unroll
+    for (int unit = 0; unit < kElementUnits; ++unit) {
+        const int64_t at = (first + unit * kElementThreads) * N;
+        if (at < args.numel) element_unit<T, N>(args, widen(x[unit]), at);
     }
 }
 

@@ -12,7 +12,8 @@ namespace ds {
 // Accesses that a thread keeps, and threads of a block of rows that a warp takes.
 constexpr int kUnitsOfRow = 4;
 constexpr int kThreadsOfRows = 256;
-constexpr int kMostThreads = 1024;
+constexpr int kHoldingThreads = 512;  // at most: more would have too few registers
+constexpr int kStreamThreads = 1024;
 
 // How many threads share a row, and which of them this one is.
 template <bool kByWarp>
@@ -35,21 +36,17 @@ struct RowThreads {
     static __device__ __forceinline__ float sum(float value) { return reduce(value, Sum{}, 0.0f); }
 };
 
-// A row in the registers of its threads, in fp32, N neighbours at a time. `act(pack, begin)` is called for each that
-// this thread has.
-template <typename Threads, int N>
-struct HeldRow {
-    Pack<float, N> units[kUnitsOfRow];
-
-    template <typename Act>
-    __device__ __forceinline__ void each(int64_t cols, Act act) {
+// What a thread keeps of a row in registers: `act(i, begin)` for its i-th N neighbours, which begin there. Reads are
+// done in a pass of their own before anything is written, so that all are under way together: the compiler may not move
+// a read over a write that it cannot tell apart.
+template <typename Threads, int N, typename Act>
+__device__ __forceinline__ void each_held(int64_t cols, Act act) {
 #pragma unroll
-        for (int i = 0; i < kUnitsOfRow; ++i) {
-            const int64_t begin = (static_cast<int64_t>(i) * Threads::count() + Threads::number()) * N;
-            if (begin < cols) act(units[i], begin);
-        }
+    for (int i = 0; i < kUnitsOfRow; ++i) {
+        const int64_t begin = (static_cast<int64_t>(i) * Threads::count() + Threads::number()) * N;
+        if (begin < cols) act(i, begin);
     }
-};
+}
 
 // A row that does not fit: `act(begin)` for each N neighbours of this thread.
 template <typename Threads, int N, typename Act>
@@ -98,13 +95,13 @@ enum class RowPlan { kByWarp, kByBlock, kStreamed };
 // For rows of `units` accesses.
 static inline RowPlan plan_of(int64_t units) {
     if (units <= kUnitsOfRow * kWarpSize) return RowPlan::kByWarp;
-    return units <= kUnitsOfRow * kMostThreads ? RowPlan::kByBlock : RowPlan::kStreamed;
+    return units <= kUnitsOfRow * kHoldingThreads ? RowPlan::kByBlock : RowPlan::kStreamed;
 }
 
 // Threads of a block, a multiple of a warp's, for one row of `units` accesses; of several rows under `kByWarp`.
 static inline int threads_of(RowPlan plan, int64_t units) {
     if (plan == RowPlan::kByWarp) return kThreadsOfRows;
-    if (plan == RowPlan::kStreamed) return kMostThreads;
+    if (plan == RowPlan::kStreamed) return kStreamThreads;
     const int64_t of_warp = static_cast<int64_t>(kUnitsOfRow) * kWarpSize;
     return static_cast<int>((units + of_warp - 1) / of_warp) * kWarpSize;
 }

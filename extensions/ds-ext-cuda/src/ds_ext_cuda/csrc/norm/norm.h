@@ -20,18 +20,16 @@ struct NormArgs {
     void* out;
 };
 
-// N elements of x, or of x + residual, which is rounded and written as two steps would.
+// x + residual, rounded to T as two steps would, and kept: it is the input of the next residual addition.
 template <typename T, int N>
-__device__ __forceinline__ Pack<float, N> norm_input(const NormArgs& args, int64_t at) {
-    const Pack<T, N> x = read<N>(static_cast<const T*>(args.x) + at);
-    if (args.residual == nullptr) return widen(x);
-    const Pack<T, N> residual = read<N>(static_cast<const T*>(args.residual) + at);
+__device__ __forceinline__ Pack<T, N> write_sum(const NormArgs& args, const Pack<T, N>& x, const Pack<T, N>& residual,
+                                                int64_t at) {
     Pack<float, N> sum;
 #pragma unroll
     for (int i = 0; i < N; ++i) sum.at[i] = widen(x.at[i]) + widen(residual.at[i]);
     const Pack<T, N> rounded = narrow<T>(sum);
     write(static_cast<T*>(args.sum) + at, rounded);
-    return widen(rounded);
+    return rounded;
 }
 
 template <typename T, int N>
@@ -48,29 +46,53 @@ __device__ __forceinline__ float scale_of(const NormArgs& args, float squares) {
     return rsqrtf(squares / static_cast<float>(args.cols) + args.eps);
 }
 
+// The part of a row that this thread keeps, with the residual added.
+template <typename T, int N, typename Threads>
+__device__ __forceinline__ void load_row(const NormArgs& args, int64_t row, Pack<T, N> (&x)[kUnitsOfRow]) {
+    const int64_t start = row * args.cols;
+    const T* from = static_cast<const T*>(args.x) + start;
+    const T* beside = static_cast<const T*>(args.residual) + start;
+    each_held<Threads, N>(args.cols, [&](int i, int64_t begin) { x[i] = read<N>(from + begin); });
+    if (args.residual == nullptr) return;
+    Pack<T, N> residual[kUnitsOfRow];
+    each_held<Threads, N>(args.cols, [&](int i, int64_t begin) { residual[i] = read<N>(beside + begin); });
+    each_held<Threads, N>(
+        args.cols, [&](int i, int64_t begin) { x[i] = write_sum<T, N>(args, x[i], residual[i], start + begin); });
+}
+
 // The mean is subtracted before squaring, so that a row far from zero keeps its variance.
 template <typename T, int N, bool kByWarp>
-__global__ void __launch_bounds__(kByWarp ? kThreadsOfRows : kMostThreads) norm_held(NormArgs args) {
+__global__ void __launch_bounds__(kByWarp ? kThreadsOfRows : kHoldingThreads) norm_held(NormArgs args) {
     using Threads = RowThreads<kByWarp>;
     const int64_t row = Threads::row();
     if (row >= args.rows) return;  // all threads of a row
-    HeldRow<Threads, N> held;
-    held.each(args.cols, [&](auto& x, int64_t begin) { x = norm_input<T, N>(args, row * args.cols + begin); });
+    Pack<T, N> x[kUnitsOfRow];
+    load_row<T, N, Threads>(args, row, x);
     float mean = 0.0f, squares = 0.0f;
     if (args.centered) {
-        held.each(args.cols, [&](auto& x, int64_t) { mean += sum_of(x, [](float one) { return one; }); });
+        each_held<Threads, N>(args.cols,
+                              [&](int i, int64_t) { mean += sum_of(widen(x[i]), [](float one) { return one; }); });
         mean = Threads::sum(mean) / static_cast<float>(args.cols);
     }
-    held.each(args.cols, [&](auto& x, int64_t) {
-        squares += sum_of(x, [mean](float one) { return (one - mean) * (one - mean); });
+    each_held<Threads, N>(args.cols, [&](int i, int64_t) {
+        squares += sum_of(widen(x[i]), [mean](float one) { return (one - mean) * (one - mean); });
     });
     const float scale = scale_of(args, Threads::sum(squares));
-    held.each(args.cols, [&](auto& x, int64_t begin) { write_normed<T>(args, x, mean, scale, row, begin); });
+    each_held<Threads, N>(args.cols,
+                          [&](int i, int64_t begin) { write_normed<T>(args, widen(x[i]), mean, scale, row, begin); });
 }
 
-// A row that no block can hold is read again, from the second cache: two or three times.
+// N elements of x with the residual added, for a row that no block can hold.
 template <typename T, int N>
-__global__ void __launch_bounds__(kMostThreads) norm_streamed(NormArgs args) {
+__device__ __forceinline__ Pack<float, N> norm_input(const NormArgs& args, int64_t at) {
+    const Pack<T, N> x = read<N>(static_cast<const T*>(args.x) + at);
+    if (args.residual == nullptr) return widen(x);
+    return widen(write_sum<T, N>(args, x, read<N>(static_cast<const T*>(args.residual) + at), at));
+}
+
+// Such a row is read again, from the second cache: two or three times.
+template <typename T, int N>
+__global__ void __launch_bounds__(kStreamThreads) norm_streamed(NormArgs args) {
     using Threads = RowThreads<false>;
     const int64_t row = Threads::row();
     const T* source = static_cast<const T*>(args.residual == nullptr ? args.x : args.sum) + row * args.cols;

@@ -8,7 +8,7 @@ namespace ds {
 
 constexpr int kQuantizeThreads = 256;
 // At least so many share a multiprocessor.
-constexpr int kBlocksPerProcessor = 3;
+constexpr int kBlocksPerProcessor = 2;
 // Wide accesses that a thread keeps in registers.
 constexpr int kUnitsOfLane = 4, kUnitsOfThread = 8;
 
@@ -29,51 +29,71 @@ struct GroupArgs {
     Range* of_group;  // and of all of them
 };
 
-// What one thread holds of a group, by one wide access: N elements from `begin` on, as many of them as the group has.
-// Kept as they are stored, so that more threads fit beside each other.
+// Where a part of a group is read, and written: its results begin there.
+template <typename T>
+struct Place {
+    const T* x;
+    int size;          // of the part; 0: there is none
+    T* out = nullptr;  // this one for fake quantization, or that one
+    int8_t* q = nullptr;
+
+    __device__ __forceinline__ Place(const GroupArgs& args, int64_t group, int64_t to, int64_t begin, int most) {
+        const int64_t left = group < args.num_groups ? args.group_size - begin : 0, start = group * args.group_size;
+        size = left < most ? static_cast<int>(left) : most;
+        x = static_cast<const T*>(args.x) + start + begin;
+        if (args.q == nullptr) {
+            out = static_cast<T*>(args.out) + start + begin;
+        } else if (args.num_bits == 8) {
+            q = args.q + to * args.group_size + begin;
+        } else {
+            q = args.q + to * ((args.group_size + 1) / 2) + begin / 2;
+        }
+    }
+};
+
+// What one thread holds of it, by one wide access: N elements from `begin` on, as many of them as there are. Kept as
+// they are stored, so that more threads fit beside each other.
 template <typename T, bool kAligned>
 struct Unit {
     static constexpr int N = kWide<T>;
     Pack<T, N> at;
 
-    static __device__ __forceinline__ int count_of(int64_t size, int64_t begin) {
-        const int64_t left = size - begin;
-        return left <= 0 ? 0 : (kAligned || left >= N ? N : static_cast<int>(left));
+    static __device__ __forceinline__ int count_of(const Place<T>& place, int begin) {
+        const int left = place.size - begin;
+        return left <= 0 ? 0 : (kAligned || left >= N ? N : left);
     }
 
-    __device__ __forceinline__ void load(const T* group, int64_t size, int64_t begin) {
-        const int count = count_of(size, begin);
+    __device__ __forceinline__ void load(const Place<T>& place, int begin) {
+        const int count = count_of(place, begin);
         if (count == 0) return;
         if constexpr (kAligned) {
-            at = read<N>(group + begin);
+            at = read<N>(place.x + begin);
         } else {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                if (i < count) at.at[i] = group[begin + i];
+                if (i < count) at.at[i] = place.x[begin + i];
             }
         }
     }
 
-    __device__ __forceinline__ void measure(int64_t size, int64_t begin, Range& range) {
-        const int count = count_of(size, begin);
+    __device__ __forceinline__ void measure(const Place<T>& place, int begin, Range& range) const {
+        const int count = count_of(place, begin);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             if (i < count) include(range, widen(at.at[i]));
         }
     }
 
-    // `to`: the number of the group in the result.
-    __device__ __forceinline__ void store(const GroupArgs& args, int64_t group, int64_t to, int64_t begin,
+    __device__ __forceinline__ void store(const GroupArgs& args, const Place<T>& place, int begin,
                                           const Scheme& scheme) const {
-        const int count = count_of(args.group_size, begin);
+        const int count = count_of(place, begin);
         if (count == 0) return;
         if (args.q == nullptr) {
-            store_fake(static_cast<T*>(args.out) + group * args.group_size + begin, count, scheme);
+            store_fake(place.out + begin, count, scheme);
         } else if (args.num_bits == 8) {
-            store_int8(args.q + to * args.group_size + begin, count, scheme);
+            store_int8(place.q + begin, count, scheme);
         } else {
-            uint8_t* q = reinterpret_cast<uint8_t*>(args.q) + to * ((args.group_size + 1) / 2);
-            store_int4(q + begin / 2, count, scheme);
+            store_int4(reinterpret_cast<uint8_t*>(place.q) + begin / 2, count, scheme);
         }
     }
 
@@ -122,7 +142,7 @@ struct Unit {
 };
 
 // Groups counted as (node, device, rest) are written as (device, node, rest); of one node and device, as they are.
-__device__ __forceinline__ int64_t place_of(const GroupArgs& args, int64_t group) {
+__device__ __forceinline__ int64_t number_in_result(const GroupArgs& args, int64_t group) {
     const int64_t parts = static_cast<int64_t>(args.num_nodes) * args.devices_per_node;
     if (parts == 1) return group;
     const int64_t rest = args.num_groups / parts, part = group / rest;
@@ -140,87 +160,82 @@ __device__ __forceinline__ void store_params(const GroupArgs& args, int64_t to, 
     }
 }
 
-// Where the number-th wide access of a group begins.
-template <typename T>
-__device__ __forceinline__ int64_t begin_of(int number) {
-    return static_cast<int64_t>(number) * kWide<T>;
-}
+// All that some threads hold of a group: `count` of them, each its units in turn.
+template <typename T, bool kAligned, int kUnits>
+struct Held {
+    Unit<T, kAligned> units[kUnits];
+    int number;  // of this thread among `count`
+    int count;
 
+    __device__ __forceinline__ int begin(int unit) const { return (unit * count + number) * kWide<T>; }
+
+    __device__ __forceinline__ void load(const Place<T>& place) {
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) units[i].load(place, begin(i));
+    }
+
+    __device__ __forceinline__ Range range(const Place<T>& place) const {
+        Range range;
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) units[i].measure(place, begin(i), range);
+        return range;
+    }
+
+    __device__ __forceinline__ void store(const GroupArgs& args, const Place<T>& place, const Scheme& scheme) const {
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) units[i].store(args, place, begin(i), scheme);
+    }
+};
+
+// Elements of a group that a block holds.
 template <typename T>
-__device__ __forceinline__ const T* start_of(const GroupArgs& args, int64_t group) {
-    return static_cast<const T*>(args.x) + group * args.group_size;
-}
+constexpr int kPiece = kQuantizeThreads * kUnitsOfThread * kWide<T>;
 
 // A group to `args.lanes` neighbours of a warp.
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) quantize_by_lanes(GroupArgs args) {
-    const int lanes = args.lanes, lane = threadIdx.x % lanes;
+    const int lanes = args.lanes;
     const int64_t group = static_cast<int64_t>(blockIdx.x) * (kQuantizeThreads / lanes) + threadIdx.x / lanes;
-    const int64_t size = group < args.num_groups ? args.group_size : 0;
-    Unit<T, kAligned> units[kUnitsOfLane];
-    Range range;
-#pragma unroll
-    for (int i = 0; i < kUnitsOfLane; ++i) units[i].load(start_of<T>(args, group), size, begin_of<T>(i * lanes + lane));
-#pragma unroll
-    for (int i = 0; i < kUnitsOfLane; ++i) units[i].measure(size, begin_of<T>(i * lanes + lane), range);
-    const Scheme scheme = scheme_of(joined_by_lanes(range, lanes), args.num_bits, args.symmetric);
+    const int64_t to = number_in_result(args, group);
+    const Place<T> place(args, group, to, 0, kPiece<T>);
+    Held<T, kAligned, kUnitsOfLane> held;
+    held.number = threadIdx.x % lanes;
+    held.count = lanes;
+    held.load(place);
+    const Scheme scheme = scheme_of(joined_by_lanes(held.range(place), lanes), args.num_bits, args.symmetric);
     if (group >= args.num_groups) return;
-    const int64_t to = place_of(args, group);
-    if (lane == 0) store_params(args, to, scheme);
-#pragma unroll
-    for (int i = 0; i < kUnitsOfLane; ++i) units[i].store(args, group, to, begin_of<T>(i * lanes + lane), scheme);
+    if (held.number == 0) store_params(args, to, scheme);
+    held.store(args, place, scheme);
 }
 
-// What a block holds of a group, from `begin` on. Every thread of the block calls.
 template <typename T, bool kAligned>
-struct Piece {
-    Unit<T, kAligned> units[kUnitsOfThread];
-
-    static __device__ __forceinline__ int64_t at(int64_t begin, int unit) {
-        return begin + begin_of<T>(unit * kQuantizeThreads + threadIdx.x);
-    }
-
-    __device__ __forceinline__ void load(const GroupArgs& args, int64_t group, int64_t begin) {
-#pragma unroll
-        for (int i = 0; i < kUnitsOfThread; ++i) units[i].load(start_of<T>(args, group), args.group_size, at(begin, i));
-    }
-
-    __device__ __forceinline__ Range range(const GroupArgs& args, int64_t begin) {
-        Range range;
-#pragma unroll
-        for (int i = 0; i < kUnitsOfThread; ++i) units[i].measure(args.group_size, at(begin, i), range);
-        return joined_by_block(range);
-    }
-
-    __device__ __forceinline__ void store(const GroupArgs& args, int64_t group, int64_t to, int64_t begin,
-                                          const Scheme& scheme) const {
-#pragma unroll
-        for (int i = 0; i < kUnitsOfThread; ++i) units[i].store(args, group, to, at(begin, i), scheme);
+struct HeldByBlock : Held<T, kAligned, kUnitsOfThread> {
+    __device__ __forceinline__ HeldByBlock() {
+        this->number = threadIdx.x;
+        this->count = blockDim.x;
     }
 };
 
-// A group to a block.
+// A group to a block, of as many threads as have something to do.
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) quantize_by_block(GroupArgs args) {
-    const int64_t group = blockIdx.x, to = place_of(args, group);
-    Piece<T, kAligned> piece;
-    piece.load(args, group, 0);
-    const Scheme scheme = scheme_of(piece.range(args, 0), args.num_bits, args.symmetric);
+    const int64_t to = number_in_result(args, blockIdx.x);
+    const Place<T> place(args, blockIdx.x, to, 0, kPiece<T>);
+    HeldByBlock<T, kAligned> held;
+    held.load(place);
+    const Scheme scheme = scheme_of(joined_by_block(held.range(place)), args.num_bits, args.symmetric);
     if (threadIdx.x == 0) store_params(args, to, scheme);
-    piece.store(args, group, to, 0, scheme);
+    held.store(args, place, scheme);
 }
-
-// Elements of a group that a block holds.
-template <typename T>
-constexpr int64_t kPiece = static_cast<int64_t>(kQuantizeThreads) * kUnitsOfThread * kWide<T>;
 
 // A long group, first of three: the range of each piece.
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) measure_pieces(GroupArgs args) {
-    const int64_t begin = blockIdx.x % args.pieces * kPiece<T>;
-    Piece<T, kAligned> piece;
-    piece.load(args, blockIdx.x / args.pieces, begin);
-    const Range range = piece.range(args, begin);
+    const int64_t group = blockIdx.x / args.pieces, begin = blockIdx.x % args.pieces * kPiece<T>;
+    const Place<T> place(args, group, group, begin, kPiece<T>);
+    HeldByBlock<T, kAligned> held;
+    held.load(place);
+    const Range range = joined_by_block(held.range(place));
     if (threadIdx.x == 0) args.ranges[blockIdx.x] = range;
 }
 
@@ -234,17 +249,17 @@ static __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) 
     range = joined_by_block(range);
     if (threadIdx.x != 0) return;
     args.of_group[group] = range;
-    store_params(args, place_of(args, group), scheme_of(range, args.num_bits, args.symmetric));
+    store_params(args, number_in_result(args, group), scheme_of(range, args.num_bits, args.symmetric));
 }
 
 // Third.
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerProcessor) convert_pieces(GroupArgs args) {
     const int64_t group = blockIdx.x / args.pieces, begin = blockIdx.x % args.pieces * kPiece<T>;
-    const Scheme scheme = scheme_of(args.of_group[group], args.num_bits, args.symmetric);
-    Piece<T, kAligned> piece;
-    piece.load(args, group, begin);
-    piece.store(args, group, place_of(args, group), begin, scheme);
+    const Place<T> place(args, group, number_in_result(args, group), begin, kPiece<T>);
+    HeldByBlock<T, kAligned> held;
+    held.load(place);
+    held.store(args, place, scheme_of(args.of_group[group], args.num_bits, args.symmetric));
 }
 
 }  // namespace ds

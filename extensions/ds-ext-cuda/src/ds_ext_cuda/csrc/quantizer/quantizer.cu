@@ -2,6 +2,7 @@
 // `fake_quantize_groups`, `dequantize_groups`, `dequantize_reduce`. Formulas and layout:
 // deepspeed/ops/quantizer/groups.py.
 
+#include <algorithm>
 #include <tuple>
 
 #include "common/tensors.h"
@@ -30,6 +31,12 @@ static int lanes_for(int64_t units) {
     return lanes;
 }
 
+// Threads of a block for a group of so many: half of what they can hold, so that several reads of each are under way.
+static int threads_for(int64_t units) {
+    const int64_t warps = divide_up(units, kUnitsOfThread / 2 * kWarpSize);
+    return static_cast<int>(std::min<int64_t>(warps * kWarpSize, kQuantizeThreads));
+}
+
 template <typename T, bool kAligned>
 static void run_groups(const char* op, const Tensor& x, GroupArgs args) {
     const OnDevice device(x);
@@ -42,8 +49,8 @@ static void run_groups(const char* op, const Tensor& x, GroupArgs args) {
         return;
     }
     if (args.group_size <= kPiece<T>) {
-        launch(quantize_by_block<T, kAligned>, grid_of(argument, args.num_groups), kQuantizeThreads, 0, device.stream(),
-               args);
+        launch(quantize_by_block<T, kAligned>, grid_of(argument, args.num_groups), threads_for(units), 0,
+               device.stream(), args);
         return;
     }
     args.pieces = divide_up(args.group_size, kPiece<T>);

@@ -31,8 +31,14 @@ __device__ __forceinline__ int64_t mask_row(const SoftmaxArgs& args, int64_t row
 }
 
 template <typename T, int N>
-__device__ __forceinline__ Pack<float, N> scores(const SoftmaxArgs& args, int64_t row, int64_t mask, int64_t begin) {
-    Pack<float, N> score = widen(read<N>(static_cast<const T*>(args.x) + row * args.cols + begin));
+__device__ __forceinline__ Pack<T, N> row_part(const SoftmaxArgs& args, int64_t row, int64_t begin) {
+    return read<N>(static_cast<const T*>(args.x) + row * args.cols + begin);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ Pack<float, N> score_of(const SoftmaxArgs& args, const Pack<T, N>& x, int64_t mask,
+                                                   int64_t begin) {
+    Pack<float, N> score = widen(x);
     const Pack<float, N> added = args.mask.get<N>(mask + begin, 0.0f);
 #pragma unroll
     for (int i = 0; i < N; ++i) score.at[i] = score.at[i] * args.scale + added.at[i];
@@ -55,40 +61,45 @@ __device__ __forceinline__ void write_share(const SoftmaxArgs& args, int64_t row
 }
 
 template <typename T, int N, bool kByWarp>
-__global__ void __launch_bounds__(kByWarp ? kThreadsOfRows : kMostThreads) softmax_held(SoftmaxArgs args) {
+__global__ void __launch_bounds__(kByWarp ? kThreadsOfRows : kHoldingThreads) softmax_held(SoftmaxArgs args) {
     using Threads = RowThreads<kByWarp>;
     const int64_t row = Threads::row();
     if (row >= args.rows) return;  // all threads of a row
     const int64_t mask = args.mask.data == nullptr ? 0 : mask_row(args, row);
-    HeldRow<Threads, N> held;
+    Pack<T, N> x[kUnitsOfRow];
+    Pack<float, N> score[kUnitsOfRow];
     float most = -INFINITY, sum = 0.0f;
-    held.each(args.cols, [&](auto& score, int64_t begin) { score = scores<T, N>(args, row, mask, begin); });
-    held.each(args.cols, [&](auto& score, int64_t) { most = most_of(score, most); });
+    each_held<Threads, N>(args.cols, [&](int i, int64_t begin) { x[i] = row_part<T, N>(args, row, begin); });
+    each_held<Threads, N>(args.cols, [&](int i, int64_t begin) {
+        score[i] = score_of(args, x[i], mask, begin);
+        most = most_of(score[i], most);
+    });
     most = Threads::reduce(most, Max{}, -INFINITY);
-    held.each(args.cols, [&](auto& score, int64_t) {
+    each_held<Threads, N>(args.cols, [&](int i, int64_t) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) score.at[i] = expf(score.at[i] - most);
-        sum += sum_of(score, [](float one) { return one; });
+        for (int j = 0; j < N; ++j) score[i].at[j] = expf(score[i].at[j] - most);
+        sum += sum_of(score[i], [](float one) { return one; });
     });
     const float inverse = 1.0f / Threads::sum(sum);
-    held.each(args.cols, [&](auto& share, int64_t begin) { write_share<T, N>(args, row, begin, share, inverse); });
+    each_held<Threads, N>(args.cols,
+                          [&](int i, int64_t begin) { write_share<T, N>(args, row, begin, score[i], inverse); });
 }
 
 // A row that no block can hold is read three times, from the second cache.
 template <typename T, int N>
-__global__ void __launch_bounds__(kMostThreads) softmax_streamed(SoftmaxArgs args) {
+__global__ void __launch_bounds__(kStreamThreads) softmax_streamed(SoftmaxArgs args) {
     using Threads = RowThreads<false>;
     const int64_t row = Threads::row(), mask = args.mask.data == nullptr ? 0 : mask_row(args, row);
+    const auto scores = [&](int64_t begin) { return score_of(args, row_part<T, N>(args, row, begin), mask, begin); };
     float most = -INFINITY, sum = 0.0f;
-    each_of_row<Threads, N>(args.cols,
-                            [&](int64_t begin) { most = most_of(scores<T, N>(args, row, mask, begin), most); });
+    each_of_row<Threads, N>(args.cols, [&](int64_t begin) { most = most_of(scores(begin), most); });
     most = Threads::reduce(most, Max{}, -INFINITY);
     each_of_row<Threads, N>(args.cols, [&](int64_t begin) {
-        sum += sum_of(scores<T, N>(args, row, mask, begin), [most](float one) { return expf(one - most); });
+        sum += sum_of(scores(begin), [most](float one) { return expf(one - most); });
     });
     const float inverse = 1.0f / Threads::sum(sum);
     each_of_row<Threads, N>(args.cols, [&](int64_t begin) {
-        Pack<float, N> share = scores<T, N>(args, row, mask, begin);
+        Pack<float, N> share = scores(begin);
 #pragma unroll
         for (int i = 0; i < N; ++i) share.at[i] = expf(share.at[i] - most);
         write_share<T, N>(args, row, begin, share, inverse);
