@@ -103,7 +103,7 @@ def test_a_torch_on_disk_is_read(monkeypatch, tmp_path, lines, answer):
     monkeypatch.delitem(sys.modules, "torch")
     (tmp_path / "__init__.py").touch()
     spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(installed_torch.importlib.util, "find_spec", lambda name: None if lines is None else spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if lines is None else spec)
     if lines is not None:
         (tmp_path / "version.py").write_text(lines)
     xpu, told = installed_torch.xpu_of_torch()
