@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.ops import operators
 from deepspeed.ops import transformer as fronts
+from deepspeed.ops.transformer import norm
 from deepspeed.ops.transformer.norm import layer_norm_reference, rms_norm_reference
 from deepspeed.ops.transformer.rotary import apply_rotary_reference, rotary_table
 from ds_ext_cuda.op_builder.inference import InferenceBuilder
@@ -321,3 +322,9 @@ def test_the_fronts_call_these_operators(ops, numbers, device, monkeypatch):
     names = {event.key for event in profile.key_averages()}
     called = ["layer_norm", "layer_norm_residual", "rms_norm", "rms_norm_residual", "gelu", "bias_gelu", "rotary"]
     assert {f"ds_cuda::{name}" for name in called} <= names
+
+
+def test_much_fp32_is_left_to_torch_on_the_host_only():
+    """The front's choice was measured on the host; a device's kernel serves every size."""
+    assert norm._bound_by_memory(torch.empty(1 << 19))
+    assert not norm._bound_by_memory(torch.empty(1 << 19, device="meta"))

@@ -15,8 +15,8 @@ from deepspeed.errors import ConfigError
 from deepspeed.ops.operators import operator_for
 
 OP = "transformer_inference"
-# fp32 layer norm of more than this (it no longer fits the second cache) is torch's own: that is bound by memory already
-# (1.1x the time of a negation of the same size; the kernel 1.2x). Measured by benchmarks/host_ops.py.
+# On the host, fp32 layer norm of more than this (it no longer fits the second cache) is torch's own: that is bound by
+# memory already (1.1x the time of a negation of the same size; the kernel 1.2x). Measured by benchmarks/host_ops.py.
 _CACHED_FP32 = 1 << 18
 
 
@@ -104,7 +104,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _bound_by_memory(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.numel() > _CACHED_FP32
+    return x.is_cpu and x.dtype == torch.float32 and x.numel() > _CACHED_FP32
 
 
 def _float(tensor: Tensor | None) -> Tensor | None:
