@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FILES = ["test_quantizer.py", "test_transformer_inference.py"]
+FILES = ["optimizers", "test_flatten.py", "test_quantizer.py", "test_random_ltd.py", "test_transformer_inference.py"]
 BUILD = """
 import runpy, sys
 from ds_ext_cuda.op_builder import builders
@@ -32,8 +32,8 @@ def main(arguments: list[str]) -> int:
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     }
-    given = [argument for argument in arguments if argument.startswith("test_")] or FILES
-    others = [argument for argument in arguments if not argument.startswith("test_")]
+    given = [argument for argument in arguments if (HERE / argument).exists()] or FILES
+    others = [argument for argument in arguments if argument not in given]
     command = [sys.executable, "-m", "pytest", "-q", "--timeout=1200", *others, *(str(HERE / name) for name in given)]
     return subprocess.run(command, env=environment, check=False).returncode
 
