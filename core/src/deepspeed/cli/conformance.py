@@ -102,9 +102,10 @@ def _pytest(folder: Path, record: Path, options: argparse.Namespace) -> tuple[in
         environment["DS_ACCELERATOR"] = options.accelerator
     if options.verbose:
         return subprocess.run(command, env=environment, check=False).returncode, ""
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    with Console(stderr=True).status("The conformance suite runs. --verbose shows its tests."):
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
     return done.returncode, done.stdout
 
 
