@@ -6,10 +6,11 @@
 import importlib
 import inspect
 import sys
+import textwrap
 from pathlib import Path
 
 from deepspeed.accelerator.abstract_accelerator import documented_names
-from deepspeed.testing import requirements, suite
+from deepspeed.testing import recording, requirements, suite
 from deepspeed.testing.requirements import needs_of
 
 PAGE = Path(__file__).parents[1] / "reference" / "conformance.md"
@@ -39,7 +40,14 @@ def render() -> str:
     }
     rows = [f"| {each.name} | `@requirements.{names[id(each)]}` | {each.asks} |\n" for each in requirements.ALL]
     themes = [_theme(theme) for theme in suite.THEMES]
-    return _HEAD.format(methods=len(documented_names())) + "".join(rows) + "".join(themes)
+    record = f"\n## The record\n\nWhat `ds_conformance --json F` writes:\n\n```\n{_record()}\n```\n"
+    return _HEAD.format(methods=len(documented_names())) + "".join(rows) + "".join(themes) + record
+
+
+def _record() -> str:
+    """The keys of the record, as the program that writes it says them."""
+    _, _, keys = (recording.__doc__ or "").partition("The file:\n\n")
+    return textwrap.dedent(keys).rstrip()
 
 
 def _theme(theme: str) -> str:

@@ -14,7 +14,9 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -117,8 +119,12 @@ def _what_went_wrong(code: int, output: str, options: argparse.Namespace) -> str
         return told.removeprefix("ERROR: ")
     if code == 5:
         return f"no test matches -k {options.k!r}; a name or a theme of deepspeed.testing.suite is meant"
-    how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-    return f"pytest {how}: {lines[-1] if lines else 'it said nothing'} (--verbose shows all of it)"
+    if code < 0:  # the stack that Python writes as it dies has the test in it
+        name = signal.Signals(-code).name
+        at = next((found[1] for line in lines if (found := re.search(r" in (test_\w+)$", line))), "no test")
+        return f"the process was ended by {name} in {at} (--verbose shows all of it)"
+    last = lines[-1] if lines else "it said nothing"
+    return f"pytest ended with code {code}: {last} (--verbose shows all of it)"
 
 
 def _copy(source: Path, target: Path) -> None:

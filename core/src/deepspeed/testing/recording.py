@@ -7,7 +7,7 @@
     capabilities  [name, has it, reason why not]: `requirements.ALL`
     ops           [op, source, builder, reason]: where each op that somebody calls comes from
     tests         [name, theme, outcome, seconds, reason]; outcome is passed, failed, error, skipped or expected (failed
-                  as the list of expected failures says); the reason of a failure is its last line
+                  as the list of expected failures says); the reason of a failure is its message, in one line
     methods       documented methods of the accelerator that tests asked for, and those that none did
 """
 

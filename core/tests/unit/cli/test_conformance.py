@@ -74,6 +74,36 @@ def test_without_pytest(monkeypatch, capsys):
     assert "pip install 'ds-core[testing]'" in one_line(capsys)
 
 
+CRASHES = """
+import os
+from deepspeed.accelerator.plain import PlainAccelerator
+from deepspeed.plugins import Offer, hookimpl
+
+class Crashing(PlainAccelerator):
+    def create_graph(self):
+        os.abort()
+
+@hookimpl
+def ds_probe():
+    return Offer("crashing")
+
+@hookimpl
+def ds_accelerator():
+    return Crashing()
+"""
+
+
+def test_a_device_that_takes_the_process_along(tmp_path, monkeypatch, capsys):
+    info = tmp_path / "ds_ext_crashing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ds-ext-crashing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[deepspeed.accelerators]\ncrashing = ds_ext_crashing\n")
+    (tmp_path / "ds_ext_crashing.py").write_text(CRASHES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main(["--accelerator", "crashing", "-k", "graph_can"]) == 2
+    assert "ended by SIGABRT in test_a_graph_can_be_replayed_or_is_none" in one_line(capsys)
+
+
 # ----- the report ----------------------------------------------------------------------------------------------------
 
 
