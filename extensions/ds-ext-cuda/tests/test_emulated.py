@@ -81,7 +81,7 @@ def test_what_has_no_barrier_gives_wrong_numbers(ops, x, kernel):
     [
         (
             "barrier_of_some",
-            r"barrier_of_some.*block \(0, 0, 0\): .* waits at the barrier of .*semantics.cu:\d+",
+            r"ds::barrier_of_some\(float\*, long\), block \(0, 0, 0\): .* waits at the barrier of .*semantics.cu:\d+",
         ),
         ("two_barriers", r"waits at the barrier of .*semantics.cu:\d+, thread .* at that of .*semantics.cu:\d+"),
         ("shuffle_with_ended_lane", r"reduce.h:\d+ waits for lane 3 of its mask, which has ended"),

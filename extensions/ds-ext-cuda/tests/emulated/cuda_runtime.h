@@ -2,8 +2,10 @@
 // grid here, before it returns. Limits of a launch are those of sm_90. README.md says what this proves.
 #pragma once
 
+#include <cxxabi.h>
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -73,6 +75,15 @@ inline bool is_valid(const cudaLaunchConfig_t& config, const void* kernel) {
            config.dynamicSmemBytes <= (asked == shared_limits().end() ? kFreeSharedBytes : asked->second);
 }
 
+inline std::string name_of(const void* kernel) {
+    const char* mangled = "a kernel without a name";
+    cudaFuncGetName(&mangled, kernel);
+    char* plain = abi::__cxa_demangle(mangled, nullptr, nullptr, nullptr);
+    const std::string name = plain == nullptr ? mangled : plain;
+    std::free(plain);
+    return name;
+}
+
 inline void run_grid(const cudaLaunchConfig_t& config, const void* kernel, const std::function<void()>& body) {
     static std::mutex guard;
     const std::lock_guard<std::mutex> held(guard);
@@ -85,9 +96,7 @@ inline void run_grid(const cudaLaunchConfig_t& config, const void* kernel, const
         try {
             block().run(config.blockDim, config.dynamicSmemBytes, i, body);
         } catch (const std::exception& error) {
-            const char* name = "a kernel without a name";
-            cudaFuncGetName(&name, kernel);
-            throw std::runtime_error(std::string(name) + ", block " + at(blockIdx) + ": " + error.what());
+            throw std::runtime_error(name_of(kernel) + ", block " + at(blockIdx) + ": " + error.what());
         }
     }
 }
