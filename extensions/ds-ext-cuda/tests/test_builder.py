@@ -5,8 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from deepspeed.accelerator import set_accelerator
 from deepspeed.errors import ConfigError, OpUnavailable
+from deepspeed.ops import registry
 from deepspeed.ops.op_builder import jit
+from deepspeed.ops.op_builder.aot import build_ahead
+from ds_ext_cuda.accelerator import CUDA_Accelerator
 from ds_ext_cuda.op_builder import CUDAOpBuilder, architectures, cuda_op_builder
 from ds_ext_cuda.op_builder.toolkit import find_toolkit
 
@@ -160,6 +164,7 @@ def test_a_torch_without_cuda_cannot_load_and_can_compile(toolkit, torch_with, o
     assert op.reason == "torch 2.13.0+cpu is built without CUDA"
     with pytest.raises(OpUnavailable, match=r"op 'small' cannot be built here: torch .* is built without CUDA"):
         op.load()
+    assert op.compile_only().is_file()
 
 
 # ----- for which GPUs ------------------------------------------------------------------------------------------------
@@ -237,6 +242,56 @@ def test_an_op_leaves_gpus_out(toolkit, op, monkeypatch):
         op.compute_capability_args("8.0;9.0+PTX")
 
 
+@pytest.mark.parametrize(
+    ("entry", "cards"),
+    [
+        ("8.0", [(8, 0), (8, 6), (8, 9)]),
+        ("8.6", [(8, 6), (8, 9)]),
+        ("9.0+PTX", [(9, 0), (10, 0), (12, 0)]),
+        ("9.0a", [(9, 0)]),
+    ],
+)
+def test_which_cards_run_what_was_compiled_for_one(entry, cards):
+    known = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+    (one,) = architectures.parse(entry)
+    assert [card for card in known if one.runs_on(card)] == cards
+
+
+def test_without_a_toolkit_the_cache_serves_the_cards_that_it_was_compiled_for(
+    toolkit, op, monkeypatch, tmp_path, torch_with
+):
+    toolkit()
+    torch_with("13.0")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cuda_op_builder, "_capabilities", lambda: [(9, 0)])
+    library = op.prepare()
+    assert jit.find(op.describe()) == library
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert op.is_compatible()
+    assert jit.find(op.describe()) == library
+    monkeypatch.setattr(cuda_op_builder, "_capabilities", lambda: [(8, 0)])
+    assert not op.is_compatible()
+    assert op.reason.startswith("no CUDA toolkit")
+
+
+def test_a_library_of_a_wheel_for_other_cards_is_passed_over(toolkit, op, monkeypatch, tmp_path, torch_with, caplog):
+    toolkit()
+    torch_with("13.0")
+    package = tmp_path / "site" / "ds_small_wheel"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(op, "absolute_name", lambda: "ds_small_wheel.small_op")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
+    build_ahead(op, package / "small_op.so")
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    caplog.set_level("INFO", logger="DeepSpeed")
+    for cards, is_taken in (([(8, 6), (9, 0)], True), ([(10, 0)], False), ([], True)):
+        monkeypatch.setattr(cuda_op_builder, "_capabilities", lambda cards=cards: cards)
+        assert (op._load_prebuilt() is not None) is is_taken, cards
+    assert "the prebuilt one is for 8.0;9.0, and here is 10.0; it is compiled" in caplog.text
+
+
 # ----- by which commands ---------------------------------------------------------------------------------------------
 
 
@@ -281,23 +336,21 @@ def test_sources_and_headers_are_absolute_files_of_the_package():
         cuda_op_builder.cuda_kernel_path("adam/none.cu")
 
 
-def test_the_registry_runs_the_reference_with_one_line_where_there_is_no_toolkit(
-    monkeypatch, toolkit, torch_with, caplog
-):
-    from deepspeed.accelerator import set_accelerator
-    from deepspeed.ops import registry
-    from ds_ext_cuda.accelerator import CUDA_Accelerator
-
+def test_without_a_toolkit_an_op_runs_in_torch_and_one_line_says_so(monkeypatch, tmp_path, toolkit, torch_with, caplog):
     toolkit()
     torch_with("13.0")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(registry, "_told", set())
     set_accelerator(CUDA_Accelerator())
     try:
         registry.reset()
-        assert registry.kernel("fused_adam") is None
-        reason = registry.resolve("fused_adam").why()
+        for _ in range(2):
+            assert registry.kernel("fused_adam") is None
     finally:
         set_accelerator(None)
         registry.reset()
-    assert "no CUDA toolkit: CUDA_HOME is '/nowhere'" in reason
-    assert "\n" not in reason
+    (line,) = [record.getMessage() for record in caplog.records if "fused_adam" in record.getMessage()]
+    assert "op 'fused_adam' runs on its torch reference" in line
+    assert "no CUDA toolkit: CUDA_HOME is '/nowhere', and there is no program /nowhere/bin/nvcc" in line
+    assert "\n" not in line

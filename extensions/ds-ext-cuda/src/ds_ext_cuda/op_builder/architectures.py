@@ -11,7 +11,7 @@ from deepspeed.errors import ConfigError, OpUnavailable
 
 VARIABLE = "TORCH_CUDA_ARCH_LIST"
 #: what a library that is to run anywhere is compiled for, as far as the toolkit can; PTX of the last
-DEFAULT = ("8.0", "9.0", "10.0")
+PROMISED = (80, 90, 100)
 
 _ENTRY = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?")
 # torch's names, the longer before the shorter; families that no supported toolkit compiles for are left out
@@ -54,6 +54,18 @@ class Architecture:
         flags = [f"-gencode=arch=compute_{name},code=sm_{name}"]
         return [*flags, f"-gencode=arch=compute_{name},code=compute_{name}"] if self.ptx else flags
 
+    def __str__(self) -> str:
+        """As an entry of a list: `9.0+PTX`."""
+        return f"{self.capability}{'+PTX' if self.ptx else ''}"
+
+    def runs_on(self, card: tuple[int, int]) -> bool:
+        """Whether a card of this capability runs it: code of its generation up to its own, or PTX of any before it."""
+        number = 10 * card[0] + card[1]
+        if self.variant == "a":
+            return number == self.number
+        same_generation = number // 10 == self.number // 10 and number >= self.number
+        return same_generation or (self.ptx and not self.variant and number >= self.number)
+
 
 def parse(text: str, origin: str = VARIABLE) -> list[Architecture]:
     """The entries of a list, divided by `;`, `,` or spaces, in order and each once.
@@ -87,10 +99,8 @@ def compilable(architectures: Iterable[Architecture], codes: frozenset[int], too
 
 
 def default(codes: frozenset[int]) -> list[Architecture]:
-    """`DEFAULT` as far as the toolkit can, with PTX of the last."""
-    numbers = [one.number for one in parse(";".join(DEFAULT), "DEFAULT") if one.number in codes]
-    if not numbers:
-        numbers = [max(codes)]
+    """`PROMISED` as far as the toolkit can, with PTX of the last."""
+    numbers = [number for number in PROMISED if number in codes] or [max(codes)]
     return [*map(Architecture, numbers[:-1]), Architecture(numbers[-1], ptx=True)]
 
 

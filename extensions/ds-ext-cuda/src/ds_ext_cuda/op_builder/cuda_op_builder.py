@@ -5,6 +5,7 @@ version: libraries made here compile beside any torch, so that a machine without
 serves every torch from `min_torch` on. They bring their own static CUDA runtime.
 """
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
-from deepspeed.ops.op_builder import OpBuilder, jit
+from deepspeed.ops.op_builder import OpBuilder, jit, prebuilt
 from deepspeed.ops.op_builder.against_torch import torch_module
+from deepspeed.ops.op_builder.cache import Manifest
 from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.ops.op_builder.spec import BuildSpec
 from deepspeed.ops.op_builder.toolchain import Toolchain, find_compiler
 
 from ds_ext_cuda.installed_torch import cuda_of_torch
@@ -28,6 +31,8 @@ SKIP_CHECK = "DS_SKIP_CUDA_CHECK"
 # The oldest torch whose stable ABI has what the kernels use: lists of tensors, TORCH_BOX, the device guard. A library
 # built for it runs with every later one.
 _MIN_TORCH = "2.10"
+# in a manifest's `target`, before the GPUs that a library is for
+_FOR_GPUS = " for "
 # what follows goes to the host's compiler as it stands
 _FOR_HOST = ("-fPIC", "-fvisibility=hidden")
 
@@ -108,12 +113,9 @@ class CUDAOpBuilder(OpBuilder):
             ConfigError: a list cannot be read.
             OpUnavailable: the toolkit does not compile for one of them, or `filter_ccs` left none.
         """
-        chosen = self._architectures(find_toolkit(), cross_compile_archs)
-        kept = self.filter_ccs([f"{one.capability}{'+PTX' if one.ptx else ''}" for one in chosen])
-        if not kept:
-            raise OpUnavailable(f"op {self.name!r} runs on none of {', '.join(one.capability for one in chosen)}")
-        text = ";".join(".".join(parts) for parts in kept)
-        return [flag for one in architectures.parse(text, f"{type(self).__name__}.filter_ccs") for flag in one.flags]
+        return [
+            flag for one in self._kept(self._for_toolkit(find_toolkit(), cross_compile_archs)) for flag in one.flags
+        ]
 
     def filter_ccs(self, ccs: list[str]) -> list[list[str]]:
         """Of capabilities such as `"9.0"` and `"10.0+PTX"` those that the op runs on, each as `[major, minor]`.
@@ -122,17 +124,41 @@ class CUDAOpBuilder(OpBuilder):
         """
         return [cc.split(".") for cc in ccs]
 
-    def _architectures(self, toolkit: Toolkit, cross_compile_archs: str | None) -> list[Architecture]:
+    def _kept(self, chosen: list[Architecture]) -> list[Architecture]:
+        """Those of `chosen` that `filter_ccs` keeps."""
+        kept = self.filter_ccs([str(one) for one in chosen])
+        if not kept:
+            raise OpUnavailable(f"op {self.name!r} runs on none of {', '.join(one.capability for one in chosen)}")
+        return architectures.parse(";".join(".".join(parts) for parts in kept), f"{type(self).__name__}.filter_ccs")
+
+    def _for_toolkit(self, toolkit: Toolkit, cross_compile_archs: str | None = None) -> list[Architecture]:
+        stated = self._stated(cross_compile_archs)
+        if stated is not None:
+            return architectures.compilable(stated, toolkit.codes, f"{toolkit.nvcc} (CUDA {toolkit.version_name})")
+        return architectures.of_devices(self._cards(), toolkit.codes)
+
+    def _stated(self, cross_compile_archs: str | None = None) -> list[Architecture] | None:
         stated = os.environ.get(architectures.VARIABLE, "").strip()
         if stated and stated != "native":
-            return self._compilable(architectures.parse(stated), toolkit)
-        if cross_compile_archs:
-            return self._compilable(architectures.parse(cross_compile_archs, "cross_compile_archs"), toolkit)
-        capabilities = _capabilities() if self.jit_mode or stated == "native" else []
-        return architectures.of_devices(capabilities, toolkit.codes)
+            return architectures.parse(stated)
+        return architectures.parse(cross_compile_archs, "cross_compile_archs") if cross_compile_archs else None
 
-    def _compilable(self, wanted: list[Architecture], toolkit: Toolkit) -> list[Architecture]:
-        return architectures.compilable(wanted, toolkit.codes, f"{toolkit.nvcc} (CUDA {toolkit.version_name})")
+    def _cards(self) -> list[tuple[int, int]]:
+        """The cards that a build is for; empty: for those that we promise."""
+        native = os.environ.get(architectures.VARIABLE, "").strip() == "native"
+        return _capabilities() if self.jit_mode or native else []
+
+    def describe(self) -> BuildSpec:
+        """As the base's, and for which GPUs: what was compiled for others is not taken from the cache."""
+        try:
+            chosen = self._for_toolkit(find_toolkit())
+        except OpUnavailable:  # a library that another machine left in the cache may be for the cards here
+            cards = self._cards()
+            own = frozenset(10 * major + minor for major, minor in cards)
+            chosen = self._stated() or architectures.of_devices(cards, own or frozenset(architectures.PROMISED))
+        names = ";".join(str(one) for one in self._kept(chosen))
+        spec = super().describe()
+        return dataclasses.replace(spec, target=f"{spec.target}{_FOR_GPUS}{names}")
 
     # ----- how it is compiled ----------------------------------------------------------------------------------------
 
@@ -183,9 +209,36 @@ class CUDAOpBuilder(OpBuilder):
 
     # ----- whether it can be loaded ----------------------------------------------------------------------------------
 
+    def prepare(self) -> Path:
+        """As the base's: what `load` will look for, which is for the cards here."""
+        self.jit_mode = True
+        return super().prepare()
+
     def _obstacle(self) -> str | None:
         cuda, torch = cuda_of_torch()
-        return torch if cuda is None else super()._obstacle()
+        if cuda is None:
+            return torch
+        before, self.jit_mode = self.jit_mode, True
+        try:
+            return super()._obstacle()
+        finally:
+            self.jit_mode = before  # a wheel is not for the cards of the machine that builds it
+
+    def _load_prebuilt(self) -> Any | None:
+        """As the base's, unless the library is for other GPUs: then it is compiled instead."""
+        library = prebuilt.library_beside_package(self.absolute_name())
+        manifest = None if library is None else Manifest.read(library.with_suffix(".json"))
+        names = "" if manifest is None else manifest.target.partition(_FOR_GPUS)[2]
+        if names:
+            has = architectures.parse(names, "manifest")
+            missing = [card for card in _capabilities() if not any(one.runs_on(card) for one in has)]
+            if missing:
+                cards = ", ".join(f"{major}.{minor}" for major, minor in missing)
+                logger.info(
+                    "op %r: the prebuilt one is for %s, and here is %s; it is compiled", self.name, names, cards
+                )
+                return None
+        return super()._load_prebuilt()
 
     def builder(self) -> Any:
         """The op as a setuptools Extension, by torch's own means, which need a CUDA build of torch.
