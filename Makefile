@@ -1,16 +1,16 @@
 # A thin door to nox: noxfile.py is the one place where tasks are defined.
 #   make demo               train a small GPT on two ranks (make demo ARGS=--resume goes on from its checkpoint)
 #   make test               everything a pull request must pass
-#   make <session>          any other session of noxfile.py: lint types unit ranks simulated parity examples docs downstream ext bench build
+#   make <session>          any other session of noxfile.py: lint types unit ext ranks simulated parity template examples docs downstream sycl bench build
 PYTHON ?= python3
 NOX := .venv/bin/nox
 
-.PHONY: test demo lint types unit ranks simulated parity examples docs downstream ext bench build clean
+.PHONY: test demo lint types unit ext ranks simulated parity template examples docs downstream sycl bench build clean
 
 test: $(NOX)
 	@$(NOX)
 
-demo lint types unit ranks simulated parity examples docs downstream ext bench build: $(NOX)
+demo lint types unit ext ranks simulated parity template examples docs downstream sycl bench build: $(NOX)
 	@$(NOX) -s $@ -- $(ARGS)
 
 $(NOX):

@@ -14,22 +14,28 @@ import nox
 
 nox.needs_version = ">=2024.4"
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "types", "unit", "ranks", "simulated", "parity", "examples", "docs", "downstream"]
+nox.options.sessions = [
+    *("lint", "types", "unit", "ext", "ranks", "simulated", "parity", "template", "examples", "docs", "downstream")
+]
 
 ROOT = Path(__file__).parent
 BIN = Path(sys.executable).parent
 PYTHON = str(BIN / "python")
-DISTRIBUTIONS = ("core", "extensions/ds-ext-cpu", "compat/deepspeed")
+EXTENSIONS = sorted(path.parent.name.removeprefix("ds-ext-") for path in ROOT.glob("extensions/*/pyproject.toml"))
+DISTRIBUTIONS = ("core", *(f"extensions/ds-ext-{name}" for name in EXTENSIONS), "compat/deepspeed")
 # What each session needs beyond the distributions' own dependencies; the versions are in constraints.txt.
 TOOLS = (
     *("nox", "ruff", "mypy", "import-linter", "clang-format"),
     *("pytest", "pytest-timeout", "hypothesis"),
     *("matplotlib", "tensorboard"),
     *("accelerate", "transformers"),
+    "cookiecutter",
 )
 TESTS = Path("core/tests")
+KERNEL_LANGUAGES = ("none", "cpp", "cuda", "sycl", "own")  # that the template renders an example op in
 RECIPES = sorted(path.name for path in (ROOT / "downstream/recipes").glob("*") if path.is_dir())
-EXTENSIONS = sorted(path.name.removeprefix("ds-ext-") for path in (ROOT / "extensions").glob("ds-ext-*"))
+# Intel's SYCL runtime, with its compiler for kernels given as text and its OpenCL for CPUs: 1.7 GB.
+SYCL_RUNTIME = "dpcpp-cpp-rt==2026.2.0"
 # One thread per process: ranks share the machine's cores, and threads would fight for them.
 TEST_ENV = {"OMP_NUM_THREADS": "1"}
 
@@ -65,7 +71,8 @@ def lint(session: nox.Session) -> None:
     _prepare(session)
     session.run(str(BIN / "ruff"), "check", ".", external=True)
     session.run(str(BIN / "ruff"), "format", "--check", ".", external=True)
-    folders = (*ROOT.glob("extensions/*/src/*/csrc"), ROOT / "core/tests/vendor", ROOT / "core/tests/simulated")
+    folders = [folder for name in ("src", "tests") for folder in ROOT.glob(f"extensions/*/{name}")]
+    folders += [ROOT / "core/tests/vendor", ROOT / "core/tests/simulated", ROOT / "template/tests/stand_ins"]
     kernels = [str(path) for folder in folders for path in folder.rglob("*") if path.suffix in (".cpp", ".h", ".cu")]
     if kernels:
         session.run(str(BIN / "clang-format"), "--dry-run", "--Werror", *sorted(kernels), external=True)
@@ -81,8 +88,8 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def unit(session: nox.Session) -> None:
-    """Tests that need one process."""
-    _pytest(session, TESTS / "unit", TESTS / "house", TESTS / "compat", Path("extensions/ds-ext-cpu/tests"))
+    """Core's tests that need one process."""
+    _pytest(session, TESTS / "unit", TESTS / "house", TESTS / "compat")
 
 
 @nox.session
@@ -133,6 +140,39 @@ def downstream(session: nox.Session, name: str) -> None:
 def ext(session: nox.Session, name: str) -> None:
     """An extension's own tests, the conformance suite among them."""
     _pytest(session, Path("extensions") / f"ds-ext-{name}" / "tests")
+
+
+@nox.session
+@nox.parametrize("language", KERNEL_LANGUAGES, ids=KERNEL_LANGUAGES)
+def template(session: nox.Session, language: str) -> None:
+    """The template, rendered for a kernel language: built, installed, compiled, and put to the conformance suite."""
+    _prepare(session)
+    tests = ("-m", "pytest", "-q", "template/tests", "--language", language)
+    session.run(PYTHON, *tests, *session.posargs, env=TEST_ENV, external=True)
+
+
+@nox.session
+def sycl(session: nox.Session) -> None:
+    """The SYCL kernels of ds-ext-xpu, executed on a CPU; their runtime stays in .nox/."""
+    _prepare(session)
+    runtime = ROOT / ".nox" / "sycl_runtime"
+    stamp, library = runtime / "ready.txt", runtime / "lib"
+    if not stamp.exists() or stamp.read_text() != SYCL_RUNTIME:
+        # an environment, since `pip --target` loses lib/; without pip, as ours installs into it
+        session.run(PYTHON, "-m", "venv", "--clear", "--without-pip", str(runtime), external=True)
+        pip = (PYTHON, "-m", "pip", "--python", str(runtime / "bin" / "python"), "--disable-pip-version-check")
+        session.run(*pip, "install", "--quiet", SYCL_RUNTIME, external=True)
+        stamp.write_text(SYCL_RUNTIME)
+    environment = {
+        **TEST_ENV,
+        "DS_SYCL_RUNTIME": str(runtime),
+        "OCL_ICD_FILENAMES": str(library / "libintelocl.so"),
+        "LD_LIBRARY_PATH": str(library),
+        "SYCL_CACHE_PERSISTENT": "1",
+        "SYCL_CACHE_DIR": str(runtime / "cache"),
+    }
+    tests = "extensions/ds-ext-xpu/tests/sycl"
+    session.run(PYTHON, "-m", "pytest", "-q", tests, *session.posargs, env=environment, external=True)
 
 
 @nox.session

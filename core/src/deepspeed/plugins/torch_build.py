@@ -13,7 +13,7 @@ _LINE = re.compile(r"^(\w+)\b[^=\n]*=\s*(?:'([^'\n]*)'|\"([^\"\n]*)\"|None)", re
 
 
 def torch_build() -> dict[str, str | None]:
-    """What `torch.version` states as text or None, by name: `{"__version__": "2.13.0+cpu", "hip": None, ...}`.
+    """What `torch.version` states as text or None, by name: `{"__version__": "2.13.0+cpu", "git_version": ...}`.
 
     From the torch in memory if there is one, else from its `version.py`. Empty when torch is not installed;
     `{"__version__": None}` when that file cannot be read.
