@@ -179,23 +179,8 @@ def test_the_launcher_starts_a_rank_per_device(installed, tmp_path):
     assert told[0]["loss"] == told[1]["loss"]
 
 
-def test_the_launcher_refuses_more_ranks_than_devices(installed, tmp_path):
-    ended = launch(installed, tmp_path, "--num_accelerators", "3")
-    assert ended.returncode != 0
-    assert "found 2 of sim" in ended.stderr + ended.stdout
-
-
 def test_the_launcher_hides_devices(installed, tmp_path):
     ended = launch(installed, tmp_path, "--include", "localhost:1")
     assert ended.returncode == 0, ended.stderr
     told = json.loads((tmp_path / "0.json").read_text())
     assert (told["device"], told["visible"]) == ("sim:0", "1")
-
-
-def test_ds_report_names_it(installed):
-    code = "from deepspeed.cli.report import main; main()"
-    environment = {**os.environ, **installed, "DS_ACCELERATOR": "sim"}
-    ended = subprocess.run(
-        [sys.executable, "-c", code, "--json"], env=environment, capture_output=True, text=True, check=True, timeout=200
-    )
-    assert json.loads(ended.stdout)["chosen"]["name"] == "sim"

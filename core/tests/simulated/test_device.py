@@ -93,11 +93,13 @@ NAMED = """if 1:
     engine, *_ = deepspeed.initialize(model=layer, config={"train_batch_size": 1, "optimizer": {"type": "Adam"}})
     engine.backward(engine(torch.ones(1, 2, device="card")).sum())
     engine.step()
-    print(torch.distributed.get_backend(), layer.weight.device)"""
+    print(torch.distributed.get_backend(), layer.weight.device)
+    print(torch.card.schedule(), torch.card.waiting_jobs(), accelerator.is_synchronized_device())"""
 
 
-def test_it_takes_another_name(installed):
-    environment = {**os.environ, **installed, "DS_SIM_NAME": "card", "DS_ACCELERATOR": "sim"}
+def test_the_environment_gives_it_another_name_and_schedule(installed):
+    chosen = {"DS_SIM_NAME": "card", "DS_SIM_SCHEDULE": "none", "DS_ACCELERATOR": "sim"}
+    environment = {**os.environ, **installed, **chosen}
     ended = subprocess.run(
         [sys.executable, "-c", NAMED], env=environment, capture_output=True, text=True, check=False, timeout=200
     )
@@ -106,6 +108,7 @@ def test_it_takes_another_name(installed):
     assert lines[0].startswith("card:9 does not exist")
     assert lines[1] == "the simulated device is installed as 'card' and cannot become 'sim' as well"
     assert lines[2] == "simccl card:0"
+    assert lines[3] == "none 0 True"
 
 
 # ----- tensors -------------------------------------------------------------------------------------------------------
@@ -184,6 +187,31 @@ def operators():
 
 def test_operators_give_what_the_host_gives(sim):
     sim(operators)
+
+
+def refusals():
+    x, lengths = torch.ones(2, 3, 4, device="sim"), torch.tensor([1], device="sim")
+    layer = torch.nn.LSTM(4, 5).to("sim")
+    embedding = torch.nn.Embedding(4, 3, sparse=True).to("sim")
+    calls = {
+        "_thnn_fused_lstm_cell has no kernel for the device sim": lambda: layer(x),
+        "to_sparse gives a sparse tensor; sim has strided tensors only": x[0].to_sparse,
+        "backend": lambda: embedding(lengths).sum().backward(),
+        "quantize_per_tensor gives a quantized tensor": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "SparseCsrsim": lambda: torch.empty(2, 2, layout=torch.sparse_csr, device="sim"),
+        "NestedTensor": lambda: torch.nested.nested_tensor([x[0], x[1]]).unbind(),
+        "only tensors of the host can be pinned": lambda: torch.empty(2, device="sim", pin_memory=True),
+        "to be on cpu": lambda: torch.tensor_split(x, lengths),
+        "Dlpack": lambda: torch.from_dlpack(x),
+    }
+    for reason, call in calls.items():
+        assert reason in refusal(call), reason
+    torch.sim.synchronize()
+    assert x.sum().item() == 24
+
+
+def test_what_it_does_not_do_is_refused(sim):
+    sim(refusals)
 
 
 def read_by_address():

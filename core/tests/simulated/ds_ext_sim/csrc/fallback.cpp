@@ -41,7 +41,7 @@ class Call {
     Call(const c10::OperatorHandle& op, Stack* stack) : op_(op), schema_(op.schema()), stack_(stack) {}
 
     void run() {
-        refuse_other_namespaces();
+        refuse_what_has_no_kernel();
         find_device();
         refuse_hidden_random_numbers();
         if (makes_views()) return run_now();
@@ -67,10 +67,22 @@ class Call {
 
     // ----- what is refused ------------------------------------------------------------------------------------------
 
-    void refuse_other_namespaces() const {
+    // Operators that other libraries brought for the host, and those for which the host itself has no kernel.
+    void refuse_what_has_no_kernel() const {
         const std::string_view name = schema_.name();
-        TORCH_CHECK_NOT_IMPLEMENTED(name.substr(0, 6) == "aten::", "operator ", schema_.operator_name(),
-                                    " has no kernel for the device ", device_name());
+        const bool has = name.substr(0, 6) == "aten::" && op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+        TORCH_CHECK_NOT_IMPLEMENTED(has, "operator ", schema_.operator_name(), " has no kernel for the device ",
+                                    device_name());
+    }
+
+    static bool is_plain(const at::Tensor& result) {
+        return !result.defined() || (result.layout() == at::kStrided && !result.is_quantized());
+    }
+
+    void refuse_other_layouts(const at::Tensor& result) const {
+        TORCH_CHECK_NOT_IMPLEMENTED(is_plain(result), "operator ", schema_.operator_name(), " gives a ",
+                                    result.is_quantized() ? "quantized" : "sparse", " tensor; ", device_name(),
+                                    " has strided tensors only");
     }
 
     void refuse_hidden_random_numbers() const {
@@ -122,6 +134,7 @@ class Call {
         }
         const auto on_device = [&](const at::Tensor& result) {
             if (!result.defined()) return result;
+            refuse_other_layouts(result);
             if (const Replaced* same = bytes.find(result)) return same->original;
             if (const Replaced* base = bytes.find_storage(result)) return view_of(base->original, result);
             return to_device(result, device_);
@@ -245,7 +258,8 @@ class Call {
         for (const c10::IValue& value : results) {
             each_tensor(value, [&](const at::Tensor& result) {
                 if (!result.defined() || zeros.find(result) != nullptr) return;
-                foretold &= zeros.find_storage(result) == nullptr && result.is_non_overlapping_and_dense();
+                foretold &=
+                    is_plain(result) && zeros.find_storage(result) == nullptr && result.is_non_overlapping_and_dense();
             });
         }
         return foretold;
