@@ -112,7 +112,10 @@ class OpBuilder(SourcePlaces, MachineQuestions, ABC):
         return []
 
     def register_fakes(self) -> None:
-        """Register meta implementations (`torch.library.register_fake`); called once, after the library was loaded."""
+        """Register meta implementations; called once, after the library was loaded.
+
+        `deepspeed.ops.fakes.register_fakes` has those of the documented operators.
+        """
 
     def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
         """The command for one source file. A base builder of another compiler overrides it, and `toolchain`.

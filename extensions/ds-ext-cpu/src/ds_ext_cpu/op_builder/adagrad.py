@@ -1,7 +1,6 @@
 """Builder of the Adagrad kernel."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
-from ds_ext_cpu.op_builder.fakes import register_step_fake
 
 
 class CPUAdagradBuilder(CPUOpBuilder):
@@ -14,4 +13,6 @@ class CPUAdagradBuilder(CPUOpBuilder):
         return [cpu_kernel_path("adagrad/cpu_adagrad.cpp")]
 
     def register_fakes(self) -> None:
-        register_step_fake("adagrad_step_")
+        from deepspeed.ops.fakes import register_fakes
+
+        register_fakes("ds_cpu", "adagrad_step_")

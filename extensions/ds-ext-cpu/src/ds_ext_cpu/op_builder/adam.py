@@ -1,7 +1,6 @@
 """Builders of the Adam kernel: one library, asked for by the host's name and by the accelerator's."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
-from ds_ext_cpu.op_builder.fakes import register_step_fake
 
 
 class CPUAdamBuilder(CPUOpBuilder):
@@ -14,7 +13,9 @@ class CPUAdamBuilder(CPUOpBuilder):
         return [cpu_kernel_path("adam/cpu_adam.cpp")]
 
     def register_fakes(self) -> None:
-        register_step_fake("adam_step_")
+        from deepspeed.ops.fakes import register_fakes
+
+        register_fakes("ds_cpu", "adam_step_")
 
 
 class FusedAdamBuilder(CPUAdamBuilder):

@@ -17,6 +17,7 @@ class InferenceBuilder(CPUOpBuilder):
         return [*super().cxx_args(), "-ffp-contract=off"]
 
     def register_fakes(self) -> None:
-        from ds_ext_cpu.op_builder.functional_fakes import register_inference_fakes
+        from deepspeed.ops.fakes import register_fakes
 
-        register_inference_fakes()
+        norms = ("layer_norm", "layer_norm_residual", "rms_norm", "rms_norm_residual")
+        register_fakes("ds_cpu", *norms, "gelu", "bias_gelu", "rotary")

@@ -1,7 +1,6 @@
 """Builders of the Lion kernel: one library, asked for by the host's name and by the accelerator's."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
-from ds_ext_cpu.op_builder.fakes import register_step_fake
 
 
 class CPULionBuilder(CPUOpBuilder):
@@ -14,7 +13,9 @@ class CPULionBuilder(CPUOpBuilder):
         return [cpu_kernel_path("lion/cpu_lion.cpp")]
 
     def register_fakes(self) -> None:
-        register_step_fake("lion_step_")
+        from deepspeed.ops.fakes import register_fakes
+
+        register_fakes("ds_cpu", "lion_step_")
 
 
 class FusedLionBuilder(CPULionBuilder):

@@ -17,6 +17,7 @@ class QuantizerBuilder(CPUOpBuilder):
         return [*super().cxx_args(), "-ffp-contract=off"]
 
     def register_fakes(self) -> None:
-        from ds_ext_cpu.op_builder.functional_fakes import register_quantizer_fakes
+        from deepspeed.ops.fakes import register_fakes
 
-        register_quantizer_fakes()
+        names = ("quantize_groups", "fake_quantize_groups", "dequantize_groups", "dequantize_reduce")
+        register_fakes("ds_cpu", *names)

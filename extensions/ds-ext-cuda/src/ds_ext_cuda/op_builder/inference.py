@@ -20,6 +20,8 @@ class InferenceBuilder(CUDAOpBuilder):
         return [cuda_kernel_path("transformer_inference/transformer_inference.cu")]
 
     def register_fakes(self) -> None:
-        from ds_ext_cuda.op_builder.functional_fakes import register_inference_fakes
+        from deepspeed.ops.fakes import like_first, register_fakes
 
-        register_inference_fakes()
+        norms = ("layer_norm", "layer_norm_residual", "rms_norm", "rms_norm_residual")
+        own = dict.fromkeys(("bias_residual_add", "masked_softmax"), like_first)
+        register_fakes("ds_cuda", *norms, "gelu", "bias_gelu", "rotary", **own)

@@ -1,7 +1,6 @@
 """Builder of the multi-tensor LAMB kernels."""
 
 from ds_ext_cuda.op_builder.cuda_op_builder import CUDAOpBuilder, cuda_kernel_path
-from ds_ext_cuda.op_builder.fakes import register_step_fake
 
 
 class FusedLambBuilder(CUDAOpBuilder):
@@ -14,4 +13,6 @@ class FusedLambBuilder(CUDAOpBuilder):
         return [cuda_kernel_path("lamb/fused_lamb.cu")]
 
     def register_fakes(self) -> None:
-        register_step_fake("lamb_step_")
+        from deepspeed.ops.fakes import register_fakes
+
+        register_fakes("ds_cuda", "lamb_step_")

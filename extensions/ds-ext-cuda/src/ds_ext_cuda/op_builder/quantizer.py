@@ -17,6 +17,7 @@ class QuantizerBuilder(CUDAOpBuilder):
         return [cuda_kernel_path("quantizer/quantizer.cu")]
 
     def register_fakes(self) -> None:
-        from ds_ext_cuda.op_builder.functional_fakes import register_quantizer_fakes
+        from deepspeed.ops.fakes import quantized, register_fakes
 
-        register_quantizer_fakes()
+        names = ("quantize_groups", "fake_quantize_groups", "dequantize_groups", "dequantize_reduce")
+        register_fakes("ds_cuda", *names, swizzled_quantize_groups=quantized)

@@ -13,6 +13,6 @@ class FusedAdamBuilder(SYCLOpBuilder):
         return [sycl_kernel_path("adam/fused_adam.cpp")]
 
     def register_fakes(self) -> None:
-        from ds_ext_xpu.op_builder.fakes import register_adam_fake
+        from deepspeed.ops.fakes import register_fakes
 
-        register_adam_fake()
+        register_fakes("ds_xpu", "adam_step_")

@@ -13,6 +13,7 @@ class InferenceBuilder(SYCLOpBuilder):
         return [sycl_kernel_path("transformer_inference/transformer_inference.cpp")]
 
     def register_fakes(self) -> None:
-        from ds_ext_xpu.op_builder.fakes import register_inference_fakes
+        from deepspeed.ops.fakes import register_fakes
 
-        register_inference_fakes()
+        norms = ("layer_norm", "layer_norm_residual", "rms_norm", "rms_norm_residual")
+        register_fakes("ds_xpu", *norms, "gelu", "bias_gelu", "rotary")

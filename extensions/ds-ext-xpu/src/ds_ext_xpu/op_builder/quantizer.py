@@ -13,6 +13,7 @@ class QuantizerBuilder(SYCLOpBuilder):
         return [sycl_kernel_path("quantizer/quantizer.cpp")]
 
     def register_fakes(self) -> None:
-        from ds_ext_xpu.op_builder.fakes import register_quantizer_fakes
+        from deepspeed.ops.fakes import register_fakes
 
-        register_quantizer_fakes()
+        names = ("quantize_groups", "fake_quantize_groups", "dequantize_groups", "dequantize_reduce")
+        register_fakes("ds_xpu", *names)

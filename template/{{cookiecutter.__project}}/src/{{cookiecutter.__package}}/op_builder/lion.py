@@ -1,7 +1,5 @@
 """Builder of the example op: the step of the optimizer Lion, one call for all parameters."""
 
-from typing import Any
-
 from {{ cookiecutter.__package }}.op_builder.device_builder import DeviceOpBuilder
 from {{ cookiecutter.__package }}.op_builder.device_builder import {{ cookiecutter.device_name }}_kernel_path as kernel_path
 
@@ -25,10 +23,6 @@ class FusedLionBuilder(DeviceOpBuilder):
         return [kernel_path(f"lion/{name}") for name in names]
 
     def register_fakes(self) -> None:
-        import torch
+        from deepspeed.ops.fakes import register_fakes
 
-        torch.library.register_fake("ds_{{ cookiecutter.device_name }}::lion_step_", _writes_in_place)
-
-
-def _writes_in_place(*args: Any, **kwargs: Any) -> None:
-    """What the operator gives for tensors without data (torch.compile, meta): nothing."""
+        register_fakes("ds_{{ cookiecutter.device_name }}", "lion_step_")
