@@ -231,8 +231,8 @@ def test_a_gpt_trains_as_on_the_cpu(sim_ranks, cpu_ranks):
 # ----- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def save(folder, stage, section):
-    engine = make_engine(stage, "bf16", **section)
+def save(folder, stage, section, precision="bf16"):
+    engine = make_engine(stage, precision, **section)
     run(engine, 2)
     engine.save_checkpoint(folder, tag="two")
     losses = run(engine, 1)
@@ -240,8 +240,8 @@ def save(folder, stage, section):
     return losses
 
 
-def resume(folder, stage, section):
-    engine = make_engine(stage, "bf16", **section)
+def resume(folder, stage, section, precision="bf16"):
+    engine = make_engine(stage, precision, **section)
     engine.load_checkpoint(folder)
     losses = run(engine, 1)
     engine.destroy()
@@ -261,3 +261,11 @@ def test_a_checkpoint_is_resumed_here_and_on_the_cpu(sim_ranks, cpu_ranks, tmp_p
 def test_a_checkpoint_of_the_cpu_is_resumed_on_the_device(sim_ranks, cpu_ranks, tmp_path, stage):
     expected = cpu_ranks(save, str(tmp_path), stage, {})
     assert sim_ranks(resume, str(tmp_path), stage, {})[0] == pytest.approx(expected[0], rel=1e-2)
+
+
+@every_stage
+def test_in_fp32_a_checkpoint_moves_both_ways_without_a_difference(sim_ranks, cpu_ranks, tmp_path, stage):
+    for origin, goal in ((sim_ranks, cpu_ranks), (cpu_ranks, sim_ranks)):
+        folder = str(tmp_path / str(origin is cpu_ranks))
+        expected = origin(save, folder, stage, {}, "fp32")
+        assert goal(resume, folder, stage, {}, "fp32") == expected
