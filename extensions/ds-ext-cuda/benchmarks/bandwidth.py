@@ -9,7 +9,6 @@ the trust ratio needs the whole parameter; that second reading is counted.) Tens
 `--check` fails when one of the kernels with a target is under 80% of the copy.
 """
 
-# ruff: noqa: T201 - a program that prints
 import argparse
 import json
 import statistics

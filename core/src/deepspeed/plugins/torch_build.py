@@ -15,12 +15,12 @@ _LINE = re.compile(r"^(\w+)\b[^=\n]*=\s*(?:'([^'\n]*)'|\"([^\"\n]*)\"|None)", re
 def torch_build() -> dict[str, str | None]:
     """What `torch.version` states as text or None, by name: `{"__version__": "2.13.0+cpu", "git_version": ...}`.
 
-    From the torch in memory if there is one, else from its `version.py`. Empty when torch is not installed;
+    From the torch in memory if it is there whole, else from its `version.py`. Empty when torch is not installed;
     `{"__version__": None}` when that file cannot be read.
     """
-    if "torch" in sys.modules:
-        stated = vars(sys.modules["torch"].version)
-        return {name: None if value is None else str(value) for name, value in stated.items()}
+    version = getattr(sys.modules.get("torch"), "version", None)
+    if hasattr(version, "__version__"):  # not while another thread is in the middle of importing torch
+        return {name: None if value is None else str(value) for name, value in vars(version).items()}
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return {}

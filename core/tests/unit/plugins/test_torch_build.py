@@ -1,6 +1,8 @@
 """What a torch was built for, from memory and from its files."""
 
+import importlib.machinery
 import sys
+import types
 
 import pytest
 from deepspeed.plugins.torch_build import torch_build, torch_name
@@ -42,6 +44,13 @@ def test_a_torch_on_disk_is_read_and_not_imported(monkeypatch, tmp_path, version
     install(monkeypatch, tmp_path, version)
     assert torch_build() == build
     assert torch_name(torch_build()) == name
+
+
+def test_a_torch_that_another_thread_is_importing_is_read_from_disk(monkeypatch):
+    whole = torch_build()
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    sys.modules["torch"].__spec__ = importlib.machinery.PathFinder.find_spec("torch")
+    assert torch_build()["__version__"] == whole["__version__"]
 
 
 def test_no_torch(monkeypatch, tmp_path):
