@@ -94,11 +94,12 @@ NAMED = """if 1:
     engine.backward(engine(torch.ones(1, 2, device="card")).sum())
     engine.step()
     print(torch.distributed.get_backend(), layer.weight.device)
-    print(torch.card.schedule(), torch.card.waiting_jobs(), accelerator.is_synchronized_device())"""
+    print(torch.card.schedule(), torch.card.waiting_jobs(), accelerator.is_synchronized_device())
+    print(accelerator.device_count())"""
 
 
-def test_the_environment_gives_it_another_name_and_schedule(installed):
-    chosen = {"DS_SIM_NAME": "card", "DS_SIM_SCHEDULE": "none", "DS_ACCELERATOR": "sim"}
+def test_the_environment_gives_it_another_name_schedule_and_number(installed):
+    chosen = {"DS_SIM_NAME": "card", "DS_SIM_SCHEDULE": "none", "SIM_VISIBLE_DEVICES": "1", "DS_ACCELERATOR": "sim"}
     environment = {**os.environ, **installed, **chosen}
     ended = subprocess.run(
         [sys.executable, "-c", NAMED], env=environment, capture_output=True, text=True, check=False, timeout=200
@@ -109,6 +110,7 @@ def test_the_environment_gives_it_another_name_and_schedule(installed):
     assert lines[1] == "the simulated device is installed as 'card' and cannot become 'sim' as well"
     assert lines[2] == "simccl card:0"
     assert lines[3] == "none 0 True"
+    assert lines[4] == "1"
 
 
 # ----- tensors -------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ struct SimHooks final : at::PrivateUse1HooksInterface {
     }
 };
 
-const bool registered = [] {
+const bool hooks_registered = [] {
     at::RegisterPrivateUse1HooksInterface(new SimHooks());
     return true;
 }();

@@ -311,7 +311,7 @@ void PinnedAllocator::release(void* address) {
 }
 
 // At once, when the library is loaded.
-const bool registered = [] {
+const bool allocator_registered = [] {
     c10::SetAllocator(c10::DeviceType::PrivateUse1, &allocator());
     return true;
 }();
