@@ -48,7 +48,7 @@ ANY_TIME = frozenset(
     """
     is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure device_name device_count
     is_available communication_backend_name communication_backend_version range_push range_pop lazy_call
-    random Stream Event on_accelerator is_triton_supported amp
+    random Stream Event on_accelerator amp
     op_builder_dir create_op_builder get_op_builder build_extension export_envs visible_devices_envs
     set_visible_devices_envs get_compile_backend set_compile_backend
     """.split()  # noqa: SIM905 - read more easily so

@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             _copy(options.expected_failures, folder / _EXPECTED)
         record = folder / "record.json"
         code, output = _pytest(folder, record, options)
-        if not record.is_file() or code > _PYTEST_FAILED:
+        if not record.is_file() or code not in (0, _PYTEST_FAILED):
             raise _CannotRun(_what_went_wrong(code, output, options))
         return json.loads(record.read_text()), code == 0
 
@@ -123,6 +123,8 @@ def _what_went_wrong(code: int, output: str, options: argparse.Namespace) -> str
         name = signal.Signals(-code).name
         at = next((found[1] for line in lines if (found := re.search(r" in (test_\w+)$", line))), "no test")
         return f"the process was ended by {name} in {at} (--verbose shows all of it)"
+    if options.verbose:
+        return f"pytest ended with code {code}, as shown above"
     last = lines[-1] if lines else "it said nothing"
     return f"pytest ended with code {code}: {last} (--verbose shows all of it)"
 

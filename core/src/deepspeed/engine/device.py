@@ -20,6 +20,10 @@ def local_rank(args: Any) -> int:
     return int(os.environ.get("LOCAL_RANK", given if isinstance(given, int) and given >= 0 else 0))
 
 
+def _source_of_local_rank() -> str:
+    return "LOCAL_RANK" if "LOCAL_RANK" in os.environ else "args.local_rank"
+
+
 def claim_device(args: Any) -> torch.device:
     """This process's device, made the current one: the `args.device_rank`-th if given, else the one of its local rank.
 
@@ -31,7 +35,7 @@ def claim_device(args: Any) -> torch.device:
     accelerator = get_accelerator()
     asked = getattr(args, "device_rank", None)
     rank = local_rank(args) if asked is None else int(asked)
-    index = _index(accelerator, rank, "LOCAL_RANK" if asked is None else "args.device_rank")
+    index = _index(accelerator, rank, "args.device_rank" if asked is not None else _source_of_local_rank())
     accelerator.set_device(index)
     return torch.device(accelerator.device_name(index))
 
@@ -59,10 +63,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _index(accelerator: DeepSpeedAccelerator, rank: int, source: str) -> int:
-    if accelerator.is_synchronized_device():  # ranks share the host, as many as were started
+    if accelerator.on_accelerator(torch.empty(0)):  # it works in host memory, which all ranks of a machine share
         return rank
     count = accelerator.device_count()
-    if count == 1 and source == "LOCAL_RANK":
+    if count == 1 and source != "args.device_rank":
         return 0
     if rank >= count:
         name = accelerator.device_name()

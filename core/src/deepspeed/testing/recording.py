@@ -104,7 +104,7 @@ def describe() -> dict[str, Any]:
             "module": type(accelerator).__module__,
             "plugin": choice.plugin,
             "origin": "ds-core" if choice.plugin is None else plugin_manager().origin(choice.plugin),
-            "device": accelerator.current_device_name(),
+            "device": _device_name(),
             "why": choice.why,
         },
         "versions": {
@@ -128,14 +128,29 @@ def _capabilities() -> Iterator[tuple[requirements.Requirement, str | None]]:
         try:
             yield each, each.unmet()
         except Exception as error:  # noqa: BLE001 - a vendor's answer, whatever it raises, and the tests say it too
-            yield each, f"failed: {type(error).__name__}: {error}"
+            yield each, _failed(error)
+
+
+def _failed(error: Exception) -> str:
+    return f"failed: {type(error).__name__}: {error}"
+
+
+def _device_name() -> str:
+    try:
+        return get_accelerator().current_device_name()
+    except Exception as error:  # noqa: BLE001 - a device that was lost in a test must not take the record along
+        return _failed(error)
 
 
 def _ops() -> Iterator[list[str]]:
     for name, op in OPS.items():
         if op.front:
-            found = registry.resolve(name)
-            yield [name, found.source, type(found.builder).__name__ if found.builder else "", found.why()]
+            try:
+                found = registry.resolve(name)
+            except Exception as error:  # noqa: BLE001 - as above
+                yield [name, "none", "", _failed(error)]
+            else:
+                yield [name, found.source, type(found.builder).__name__ if found.builder else "", found.why()]
 
 
 def _outcome(report: pytest.TestReport) -> str | None:

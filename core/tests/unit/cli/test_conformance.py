@@ -93,15 +93,28 @@ def ds_accelerator():
 """
 
 
-def test_a_device_that_takes_the_process_along(tmp_path, monkeypatch, capsys):
+def install_crashing(tmp_path, monkeypatch, code):
     info = tmp_path / "ds_ext_crashing-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ds-ext-crashing\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[deepspeed.accelerators]\ncrashing = ds_ext_crashing\n")
-    (tmp_path / "ds_ext_crashing.py").write_text(CRASHES)
+    (tmp_path / "ds_ext_crashing.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_a_device_that_takes_the_process_along(tmp_path, monkeypatch, capsys):
+    install_crashing(tmp_path, monkeypatch, CRASHES)
     assert main(["--accelerator", "crashing", "-k", "graph_can"]) == 2
     assert "ended by SIGABRT in test_a_graph_can_be_replayed_or_is_none" in one_line(capsys)
+
+
+def test_a_driver_that_crashes_as_the_process_ends_does_not_conform(tmp_path, monkeypatch, capsys):
+    at_exit = CRASHES.replace("os.abort()", "atexit.register(os.abort)").replace(
+        "import os", "import atexit\nimport os"
+    )
+    install_crashing(tmp_path, monkeypatch, at_exit)
+    assert main(["--accelerator", "crashing", "-k", "graph_can"]) == 2
+    assert "ended by SIGABRT" in one_line(capsys)
 
 
 # ----- the report ----------------------------------------------------------------------------------------------------

@@ -107,3 +107,13 @@ def test_ranks_share_the_host(claim):
     plain = PlainAccelerator()
     assert claim(plain, 5) == torch.device("cpu")
     assert plain.current_device() == 5
+
+
+def test_a_device_that_is_done_when_a_call_returns_has_numbers_all_the_same(claim):
+    class Synchronous(Gang_Accelerator):
+        def is_synchronized_device(self):
+            return True
+
+    with pytest.raises(ConfigError, match="LOCAL_RANK=4: this process sees 4 devices"):
+        claim(Synchronous(4), 4)
+    assert claim(Synchronous(1), 3).index == 0

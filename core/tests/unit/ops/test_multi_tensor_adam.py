@@ -1,5 +1,7 @@
 """A vendor's fused Adam with DeepSpeed's function serves our front, with what that function lacks done around it."""
 
+import copy
+
 import pytest
 import torch
 from deepspeed.accelerator import set_accelerator
@@ -67,8 +69,14 @@ def test_steps_are_those_of_the_reference(vendor, monkeypatch, dtype, options):
     ours, theirs = make_params(dtype), make_params(dtype)
     ours_state = train(ours, **options).state
     assert [(step, number) for _, step, number in vendor.calls] == [
-        (1, 3), (1, 1), (2, 3), (2, 1), (3, 3), (3, 1), (4, 3)
-    ]  # fmt: skip
+        (1, 2),
+        (1, 1),
+        (2, 2),
+        (2, 1),
+        (3, 2),
+        (3, 1),
+        (4, 2),
+    ]  # fmt: skip; the empty one is not among them
     monkeypatch.setenv("DS_OPS_DISABLE", "all")
     their_state = train(theirs, **options).state
     tolerance = 1e-6 if dtype is torch.float32 else 1e-2
@@ -88,6 +96,20 @@ def test_one_pass_scales_gradients_in_half_precision_and_writes_copies(vendor):
     torch.testing.assert_close(master, reference)
     assert torch.equal(copy, master.bfloat16())
     assert len(vendor.calls) == 1
+
+
+def test_an_empty_parameter_counts_its_step_and_is_not_shown_to_the_vendor(vendor):
+    params = [torch.nn.Parameter(torch.ones(size)) for size in (3, 0)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = FusedAdam(params, lr=0.1)
+    optimizer.step()
+    assert vendor.calls == [(2048 * 32, 1, 1)]
+    assert [float(optimizer.state[param]["step"]) for param in params] == [1, 1]
+
+
+def test_a_loaded_op_can_be_copied(vendor):
+    assert copy.copy(registry.require("fused_adam")).private == "the vendor's own"
 
 
 def test_the_vendors_own_names_are_still_there_and_the_op_is_the_devices(vendor):

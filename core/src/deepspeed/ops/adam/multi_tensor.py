@@ -31,6 +31,8 @@ class MultiTensorAdam:
         self._flags: dict[torch.device, Tensor] = {}  # "an overflow was found": never, the engine looks before the step
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_loaded":  # while copy or pickle makes one without __init__
+            raise AttributeError(name)
         return getattr(self._loaded, name)
 
     def adam_step_(
@@ -56,7 +58,7 @@ class MultiTensorAdam:
         scale = -grad_scale if maximize else grad_scale
         wide = [param.float() for param in params]  # the tensor itself where it is fp32
         wide_grads = [grad.float() if scale == 1.0 else grad.float() * scale for grad in grads]
-        for number, indices in _by_number(steps).items():
+        for number, indices in _by_number(params, steps).items():
             lists = [[each[index] for index in indices] for each in (wide_grads, wide, exp_avgs, exp_avg_sqs)]
             numbers = (lr, beta1, beta2, eps, number, int(adam_w_mode), int(bias_correction), weight_decay)
             self._loaded.multi_tensor_adam(CHUNK_SIZE, self._flag(wide[indices[0]].device), lists, *numbers)
@@ -72,10 +74,15 @@ class MultiTensorAdam:
         return self._flags[device]
 
 
-def _by_number(steps: list[Tensor]) -> dict[int, list[int]]:
-    """Number of the step being made -> indices of the parameters that make it. Counts it in `steps`."""
+def _by_number(params: list[Tensor], steps: list[Tensor]) -> dict[int, list[int]]:
+    """Number of the step being made -> indices of the parameters that make it. Counts it in `steps`.
+
+    Without empty parameters: kernels of this convention launch what is pending at the last chunk of the last tensor,
+    and an empty one has none.
+    """
     found: dict[int, list[int]] = {}
-    for index, step in enumerate(steps):
+    for index, (param, step) in enumerate(zip(params, steps, strict=True)):
         step.add_(1)
-        found.setdefault(int(step), []).append(index)
+        if param.numel() > 0:
+            found.setdefault(int(step), []).append(index)
     return found

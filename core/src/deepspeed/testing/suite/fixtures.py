@@ -54,11 +54,11 @@ def ds_undisturbed() -> Iterator[None]:
     host, python = torch.get_rng_state(), random.getstate()
     state = accelerator.get_rng_state()
     yield
+    torch.set_rng_state(host)  # the host's first: a device that a test lost may raise
+    random.setstate(python)
     accelerator.synchronize()
     accelerator.set_device(before)
     accelerator.set_rng_state(state)
-    torch.set_rng_state(host)
-    random.setstate(python)
 
 
 @pytest.fixture(autouse=True)
