@@ -34,7 +34,7 @@ def load_operators(library: Path, namespace: str) -> Any:
     try:
         torch.ops.load_library(str(library))
     except (OSError, RuntimeError) as error:
-        raise OpUnavailable(f"{library} cannot be loaded: {_first_line(error)}") from error
+        raise OpUnavailable(f"{library} cannot be loaded: {_reason(error)}") from error
     return getattr(torch.ops, namespace)
 
 
@@ -55,10 +55,13 @@ def load_module(library: Path, name: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        raise OpUnavailable(f"{library} cannot be loaded: {_first_line(error)}") from error
+        hint = "; a library of torch operators says so by op_namespace" if "PyInit_" in str(error) else ""
+        raise OpUnavailable(f"{library} cannot be loaded: {_reason(error)}{hint}") from error
     sys.modules[name] = module  # so that objects of its classes can be pickled
     return module
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """In one line. torch says only which library; the linker's words, with the missing symbol, are behind it."""
+    error = error.__cause__ or error
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -203,7 +203,17 @@ def test_no_compiler_is_a_reason_and_what_was_built_still_loads(vendor, monkeypa
 def test_a_library_that_is_no_module(vendor, tmp_path):
     module = vendor(1)
     (tmp_path / "site" / "vendor_0_of_test" / "csrc" / "fused.cpp").write_text("int unrelated() { return 0; }\n")
-    with pytest.raises(OpUnavailable, match="cannot be loaded: dynamic module does not define module export function"):
+    said = "dynamic module does not define .*; a library of torch operators says so by op_namespace"
+    with pytest.raises(OpUnavailable, match=f"cannot be loaded: {said}"):
+        module.FusedBuilder().load()
+
+
+def test_a_symbol_that_no_source_defines_is_named(vendor, tmp_path, monkeypatch):
+    module = vendor(1)
+    source = tmp_path / "site" / "vendor_0_of_test" / "csrc" / "fused.cpp"
+    source.write_text("extern int elsewhere; int symbol() { return elsewhere; }\n")
+    monkeypatch.setattr(module.FusedBuilder, "op_namespace", "ds_of_symbols")
+    with pytest.raises(OpUnavailable, match=r"cannot be loaded: .*undefined symbol: elsewhere"):
         module.FusedBuilder().load()
 
 
