@@ -43,6 +43,7 @@ CAUGHT_BY = {
     "ClaimsToBeDoneAtOnce": "test_a_synchronized_device_is_done_when_a_call_returns",
     "ClaimsToResolveDependencies": "test_a_device_that_resolves_dependencies_needs_no_wait",
     "IsAlwaysOnTheDefaultStream": "test_a_stream_is_current_inside_its_context",
+    "TakesTheCurrentStreamForTheDefaultOne": "test_the_default_stream_stays_while_another_is_current",
     "IgnoresStreams": "test_a_stream_is_current_inside_its_context",
     "WaitsForNoStream": "test_a_side_stream_sees_what_it_waited_for",
     "MeasuresNoTime": "test_events_measure_time_in_order",

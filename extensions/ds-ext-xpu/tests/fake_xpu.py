@@ -84,8 +84,12 @@ class FakeXpu(types.ModuleType):
 
     # ----- streams -------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
     def stream(self, stream):
-        return contextlib.nullcontext(stream)
+        before = self.streams[self.current]
+        self.streams[self.current] = stream or before
+        yield
+        self.streams[self.current] = before
 
     def current_stream(self, device=None):
         return self.streams[self._index(device)]

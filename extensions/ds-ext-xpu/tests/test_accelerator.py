@@ -9,6 +9,8 @@ import torch
 import torch._dynamo  # these two look at torch.xpu as they are imported
 import torch.utils.cpp_extension
 from deepspeed.accelerator.abstract_accelerator import FACES, DeepSpeedAccelerator, documented_names
+from deepspeed.testing import requirements, suite
+from deepspeed.testing.suite.expected_failures import FILE_NAME, read_expected_failures
 from ds_ext_xpu.accelerator import XPU_Accelerator
 
 REAL = torch.xpu
@@ -108,6 +110,17 @@ def test_memory_is_in_bytes_and_of_the_device_that_is_named(xpu):
 def test_the_default_stream_is_the_current_one(xpu, fake):
     assert xpu.default_stream() is fake.streams[0]
     assert xpu.default_stream(1) is fake.streams[1]
+
+
+def test_what_the_suite_asks_of_streams_fails_as_listed(xpu, fake, monkeypatch):
+    expected = read_expected_failures(Path(__file__).with_name(FILE_NAME))
+    assert set(expected) <= set(suite.__all__)
+    assert list(expected) == ["test_the_default_stream_stays_while_another_is_current"]
+    monkeypatch.setattr(requirements, "get_accelerator", lambda: xpu)
+    suite.test_a_stream_is_current_inside_its_context(xpu)
+    with pytest.raises(AssertionError):
+        suite.test_the_default_stream_stays_while_another_is_current(xpu)
+    assert fake.current_stream() is fake.streams[0]
 
 
 def test_a_generator_opens_the_device_and_is_its_own(xpu, fake):

@@ -32,6 +32,11 @@ class IsAlwaysOnTheDefaultStream(Sim_Accelerator):
         return self.default_stream(device_index)
 
 
+class TakesTheCurrentStreamForTheDefaultOne(Sim_Accelerator):
+    def default_stream(self, device_index=None):
+        return self.current_stream(device_index)
+
+
 class IgnoresStreams(Sim_Accelerator):
     def stream(self, stream):
         return contextlib.nullcontext()

@@ -85,8 +85,15 @@ def test_a_stream_is_current_inside_its_context(accelerator: DeepSpeedAccelerato
         with accelerator.stream(second):
             assert accelerator.current_stream() == second
         assert accelerator.current_stream() == first
-        assert accelerator.default_stream() == before
     assert accelerator.current_stream() == before
+
+
+@requirements.stream_class
+@requirements.streams
+def test_the_default_stream_stays_while_another_is_current(accelerator: DeepSpeedAccelerator) -> None:
+    before = accelerator.default_stream()
+    with accelerator.stream(accelerator.Stream()):
+        assert accelerator.default_stream() == before
 
 
 @requirements.stream_class
