@@ -1,11 +1,14 @@
 """MPS_Accelerator answers every documented method, over the real `torch.mps` on a device of dictionaries."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
 from deepspeed.accelerator.abstract_accelerator import documented_names
 from deepspeed.errors import ConfigError, PluginError, StateError
+from deepspeed.testing import requirements, suite
+from deepspeed.testing.suite.expected_failures import FILE_NAME, read_expected_failures
 from ds_ext_mps.accelerator import MPS_Accelerator
 from ds_ext_mps.queue import MPSEvent, MPSQueue
 
@@ -137,6 +140,37 @@ def test_every_stream_is_the_one_queue(mps, metal):
     mps.default_stream(0).synchronize()
     assert metal.waits == 1
     assert queue.query()
+
+
+def test_the_queue_is_the_current_and_the_default_stream(mps, monkeypatch):
+    assert mps.current_stream() is mps.default_stream(0) is mps.current_stream(0)
+    with mps.stream(mps.Stream()):
+        assert mps.current_stream() is mps.default_stream()
+    monkeypatch.setattr(requirements, "get_accelerator", lambda: mps)
+    suite.test_the_default_stream_is_current_at_first(mps)
+    suite.test_no_stream_leaves_the_current_one(mps)
+    suite.test_the_default_stream_stays_while_another_is_current(mps)
+
+
+def test_what_the_suite_asks_of_streams_fails_as_listed(mps, monkeypatch):
+    expected = read_expected_failures(Path(__file__).with_name(FILE_NAME))
+    assert "test_a_stream_is_current_inside_its_context" in expected
+    assert set(expected) <= set(suite.__all__)
+    monkeypatch.setattr(requirements, "get_accelerator", lambda: mps)
+    with pytest.raises(AssertionError):
+        suite.test_a_stream_is_current_inside_its_context(mps)
+
+
+def test_available_memory_is_not_asked_of_torchs_accelerator(mps, metal, monkeypatch):
+    def internal_assert(*arguments):
+        raise RuntimeError("INTERNAL ASSERT FAILED: allocator for mps is not a DeviceAllocator")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *check: torch.device("mps"))
+    for name in ("get_memory_info", "memory_allocated"):
+        monkeypatch.setattr(torch.accelerator, name, internal_assert, raising=False)
+    assert mps.available_memory() == mps.available_memory(0) == 90
+    metal.allocated = 130  # more than Metal recommends
+    assert mps.available_memory() == 0
 
 
 def test_events_take_a_stream_and_measure_time(mps, metal):

@@ -28,6 +28,7 @@ class MPS_Accelerator(DeepSpeedAccelerator):
             built = torch.backends.mps.is_built()
             raise PluginError(f"torch {torch.__version__} finds no Metal device (built for Metal: {built})")
         self._peaks = {"allocated": 0, "reserved": 0}
+        self._queue = MPSQueue()
         self._table = ModuleType("torch.mps")
         vars(self._table).update(
             {**vars(torch.mps), "Stream": MPSQueue, "Event": MPSEvent},
@@ -40,8 +41,8 @@ class MPS_Accelerator(DeepSpeedAccelerator):
             initial_seed=lambda: self.default_generator(0).initial_seed(),
             default_generators=[torch.mps._get_default_mps_generator()],
             stream=nullcontext,
-            current_stream=lambda index: MPSQueue(),
-            default_stream=lambda index: MPSQueue(),
+            current_stream=lambda index: self._queue,
+            default_stream=lambda index: self._queue,
             memory_allocated=lambda index: self._noted("allocated", torch.mps.current_allocated_memory()),
             memory_reserved=lambda index: self._noted("reserved", torch.mps.driver_allocated_memory()),
             max_memory_allocated=lambda index: max(self.memory_allocated(), self._peaks["allocated"]),
@@ -76,3 +77,10 @@ class MPS_Accelerator(DeepSpeedAccelerator):
 
     def total_memory(self, device_index: int | None = None) -> int:
         return int(torch.mps.recommended_max_memory())
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes of `total_memory` that no tensor has; 0 beyond it, as Metal gives more than it recommends.
+
+        Not asked of `torch.accelerator.get_memory_info`, which fails for this device in some releases of torch.
+        """
+        return max(0, self.total_memory(device_index) - self.memory_allocated(device_index))
