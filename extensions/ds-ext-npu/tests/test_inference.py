@@ -131,6 +131,10 @@ def at_the_edges():
     meta = operators.rms_norm_residual(x, x, None, 1e-6)
     told["meta"] = [(tuple(x.shape), x.dtype) for x in meta]
     try:
+        operators.rms_norm(x, torch.ones(4), 1e-6)
+    except RuntimeError as error:
+        told["beside meta"] = str(error)
+    try:
         operators.gelu(torch.ones(2), False)
     except NotImplementedError as error:
         told["host"] = str(error).splitlines()[0]
@@ -145,6 +149,8 @@ def test_edges(npu):
     assert told["scalar"] == pytest.approx(0.8413447)
     assert told["gradient"] == (True, {})
     assert told["meta"] == [((2, 4), torch.half)] * 2
+    wanted = "ds_npu::rms_norm: weight: found a tensor on cpu, but it must be on meta as x is"
+    assert told["beside meta"] == wanted
     assert "ds_npu::gelu" in told["host"]
 
 

@@ -66,7 +66,8 @@ def like_first(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _two_like_first(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def two_like_first(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Two of them."""
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
@@ -84,7 +85,7 @@ def _dequantized(q: Tensor, params: Tensor, group_size: int, *numbers: Any) -> T
 _FAKES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("adam_step_", "adagrad_step_", "lion_step_", "lamb_step_"), _nothing),
     **dict.fromkeys(("layer_norm", "rms_norm", "gelu", "bias_gelu", "rotary"), like_first),
-    **dict.fromkeys(("layer_norm_residual", "rms_norm_residual"), _two_like_first),
+    **dict.fromkeys(("layer_norm_residual", "rms_norm_residual"), two_like_first),
     "quantize_groups": quantized,
     "fake_quantize_groups": like_first,
     **dict.fromkeys(("dequantize_groups", "dequantize_reduce"), _dequantized),

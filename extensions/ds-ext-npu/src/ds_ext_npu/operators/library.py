@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.ops.fakes import like_first, register_fakes, two_like_first
 from torch import Tensor
 
 from ds_ext_npu.operators import inference
@@ -33,9 +34,9 @@ def operators() -> Any:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for schema in _SCHEMAS:
         name = library.define(schema)
-        fake = _two_like_first if schema.endswith("(Tensor, Tensor)") else _like_first
-        library.impl(name, _unless_empty(getattr(inference, name), fake), _DEVICE_KEY)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+        empty = two_like_first if schema.endswith("(Tensor, Tensor)") else like_first
+        library.impl(name, _unless_empty(getattr(inference, name), empty), _DEVICE_KEY)
+        register_fakes(NAMESPACE, name)
     _kept.append(library)
     return getattr(torch.ops, NAMESPACE)
 
@@ -43,19 +44,10 @@ def operators() -> Any:
 _kept: list[Any] = []  # torch forgets the operators of a Library that nobody holds
 
 
-def _unless_empty(compute: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_empty(compute: Callable[..., Any], empty: Callable[..., Any]) -> Callable[..., Any]:
     """`compute`, for which nothing is left to do where `x` has no element; the vendor need not take such tensors."""
 
     def run(x: Tensor, *others: Any) -> Any:
-        return compute(x, *others) if x.numel() else fake(x, *others)
+        return compute(x, *others) if x.numel() else empty(x, *others)
 
     return run
-
-
-def _like_first(x: Tensor, *others: Any) -> Tensor:
-    """What every one of them gives for tensors without memory: a contiguous tensor of x's shape and dtype."""
-    return x.new_empty(x.shape)
-
-
-def _two_like_first(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
