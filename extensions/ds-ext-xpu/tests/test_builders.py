@@ -1,6 +1,7 @@
 """SYCLOpBuilder: which compiler it takes, what it asks of it, and what is said where it cannot be had."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,12 @@ def test_every_builder_names_its_sources_and_reads_torch_through_the_stable_abi(
     assert {name for name, _ in spec.includes.headers} >= {"common/check.h", "common/device.h", "common/kernel.h"}
     outside = {name for name in spec.includes.outside if not name.startswith(("torch/", "sycl/"))}
     assert not any("/" in name for name in outside), outside
+
+
+def test_a_tensor_on_another_gpu_is_told_beside_which_one_it_must_be():
+    csrc = Path(sycl_kernel_include("common")).parent
+    texts = [path.read_text() for path in sorted(csrc.rglob("*")) if path.suffix in (".h", ".cpp")]
+    sources = " ".join(" ".join(texts).split())  # whatever the lines are broken at
+    assert '" as " + model_name + " is"' in sources  # seen only where there are two GPUs
+    models = re.findall(r'check_beside\([^;]*, "([^;]+)"\);', sources)
+    assert set(models) == {"x", "q", "params", "params[0]"}

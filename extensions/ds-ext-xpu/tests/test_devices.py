@@ -27,7 +27,7 @@ def machine(tmp_path):
 def test_gpus_of_both_drivers_are_found_in_order(machine):
     machine("renderD130", driver="i915")
     root = machine("renderD129")
-    assert devices.present(root) == devices.Gpus(("/dev/dri/renderD129", "/dev/dri/renderD130"), ())
+    assert devices.present(root) == devices.Gpus(("/dev/dri/renderD129", "/dev/dri/renderD130"), (), ())
 
 
 @pytest.mark.parametrize(
@@ -36,20 +36,24 @@ def test_gpus_of_both_drivers_are_found_in_order(machine):
     ids=["another vendor", "given to a guest", "no driver", "no PCI device"],
 )
 def test_what_is_no_usable_intel_gpu_does_not_count(machine, options):
-    assert devices.present(machine("renderD128", **options)) == devices.Gpus((), ())
+    assert devices.present(machine("renderD128", **options)) == devices.Gpus((), (), ())
 
 
 def test_a_card_without_render_node_does_not_count(machine):
     assert devices.present(machine("card0")).nodes == ()
 
 
-def test_a_node_that_may_not_be_opened_is_told(machine):
-    root = machine("renderD128", node=False)
-    assert devices.present(root) == devices.Gpus(("/dev/dri/renderD128",), ("/dev/dri/renderD128",))
+def test_a_node_that_is_not_there_is_told_from_one_that_may_not_be_opened(machine, monkeypatch):
+    machine("renderD128", node=False)
+    root = machine("renderD129")
+    absent, shut = "/dev/dri/renderD128", "/dev/dri/renderD129"
+    assert devices.present(root) == devices.Gpus((absent, shut), (absent,), ())
+    monkeypatch.setattr(devices.os, "access", lambda path, mode: False)  # root may open what nobody may
+    assert devices.present(root) == devices.Gpus((absent, shut), (absent,), (shut,))
 
 
 def test_no_sysfs_is_no_gpu(tmp_path):
-    assert devices.present(tmp_path / "nothing") == devices.Gpus((), ())
+    assert devices.present(tmp_path / "nothing") == devices.Gpus((), (), ())
 
 
 @pytest.mark.parametrize(

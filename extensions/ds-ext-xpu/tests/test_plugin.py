@@ -11,7 +11,9 @@ from deepspeed.plugins import Offer
 from ds_ext_xpu import installed_torch, plugin
 from ds_ext_xpu.devices import Gpus
 
-NODE = "/dev/dri/renderD128"
+NODE, OTHER = "/dev/dri/renderD128", "/dev/dri/renderD129"
+NOT_THERE = "not there, though the kernel has it; give it to the container (--device /dev/dri)"
+SHUT = "may not be opened; add the user to the group that owns it (render)"
 CPU_BUILD, XPU_BUILD = (None, "torch 2.13.0+cpu is built without XPU; ..."), ("20250302", "torch 2.13.0+xpu")
 
 
@@ -19,8 +21,8 @@ CPU_BUILD, XPU_BUILD = (None, "torch 2.13.0+cpu is built without XPU; ..."), ("2
 def offer(monkeypatch):
     """A function that answers for a machine."""
 
-    def ask(nodes=(NODE,), closed=(), torch=XPU_BUILD, mask=None):
-        monkeypatch.setattr(plugin.devices, "present", lambda: Gpus(tuple(nodes), tuple(closed)))
+    def ask(nodes=(NODE,), absent=(), closed=(), torch=XPU_BUILD, mask=None):
+        monkeypatch.setattr(plugin.devices, "present", lambda: Gpus(tuple(nodes), tuple(absent), tuple(closed)))
         monkeypatch.setattr(plugin, "xpu_of_torch", lambda: torch)
         if mask is None:
             monkeypatch.delenv("ZE_AFFINITY_MASK", raising=False)
@@ -34,14 +36,19 @@ def offer(monkeypatch):
 def test_a_gpu_and_a_torch_for_it_are_offered(offer):
     reason = f"1 Intel GPU ({NODE}), torch 2.13.0+xpu with XPU 20250302"
     assert offer() == Offer("xpu", 100, True, reason)
-    assert offer(nodes=(NODE, "/dev/dri/renderD129"), closed=(NODE,)).reason.startswith("2 Intel GPUs (")
+    assert offer(nodes=(NODE, OTHER), closed=(NODE,)).reason.startswith("2 Intel GPUs (")
 
 
 @pytest.mark.parametrize(
     ("machine", "reason"),
     [
         ({"nodes": ()}, "no Intel GPU with driver i915 or xe in /sys/class/drm"),
-        ({"closed": (NODE,)}, f"{NODE}: may not be opened; add the user to the group that owns it (render)"),
+        ({"closed": (NODE,)}, f"{NODE}: {SHUT}"),
+        ({"absent": (NODE,)}, f"{NODE}: {NOT_THERE}"),
+        (
+            {"nodes": (NODE, OTHER), "absent": (NODE,), "closed": (OTHER,)},
+            f"{NODE}: {NOT_THERE}; {OTHER}: {SHUT}",
+        ),
         ({"mask": "4"}, "ZE_AFFINITY_MASK leaves none of 1 Intel GPU"),
         ({"torch": CPU_BUILD}, "1 Intel GPU here, but torch 2.13.0+cpu is built without XPU; ..."),
         ({"torch": (None, "torch is not installed")}, "1 Intel GPU here, but torch is not installed"),

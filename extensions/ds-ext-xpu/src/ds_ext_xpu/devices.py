@@ -24,10 +24,12 @@ class Gpus:
 
     Fields:
         nodes: the nodes of Intel GPUs with a GPU driver, for example `("/dev/dri/renderD128",)`.
-        closed: those of them that this process may not open.
+        absent: those of them that /dev/dri has not: the kernel of a container shows the machine's, given to it or not.
+        closed: those of them that are there and that this process may not open.
     """
 
     nodes: tuple[str, ...]
+    absent: tuple[str, ...]
     closed: tuple[str, ...]
 
 
@@ -39,8 +41,10 @@ def present(root: Path = Path("/")) -> Gpus:
     """
     found = sorted((root / "sys/class/drm").glob("renderD*"), key=lambda node: (len(node.name), node.name))
     names = [node.name for node in found if _is_intel_gpu(node / "device")]
-    closed = [name for name in names if not os.access(root / "dev/dri" / name, os.R_OK | os.W_OK)]
-    return Gpus(*(tuple(f"/dev/dri/{name}" for name in some) for some in (names, closed)))
+    there = [name for name in names if os.path.exists(root / "dev/dri" / name)]
+    absent = [name for name in names if name not in there]
+    closed = [name for name in there if not os.access(root / "dev/dri" / name, os.R_OK | os.W_OK)]
+    return Gpus(*(tuple(f"/dev/dri/{name}" for name in some) for some in (names, absent, closed)))
 
 
 def visible(count: int, environment: Mapping[str, str] = os.environ) -> bool:

@@ -24,8 +24,8 @@ def ds_probe() -> Offer:
     count = len(gpus.nodes)
     if count == 0:
         return _no("no Intel GPU with driver i915 or xe in /sys/class/drm")
-    if len(gpus.closed) == count:
-        return _no(f"{', '.join(gpus.closed)}: may not be opened; add the user to the group that owns it (render)")
+    if len(gpus.absent) + len(gpus.closed) == count:
+        return _no(_out_of_reach(gpus))
     if not devices.visible(count):
         return _no(f"{devices.AFFINITY_MASK} leaves none of {_gpus(count)}")
     xpu, torch = xpu_of_torch()
@@ -59,6 +59,14 @@ def ds_comm_backend(name: str) -> None:
 
 def _no(reason: str) -> Offer:
     return Offer("xpu", _PRIORITY, available=False, reason=reason)
+
+
+def _out_of_reach(gpus: devices.Gpus) -> str:
+    found = {
+        "not there, though the kernel has it; give it to the container (--device /dev/dri)": gpus.absent,
+        "may not be opened; add the user to the group that owns it (render)": gpus.closed,
+    }
+    return "; ".join(f"{', '.join(nodes)}: {lack}" for lack, nodes in found.items() if nodes)
 
 
 def _gpus(count: int) -> str:

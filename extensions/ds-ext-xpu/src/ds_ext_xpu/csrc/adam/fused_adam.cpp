@@ -25,7 +25,7 @@ static void check_count(const char* name, const std::vector<Tensor>& tensors, si
 
 // Contiguous, beside its parameter and of its shape.
 static void check_like_param(const char* name, const Tensor& tensor, const Tensor& param, int64_t index) {
-    check_beside(argument(name, index), tensor, param, "params is");
+    check_beside(argument(name, index), tensor, param, "params");
     check_contiguous(argument(name, index), tensor);
     check_same_shape(argument(name, index), tensor, param, "params");
 }
@@ -46,7 +46,7 @@ static float* count_of(const Tensor& step, int64_t index) {
 
 static AdamItem item_of(const AdamLists& lists, int64_t index) {
     const Tensor &param = lists.params[index], &grad = lists.grads[index];
-    check_beside(argument("params", index), param, lists.params[0], "params[0] is");
+    check_beside(argument("params", index), param, lists.params[0], "params[0]");
     check_contiguous(argument("params", index), param);
     check_like_param("grads", grad, param, index);
     const FloatArray params = array_of(argument("params", index), param);

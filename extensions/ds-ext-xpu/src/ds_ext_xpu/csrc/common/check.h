@@ -94,7 +94,8 @@ inline void check_beside(const Argument& argument, const Tensor& tensor, const T
     check_on_device(argument, tensor);
     if (device_index_of(tensor) != device_index_of(model)) {
         refuse(argument, std::string("a tensor on ") + kDeviceName + ":" + std::to_string(device_index_of(tensor)),
-               std::string("on ") + kDeviceName + ":" + std::to_string(device_index_of(model)) + " as " + model_name);
+               std::string("on ") + kDeviceName + ":" + std::to_string(device_index_of(model)) + " as " + model_name +
+                   " is");
     }
 }
 

@@ -33,7 +33,7 @@ static NormResult norm(const char* op, const Tensor& x, const Tensor* residual, 
     args.x = array_of({op, "x"}, from);
     std::optional<Tensor> beside;
     if (residual != nullptr) {
-        check_beside({op, "residual"}, *residual, x, "x is");
+        check_beside({op, "residual"}, *residual, x, "x");
         check_same_shape({op, "residual"}, *residual, x, "x");
         if (dtype_code(*residual) != dtype_code(x)) {
             refuse({op, "residual"}, dtype_name(dtype_code(*residual)), dtype_name(dtype_code(x)) + " as x has");

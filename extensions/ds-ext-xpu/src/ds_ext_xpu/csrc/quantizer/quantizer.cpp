@@ -95,7 +95,7 @@ static void check_output_dtype(const char* op, ScalarType dtype) {
 static void check_quantized(const char* op, const Tensor& q, const Tensor& params, int64_t num_dims, int64_t group_size,
                             int64_t num_bits) {
     check_on_device({op, "q"}, q);
-    check_beside({op, "params"}, params, q, "q is");
+    check_beside({op, "params"}, params, q, "q");
     if (dtype_code(q) != aoti_torch_dtype_int8()) refuse({op, "q"}, dtype_name(dtype_code(q)), "int8");
     check_fp32({op, "params"}, params);
     check_packed_bits(op, num_bits);

@@ -9,7 +9,7 @@ namespace ds_xpu {
 // fp32 (S, R/2) or (B, S, R/2), contiguous.
 static Tensor check_rotary_table(const char* name, const Tensor& table, const Tensor& x, int64_t seq_dim) {
     const Argument argument{"rotary", name};
-    check_beside(argument, table, x, "x is");
+    check_beside(argument, table, x, "x");
     check_fp32(argument, table);
     const int64_t dims = table.dim();
     bool fits =
