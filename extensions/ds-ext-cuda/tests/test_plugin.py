@@ -13,14 +13,15 @@ CUDA = ("13.0", "torch 2.13.0+cu130")
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """A machine with these files; returns how to make it."""
+    present = devices.present
 
-    def make(*files, cuda=CUDA, visible=None):
+    def make(*files, cuda=CUDA, visible=None, driver="libc.so.6"):
         for name in files:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
-        present = devices.present
         monkeypatch.setattr(devices, "present", lambda: present(tmp_path))
         monkeypatch.setattr(plugin, "cuda_of_torch", lambda: cuda)
+        monkeypatch.setattr(devices, "DRIVER", driver)
         if visible is None:
             monkeypatch.delenv(devices.VISIBLE_DEVICES, raising=False)
         else:
@@ -62,6 +63,26 @@ def test_a_torch_without_cuda_is_the_reason_where_there_is_a_device(machine):
     offer = machine("dev/nvidia0", cuda=(None, "torch 2.13.0+cpu is built without CUDA; ..."))
     assert not offer.available
     assert offer.reason == "1 NVIDIA device here (/dev/nvidia0), but torch 2.13.0+cpu is built without CUDA; ..."
+
+
+def test_nodes_without_a_driver_are_not_offered(machine):
+    offer = machine("dev/nvidia0", driver="libcuda-that-is-not-here.so.1")
+    assert not offer.available
+    assert offer.reason.startswith("1 NVIDIA device here (/dev/nvidia0), but the driver's library cannot be loaded: ")
+    assert "libcuda-that-is-not-here.so.1: cannot open shared object file" in offer.reason
+
+
+def test_an_empty_file_in_place_of_the_driver_is_no_driver(machine, tmp_path):
+    (tmp_path / "libcuda.so.1").touch()
+    offer = machine("dev/nvidia0", driver=str(tmp_path / "libcuda.so.1"))
+    assert not offer.available
+    assert "libcuda.so.1: file too short" in offer.reason
+
+
+def test_the_driver_is_not_loaded_where_there_is_no_device_for_it(machine):
+    offers = machine(driver="missing.so"), machine("dev/nvidia0", driver="missing.so", visible="")
+    assert [offer.available for offer in offers] == [False, False]
+    assert not any("missing.so" in offer.reason for offer in offers)
 
 
 def test_hidden_devices_are_not_offered(machine):

@@ -1,15 +1,18 @@
-"""Which NVIDIA devices this machine has and this process may use, read from the file system.
+"""Which NVIDIA devices this machine has and this process may use, and whether the driver's library is there.
 
-No driver library, no NVML and no torch: an answer costs less than a millisecond, makes no device context, and leaves a
-process that forks later as it was. Asked by the probe, and by the accelerator before torch has opened a device.
+Devices are read from the file system, without NVML and torch: an answer costs less than a millisecond. The library is
+loaded and not initialized, which takes milliseconds at the first time. Neither makes a device context, and a process
+that forks later is as it was. Asked by the probe; devices also by the accelerator before torch has opened one.
 """
 
+import ctypes
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+DRIVER = "libcuda.so.1"
 
 # what a driver leaves behind, in the order in which it is believed: a container sees all of /proc, and its own nodes
 _NODES = re.compile(r"nvidia\d+")
@@ -63,6 +66,19 @@ def visible(count: int, environment: Mapping[str, str] = os.environ) -> int:
     if found and found[0].startswith("MIG-"):
         return 1
     return min(count, len(found))
+
+
+def driver_obstacle() -> str | None:
+    """Why the driver's library cannot be loaded; None: it is loaded now.
+
+    A container that was given the device nodes and no driver has no such library, or an empty file in its place.
+    `cuInit` is not called: a driver that loads and does not start is found by whoever opens a device.
+    """
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError as error:
+        return f"the driver's library cannot be loaded: {error}"
+    return None
 
 
 def _is_device(entry: str, count: int) -> bool:

@@ -19,7 +19,7 @@ _PRIORITY = 100
 
 @hookimpl
 def ds_probe() -> Offer:
-    """Whether there is a device that this process may use, and a torch that can."""
+    """Whether there is a device that this process may use, a torch that can, and the driver's library."""
     count, where = devices.present()
     if count == 0:
         return _no(f"no NVIDIA device here ({where})")
@@ -29,6 +29,9 @@ def ds_probe() -> Offer:
     cuda, torch = cuda_of_torch()
     if cuda is None:
         return _no(f"{_devices(count)} here ({where}), but {torch}")
+    obstacle = devices.driver_obstacle()
+    if obstacle is not None:
+        return _no(f"{_devices(count)} here ({where}), but {obstacle}")
     return Offer("cuda", _PRIORITY, reason=f"{_devices(usable)} ({where}), {torch} with CUDA {cuda}")
 
 
