@@ -311,6 +311,22 @@ def test_nvcc_compiles_and_the_hosts_compiler_links(toolkit, op, monkeypatch, tm
     assert [f"-L{home}/somewhere", "-lcudart_static"] == link_line[-5:-3]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "options"),
+    [
+        ("g++ -m64 -g0", ["-ccbin", "g++", "-Xcompiler=-m64", "-Xcompiler=-g0"]),
+        ("env g++", ["-ccbin", "g++"]),
+        ("env g++ -m64", ["-ccbin", "g++", "-Xcompiler=-m64"]),
+    ],
+)
+def test_a_host_compiler_with_a_launcher_or_flags_is_given_to_nvcc(toolkit, op, monkeypatch, chosen, options):
+    toolkit()
+    monkeypatch.setenv("CXX", chosen)
+    compile_line = op.compile_command(op.toolchain(), Path("small.cu"), Path("small.o"), [])
+    assert compile_line[1 : 1 + len(options)] == options
+    assert not any(word.startswith("-Xcompiler=") for word in compile_line[1 + len(options) :])
+
+
 def test_a_library_is_compiled_once_for_each_list_of_gpus(toolkit, op, monkeypatch, tmp_path, torch_with):
     home = toolkit()
     torch_with(None)

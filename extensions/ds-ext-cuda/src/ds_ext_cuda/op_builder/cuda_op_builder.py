@@ -267,8 +267,15 @@ def _capabilities() -> list[tuple[int, int]]:
 
 
 def _host_compiler_option() -> list[str]:
-    """The compiler that nvcc shall use, where the user chose one by `$CXX`; nvcc's own choice otherwise."""
-    return ["-ccbin", find_compiler().command[-1]] if os.environ.get("CXX") else []
+    """The compiler that nvcc shall use, where the user chose one by `$CXX`; nvcc's own choice otherwise.
+
+    nvcc starts one program: of `ccache g++ -m64` that is g++, and the flags are handed through.
+    """
+    if not os.environ.get("CXX"):
+        return []
+    words = find_compiler().command
+    last = max(index for index, word in enumerate(words) if index == 0 or not word.startswith("-"))
+    return ["-ccbin", words[last], *(f"-Xcompiler={flag}" for flag in words[last + 1 :])]
 
 
 def _before_as_needed(flags: Sequence[str], *added: str) -> list[str]:
