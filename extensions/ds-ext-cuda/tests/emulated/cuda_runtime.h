@@ -10,7 +10,6 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <unordered_map>
 
 #include "block.h"
 #include "intrinsics.h"
@@ -24,7 +23,7 @@ enum cudaError_t {
     cudaErrorInvalidValue = 1,
     cudaErrorInvalidConfiguration = 9,
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 using cudaStream_t = struct CUstream_st*;
 struct cudaLaunchAttribute;
@@ -50,6 +49,13 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 2, cudaSuccess; }
 
+// There are no graphs here. A test sets the variable to see what an operator does under capture.
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+    const char* const stated = std::getenv("DS_CUDA_EMULATED_CAPTURE");
+    const bool captures = stated != nullptr && std::string(stated) == "1";
+    return *status = captures ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone, cudaSuccess;
+}
+
 inline cudaError_t cudaFuncGetName(const char** name, const void* kernel) {
     Dl_info found;
     if (dladdr(kernel, &found) == 0 || found.dli_sname == nullptr) return cudaErrorInvalidValue;
@@ -58,21 +64,14 @@ inline cudaError_t cudaFuncGetName(const char** name, const void* kernel) {
 
 namespace ds_emulated {
 
-constexpr size_t kFreeSharedBytes = 48 * 1024, kMostSharedBytes = 227 * 1024;
+// Dynamic shared memory that a kernel has without asking for more.
+constexpr size_t kFreeSharedBytes = 48 * 1024;
 
-// Kernels that asked for more dynamic shared memory -> how much.
-inline std::unordered_map<const void*, size_t>& shared_limits() {
-    static std::unordered_map<const void*, size_t> limits;
-    return limits;
-}
-
-inline bool is_valid(const cudaLaunchConfig_t& config, const void* kernel) {
+inline bool is_valid(const cudaLaunchConfig_t& config) {
     const dim3 grid = config.gridDim, size = config.blockDim;
     const uint64_t threads = uint64_t{size.x} * size.y * size.z;
-    const auto asked = shared_limits().find(kernel);
     return grid.x > 0 && grid.y > 0 && grid.z > 0 && grid.x <= 0x7fffffffu && grid.y <= 65535 && grid.z <= 65535 &&
-           threads > 0 && threads <= 1024 && size.z <= 64 &&
-           config.dynamicSmemBytes <= (asked == shared_limits().end() ? kFreeSharedBytes : asked->second);
+           threads > 0 && threads <= 1024 && size.z <= 64 && config.dynamicSmemBytes <= kFreeSharedBytes;
 }
 
 inline std::string name_of(const void* kernel) {
@@ -103,17 +102,10 @@ inline void run_grid(const cudaLaunchConfig_t& config, const void* kernel, const
 
 }  // namespace ds_emulated
 
-inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
-    if (value < 0 || static_cast<size_t>(value) > ds_emulated::kMostSharedBytes) return cudaErrorInvalidValue;
-    ds_emulated::shared_limits()[kernel] = static_cast<size_t>(value);
-    return cudaSuccess;
-}
-
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
-    const void* address = reinterpret_cast<const void*>(kernel);
-    if (!ds_emulated::is_valid(*config, address)) return cudaErrorInvalidConfiguration;
+    if (!ds_emulated::is_valid(*config)) return cudaErrorInvalidConfiguration;
     const std::tuple<Params...> given(args...);
-    ds_emulated::run_grid(*config, address, [&] { std::apply(kernel, given); });
+    ds_emulated::run_grid(*config, reinterpret_cast<const void*>(kernel), [&] { std::apply(kernel, given); });
     return cudaSuccess;
 }

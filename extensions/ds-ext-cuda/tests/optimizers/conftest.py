@@ -4,6 +4,8 @@ Operators come from `load_op` of `../conftest.py`: on a GPU where there is one, 
 `step_ops` are given to the tests that name them.
 """
 
+import contextlib
+
 import pytest
 import torch
 
@@ -17,6 +19,10 @@ DTYPES = (
 )
 # More parameters than one launch has room for.
 MANY = 130
+_UNDER_CAPTURE = (
+    r"ds_cuda::\w+_step_: found a stream that is being captured into a graph; "
+    "a replay would repeat this step: step outside the graph"
+)
 
 
 def pytest_generate_tests(metafunc):
@@ -88,6 +94,31 @@ class StepOps:
         refuses(r"steps\[0\]: found dtype int64", steps=[torch.zeros((), dtype=torch.int64)])
         for name, tensors in lists.items():
             assert all(torch.equal(a, b) for a, b in zip(tensors, before[name], strict=True)), name
+
+    def check_capture(self, call, lists):
+        """A step inside the capture of a graph is refused; no count is raised, and outside it runs.
+
+        Args:
+            call, lists: as in `check_refusals`.
+        """
+        before = {name: [tensor.clone() for tensor in tensors] for name, tensors in lists.items()}
+        with self._capture(), pytest.raises(RuntimeError, match=_UNDER_CAPTURE):
+            call(**lists)
+        for name, tensors in lists.items():
+            assert all(torch.equal(a, b) for a, b in zip(tensors, before[name], strict=True)), name
+        call(**lists)
+        assert lists["steps"][0] == before["steps"][0] + 1
+
+    @contextlib.contextmanager
+    def _capture(self):
+        if self.device == "cuda":
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros(1, device="cuda")  # torch warns of a graph without work
+                yield
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("DS_CUDA_EMULATED_CAPTURE", "1")
+                yield
 
 
 @pytest.fixture(scope="session")

@@ -110,6 +110,12 @@ def test_refuses_wrong_arguments_by_name(adam, step_ops, device):
     step_ops.check_refusals(lambda **given: adam(**given, **NUMBERS, **MODES, grad_scale=1.0), lists)
 
 
+def test_a_step_under_capture_is_refused(adam, step_ops, device):
+    lists = {name: [torch.ones(5, device=device)] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "copies")}
+    lists["steps"] = [torch.tensor(3.0)]
+    step_ops.check_capture(lambda **given: adam(**given, **NUMBERS, **MODES, grad_scale=1.0), lists)
+
+
 @pytest.mark.parametrize("with_copies", [True, False])
 def test_opcheck(adam, step_ops, with_copies):
     halves = {"dtype": torch.bfloat16}

@@ -111,6 +111,13 @@ def test_refuses_wrong_arguments_by_name(lamb, step_ops, device):
             call(coeffs=wrong, **lists)
 
 
+def test_a_step_under_capture_is_refused(lamb, step_ops, device):
+    lists = {name: [torch.ones(5, device=device)] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "copies")}
+    lists["steps"] = [torch.tensor(3.0)]
+    coeffs = torch.zeros(1, device=device)
+    step_ops.check_capture(lambda **given: lamb(**given, coeffs=coeffs, **NUMBERS, **MODES, grad_scale=1.0), lists)
+
+
 def test_opcheck(lamb, step_ops):
     lists = [[step_ops.numbers(20)], [step_ops.numbers(20)], [step_ops.zeros(20)], [step_ops.zeros(20)]]
     arguments = (*lists, [torch.tensor(0.0)], [], step_ops.zeros(1))

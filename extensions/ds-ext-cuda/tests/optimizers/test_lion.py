@@ -67,6 +67,12 @@ def test_refuses_wrong_arguments_by_name(lion, step_ops, device):
     step_ops.check_refusals(lambda **given: lion(**given, **NUMBERS, grad_scale=1.0), lists)
 
 
+def test_a_step_under_capture_is_refused(lion, step_ops, device):
+    lists = {name: [torch.ones(5, device=device)] for name in ("params", "grads", "exp_avgs", "copies")}
+    lists["steps"] = [torch.tensor(3.0)]
+    step_ops.check_capture(lambda **given: lion(**given, **NUMBERS, grad_scale=1.0), lists)
+
+
 def test_opcheck(lion, step_ops):
     lists = [[step_ops.numbers(20)], [step_ops.numbers(20)], [step_ops.zeros(20)], [torch.tensor(0.0)]]
     torch.library.opcheck(lion.default, (*lists, []), {**NUMBERS, "grad_scale": 1.0})

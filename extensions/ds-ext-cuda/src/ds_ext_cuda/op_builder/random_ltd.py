@@ -9,10 +9,13 @@ from ds_ext_cuda.op_builder.cuda_op_builder import CUDAOpBuilder, cuda_kernel_pa
 class RandomLTDBuilder(CUDAOpBuilder):
     """`torch.ops.ds_cuda.{token_sort_, token_gather, token_scatter_}`, with DeepSpeed's arguments.
 
-    - `token_sort_(indices, num_tokens)`: int32 [..., kept], sorted within each row, in place; returned.
+    Those that work in place return nothing, where DeepSpeed's return their argument: torch compiles no operator whose
+    output is its input.
+
+    - `token_sort_(indices, num_tokens)`: int32 [..., kept], sorted within each row, in place.
     - `token_gather(activations, indices, batch_first)`: of [batch, tokens, hidden] (or [tokens, batch, hidden]) those
       that indices [batch, kept] name, as [batch, kept, hidden] (or [kept, batch, hidden]).
-    - `token_scatter_(all_activations, layer_activations, indices, batch_first)`: writes them back, in place; returned.
+    - `token_scatter_(all_activations, layer_activations, indices, batch_first)`: writes them back, in place.
     """
 
     BUILD_VAR = "DS_BUILD_RANDOM_LTD"
@@ -27,8 +30,8 @@ class RandomLTDBuilder(CUDAOpBuilder):
         torch.library.register_fake("ds_cuda::token_scatter_", _scatter)
 
 
-def _sort(indices: Tensor, num_tokens: int) -> Tensor:
-    return indices
+def _sort(indices: Tensor, num_tokens: int) -> None:
+    return None
 
 
 def _gather(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
@@ -37,5 +40,5 @@ def _gather(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
     return activations.new_empty((batch, kept, hidden) if batch_first else (kept, batch, hidden))
 
 
-def _scatter(all_activations: Tensor, layer_activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
-    return all_activations
+def _scatter(all_activations: Tensor, layer_activations: Tensor, indices: Tensor, batch_first: bool) -> None:
+    return None

@@ -70,7 +70,7 @@ template <typename T, int N>
 static void run_elements(const char* op, const Tensor& x, const ElementArgs& args) {
     const OnDevice device(x);
     const int64_t blocks = divide_up(args.numel, int64_t{kElementThreads} * kElementUnits * N);
-    launch(element_kernel<T, N>, grid_of({op, "x"}, blocks), kElementThreads, 0, device.stream(), args);
+    launch(element_kernel<T, N>, grid_of({op, "x"}, blocks), kElementThreads, device.stream(), args);
 }
 
 static Tensor elements(const char* op, const Tensor& x, const std::optional<Tensor>& bias, const Tensor* residual,

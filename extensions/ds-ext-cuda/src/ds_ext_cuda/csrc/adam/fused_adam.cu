@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "common/capture.h"
 #include "common/registration.h"
 #include "common/step_items.h"
 #include "common/step_loop.h"
@@ -57,6 +58,8 @@ static void adam_step(std::vector<Tensor> params, std::vector<Tensor> grads, std
         lists.items<AdamItem>(grads, copies, StateList{"exp_avgs", exp_avgs}, StateList{"exp_avg_sqs", exp_avg_sqs});
     const std::vector<float*> counts = lists.counts(steps);
     if (params.empty()) return;
+    const OnDevice device(params[0]);
+    refuse_capture("adam_step_", device.stream());
     for (size_t index = 0; index < items.size(); ++index) {
         const double step = static_cast<double>(*counts[index] += 1.0f);
         // in double, as torch has them
@@ -73,9 +76,8 @@ static void adam_step(std::vector<Tensor> params, std::vector<Tensor> grads, std
         .l2 = adam_w_mode ? 0.0f : static_cast<float>(weight_decay),
         .grad_scale = static_cast<float>(maximize ? -grad_scale : grad_scale),
     };
-    const OnDevice device(params[0]);
     for_each_batch(items, by, [&](const AdamBatch& batch) {
-        launch(adam_kernel, dim3(batch.num_chunks), dim3(kChunkThreads), 0, device.stream(), batch);
+        launch(adam_kernel, dim3(batch.num_chunks), dim3(kChunkThreads), device.stream(), batch);
     });
 }
 

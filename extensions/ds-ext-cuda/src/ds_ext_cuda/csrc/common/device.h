@@ -19,7 +19,7 @@ namespace ds {
 // Makes the tensor's device the current one until the end of the scope; holds its current stream.
 //
 //     const OnDevice device(x);
-//     launch(kernel, grid, block, 0, device.stream(), args);
+//     launch(kernel, grid, block, device.stream(), args);
 class OnDevice {
   public:
 #ifdef DS_CUDA_EMULATED

@@ -11,8 +11,6 @@
 namespace ds {
 
 constexpr int kWarpSize = 32;
-// Dynamic shared memory that every kernel may have; more has to be asked for.
-constexpr size_t kFreeSharedBytes = 48 * 1024;
 
 // Raises what the runtime says of a call that `what` names.
 static inline void check_cuda(cudaError_t code, const std::string& what) {
@@ -44,38 +42,17 @@ static inline std::string size_name(dim3 size) {
 // Starts `kernel` on `stream`; a grid without blocks is no work. Returns before the kernel has run: an error inside it
 // is raised by a later call. Raises, with the kernel's name, when it cannot be started.
 template <typename... Params, typename... Args>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-            const Args&... args) {
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream, const Args&... args) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-    const void* address = reinterpret_cast<const void*>(kernel);
-    cudaError_t code = cudaSuccess;
-    if (shared_bytes > kFreeSharedBytes) {
-        code =
-            cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-    }
-    if (code == cudaSuccess) {
-        cudaLaunchConfig_t config = {};
-        config.gridDim = grid;
-        config.blockDim = block;
-        config.dynamicSmemBytes = shared_bytes;
-        config.stream = stream;
-        code = cudaLaunchKernelEx(&config, kernel, Params(args)...);
-    }
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.stream = stream;
+    const cudaError_t code = cudaLaunchKernelEx(&config, kernel, Params(args)...);
     if (code != cudaSuccess) {
-        check_cuda(code, "cannot launch " + kernel_name(address) + " with grid " + size_name(grid) + ", block " +
-                             size_name(block) + ", " + std::to_string(shared_bytes) + " bytes of shared memory");
+        check_cuda(code, "cannot launch " + kernel_name(reinterpret_cast<const void*>(kernel)) + " with grid " +
+                             size_name(grid) + ", block " + size_name(block));
     }
-}
-
-// Device code: the `shared_bytes` of the launch, aligned to 16 bytes, as elements of T.
-template <typename T>
-__device__ __forceinline__ T* dynamic_shared() {
-#ifdef DS_CUDA_EMULATED
-    return reinterpret_cast<T*>(ds_emulated::block().shared());
-#else
-    extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
-    return reinterpret_cast<T*>(dynamic_shared_bytes);
-#endif
 }
 
 }  // namespace ds

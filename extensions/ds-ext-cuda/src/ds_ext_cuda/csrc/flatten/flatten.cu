@@ -77,7 +77,7 @@ static Tensor flatten(std::vector<Tensor> tensors) {
         to += source.numel() * source.element_size();
     }
     for_each_batch(items, CopyShared{}, [&](const CopyBatch& batch) {
-        launch(flatten_kernel, dim3(batch.num_chunks), dim3(kChunkThreads), 0, device.stream(), batch);
+        launch(flatten_kernel, dim3(batch.num_chunks), dim3(kChunkThreads), device.stream(), batch);
     });
     return flat;
 }

@@ -8,6 +8,7 @@
 
 #include <cmath>
 
+#include "common/capture.h"
 #include "common/reduce.h"
 #include "common/registration.h"
 #include "common/step_items.h"
@@ -153,6 +154,8 @@ static void lamb_step(std::vector<Tensor> params, std::vector<Tensor> grads, std
     const std::vector<float*> counts = lists.counts(steps);
     float* const ratios = lists.numbers("coeffs", coeffs);
     if (params.empty()) return;
+    const OnDevice device(params[0]);
+    refuse_capture("lamb_step_", device.stream());
     int64_t num_chunks = 0;
     for (size_t index = 0; index < items.size(); ++index) {
         const double step = static_cast<double>(*counts[index] += 1.0f);
@@ -162,7 +165,6 @@ static void lamb_step(std::vector<Tensor> params, std::vector<Tensor> grads, std
         };
         num_chunks += num_chunks_of(items[index].numel);
     }
-    const OnDevice device(params[0]);
     // launches follow each other on one stream, so that they may share it
     const Tensor norms = new_tensor(exp_avgs[0], {2 * num_chunks}, torch::headeronly::ScalarType::Double);
     const LambShared by = {
@@ -181,9 +183,9 @@ static void lamb_step(std::vector<Tensor> params, std::vector<Tensor> grads, std
     };
     for_each_batch(items, by, [&](const LambBatch& batch) {
         const dim3 chunks(batch.num_chunks), threads(kChunkThreads);
-        launch(lamb_moments, chunks, threads, 0, device.stream(), batch);
-        launch(lamb_ratios, dim3(batch.num_items), threads, 0, device.stream(), batch);
-        launch(lamb_kernel, chunks, threads, 0, device.stream(), batch);
+        launch(lamb_moments, chunks, threads, device.stream(), batch);
+        launch(lamb_ratios, dim3(batch.num_items), threads, device.stream(), batch);
+        launch(lamb_kernel, chunks, threads, device.stream(), batch);
     });
 }
 

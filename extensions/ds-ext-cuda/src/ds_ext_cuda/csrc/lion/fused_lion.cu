@@ -1,5 +1,6 @@
 // Lion over lists of tensors: `ds_cuda::lion_step_`. Formula: deepspeed/ops/lion/lion_base.py.
 
+#include "common/capture.h"
 #include "common/registration.h"
 #include "common/step_items.h"
 #include "common/step_loop.h"
@@ -45,6 +46,8 @@ static void lion_step(std::vector<Tensor> params, std::vector<Tensor> grads, std
     const std::vector<LionItem> items = lists.items<LionItem>(grads, copies, StateList{"exp_avgs", exp_avgs});
     const std::vector<float*> counts = lists.counts(steps);
     if (params.empty()) return;
+    const OnDevice device(params[0]);
+    refuse_capture("lion_step_", device.stream());
     for (float* count : counts) *count += 1.0f;
     const LionShared by = {
         .one_minus_beta1 = static_cast<float>(1 - beta1),
@@ -53,9 +56,8 @@ static void lion_step(std::vector<Tensor> params, std::vector<Tensor> grads, std
         .shrink = static_cast<float>(1 - lr * weight_decay),
         .grad_scale = static_cast<float>(grad_scale),
     };
-    const OnDevice device(params[0]);
     for_each_batch(items, by, [&](const LionBatch& batch) {
-        launch(lion_kernel, dim3(batch.num_chunks), dim3(kChunkThreads), 0, device.stream(), batch);
+        launch(lion_kernel, dim3(batch.num_chunks), dim3(kChunkThreads), device.stream(), batch);
     });
 }
 

@@ -120,7 +120,7 @@ static void run_norm(const char* op, const Tensor& x, const NormArgs& args) {
     const auto kernel = plan == RowPlan::kByWarp    ? norm_held<T, N, true>
                         : plan == RowPlan::kByBlock ? norm_held<T, N, false>
                                                     : norm_streamed<T, N>;
-    launch(kernel, grid_of({op, "x"}, blocks_of(plan, args.rows)), threads_of(plan, units), 0, device.stream(), args);
+    launch(kernel, grid_of({op, "x"}, blocks_of(plan, args.rows)), threads_of(plan, units), device.stream(), args);
 }
 
 struct NormResult {

@@ -45,12 +45,12 @@ static void run_groups(const char* op, const Tensor& x, GroupArgs args) {
     if (units <= kUnitsOfLane * kWarpSize) {
         args.lanes = lanes_for(units);
         const int64_t blocks = divide_up(args.num_groups, kQuantizeThreads / args.lanes);
-        launch(quantize_by_lanes<T, kAligned>, grid_of(argument, blocks), kQuantizeThreads, 0, device.stream(), args);
+        launch(quantize_by_lanes<T, kAligned>, grid_of(argument, blocks), kQuantizeThreads, device.stream(), args);
         return;
     }
     if (args.group_size <= kPiece<T>) {
-        launch(quantize_by_block<T, kAligned>, grid_of(argument, args.num_groups), threads_for(units), 0,
-               device.stream(), args);
+        launch(quantize_by_block<T, kAligned>, grid_of(argument, args.num_groups), threads_for(units), device.stream(),
+               args);
         return;
     }
     args.pieces = divide_up(args.group_size, kPiece<T>);
@@ -58,9 +58,9 @@ static void run_groups(const char* op, const Tensor& x, GroupArgs args) {
     const Tensor ranges = new_tensor(x, {blocks + args.num_groups, 2}, ScalarType::Int);
     args.ranges = static_cast<Range*>(ranges.data_ptr());
     args.of_group = args.ranges + blocks;
-    launch(measure_pieces<T, kAligned>, grid_of(argument, blocks), kQuantizeThreads, 0, device.stream(), args);
-    launch(join_pieces, grid_of(argument, args.num_groups), kQuantizeThreads, 0, device.stream(), args);
-    launch(convert_pieces<T, kAligned>, grid_of(argument, blocks), kQuantizeThreads, 0, device.stream(), args);
+    launch(measure_pieces<T, kAligned>, grid_of(argument, blocks), kQuantizeThreads, device.stream(), args);
+    launch(join_pieces, grid_of(argument, args.num_groups), kQuantizeThreads, device.stream(), args);
+    launch(convert_pieces<T, kAligned>, grid_of(argument, blocks), kQuantizeThreads, device.stream(), args);
 }
 
 static void run_groups(const char* op, Dtype dtype, const Tensor& x, const GroupArgs& args) {
@@ -166,7 +166,7 @@ template <typename T, int N>
 static void run_numbers(const char* op, const Tensor& q, const NumberArgs& args) {
     const OnDevice device(q);
     const int64_t blocks = divide_up(args.numel, int64_t{kDequantizeThreads} * kDequantizeUnits * N);
-    launch(dequantize<T, N>, grid_of({op, "q"}, blocks), kDequantizeThreads, 0, device.stream(), args);
+    launch(dequantize<T, N>, grid_of({op, "q"}, blocks), kDequantizeThreads, device.stream(), args);
 }
 
 // (G, S) numbers of `dtype`: the copies added up.

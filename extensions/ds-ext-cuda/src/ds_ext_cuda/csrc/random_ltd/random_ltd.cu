@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kTokenThreads)
     }
 }
 
-static Tensor token_sort(Tensor indices, int64_t num_tokens) {
+static void token_sort(Tensor indices, int64_t num_tokens) {
     const Argument named{"token_sort_", "indices"};
     check_on_device(named, indices);
     check_contiguous(named, indices);
@@ -66,9 +66,8 @@ static Tensor token_sort(Tensor indices, int64_t num_tokens) {
     }
     const OnDevice device(indices);
     const Tensor unsorted = torch::stable::clone(indices);
-    launch(sort_rows, grid_of(named, count), dim3(kTokenThreads), 0, device.stream(), data_of<int32_t>(unsorted),
+    launch(sort_rows, grid_of(named, count), dim3(kTokenThreads), device.stream(), data_of<int32_t>(unsorted),
            static_cast<int32_t*>(indices.data_ptr()), static_cast<int>(cols));
-    return indices;
 }
 
 static TokenLayout layout_of(const Tensor& tensor, bool batch_first, int64_t num_units) {
@@ -81,7 +80,7 @@ static void launch_move(const Argument& named, const OnDevice& device, const Ten
                         const Tensor& indices, bool batch_first) {
     const int64_t num_units = whole.size(2) * whole.element_size() / static_cast<int64_t>(sizeof(Unit));
     launch(move_tokens<Unit, kGather>, grid_of(named, divide_up(indices.numel(), kTokensOfBlock)), dim3(kTokenThreads),
-           0, device.stream(), static_cast<Unit*>(whole.data_ptr()), layout_of(whole, batch_first, num_units),
+           device.stream(), static_cast<Unit*>(whole.data_ptr()), layout_of(whole, batch_first, num_units),
            static_cast<int>(whole.size(batch_first ? 1 : 0)), static_cast<Unit*>(part.data_ptr()),
            layout_of(part, batch_first, num_units), data_of<int32_t>(indices), indices.size(1), indices.numel(),
            static_cast<int>(num_units));
@@ -129,7 +128,7 @@ static Tensor token_gather(Tensor activations, Tensor indices, bool batch_first)
     return part;
 }
 
-static Tensor token_scatter(Tensor all_activations, Tensor layer_activations, Tensor indices, bool batch_first) {
+static void token_scatter(Tensor all_activations, Tensor layer_activations, Tensor indices, bool batch_first) {
     const char* const op = "token_scatter_";
     const Argument named{op, "all_activations"}, layer{op, "layer_activations"};
     check_on_device(named, all_activations);
@@ -146,17 +145,15 @@ static Tensor token_scatter(Tensor all_activations, Tensor layer_activations, Te
                    std::to_string(wanted[2]) + ")");
     }
     move<false>(named, all_activations, as_contiguous(layer_activations), as_contiguous(indices), batch_first);
-    return all_activations;
 }
 
 }  // namespace ds
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ds_cuda, m) {
-    m.def("token_sort_(Tensor(a!) indices, int num_tokens) -> Tensor(a!)");
+    m.def("token_sort_(Tensor(a!) indices, int num_tokens) -> ()");
     m.def("token_gather(Tensor activations, Tensor indices, bool batch_first) -> Tensor");
     m.def(
-        "token_scatter_(Tensor(a!) all_activations, Tensor layer_activations, Tensor indices, bool batch_first) -> "
-        "Tensor(a!)");
+        "token_scatter_(Tensor(a!) all_activations, Tensor layer_activations, Tensor indices, bool batch_first) -> ()");
 }
 
 DS_CUDA_LIBRARY_IMPL(m) {

@@ -91,7 +91,7 @@ static void run_rotary(const Tensor& x, RotaryArgs args) {
     args.per_head = args.turned + (args.head_dim - 2 * args.half) / N;
     args.items = args.head_dim == 0 ? 0 : x.numel() / args.head_dim * args.per_head;
     launch(rotary_kernel<T, N, kInterleaved>, grid_of({"rotary", "x"}, divide_up(args.items, kRotaryThreads)),
-           kRotaryThreads, 0, device.stream(), args);
+           kRotaryThreads, device.stream(), args);
 }
 
 // (S, R/2) or (B, S, R/2) of fp32, beside x, R at most the last dimension of x.

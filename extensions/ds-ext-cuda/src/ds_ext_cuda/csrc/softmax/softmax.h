@@ -114,7 +114,7 @@ static void run_softmax(const Tensor& x, const SoftmaxArgs& args) {
     const auto kernel = plan == RowPlan::kByWarp    ? softmax_held<T, N, true>
                         : plan == RowPlan::kByBlock ? softmax_held<T, N, false>
                                                     : softmax_streamed<T, N>;
-    launch(kernel, grid_of({"masked_softmax", "x"}, blocks_of(plan, args.rows)), threads_of(plan, units), 0,
+    launch(kernel, grid_of({"masked_softmax", "x"}, blocks_of(plan, args.rows)), threads_of(plan, units),
            device.stream(), args);
 }
 
