@@ -136,6 +136,32 @@ def test_logs_only_leave_the_console_to_the_failure(folder):
     assert (folder / "logs" / "rank_0.log").read_text().splitlines() == ["said", "wrong learning rate"]
 
 
+def test_a_traceback_that_went_to_the_log_is_told_whole(folder):
+    (folder / "train.py").write_text("raise ValueError('boom')\n")
+    done = run("--num_gpus", "1", "--enable_each_rank_log", "logs", "train.py")
+    assert done.returncode == 1
+    assert "Its traceback:\nTraceback (most recent call last):" in done.stderr
+    assert done.stderr.endswith("ValueError: boom\n")
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_traceback_on_the_console_is_there_once(folder):
+    (folder / "train.py").write_text("raise ValueError('boom')\n")
+    done = run("--num_gpus", "1", "--log_dir", "logs", "train.py")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.endswith("shown above: ValueError: boom\n")
+
+
+def test_an_accelerator_that_is_not_there_is_one_line(folder, monkeypatch):
+    (folder / "train.py").write_text(REPORT)
+    monkeypatch.setenv("DS_ACCELERATOR", "nonsense")
+    done = run("--num_accelerators", "2", "train.py")
+    assert done.returncode == 2
+    assert done.stderr.startswith("deepspeed: error: DS_ACCELERATOR=nonsense: no accelerator named 'nonsense'")
+    assert done.stderr.count("\n") == 1
+
+
 def test_excluding_every_device_is_one_line(folder):
     (folder / "train.py").write_text(REPORT)
     done = run("-e", "localhost:99", "train.py")
@@ -182,11 +208,10 @@ def test_the_first_failure_is_the_last_word(folder):
         check=False,
     )
     assert done.returncode == 1
-    lines = done.stderr.rstrip().splitlines()
-    assert lines[-1] == "ValueError: boom on one"
-    report = next(n for n, line in enumerate(lines) if line.startswith("deepspeed: rank 1 (pid "))
-    assert "exit code 1" in lines[report]
-    assert lines[report + 1] == "Traceback (most recent call last):"
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("deepspeed: rank 1 (pid ")
+    assert "exit code 1" in last
+    assert last.endswith("shown above: ValueError: boom on one")
     assert done.stderr.count("ValueError: boom on one") == 2, "once live, once as the last word"
     assert "elastic" not in done.stderr
 

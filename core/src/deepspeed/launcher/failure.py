@@ -1,7 +1,8 @@
 """The last words of a job that failed: which rank was first, and why.
 
 `launch.py` prints `describe_failure` after everything else, so that the cause is not buried under what the other ranks
-said when it took them down.
+said when it took them down. Of what stands on the console already only the
+exception is told again.
 """
 
 import re
@@ -22,14 +23,16 @@ def exit_code_of(return_code: int) -> int:
     return 128 - return_code if return_code < 0 else return_code
 
 
-def describe_failure(rank: int, pid: int, return_code: int, stderr_tail: str) -> str:
+def describe_failure(rank: int, pid: int, return_code: int, stderr_tail: str, shown: bool = False) -> str:
     """The report on the rank that ended first with a failure.
 
     `return_code` is as in `subprocess`: negative for a signal. A traceback stands last; a signal's name stands last
-    where there is no traceback, for then it is the whole story.
+    where there is no traceback, for then it is the whole story. `shown`: stderr was passed on to the console.
     """
     verdict = f"rank {rank} (pid {pid}) {_verdict(return_code)}; the other ranks were stopped"
     traceback = find_traceback(stderr_tail) if return_code > 0 else ""
+    if shown:
+        return f"deepspeed: {verdict}.{_told_above(traceback, stderr_tail)}"
     if traceback:
         return f"deepspeed: {verdict}. Its traceback:\n{traceback}"
     last = "\n".join(stderr_tail.rstrip().splitlines()[-_LAST_LINES:])
@@ -54,6 +57,22 @@ def find_traceback(text: str) -> str:
         start = earlier
     end = next((n for n in range(start, len(lines)) if _ends(lines[n], prefix)), len(lines))
     return "\n".join(lines[start:end]).rstrip()
+
+
+def _told_above(traceback: str, stderr_tail: str) -> str:
+    """One line that points back: the exception, else the last words; "" when there are none."""
+    told = _exception_of(traceback) if traceback else stderr_tail.rstrip().rpartition("\n")[2].strip()
+    return f" Its last words on stderr, shown above: {told}" if told else ""
+
+
+def _exception_of(traceback: str) -> str:
+    """The line after the frames, which are indented; the first of a message of several."""
+    lines = traceback.splitlines()
+    start = max(n for n, line in enumerate(lines) if _TRACEBACK.match(line))
+    match = _TRACEBACK.match(lines[start])
+    assert match is not None
+    below = [line.removeprefix(match["prefix"]) for line in lines[start + 1 :]]
+    return next((line for line in below if line and not line[0].isspace()), lines[-1].strip())
 
 
 def _verdict(return_code: int) -> str:

@@ -2,7 +2,7 @@
 
 It asks the accelerator in force for devices, writes one command per rank, lets `node_agent.py` run them, and ends with
 the report of `failure.py` if a rank failed. Exit codes: the failing rank's own, 128 + n for signal n, 2 for a wrong
-flag.
+flag or an accelerator that cannot be had.
 """
 
 import logging
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, DeepSpeedError
 from deepspeed.launcher.plan import LaunchPlan
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     try:
         with _pid_file(plan.save_pid):
             code = run_node(plan, argv[1], argv[2:])
-    except ConfigError as error:
+    except DeepSpeedError as error:
         _say(f"deepspeed: error: {error}")
         code = USAGE_EXIT_CODE
     sys.exit(code)
@@ -72,7 +72,7 @@ def run_node(plan: LaunchPlan, script: str, script_args: Sequence[str]) -> int:
     if agent.first_failure is None:
         return 0
     rank, pid, return_code = agent.first_failure
-    _say(describe_failure(rank, pid, return_code, output.stderr_tail(rank)))
+    _say(describe_failure(rank, pid, return_code, output.stderr_tail(rank), output.was_shown(rank)))
     return exit_code_of(return_code)
 
 

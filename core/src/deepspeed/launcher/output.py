@@ -111,6 +111,10 @@ class OutputReader:
             file.close()
         self._selector.close()
 
+    def was_shown(self, rank: int) -> bool:
+        """Whether all that `rank` wrote to stderr went to the console, and the console took it."""
+        return rank in self._stderr and self._stderr[rank].console_fd is not None
+
     def stderr_tail(self, rank: int) -> str:
         """The last 256 KiB that `rank` wrote to stderr; called after `finish`."""
         return self._stderr[rank].tail.decode(errors="replace") if rank in self._stderr else ""

@@ -38,6 +38,17 @@ def test_without_a_traceback_the_last_lines_are_shown():
     assert "exit code 3" in text.splitlines()[-1]
 
 
+def test_what_the_console_shows_already_is_not_repeated():
+    text = describe_failure(1, 42, 1, f"{SIMPLE}\n[W1121 ProcessGroup.cpp] not destroyed\n", shown=True)
+    assert "Traceback" not in text
+    assert text.endswith("stopped. Its last words on stderr, shown above: ValueError: boom")
+    assert text.count("\n") == 0
+    prefixed = "\n".join("[rank1]: " + line for line in CHAINED.splitlines())
+    assert describe_failure(1, 42, 1, prefixed, shown=True).endswith("shown above: ValueError: boom")
+    assert describe_failure(1, 42, 1, "usage\nno such flag\n", shown=True).endswith("shown above: no such flag")
+    assert describe_failure(0, 42, -9, "", shown=True).endswith("was killed by SIGKILL; the other ranks were stopped.")
+
+
 def test_chained_exceptions_stay_together():
     assert find_traceback("noise\n" + CHAINED) == CHAINED
 
