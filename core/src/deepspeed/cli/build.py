@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from deepspeed.errors import ConfigError, DeepSpeedError
 from deepspeed.ops import builders, registry
 from deepspeed.ops.op_builder import OpBuilder
+from deepspeed.ops.op_builder.compiling import BuildError
 
 
 class Outcome(NamedTuple):
@@ -52,8 +53,15 @@ def warm(op: str) -> Outcome:
     try:
         state, detail = _build(builder)
     except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
-        state, detail = "failed", str(error).strip() or type(error).__name__
+        state, detail = "failed", _why(error)
     return Outcome(op, state, detail, time.monotonic() - start)
+
+
+def _why(error: Exception) -> str:
+    """The message, without a compiler's command of a thousand characters, which is in the log that it names."""
+    told = str(error).strip() or type(error).__name__
+    command = " ".join(error.command) if isinstance(error, BuildError) else ""
+    return told.replace(f"; command: {command}", "") if command else told
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

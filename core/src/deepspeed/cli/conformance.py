@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,12 +26,12 @@ from typing import Any
 from rich.console import Console
 
 from deepspeed.cli.conformance_report import as_markdown, show
+from deepspeed.cli.console import make_console
 
 _PASSED, _FAILED, _NOT_RUN = 0, 1, 2
 # What pytest itself exits with when tests failed; more than that is not about tests.
 _PYTEST_FAILED = 1
 _TEST_FILE = "from deepspeed.testing.suite import *\n"
-_EXPECTED = "expected_failures.txt"
 
 
 class _CannotRun(Exception):
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _CannotRun as error:
         sys.stderr.write(f"ds_conformance: {error}\n")
         return _NOT_RUN
-    show(record, Console())
+    show(record, make_console())
     return _PASSED if passed else _FAILED
 
 
@@ -82,7 +81,7 @@ def _run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         (folder / "test_conformance.py").write_text(_TEST_FILE)
         (folder / "pytest.ini").write_text("[pytest]\n")  # no configuration of the place it is called from
         if options.expected_failures is not None:
-            _copy(options.expected_failures, folder / _EXPECTED)
+            _check_readable(options.expected_failures)
         record = folder / "record.json"
         code, output = _pytest(folder, record, options)
         if not record.is_file() or code not in (0, _PYTEST_FAILED):
@@ -97,6 +96,7 @@ def _pytest(folder: Path, record: Path, options: argparse.Namespace) -> tuple[in
         *("-p", "deepspeed.testing.recording", "--ds-record", str(record)),
         *("-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--import-mode=importlib"),
         *(["-k", options.k] if options.k else []),
+        *(["--ds-expected-failures", str(options.expected_failures)] if options.expected_failures else []),
         str(folder / "test_conformance.py"),
     ]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
@@ -116,7 +116,7 @@ def _what_went_wrong(code: int, output: str, options: argparse.Namespace) -> str
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = next((line for line in lines if line.startswith("ERROR: ")), "")
     if told:
-        return told.removeprefix("ERROR: ")
+        return _named_by_flag(told.removeprefix("ERROR: "), options.accelerator)
     if code == 5:
         return f"no test matches -k {options.k!r}; a name or a theme of deepspeed.testing.suite is meant"
     if code < 0:  # the stack that Python writes as it dies has the test in it
@@ -129,11 +129,20 @@ def _what_went_wrong(code: int, output: str, options: argparse.Namespace) -> str
     return f"pytest ended with code {code}: {last} (--verbose shows all of it)"
 
 
-def _copy(source: Path, target: Path) -> None:
+def _named_by_flag(told: str, accelerator: str | None) -> str:
+    """The core speaks of `DS_ACCELERATOR`; when `--accelerator` set it, the user never did."""
+    if accelerator is None:
+        return told
+    return told.replace(f"DS_ACCELERATOR={accelerator}", f"--accelerator {accelerator}").replace(
+        "unset DS_ACCELERATOR", "leave --accelerator away"
+    )
+
+
+def _check_readable(path: Path) -> None:
     try:
-        shutil.copyfile(source, target)
+        path.open("rb").close()
     except OSError as error:
-        raise _CannotRun(f"--expected-failures {source}: {error.strerror}") from error
+        raise _CannotRun(f"--expected-failures {path}: {error.strerror}") from error
 
 
 def _write(path: Path, text: str) -> None:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed._version import CORE_VERSION, DEEPSPEED_API
+from deepspeed.cli.console import make_console
 from deepspeed.cli.torch_backends import describe, import_torch
 from deepspeed.plugins import PLUGIN_API
 
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        _show(report, Console(soft_wrap=False), options.explain_accelerator, options.verbose)
+        _show(report, make_console(), options.explain_accelerator, options.verbose)
     unbuilt = options.build and any(row["state"] == "failed" for row in report.get("ops", []))
     torch_fails = any(row["error"] for row in report["torch_backends"])
     return 1 if report["chosen"]["error"] or torch_fails or report["overwritten_by"] or unbuilt else 0
@@ -149,7 +150,8 @@ def _show(report: dict[str, Any], console: Console, only_choice: bool, verbose: 
         device = {
             key: ", ".join(value) if isinstance(value, list) else value for key, value in report["device"].items()
         }
-        console.print(_table("The chosen device", ("what", "answer"), device.items()))
+        if device:
+            console.print(_table("The chosen device", ("what", "answer"), device.items()))
         _show_ops(report["ops"], console)
         show_features(report["features"], console, verbose)
     for row in report["torch_backends"]:
@@ -173,6 +175,9 @@ def _show_ops(ops: Sequence[dict[str, Any]], console: Console) -> None:
     ]
     if rows:
         console.print(_table("Ops of this accelerator", ("op", "from", "state", "builder", "remarks"), rows))
+    for row in ops:
+        if row["state"] == "failed" and row["remark"]:  # a compiler's words and a path are no cell
+            console.print(f"{row['op']} failed: {row['remark']}", style="red", markup=False, soft_wrap=True)
     others = [row for row in ops if not row["offered"]]
     for title, fronts in (("On their torch reference", True), ("In this version without a front", False)):
         names = [row["op"] for row in others if bool(row["front"]) is fronts]
@@ -185,7 +190,8 @@ def _show_ops(ops: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def _remarks(row: dict[str, Any]) -> str:
-    return "; ".join([*(f"{where}: {reason}" for where, reason in row["rejected"]), *filter(None, [row["remark"]])])
+    remark = "why is said below" if row["state"] == "failed" and row["remark"] else row["remark"]
+    return "; ".join([*(f"{where}: {reason}" for where, reason in row["rejected"]), *filter(None, [remark])])
 
 
 def _table(title: str, columns: Sequence[str], rows: Any) -> Table:

@@ -1,8 +1,8 @@
 """The last words of a job that failed: which rank was first, and why.
 
 `launch.py` prints `describe_failure` after everything else, so that the cause is not buried under what the other ranks
-said when it took them down. Of what stands on the console already only the
-exception is told again.
+said when it took them down. Of what stands on the console already only the exception is
+told again.
 """
 
 import re

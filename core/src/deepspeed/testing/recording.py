@@ -1,5 +1,7 @@
 """A pytest plugin that writes down a run of the conformance suite: `-p deepspeed.testing.recording --ds-record F.json`.
 
+`--ds-expected-failures F` names the list of expected failures, when it is not the file beside the tests.
+
 `ds_conformance` runs pytest with it and shows what it wrote; a vendor's CI may do the same. The file:
 
     accelerator   name, class, module, plugin, origin (package and version), device, why it was chosen
@@ -13,6 +15,7 @@
 
 import json
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,19 +27,23 @@ from deepspeed._version import CORE_VERSION
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.abstract_accelerator import documented_names
 from deepspeed.accelerator.current import explain
-from deepspeed.errors import DeepSpeedError
+from deepspeed.errors import ConfigError, DeepSpeedError
 from deepspeed.ops import registry
 from deepspeed.ops.documented import OPS
 from deepspeed.plugins import PLUGIN_API, plugin_manager
 from deepspeed.testing import requirements
-from deepspeed.testing.suite.expected_failures import FILE_NAME, read_expected_failures
+from deepspeed.testing.suite.expected_failures import OPTION, path_of_list, read_expected_failures, unknown_names
 
 _OPTION = "--ds-record"
+#: what `deepspeed.testing.distributed` writes before the words of each rank that failed
+_OF_RANK = re.compile(r"^(?=.*\[rank \d+ of \d+\] )", re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):\n"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--ds-record`."""
+    """Adds `--ds-record` and `--ds-expected-failures`."""
     parser.addoption(_OPTION, metavar="FILE", help="write the run of the conformance suite to FILE, as JSON")
+    parser.addoption(OPTION, metavar="FILE", help="the tests that are known to fail, one a line, with '# reason'")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,10 +54,25 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         get_accelerator()
         for argument in config.args:
-            read_expected_failures(Path(argument).with_name(FILE_NAME))
+            _check_list(path_of_list(config, Path(argument)))
     except DeepSpeedError as error:
         raise pytest.UsageError(str(error)) from error
     config.pluginmanager.register(Recorder(Path(path)), "ds-recorder")
+
+
+def _check_list(path: Path) -> None:
+    """All of the list, whichever tests are chosen.
+
+    Raises:
+        ConfigError: it cannot be read, or a name on it is no test of the suite.
+    """
+    expected = read_expected_failures(path)
+    if expected:
+        from deepspeed.testing import suite  # late: its tests and what they import
+
+        unknown = unknown_names(expected, suite.__all__)
+        if unknown:
+            raise ConfigError(f"{path} names no tests of the suite: {', '.join(unknown)}; remove or rename them")
 
 
 class Recorder:
@@ -172,4 +194,16 @@ def _reason(report: pytest.TestReport) -> str:
     if not report.failed:
         return ""
     crash = getattr(told, "reprcrash", None)
-    return " ".join((crash.message if crash is not None else str(told)).split())[:400]
+    return " ".join(_without_frames(crash.message if crash is not None else str(told)).split())[:400]
+
+
+def _without_frames(message: str) -> str:
+    """A failure's message; one of ranks ends with tracebacks, of which the first rank's exception alone is kept."""
+    head, *ranks = _OF_RANK.split(message)
+    before, traceback, frames = (ranks[0] if ranks else "").rpartition(_TRACEBACK)
+    if not traceback:
+        return message
+    verdict = before.partition(_TRACEBACK)[0]
+    lines = frames.splitlines()
+    thrown = next((n for n, line in enumerate(lines) if line and not line[0].isspace()), 0)
+    return "\n".join([head, verdict, *lines[thrown:]])

@@ -21,6 +21,7 @@ import torch
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.current import explain
 from deepspeed.accelerator.plain import PlainAccelerator
+from deepspeed.errors import PluginError
 from deepspeed.ops import registry
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -154,8 +155,21 @@ def _plugin(accelerator: DeepSpeedAccelerator) -> str | None:
     return None if choice.plugin is not None else f"the accelerator came from no plugin: {choice.why}"
 
 
+def _library(accelerator: DeepSpeedAccelerator) -> str | None:
+    """`communication_backend_name` answers."""
+    try:
+        accelerator.communication_backend_name()
+    except PluginError:  # of the base, whose class states none
+        return "it names no torch.distributed backend"
+    return None
+
+
+def _ranks(accelerator: DeepSpeedAccelerator) -> str | None:
+    """Other processes can have it too (it was made by a plugin, or is the plain one), and a communication library."""
+    return _own_process(accelerator) or _library(accelerator)
+
+
 def _own_process(accelerator: DeepSpeedAccelerator) -> str | None:
-    """Other processes can have it too: it was made by a plugin, or is the plain one."""
     if explain().plugin is None and type(accelerator) is not PlainAccelerator:
         return "it was set by set_accelerator, which ranks cannot repeat; install its plugin and set DS_ACCELERATOR"
     return None
@@ -163,7 +177,7 @@ def _own_process(accelerator: DeepSpeedAccelerator) -> str | None:
 
 def _two_ranks(accelerator: DeepSpeedAccelerator) -> str | None:
     """Ranks, and a device for each of two, unless the device works in host memory."""
-    unmet = _own_process(accelerator)
+    unmet = _ranks(accelerator)
     if unmet is None and _own_memory(accelerator) is None and accelerator.device_count() < 2:
         return f"device_count() is {accelerator.device_count()}, and each rank needs a device of its own"
     return unmet
@@ -182,13 +196,14 @@ memory_statistics = Requirement("memory statistics", _memory_statistics)
 own_generator = Requirement("a generator of its own", _own_generator)
 device_variables = Requirement("variables of visible devices", _device_variables)
 plugin = Requirement("an installed plugin", _plugin)
-ranks = Requirement("ranks", _own_process)
+library = Requirement("a communication library", _library)
+ranks = Requirement("ranks", _ranks)
 two_ranks = Requirement("two ranks", _two_ranks)
 
 ALL = (
     *(own_memory, streams, stream_class, several_devices, bf16, fp16, graphs),
     *(memory_figures, peak_memory, memory_statistics, own_generator),
-    *(device_variables, plugin, ranks, two_ranks),
+    *(device_variables, plugin, library, ranks, two_ranks),
 )
 
 

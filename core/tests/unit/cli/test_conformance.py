@@ -34,15 +34,13 @@ def test_a_run_that_conforms(tmp_path, capsys):
     assert "conforms: 3 passed" in " ".join(shown.split())
 
 
-def test_an_expected_failure_that_passes_or_is_no_test_fails_the_run(tmp_path, capsys):
+def test_an_expected_failure_that_passes_fails_the_run(tmp_path, capsys):
     listed = tmp_path / "known.txt"
-    listed.write_text("# known\ntest_no_graph_cannot_be_replayed  # it did nothing\ntest_of_old[1]  # renamed since\n")
-    words = "graphs or expected_failures_are"
-    assert main(["--accelerator", "plain", "-k", words, "--expected-failures", str(listed)]) == 1
+    listed.write_text("# known\ntest_no_graph_cannot_be_replayed  # it did nothing\n")
+    assert main([*QUICK, "--expected-failures", str(listed)]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "FAILED test_no_graph_cannot_be_replayed: [XPASS(strict)] it did nothing" in shown
-    assert "names no tests of the suite: test_of_old[1]" in shown
-    assert "does not conform: 2 passed, 2 failed, 2 skipped" in shown
+    assert "does not conform: 2 passed, 1 failed, 2 skipped" in shown
 
 
 # ----- what cannot be run --------------------------------------------------------------------------------------------
@@ -50,7 +48,17 @@ def test_an_expected_failure_that_passes_or_is_no_test_fails_the_run(tmp_path, c
 
 def test_an_accelerator_that_is_not_installed(capsys):
     assert main(["--accelerator", "nowhere"]) == 2
-    assert "DS_ACCELERATOR=nowhere" in one_line(capsys)
+    told = one_line(capsys)
+    assert told.startswith("--accelerator nowhere: no accelerator named 'nowhere'")
+    assert "DS_ACCELERATOR" not in told  # which the user did not set
+
+
+def test_an_accelerator_without_a_device(tmp_path, monkeypatch, capsys):
+    install_crashing(tmp_path, monkeypatch, CRASHES.replace('Offer("crashing")', 'Offer("crashing", available=False)'))
+    assert main(["--accelerator", "crashing"]) == 2
+    told = one_line(capsys)
+    assert told.startswith("--accelerator crashing: that accelerator cannot be used here")
+    assert told.endswith("; leave --accelerator away to choose another\n")
 
 
 def test_no_test_of_that_name(capsys):
@@ -61,6 +69,21 @@ def test_no_test_of_that_name(capsys):
 def test_a_list_that_is_not_there(tmp_path, capsys):
     assert main([*QUICK, "--expected-failures", str(tmp_path / "none")]) == 2
     assert "No such file" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"what is this\n", ", line 1: what is this has no reason; "),
+        (b"\xff\xfe\x00", ": not UTF-8 text\n"),
+        (b"test_of_old[1]  # renamed since\n", " names no tests of the suite: test_of_old[1]; "),
+    ],
+)
+def test_a_list_of_nonsense_is_named_by_its_own_path(tmp_path, capsys, content, told):
+    listed = tmp_path / "known.txt"
+    listed.write_bytes(content)
+    assert main([*QUICK, "--expected-failures", str(listed)]) == 2
+    assert one_line(capsys).startswith(f"{listed}{told}")
 
 
 def test_a_report_that_cannot_be_written(tmp_path, capsys):
@@ -115,6 +138,24 @@ def test_a_driver_that_crashes_as_the_process_ends_does_not_conform(tmp_path, mo
     install_crashing(tmp_path, monkeypatch, at_exit)
     assert main(["--accelerator", "crashing", "-k", "graph_can"]) == 2
     assert "ended by SIGABRT" in one_line(capsys)
+
+
+NAMELESS = CRASHES.replace("import os\n", "").replace(
+    "    def create_graph(self):\n        os.abort()\n", "    _communication_backend_name = ''\n"
+)
+
+
+def test_an_accelerator_without_a_communication_library_has_no_ranks(tmp_path, monkeypatch, capsys):
+    install_crashing(tmp_path, monkeypatch, NAMELESS)
+    record = tmp_path / "r.json"
+    words = "communication or training"
+    assert main(["--accelerator", "crashing", "-k", words, "--json", str(record)]) == 0
+    told = json.loads(record.read_text())
+    assert {test["outcome"] for test in told["tests"]} == {"skipped"}
+    why = "it names no torch.distributed backend"
+    for name in ("a communication library", "ranks", "two ranks"):
+        assert [name, False, why] in told["capabilities"]
+    assert f"two ranks: {why}" in " ".join(capsys.readouterr().out.split())
 
 
 # ----- the report ----------------------------------------------------------------------------------------------------

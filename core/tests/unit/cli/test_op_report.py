@@ -1,6 +1,7 @@
 """ds_report's ops: who serves each, in which state, and why no better place; it compiles only when it is asked to."""
 
 import json
+from pathlib import Path
 
 import pytest
 from deepspeed.accelerator import current, set_accelerator
@@ -121,6 +122,16 @@ def test_a_build_that_fails_is_a_row_and_an_exit_code(vendor, capsys):
     assert row["state"] == "failed"
     assert "this cannot be compiled" in row["remark"]
     assert report.main(["--json"]) == 0
+
+
+def test_a_compilers_error_is_one_line_with_the_log_and_without_the_command(vendor, capsys, monkeypatch):
+    vendor.write_text("#error this cannot be compiled\n")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert report.main(["--build"]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("transformer failed: ")]
+    assert "#error this cannot be compiled; all that it said is in " in line
+    assert "-fPIC" not in line
+    assert "-fPIC" in Path(line.rpartition(" ")[2]).read_text()
 
 
 def test_a_vendors_own_op_that_breaks_is_a_row_under_its_name(vendor, monkeypatch):

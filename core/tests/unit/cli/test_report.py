@@ -136,7 +136,17 @@ def test_a_variable_that_holds_nonsense_is_the_error(shelf, monkeypatch, capsys)
 def test_no_choice_is_shown_and_is_an_exit_code(shelf, capsys, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "nosuch")
     assert report.main([]) == 1
-    assert "no accelerator named 'nosuch' is installed" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "no accelerator named 'nosuch' is installed" in told
+    assert "The chosen device" not in told
+
+
+def test_a_pipe_is_not_folded(shelf, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS")
+    name = "a driver of " + "many words " * 30 + "and its end"
+    shelf.ds_probe = hookimpl(lambda: Offer("good", 7, reason=name))
+    assert report.main([]) == 0
+    assert [line.count(name) for line in capsys.readouterr().out.splitlines() if "good *" in line] == [1]
 
 
 def test_a_vendors_failing_answer_is_shown_in_its_place(shelf, monkeypatch):

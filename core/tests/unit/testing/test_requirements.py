@@ -46,6 +46,14 @@ def test_an_accelerator_set_by_hand_has_no_ranks_and_no_plugin():
     assert requirements.two_ranks.unmet() is None  # ranks can have that one
 
 
+def test_without_a_communication_library_there_are_no_ranks(monkeypatch):
+    why = "it names no torch.distributed backend"
+    set_accelerator(PlainAccelerator())
+    assert requirements.library.unmet() is None
+    monkeypatch.setattr(PlainAccelerator, "_communication_backend_name", "")
+    assert [each.unmet() for each in (requirements.library, requirements.ranks, requirements.two_ranks)] == [why] * 3
+
+
 def test_an_op_without_a_kernel_says_why(monkeypatch):
     monkeypatch.setenv("DS_OPS_DISABLE", "fused_adam")
     assert requirements.op("fused_adam").unmet() == "environment: disabled by DS_OPS_DISABLE=fused_adam"

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.abstract_accelerator import documented_names
-from deepspeed.testing.suite.expected_failures import FILE_NAME, read_expected_failures
+from deepspeed.testing.suite.expected_failures import path_of_list, read_expected_failures
 
 #: documented methods that a test of this process asked for; the report names those that none did
 ASKED: set[str] = set()
@@ -63,8 +63,8 @@ def ds_undisturbed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ds_expected_failure(request: pytest.FixtureRequest) -> None:
-    """A test on the list beside the test file must fail: when it passes, the list is wrong, and that fails the run."""
-    expected = read_expected_failures(Path(request.path).with_name(FILE_NAME))
+    """A test on the list (`path_of_list`) must fail: when it passes, the list is wrong, and that fails the run."""
+    expected = read_expected_failures(path_of_list(request.config, Path(request.path)))
     reason = expected.get(request.node.name) or expected.get(request.node.originalname)
     if reason is not None:
         request.node.add_marker(pytest.mark.xfail(strict=True, reason=reason))

@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed.accelerator.abstract_accelerator import documented_names
 from deepspeed.testing import suite
-from deepspeed.testing.suite.expected_failures import FILE_NAME, read_expected_failures
+from deepspeed.testing.suite.expected_failures import path_of_list, read_expected_failures, unknown_names
 
 
 def _names_asked(source: str) -> set[str]:
@@ -47,6 +47,6 @@ def test_every_theme_has_tests() -> None:
 
 
 def test_expected_failures_are_tests_of_the_suite(request: pytest.FixtureRequest) -> None:
-    expected = read_expected_failures(Path(request.path).with_name(FILE_NAME))
-    unknown = sorted(name for name in expected if name.partition("[")[0] not in suite.__all__)
-    assert not unknown, f"{FILE_NAME} names no tests of the suite: {', '.join(unknown)}"
+    path = path_of_list(request.config, Path(request.path))
+    unknown = unknown_names(read_expected_failures(path), suite.__all__)
+    assert not unknown, f"{path} names no tests of the suite: {', '.join(unknown)}"

@@ -44,6 +44,7 @@ def test_a_process_sees_the_devices_it_is_given(accelerator: DeepSpeedAccelerato
     assert done.stdout.split()[-1] == "1"
 
 
+@requirements.library
 def test_the_communication_library_is_known_to_torch(accelerator: DeepSpeedAccelerator) -> None:
     name = accelerator.communication_backend_name()
     assert torch.distributed.is_backend_available(name), name
