@@ -11,10 +11,12 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.errors import PluginError
-from deepspeed.log import logger
+from deepspeed.log import logger, warn_once
 from deepspeed.plugins import Offer, plugin_manager
 from deepspeed.plugins.admission import ACCELERATOR_VARIABLE
 from deepspeed.plugins.probing import inside_probe
@@ -22,6 +24,7 @@ from deepspeed.plugins.probing import inside_probe
 VARIABLE = ACCELERATOR_VARIABLE
 PLAIN = "plain"
 SET_BY_HAND = "set_accelerator was called"
+_TRACEBACK = "`ds_report --verbose` shows the traceback"
 
 # What a class that does not derive from DeepSpeedAccelerator must answer itself; the base answers the rest.
 _OWN_ANSWERS = ("device_name", "current_device_name", "device_count", "is_available", "communication_backend_name")
@@ -123,6 +126,7 @@ def _choose() -> Choice:
         return _by_name(wanted)
     while True:
         offers = plugin_manager().offers()
+        _warn_of_broken(offers)
         available = [offer for offer in offers if offer.available]
         if not available:
             return _fall_to_plain(offers)
@@ -130,8 +134,18 @@ def _choose() -> Choice:
         try:
             return _from_plugin(best, f"priority {best.priority} is the highest available ({best.reason})")
         except PluginError as error:  # its device is there but its package is broken: the others still count
-            logger.warning(f"{error}; looking for another accelerator")
             plugin_manager().withdraw(best.name, error)
+
+
+def _warn_of_broken(offers: list[Offer]) -> None:
+    """One warning per broken plugin, whichever accelerator wins: its device may be the one that was meant."""
+    manager = plugin_manager()
+    for offer in offers:
+        error = manager.failure(offer.name)
+        if error is not None and not offer.available and not manager.refusal(offer.name):
+            label = f"accelerator {offer.name!r}"
+            told = str(error) if str(error).startswith(label) else f"{label}: {error}"
+            warn_once(f"{told}; going on without it ({_TRACEBACK})")
 
 
 def _highest(available: list[Offer]) -> Offer:
@@ -146,22 +160,41 @@ def _highest(available: list[Offer]) -> Offer:
 
 
 def _by_name(name: str) -> Choice:
+    """Errors stand alone, without the traceback of their cause: they say it, and the report shows where it was."""
+    manager = plugin_manager()
     try:
-        plugin_manager().load(name)
+        manager.load(name)
+        offer = manager.probe(name)
+        if offer.available:
+            return _from_plugin(offer, f"{VARIABLE}={name}")
     except PluginError as error:
-        raise PluginError(f"{VARIABLE}={name}: {error}") from error
-    offer = plugin_manager().probe(name)
-    if not offer.available:
-        raise PluginError(
-            f"{VARIABLE}={name}: that accelerator cannot be used here: {offer.reason}; "
-            f"unset {VARIABLE} to choose another"
-        )
-    return _from_plugin(offer, f"{VARIABLE}={name}")
+        is_broken = name in manager.names() and not manager.refusal(name)
+        raise PluginError(f"{VARIABLE}={name}: {error}{f'; {_TRACEBACK}' if is_broken else ''}") from None
+    raise PluginError(
+        f"{VARIABLE}={name}: that accelerator cannot be used here: {offer.reason}; "
+        f"unset {VARIABLE} to choose another{f'; {_TRACEBACK}' if manager.failure(name) else ''}"
+    )
 
 
 def _from_plugin(offer: Offer, why: str) -> Choice:
-    built = plugin_manager().build_accelerator(offer.name)
-    return Choice(_adopt(built), offer.name, why)
+    return Choice(plugin_manager().build_accelerator(offer.name, _adopt_known), offer.name, why)
+
+
+def _adopt_known(built: Any) -> DeepSpeedAccelerator:
+    """`built` by a plugin, checked as `_adopt` does, and that torch can place a tensor by its name."""
+    accelerator = _adopt(built)
+    name = accelerator._name
+    try:
+        known = torch.device(name).type == name
+    except (RuntimeError, TypeError):
+        known = False
+    if not known:
+        raise PluginError(
+            f"{type(accelerator).__name__} has the `_name` {name!r}, which is no device type of torch "
+            f"{torch.__version__}; correct it, or import the vendor's package that registers it before the accelerator "
+            "is built"
+        )
+    return accelerator
 
 
 def _fall_to_plain(offers: list[Offer]) -> Choice:

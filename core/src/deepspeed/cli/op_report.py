@@ -19,10 +19,10 @@ from deepspeed.ops.op_builder import OpBuilder, jit, prebuilt
 def collect_ops() -> list[dict[str, Any]]:
     """One row per op for the accelerator in force, those that somebody has a builder for first.
 
-    Keys: `op`, `front` (what users import, or None), `offered` (somebody has a builder), `builder` (import path of the
-    class that serves, or None), `source` ("device", "host", "plugin", "reference"), `state` (see above; "failed" when
-    its builder broke), `library` (path, or None), `rejected` ([place, reason] of each better place), `remark` (of the
-    builder: why nothing is built).
+    Keys: `op`, `front` (what users import, or None), `offered` (somebody has a builder, or could not be asked),
+    `builder` (import path of the class that serves, or None), `source` ("device", "host", "plugin", "reference"),
+    `state` (see above; "failed" when its builder broke, or nobody serves it and a place could not be asked), `library`
+    (path, or None), `rejected` ([place, reason] of each better place), `remark` (of the builder: why nothing is built).
     """
     return sorted((_row(op) for op in builders.op_names()), key=lambda row: (not row["offered"], row["op"]))
 
@@ -48,10 +48,12 @@ def _row(op: str) -> dict[str, Any]:
     kind = type(builder)
     front = OPS[op].front if op in OPS else ""
     state, library, remark = ("reference", None, "") if builder is None else _state(builder)
+    if builder is None and resolution.failed:  # nobody knows what the place that failed would have served
+        state = "failed"
     return {
         "op": op,
         "front": f"deepspeed.ops.{front}" if front else None,
-        "offered": builder is not None or bool(builders.offered(builders.builder_name(op))),
+        "offered": state != "reference" or bool(builders.offered(builders.builder_name(op))),
         "builder": None if builder is None else f"{kind.__module__}.{kind.__qualname__}",
         "source": resolution.source,
         "state": state,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.accelerator.current import plugin_of
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.errors import ConfigError
@@ -68,9 +69,16 @@ def _index(accelerator: DeepSpeedAccelerator, rank: int, source: str) -> int:
     count = accelerator.device_count()
     if count == 1 and source != "args.device_rank":
         return 0
+    variables = " or ".join(accelerator.visible_devices_envs()) or "the variable that limits them"
+    name = accelerator.device_name()
+    if count == 0:
+        plugin = plugin_of(accelerator)
+        told = f"ds_probe of {plugin!r} says available, but " if plugin is not None else ""
+        raise ConfigError(
+            f"{source}={rank}: {told}device_count() of {name!r} is 0; check the driver, the "
+            f"variable that limits the visible devices ({variables}), or the probe"
+        )
     if rank >= count:
-        name = accelerator.device_name()
-        variables = " or ".join(accelerator.visible_devices_envs()) or "the variable that limits them"
         raise ConfigError(
             f"{source}={rank}: this process sees {count} devices of {name!r}, numbered from 0; start as many ranks as "
             f"there are devices, or show each rank its own by {variables}"

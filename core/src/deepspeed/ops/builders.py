@@ -56,7 +56,7 @@ def builder_names() -> list[str]:
 
 def offered(class_name: str) -> list[tuple[Source, Any]]:
     """(source, class) of every builder called `class_name` for the accelerator in force, the preferred first."""
-    return [(place.source, kind) for place, kind, _ in places(class_name) if kind is not None]
+    return [(place.source, kind) for place, kind, _, _ in places(class_name) if kind is not None]
 
 
 def create_builder(class_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ def create_builder(class_name: str, *args: Any, **kwargs: Any) -> Any:
         OpUnavailable: no place has such a builder; the message gives every reason.
     """
     builders, reasons = [], []
-    for provider, kind, reason in places(class_name):
+    for provider, kind, reason, _ in places(class_name):
         builder, failure = (None, reason) if kind is None else construct(kind, *args, **kwargs)
         if builder is None:
             reasons.append((provider.where, str(failure)))
@@ -100,26 +100,31 @@ def op_of(builder: Any, class_name: str) -> str:
     return str(getattr(builder, "NAME", None) or getattr(builder, "name", None) or class_name)
 
 
-def places(class_name: str) -> Iterator[tuple[Provider, Any | None, str | None]]:
-    """(place, its class of that name or None, why None) in order of preference, each class once."""
+def places(class_name: str) -> Iterator[tuple[Provider, Any | None, str | None, bool]]:
+    """(place, its class of that name or None, why None, whether it failed) in order of preference, each class once.
+
+    A place that failed could not be asked, so nobody knows what it has: its package cannot be imported, for example.
+    """
     accelerator = get_accelerator()
     seen: list[Any] = []
     for provider in providers(accelerator):
         if provider.source == "host" and class_name not in _ON_HOST and not is_host(accelerator):
-            yield provider, None, f"serves tensors in host memory, and these are on {accelerator._name!r}"
+            yield provider, None, f"serves tensors in host memory, and these are on {accelerator._name!r}", False
             continue
-        kind, reason = _find(provider, class_name)
+        kind, reason, failed = _find(provider, class_name)
         if kind is None or kind not in seen:  # set_accelerator(CPU_Accelerator()) offers the host extension's itself
             seen.append(kind)
-            yield provider, kind, reason
+            yield provider, kind, reason, failed
 
 
-def _find(provider: Provider, class_name: str) -> tuple[Any | None, str | None]:
+def _find(provider: Provider, class_name: str) -> tuple[Any | None, str | None, bool]:
     try:
         kind = provider.find(class_name)
+    except OpUnavailable as error:  # the place is not there, or kept out by the environment
+        return None, first_line(error), False
     except Exception as error:  # noqa: BLE001 - a vendor's package, whatever it raises
-        return None, first_line(error)
-    return kind, f"has no {class_name}" if kind is None else None
+        return None, first_line(error), True
+    return kind, f"has no {class_name}" if kind is None else None, False
 
 
 def construct(kind: Any, *args: Any, **kwargs: Any) -> tuple[Any | None, str | None]:

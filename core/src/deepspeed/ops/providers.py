@@ -1,7 +1,7 @@
 """Who offers op builders for the accelerator in force: the accelerator, the host extension, the feature plugins.
 
 Asked by `registry.py` for one name at a time, and late: nothing is bound at import. A provider that cannot be asked
-raises, and the registry turns that into a reason.
+raises, and the registry turns that into a reason: `OpUnavailable` where that is no fault, else it counts as broken.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,8 @@ from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.current import plugin_of
 from deepspeed.errors import OpUnavailable
 from deepspeed.ops.op_builder.names import BuilderName
-from deepspeed.plugins import FEATURES, plugin_manager
+from deepspeed.plugins import ACCELERATORS, FEATURES, plugin_manager
+from deepspeed.plugins.entry_points import KINDS
 
 Source = Literal["device", "host", "plugin", "reference"]
 
@@ -76,6 +77,8 @@ def _plugin(name: str, where: str, source: Source, group: str | None = None) -> 
     def builders() -> dict[str, type]:
         if source == "host" and name not in plugin_manager().names():
             raise OpUnavailable("not installed; pip install ds-ext-cpu")
+        if reason := plugin_manager().refusal(name, group or ACCELERATORS):
+            raise OpUnavailable(f"{KINDS[group or ACCELERATORS]} {name!r} is {reason}")
         return plugin_manager().op_builders(name) if group is None else plugin_manager().op_builders(name, group)
 
     return Provider(where, source, lambda class_name: builders().get(class_name), builders)

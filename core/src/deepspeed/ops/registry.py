@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.errors import OpUnavailable
-from deepspeed.log import log_dist
+from deepspeed.log import log_dist, warn_once
 from deepspeed.ops.builders import builder_name, construct, first_line, incompatible, joined, places, quietly
 from deepspeed.ops.documented import OPS
 from deepspeed.ops.providers import Source, lacks_host_extension
@@ -35,6 +35,7 @@ class Resolution:
         source: "device", "host", "plugin" (a feature plugin) or "reference".
         rejected: (where, reason) of every better place that does not serve it.
         broken: one of them has a builder, and it does not work here.
+        failed: those of `rejected` that could not be asked at all, so that nobody knows whether they have a builder.
     """
 
     op: str
@@ -42,6 +43,7 @@ class Resolution:
     source: Source
     rejected: tuple[tuple[str, str], ...]
     broken: bool = False
+    failed: tuple[tuple[str, str], ...] = ()
 
     def why(self) -> str:
         """The rejected places and their reasons, in one line; "" when the best place serves the op."""
@@ -145,6 +147,7 @@ def _load(op: str) -> _Found:
             found = _best(op, load=True)
             table.resolutions[op] = found.resolution
             table.kernels[op] = found.kernel
+            _warn_of_failed(found.resolution)
             if found.kernel is None:
                 _tell_reference(found.resolution)
         return _Found(table.kernels[op], table.resolutions[op])
@@ -157,15 +160,19 @@ def _best(op: str, load: bool) -> _Found:
         disabled = ("environment", f"disabled by {VARIABLE}={os.environ.get(VARIABLE, '')}")
         return _Found(None, Resolution(op, None, "reference", (disabled,)))
     rejected: list[tuple[str, str]] = []
+    failed: list[tuple[str, str]] = []
     broken = False
-    for provider, kind, reason in places(class_name):
+    for provider, kind, reason, has_failed in places(class_name):
         if kind is not None:
             builder, loaded, reason = _try(op, kind, load)
             if reason is None:
-                return _Found(loaded, Resolution(op, builder, provider.source, tuple(rejected), broken))
+                resolution = Resolution(op, builder, provider.source, tuple(rejected), broken, tuple(failed))
+                return _Found(loaded, resolution)
             broken = True
         rejected.append((provider.where, str(reason)))
-    return _Found(None, Resolution(op, None, "reference", tuple(rejected), broken))
+        if has_failed:
+            failed.append(rejected[-1])
+    return _Found(None, Resolution(op, None, "reference", tuple(rejected), broken, tuple(failed)))
 
 
 def _try(op: str, kind: Any, load: bool) -> tuple[Any, Any, str | None]:
@@ -196,6 +203,12 @@ def _adapted(loaded: Any, adapter: str) -> Any | None:
 def _is_disabled(op: str) -> bool:
     named = {name.strip() for name in os.environ.get(VARIABLE, "").split(",")}
     return "all" in named or op in named
+
+
+def _warn_of_failed(resolution: Resolution) -> None:
+    """One warning per place and cause, from rank 0: every op of that place goes elsewhere, whichever was asked for."""
+    for where, reason in resolution.failed:
+        warn_once(f"{where}: {reason}; none of its op builders is used (`ds_report` shows which ops that concerns)")
 
 
 _told: set[str] = set()

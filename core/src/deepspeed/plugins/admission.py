@@ -29,6 +29,11 @@ def named() -> list[str]:
     return sorted(_listed(NAMES_VARIABLE))
 
 
+def blocked() -> set[str]:
+    """The names in `DS_PLUGINS_BLOCK`."""
+    return _listed(BLOCK_VARIABLE)
+
+
 def refusal(name: str, is_accelerator: bool, is_registered: bool = False) -> str | None:
     """Why the environment keeps the plugin `name` from being loaded, or None.
 
@@ -39,7 +44,7 @@ def refusal(name: str, is_accelerator: bool, is_registered: bool = False) -> str
     Raises:
         PluginError: `DS_PLUGINS_AUTOLOAD` is neither 0 nor 1.
     """
-    if name in _listed(BLOCK_VARIABLE):
+    if name in blocked():
         return f"blocked by {BLOCK_VARIABLE}; take it out to use it"
     if is_registered or _autoloads() or name in _listed(NAMES_VARIABLE):
         return None

@@ -62,8 +62,9 @@ def one_line(error: BaseException) -> str:
 
 def _missing(name: str, group: str, installed: list[str]) -> str:
     """The message for a name that nobody announces."""
-    close = difflib.get_close_matches(name, installed, n=1)
-    hint = f"did you mean {close[0]!r}? Otherwise: " if close else ""
+    lowered = {each.lower(): each for each in installed}
+    close = difflib.get_close_matches(name.lower(), lowered, n=1)
+    hint = f"did you mean {lowered[close[0]]!r}? Otherwise: " if close else ""
     return (
         f"no {KINDS[group]} named {name!r} is installed; installed: {', '.join(installed) or 'none'}; "
         f"{hint}install the package that announces it (entry-point group {group!r}; this project calls its own "

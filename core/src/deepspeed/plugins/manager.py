@@ -9,6 +9,7 @@ are asked in one order, whatever was loaded first: feature plugins by name, then
 """
 
 import dataclasses
+import difflib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -18,9 +19,9 @@ from typing import Any
 import pluggy
 
 from deepspeed.errors import PluginError
-from deepspeed.log import logger
+from deepspeed.log import logger, warn_once
 from deepspeed.plugins import hookspecs
-from deepspeed.plugins.admission import NAMES_VARIABLE, check_api, named, refusal
+from deepspeed.plugins.admission import BLOCK_VARIABLE, NAMES_VARIABLE, blocked, check_api, named, refusal
 from deepspeed.plugins.entry_points import (
     ACCELERATORS,
     FEATURES,
@@ -216,20 +217,26 @@ class PluginManager:
             self._faults[ACCELERATORS, name] = error
             self._offers[name] = dataclasses.replace(self.probe(name), available=False, reason=f"broken: {error}")
 
-    def build_accelerator(self, name: str) -> Any:
+    def build_accelerator(self, name: str, accept: Callable[[Any], Any] = lambda built: built) -> Any:
         """What `ds_accelerator` of the plugin `name` returns.
 
+        Args:
+            accept: makes of it what is returned here; refuses it with a `PluginError`, which then names the plugin.
+
         Raises:
-            PluginError: the plugin cannot be loaded, has no such hook, or failed in it.
+            PluginError: the plugin cannot be loaded, has no such hook, failed in it, or what it built is refused.
         """
         try:
             built = self._call(name, "ds_accelerator")
             if built is None:
                 raise PluginError(f"accelerator {name!r}: its ds_accelerator returned None, not an accelerator")
+            try:
+                return accept(built)
+            except PluginError as error:
+                raise PluginError(f"accelerator {name!r}: its ds_accelerator answers wrongly: {error}") from error
         except PluginError as error:
             self._faults[ACCELERATORS, name] = error
             raise
-        return built
 
     def op_builders(self, name: str, group: str = ACCELERATORS) -> dict[str, type]:
         """The op builders of the plugin `name`, by builder name; empty when it states none.
@@ -283,7 +290,9 @@ class PluginManager:
         if unknown:
             self._candidates.unregister(plugin)
             known = [hook.__name__ for _, hooks in hookspecs.GROUPS.values() for hook in hooks]
-            raise PluginError(f"{label} implements {', '.join(unknown)}, which is no hook; known: {', '.join(known)}")
+            near = [close for each in unknown for close in difflib.get_close_matches(each, known, n=1)]
+            listed = ", ".join(dict.fromkeys([*near, *known]))  # the likeliest first
+            raise PluginError(f"{label} implements {', '.join(unknown)}, which is no hook; known: {listed}")
 
     def _implements(self, plugin: object, hook_name: str) -> bool:
         return any(impl.plugin is plugin for impl in getattr(self._candidates.hook, hook_name).get_hookimpls())
@@ -292,7 +301,10 @@ class PluginManager:
         """Call an argument-free start hook of one plugin; what goes wrong inside becomes a `PluginError`."""
         plugin = self.load(name, group)
         if not self._implements(plugin, hook_name):
-            raise PluginError(f"{KINDS[group]} {name!r} has no {hook_name} hook; see deepspeed.plugins.hookspecs")
+            raise PluginError(
+                f"{KINDS[group]} {name!r} has no {hook_name} hook; a function of that name counts only with @hookimpl "
+                "above it; see deepspeed.plugins.hookspecs"
+            )
         others = [other for other in self._candidates.get_plugins() if other is not plugin]
         hook = self._candidates.subset_hook_caller(hook_name, others)
         try:
@@ -305,6 +317,7 @@ class PluginManager:
         offer = self._call(name, "ds_probe", seconds=seconds)
         if not isinstance(offer, Offer):
             raise PluginError(f"ds_probe returned {offer!r}, not an Offer")
+        offer.check_types()
         if offer.name != name:
             raise PluginError(f"ds_probe offers {offer.name!r} under the entry point {name!r}; make them the same")
         return offer
@@ -322,7 +335,18 @@ class PluginManager:
                     if name in asked_for:
                         raise PluginError(f"{NAMES_VARIABLE}={os.environ[NAMES_VARIABLE]}: {error}") from error
                     logger.warning(f"{error}; going on without it")
+            self._warn_of_idle_blocks()
             self._features_loaded = True
+
+    def _warn_of_idle_blocks(self) -> None:
+        """Say which names of `DS_PLUGINS_BLOCK` keep nothing out: a misspelt one lets through what it should stop."""
+        if names := blocked():
+            installed = {*self.names(ACCELERATORS), *self.names(FEATURES)}
+            if idle := sorted(names - installed):
+                warn_once(
+                    f"{BLOCK_VARIABLE}={os.environ[BLOCK_VARIABLE]}: nothing installed is named {', '.join(idle)}; "
+                    f"installed: {', '.join(sorted(installed)) or 'none'}"
+                )
 
     def _arranged(self) -> pluggy.PluginManager:
         """The active plugins in the order of asking: pluggy asks the one that was registered last first."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from deepspeed.errors import PluginError
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -19,3 +21,15 @@ class Offer:
     priority: int = 0
     available: bool = True
     reason: str = ""
+
+    def check_types(self) -> None:
+        """Refuse a field of another type, which would fail later, where offers are compared. Asked after each probe.
+
+        Raises:
+            PluginError: the message names the field, its value and the type that is meant.
+        """
+        for field, kind in (("name", str), ("priority", int), ("available", bool), ("reason", str)):
+            value = getattr(self, field)
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                meant = f"{'an' if kind is int else 'a'} {kind.__name__}"
+                raise PluginError(f"ds_probe offers {field} {value!r}, found {type(value).__name__}; {meant} is meant")

@@ -55,4 +55,5 @@ def warned(monkeypatch):
     """The warnings of the choice."""
     messages = []
     monkeypatch.setattr("deepspeed.accelerator.current.logger.warning", messages.append)
+    monkeypatch.setattr("deepspeed.accelerator.current.warn_once", messages.append)
     return messages

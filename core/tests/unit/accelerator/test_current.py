@@ -109,6 +109,7 @@ def test_a_plugin_that_probes_well_and_builds_badly_makes_room_for_the_next(shel
     assert type(get_accelerator()) is A_Accelerator
     (message,) = warned
     assert "driver too old" in message
+    assert "`ds_report --verbose` shows the traceback" in message
     assert not shelf.manager.probe("bad").available
     assert shelf.manager.probe("bad").priority == 100
 
@@ -217,4 +218,65 @@ def test_a_plugin_that_builds_no_accelerator(shelf, monkeypatch):
     shelf.put("a", build=lambda: 5)
     monkeypatch.setenv("DS_ACCELERATOR", "a")
     with pytest.raises(PluginError, match="no accelerator"):
+        get_accelerator()
+
+
+def test_each_broken_plugin_is_warned_about_whichever_wins_and_an_absent_device_is_not(shelf, warned):
+    shelf.put("good", 1, build=A_Accelerator)
+    shelf.put("absent", 500, available=False, reason="no device")
+    shelf.put("unimportable", broken=ImportError("libbad.so is missing"))
+    shelf.put("misprioritized", "100", build=B_Accelerator)
+    assert type(get_accelerator()) is A_Accelerator
+    misprioritized, unimportable = warned
+    assert unimportable.startswith("accelerator 'unimportable' of ")
+    assert "libbad.so is missing" in unimportable
+    assert misprioritized.startswith("accelerator 'misprioritized': ds_probe offers priority '100', found str")
+
+
+def test_a_blocked_plugin_is_not_warned_about(shelf, monkeypatch, warned):
+    shelf.put("good", build=A_Accelerator)
+    shelf.put("bad", broken=ImportError("libbad.so is missing"))
+    assert not shelf.manager.probe("bad").available
+    monkeypatch.setenv("DS_PLUGINS_BLOCK", "bad")
+    get_accelerator()
+    assert warned == []
+
+
+class Unknown_Accelerator(DeepSpeedAccelerator):
+    _name = "zetta"
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Unknown_Accelerator, "Unknown_Accelerator has the `_name` 'zetta', which is no device type of torch"),
+        (DeepSpeedAccelerator, "DeepSpeedAccelerator has no `_name`"),
+        (lambda: PlainAccelerator, r"not the class; call it: PlainAccelerator\(\)"),
+    ],
+)
+def test_what_a_plugin_builds_wrongly_names_the_plugin_and_counts_as_broken(shelf, monkeypatch, build, message):
+    shelf.put("bad", build=build)
+    monkeypatch.setenv("DS_ACCELERATOR", "bad")
+    with pytest.raises(PluginError, match=f"DS_ACCELERATOR=bad: accelerator 'bad': .*{message}.*ds_report --verbose"):
+        get_accelerator()
+    assert shelf.manager.failure("bad") is not None
+
+
+@pytest.mark.parametrize("name", ["unimportable", "misprioritized", "unbuilt", "nosuch"])
+def test_by_name_the_error_stands_alone_as_its_cause_is_in_it(shelf, monkeypatch, name):
+    shelf.put("unimportable", broken=ImportError("no libbad.so"))
+    shelf.put("misprioritized", "100", build=A_Accelerator)
+    shelf.put("unbuilt", build=lambda: 1 / 0)
+    monkeypatch.setenv("DS_ACCELERATOR", name)
+    with pytest.raises(PluginError, match=f"DS_ACCELERATOR={name}: ") as raised:
+        get_accelerator()
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None
+    assert ("`ds_report --verbose` shows the traceback" in str(raised.value)) == (name != "nosuch")
+
+
+def test_a_name_in_other_letters_is_recognized(shelf, monkeypatch):
+    shelf.put("cpu", build=A_Accelerator)
+    monkeypatch.setenv("DS_ACCELERATOR", "CPU")
+    with pytest.raises(PluginError, match="did you mean 'cpu'"):
         get_accelerator()

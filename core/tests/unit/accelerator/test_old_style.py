@@ -113,5 +113,10 @@ def test_its_own_answers_win_and_newer_methods_are_answered_by_the_base(shelf, m
 
 
 def test_a_plugin_may_bring_it(shelf):
-    shelf.put("old", build=OLD_Accelerator)
-    assert type(get_accelerator()) is OLD_Accelerator
+    class Registered_Accelerator(OLD_Accelerator):
+        def __init__(self):
+            super().__init__()
+            self._name = "meta"  # a device that torch knows, as a vendor's package registers its own
+
+    shelf.put("old", build=Registered_Accelerator)
+    assert type(get_accelerator()) is Registered_Accelerator

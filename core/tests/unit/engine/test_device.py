@@ -69,7 +69,7 @@ def test_which_one(claim, count, rank, args, index):
     ("count", "rank", "args", "message"),
     [
         (2, 2, {}, r"LOCAL_RANK=2: this process sees 2 devices of 'meta'.*its own by GANG_VISIBLE_DEVICES"),
-        (0, 0, {}, r"LOCAL_RANK=0: this process sees 0 devices of 'meta'"),
+        (0, 0, {}, r"LOCAL_RANK=0: device_count\(\) of 'meta' is 0; check the driver, .*\(GANG_VISIBLE_DEVICES\)"),
         (1, 0, {"device_rank": 3}, r"args.device_rank=3: this process sees 1 devices"),
     ],
 )
@@ -117,3 +117,9 @@ def test_a_device_that_is_done_when_a_call_returns_has_numbers_all_the_same(clai
     with pytest.raises(ConfigError, match="LOCAL_RANK=4: this process sees 4 devices"):
         claim(Synchronous(4), 4)
     assert claim(Synchronous(1), 3).index == 0
+
+
+def test_a_probe_that_promised_a_device_where_none_is_counted(claim, monkeypatch):
+    monkeypatch.setattr(device, "plugin_of", lambda accelerator: "gang")
+    with pytest.raises(ConfigError, match=r"ds_probe of 'gang' says available, but device_count\(\) of 'meta' is 0"):
+        claim(Gang_Accelerator(0), 0)

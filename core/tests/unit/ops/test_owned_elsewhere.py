@@ -12,7 +12,7 @@ from deepspeed.plugins import ACCELERATORS, FEATURES, Offer, hookimpl
 
 
 class FusedAdamBuilder(OpBuilder):
-    """For the device `xyz` alone."""
+    """For the device `meta` alone, which torch knows."""
 
     def __init__(self):
         super().__init__("fused_adam")
@@ -25,8 +25,8 @@ class FusedAdamBuilder(OpBuilder):
 
     def is_compatible(self, verbose=False):
         name = get_accelerator()._name
-        self.reason = f"made for 'xyz', and {name!r} is in force"
-        return name == "xyz"
+        self.reason = f"made for 'meta', and {name!r} is in force"
+        return name == "meta"
 
     def load(self, verbose=True):
         return types.SimpleNamespace(adam_step_=lambda *args, **kwargs: "the other distribution's")
@@ -45,7 +45,7 @@ def other(builders):
 
     @hookimpl
     def ds_accelerator():
-        return builders.accelerator(name="xyz")()
+        return builders.accelerator(name="meta")()
 
     @hookimpl
     def ds_op_builders():
@@ -61,7 +61,7 @@ def other(builders):
 
 
 def test_the_device_in_force_gets_the_others_builders(other):
-    assert get_accelerator()._name == "xyz"
+    assert get_accelerator()._name == "meta"
     resolution = registry.resolve("fused_adam")
     assert (resolution.source, type(resolution.builder)) == ("plugin", FusedAdamBuilder)
     assert registry.kernel("fused_adam").adam_step_() == "the other distribution's"
@@ -73,7 +73,7 @@ def test_another_device_does_not(other):
     set_accelerator(PlainAccelerator())
     resolution = registry.resolve("fused_adam")
     assert resolution.source == "reference"
-    assert "plugin 'xyz-ops': not compatible: made for 'xyz', and 'cpu' is in force" in resolution.why()
+    assert "plugin 'xyz-ops': not compatible: made for 'meta', and 'cpu' is in force" in resolution.why()
     assert registry.kernel("fused_adam") is None
 
 

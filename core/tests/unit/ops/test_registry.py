@@ -6,7 +6,8 @@ import threading
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.errors import ConfigError, OpUnavailable
+from deepspeed.cli.op_report import collect_ops
+from deepspeed.errors import ConfigError, OpUnavailable, PluginError
 from deepspeed.log import logger
 from deepspeed.ops import registry
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -51,7 +52,8 @@ def test_a_chosen_plugin_states_its_builders_by_the_hook(builders):
 
 def test_the_hook_also_counts_for_a_class_that_knows_only_itself(builders):
     mine = builders.make("fused_lamb", "its own")
-    builders.plugin("xyz", [builders.make("fused_adam", "by the hook")], accelerator=builders.accelerator(mine))
+    accelerator = builders.accelerator(mine, name="meta")
+    builders.plugin("xyz", [builders.make("fused_adam", "by the hook")], accelerator=accelerator)
     set_accelerator(None)
     assert registry.kernel("fused_lamb") == "its own"
     assert registry.kernel("fused_adam") == "by the hook"
@@ -310,3 +312,33 @@ def test_a_class_that_stands_for_not_implemented_is_no_builder(builders):
     set_accelerator(Old())
     assert registry.resolve("fused_adam").builder is None
     assert reasons(registry.resolve("fused_adam"))["accelerator 'sim' (Old)"] == "has no FusedAdamBuilder"
+
+
+def test_a_package_of_builders_that_cannot_be_asked_is_told_once_and_marks_its_ops_failed(builders, monkeypatch):
+    told = []
+    monkeypatch.setattr(registry, "warn_once", told.append)
+    builders.plugin("xyz", PluginError("its op builders cannot be imported"), priority=1)
+    builders.plugin("cpu", [builders.make("cpu_adam", "host's")])
+    set_accelerator(None)
+    assert registry.resolve("fused_adam").failed
+    assert told == []  # looking says nothing
+    assert registry.kernel("fused_adam") is None
+    assert registry.kernel("cpu_adam") == "host's"
+    assert len(set(told)) == 1
+    assert "its op builders cannot be imported; none of its op builders is used" in told[0]
+    rows = {row["op"]: row for row in collect_ops()}
+    assert (rows["fused_adam"]["state"], rows["fused_adam"]["offered"]) == ("failed", True)
+    assert "cannot be imported" in str(rows["fused_adam"]["rejected"])
+    assert rows["cpu_adam"]["source"] == "host"
+
+
+def test_a_place_that_is_kept_out_has_not_failed(builders, monkeypatch):
+    builders.plugin("cpu", [builders.make("cpu_adam", "host's")])
+    monkeypatch.setenv("DS_PLUGINS_BLOCK", "cpu")
+    resolution = registry.resolve("cpu_adam")
+    assert (resolution.source, resolution.failed) == ("reference", ())
+    assert "accelerator 'cpu' is blocked by DS_PLUGINS_BLOCK" in resolution.why()
+
+
+def test_a_host_extension_that_is_not_installed_has_not_failed(builders):
+    assert registry.resolve("cpu_adam").failed == ()

@@ -128,6 +128,33 @@ def test_probe_that_answers_nonsense_is_an_offer(answer, message):
     assert message in offer.reason
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"priority": "100"}, "broken: ds_probe offers priority '100', found str; an int is meant"),
+        ({"priority": True}, "broken: ds_probe offers priority True, found bool; an int is meant"),
+        ({"name": None}, "broken: ds_probe offers name None, found NoneType; a str is meant"),
+        ({"available": 2}, "broken: ds_probe offers available 2, found int; a bool is meant"),
+        ({"reason": OSError("no")}, "broken: ds_probe offers reason OSError('no'), found OSError; a str is meant"),
+    ],
+)
+def test_an_offer_of_wrong_types_is_broken_and_stops_no_other(fields, message):
+    bad = make_module(ds_probe=hookimpl(lambda: Offer(**{"name": "bad", **fields})))
+    offers = make_manager(Entry("bad", bad), Entry("good", make_plugin("good"))).offers()
+    assert [(offer.name, offer.available) for offer in offers] == [("good", True), ("bad", False)]
+    assert offers[1].reason == message
+
+
+def test_a_blocked_name_that_nothing_has_is_warned_about_once(monkeypatch):
+    told = []
+    monkeypatch.setattr("deepspeed.plugins.manager.warn_once", told.append)
+    monkeypatch.setenv("DS_PLUGINS_BLOCK", "a,nosuch")
+    manager = make_manager(Entry("a", make_plugin("a")), features=[Entry("f", make_module(ds_step_end=hears([])))])
+    for _ in range(2):
+        manager.hook.ds_step_end(stats=1)
+    assert told == ["DS_PLUGINS_BLOCK=a,nosuch: nothing installed is named nosuch; installed: a, f"]
+
+
 def test_probe_is_asked_once():
     calls = []
     plugin = make_module(ds_probe=hookimpl(lambda: calls.append(1) or Offer("a")))
@@ -338,6 +365,9 @@ def test_api_range_that_does_not_fit_is_found_before_any_hook_is_called(stated, 
 
 
 def test_misspelt_hook_and_wrong_argument_are_refused():
+    late = make_module(ds_step_ends=hookimpl(lambda: None))
+    with pytest.raises(PluginError, match=r"ds_step_ends, which is no hook; known: ds_step_end, ds_probe"):
+        make_manager(Entry("a", late)).load("a")
     misspelt = make_module(ds_prob=hookimpl(lambda: None))
     with pytest.raises(PluginError, match=r"ds_prob, which is no hook; known: ds_probe, ds_accelerator"):
         make_manager(Entry("a", misspelt)).load("a")
@@ -367,7 +397,7 @@ def test_build_accelerator_and_its_failures():
     with pytest.raises(PluginError, match="returned None"):
         make_manager(Entry("a", make_plugin("a"))).build_accelerator("a")
     without = make_module(ds_probe=hookimpl(lambda: Offer("a")))
-    with pytest.raises(PluginError, match="has no ds_accelerator hook"):
+    with pytest.raises(PluginError, match="has no ds_accelerator hook; .*counts only with @hookimpl above it"):
         make_manager(Entry("a", without)).build_accelerator("a")
 
     @hookimpl

@@ -32,6 +32,8 @@ def ds_probe():
 
 @hookimpl
 def ds_accelerator():
+    import torch
+    torch.utils.rename_privateuse1_backend("{name}")  # as the vendor's package would
     return VENDOR_Accelerator()
 """
 REPORT = """
