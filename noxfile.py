@@ -28,7 +28,7 @@ DISTRIBUTIONS = ("core", *(f"extensions/ds-ext-{name}" for name in EXTENSIONS), 
 # What each session needs beyond the distributions' own dependencies; the versions are in constraints.txt.
 TOOLS = (
     *("nox", "ruff", "mypy", "import-linter", "clang-format"),
-    *("pytest", "pytest-timeout", "hypothesis"),
+    *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
     *("matplotlib", "tensorboard"),
     *("accelerate", "transformers"),
     "cookiecutter",
@@ -40,6 +40,8 @@ RECIPES = sorted(path.name for path in (ROOT / "downstream/recipes").glob("*") i
 SYCL_RUNTIME = "dpcpp-cpp-rt==2026.2.0"
 # One thread per process: ranks share the machine's cores, and threads would fight for them.
 TEST_ENV = {"OMP_NUM_THREADS": "1"}
+# Tests of one process share the cores; `-- -n 0` runs them in one, for a debugger.
+SIDE_BY_SIDE = ("-n", "2", "--dist", "worksteal")
 
 
 def _prepare(session: nox.Session) -> None:
@@ -58,13 +60,13 @@ def _prepare(session: nox.Session) -> None:
     stamp.write_text(wanted)
 
 
-def _pytest(session: nox.Session, *paths: Path) -> None:
+def _pytest(session: nox.Session, *paths: Path, flags: tuple[str, ...] = ()) -> None:
     """Run pytest on those of `paths` that exist; words after `--` go to pytest."""
     _prepare(session)
     present = [str(path) for path in paths if (ROOT / path).exists()]
     if not present:
         session.error(f"no tests found: {', '.join(str(path) for path in paths)}")
-    session.run(PYTHON, "-m", "pytest", "-q", *present, *session.posargs, env=TEST_ENV, external=True)
+    session.run(PYTHON, "-m", "pytest", "-q", *flags, *present, *session.posargs, env=TEST_ENV, external=True)
 
 
 @nox.session
@@ -91,7 +93,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def unit(session: nox.Session) -> None:
     """Core's tests that need one process."""
-    _pytest(session, TESTS / "unit", TESTS / "house", TESTS / "compat")
+    _pytest(session, TESTS / "unit", TESTS / "house", TESTS / "compat", flags=SIDE_BY_SIDE)
 
 
 @nox.session
@@ -141,7 +143,7 @@ def downstream(session: nox.Session, name: str) -> None:
 @nox.parametrize("name", EXTENSIONS, ids=EXTENSIONS)
 def ext(session: nox.Session, name: str) -> None:
     """An extension's own tests, the conformance suite among them."""
-    _pytest(session, Path("extensions") / f"ds-ext-{name}" / "tests")
+    _pytest(session, Path("extensions") / f"ds-ext-{name}" / "tests", flags=SIDE_BY_SIDE)
 
 
 @nox.session
