@@ -3,6 +3,7 @@
 PrivateUse1 is one per process and for good, so that nothing of it happens in the process of the tests.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.testing.distributed import RankPool
+from deepspeed.testing.distributed import run_ranks
 
 FOLDER = Path(__file__).parent
 BUILD = "from ds_ext_sim.op_builder import SimDeviceBuilder; print(SimDeviceBuilder().prepare())"
@@ -23,28 +24,6 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.path.is_relative_to(FOLDER):
                 item.add_marker(skip)
-
-
-class Ranks:
-    """`ranks(fn, ...)` runs a function of a test file on every rank and returns their answers."""
-
-    def __init__(self, world_size, environment):
-        self.world_size, self.environment, self.pool = world_size, environment, None
-
-    def __call__(self, fn, *args, timeout_s=200):
-        if self.pool is None or not self.pool.is_usable:
-            before = dict(os.environ)
-            os.environ.update(self.environment)
-            try:
-                self.pool = RankPool(self.world_size)
-            finally:
-                os.environ.clear()
-                os.environ.update(before)
-        return self.pool.run(fn, args, timeout_s)
-
-    def end(self):
-        if self.pool is not None:
-            self.pool.kill()
 
 
 @pytest.fixture(scope="session")
@@ -62,11 +41,12 @@ def installed(tmp_path_factory):
 
 
 def _ranks(world_size, accelerator):
+    """`ranks(fn, ...)` runs a function of a test file on every rank and returns their answers."""
+
     @pytest.fixture(scope="session")
     def ranks(installed):
-        made = Ranks(world_size, {**installed, "DS_ACCELERATOR": accelerator})
-        yield made
-        made.end()
+        environment = {**installed, "DS_ACCELERATOR": accelerator}
+        return functools.partial(run_ranks, world_size, timeout_s=200, environment=environment)
 
     return ranks
 
