@@ -2,6 +2,7 @@
 
     python benchmarks/cpu_adam.py                                 # 1 M and 50 M parameters, 1 and 2 threads
     python benchmarks/cpu_adam.py --numels 1e6 --threads 1        # quick
+    python benchmarks/cpu_adam.py --numels 1e6 --calls 5          # turns so short that the caches are the other's
     python benchmarks/cpu_adam.py --readme                        # the table of extensions/ds-ext-cpu/README.md
 
 Each row sets ours beside torch's in one run, in turn (A B A B ...), after one warm-up; printed are medians, with
@@ -29,8 +30,8 @@ from torch.nn.utils import get_total_norm
 
 Step = Callable[[], object]
 MAX_NORM = 1.0
-# Steps in a row before it is the other's turn: enough that the first, which finds the other's tensors in the caches,
-# weighs little.
+# Steps of 1 M parameters in a row before it is the other's turn: enough that the first, which finds the other's tensors
+# in the caches, weighs little.
 CALLS_OF_1M = 30
 OPS = ("cpu_adam", "cpu_lion", "cpu_adagrad", "fused_lamb")
 
@@ -118,13 +119,15 @@ def timed(step: Step, num_calls: int) -> float:
     return (time.perf_counter() - start) / num_calls * 1e3
 
 
-def measure(row: str, numel: int, num_threads: int, num_rounds: int) -> tuple[list[float], list[float]]:
+def measure(
+    row: str, numel: int, num_threads: int, num_rounds: int, calls_of_1m: int = CALLS_OF_1M
+) -> tuple[list[float], list[float]]:
     """Milliseconds per step of each round: ours, theirs."""
     torch.set_num_threads(num_threads)
     torch.manual_seed(0)
     pair = ROWS[row][0](numel)
     times: tuple[list[float], list[float]] = ([], [])
-    num_calls = max(1, CALLS_OF_1M * 1_000_000 // numel)
+    num_calls = max(1, calls_of_1m * 1_000_000 // numel)
     if num_calls > 1:  # short rounds: more of them fit between what else runs here
         num_rounds *= 2
     for number in range(num_rounds + 1):
@@ -145,7 +148,7 @@ def results(arguments: argparse.Namespace) -> Iterator[tuple[str, int, int, list
     for row in arguments.rows:
         for numel in arguments.numels:
             for num_threads in arguments.threads:
-                ours, theirs = measure(row, numel, num_threads, arguments.rounds)
+                ours, theirs = measure(row, numel, num_threads, arguments.rounds, arguments.calls)
                 yield row, numel, num_threads, ours, theirs
 
 
@@ -183,6 +186,7 @@ def main() -> int:
     parser.add_argument("--numels", type=lambda text: int(float(text)), nargs="+", default=[10**6, 5 * 10**7])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=CALLS_OF_1M, help="steps of 1 M parameters in a row")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--readme", action="store_true", help="print the README's table instead")
     arguments = parser.parse_args()
