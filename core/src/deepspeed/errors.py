@@ -38,3 +38,8 @@ class CheckpointError(DeepSpeedError, RuntimeError):
 
 class StateError(DeepSpeedError, RuntimeError):
     """A call came at a moment at which it is not legal, for example `step()` inside a backward."""
+
+
+def first_line(error: BaseException) -> str:
+    """What `error` says in its first line, for a message of one line; its type when it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

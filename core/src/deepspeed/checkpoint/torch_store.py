@@ -24,7 +24,7 @@ import torch
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
 from deepspeed.checkpoint.tensors import compact
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, first_line
 
 
 class TorchStore:
@@ -69,7 +69,7 @@ class TorchStore:
             raise CheckpointError(_refusal(path)) from error
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(
-                f"{path} cannot be read: {_first_line(error)} ({_size_bytes(path)} bytes). The file is cut short, "
+                f"{path} cannot be read: {first_line(error)} ({_size_bytes(path)} bytes). The file is cut short, "
                 "damaged or was not written by torch.save. Load another tag, or copy the file again from where it came."
             ) from error
 
@@ -144,7 +144,3 @@ def _found_beside(path: Path) -> str:
 
 def _size_bytes(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

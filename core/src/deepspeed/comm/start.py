@@ -19,7 +19,7 @@ from deepspeed.comm.environment import Placement, find_placement
 from deepspeed.comm.exit import settle_at_exit
 from deepspeed.comm.record import RecordedBackend, comms_logger
 from deepspeed.comm.torch_backend import TorchBackend, no_group_error
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, first_line
 from deepspeed.log import log_dist
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -207,12 +207,12 @@ def _failure(
     library: str, placement: Placement, init_method: str | None, timeout: timedelta, took_s: float, error: Exception
 ) -> str:
     where = init_method or f"{placement.master_addr}:{placement.master_port}"
-    first_line = (str(error).splitlines() or [type(error).__name__])[0]
     return (
         f"rank {placement.rank} of {placement.world_size} could not join the process group over {library!r} at {where}"
         f" after {took_s:.1f} s (timeout {timeout.total_seconds():g} s; placement from {placement.source}):"
-        f" {first_line}. Check that rank 0 runs on {placement.master_addr}, that the port is free there and open to"
-        f" this machine, that all {placement.world_size} ranks were started, and that torch has the {library!r} backend"
+        f" {first_line(error)}. Check that rank 0 runs on {placement.master_addr}, that the port is free there and open"
+        f" to this machine, that all {placement.world_size} ranks were started, and that torch has the {library!r}"
+        " backend"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.errors import ConfigError, DeepSpeedError, OpUnavailable
+from deepspeed.errors import ConfigError, DeepSpeedError, OpUnavailable, first_line
 from deepspeed.ops.documented import OPS
 from deepspeed.ops.providers import Provider, Source, is_host, providers
 
@@ -87,7 +87,7 @@ def incompatible(builder: Any) -> str | None:
         if quietly(builder.is_compatible):
             return None
     except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
-        return f"is_compatible failed: {first_line(error)}"
+        return f"is_compatible failed: {told_by(error)}"
     told = getattr(builder, "reason", None) or getattr(builder, "error_log", None)  # the second: DeepSpeed's name
     return f"not compatible: {told or 'its builder gives no reason'}"
 
@@ -121,9 +121,9 @@ def _find(provider: Provider, class_name: str) -> tuple[Any | None, str | None, 
     try:
         kind = provider.find(class_name)
     except OpUnavailable as error:  # the place is not there, or kept out by the environment
-        return None, first_line(error), False
+        return None, told_by(error), False
     except Exception as error:  # noqa: BLE001 - a vendor's package, whatever it raises
-        return None, first_line(error), True
+        return None, told_by(error), True
     return kind, f"has no {class_name}" if kind is None else None, False
 
 
@@ -131,7 +131,7 @@ def construct(kind: Any, *args: Any, **kwargs: Any) -> tuple[Any | None, str | N
     try:
         return kind(*args, **kwargs), None
     except Exception as error:  # noqa: BLE001 - a vendor's class, whatever it raises
-        return None, f"{getattr(kind, '__name__', kind)}() failed: {first_line(error)}"
+        return None, f"{getattr(kind, '__name__', kind)}() failed: {told_by(error)}"
 
 
 def quietly(method: Any) -> Any:
@@ -141,11 +141,10 @@ def quietly(method: Any) -> Any:
     return method()
 
 
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    if isinstance(error, DeepSpeedError) and lines:
-        return lines[0]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def told_by(error: BaseException) -> str:
+    """The first line of what a vendor's code raised, with its type where our own errors would need none."""
+    line, kind = first_line(error), type(error).__name__
+    return line if isinstance(error, DeepSpeedError) or line == kind else f"{kind}: {line}"
 
 
 def joined(rejected: tuple[tuple[str, str], ...]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import log_dist, warn_once
-from deepspeed.ops.builders import builder_name, construct, first_line, incompatible, joined, places, quietly
+from deepspeed.ops.builders import builder_name, construct, incompatible, joined, places, quietly, told_by
 from deepspeed.ops.documented import OPS
 from deepspeed.ops.providers import Source, lacks_host_extension
 
@@ -184,7 +184,7 @@ def _try(op: str, kind: Any, load: bool) -> tuple[Any, Any, str | None]:
     try:
         loaded = quietly(builder.load)
     except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
-        return None, None, f"load failed: {first_line(error)}"
+        return None, None, f"load failed: {told_by(error)}"
     if loaded is None:
         return None, None, f"load failed: {kind.__name__}.load() returned None"
     missing = [name for name in (OPS[op].operators if op in OPS else ()) if not hasattr(loaded, name)]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deepspeed.errors import OpUnavailable
+from deepspeed.errors import OpUnavailable, first_line
 
 #: by content, never by name: two packages may have an op of one name
 _loaded: dict[str, Any] = {}
@@ -63,5 +63,4 @@ def load_module(library: Path, name: str) -> Any:
 
 def _reason(error: BaseException) -> str:
     """In one line. torch says only which library; the linker's words, with the missing symbol, are behind it."""
-    error = error.__cause__ or error
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error.__cause__ or error)
