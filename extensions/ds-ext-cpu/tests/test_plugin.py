@@ -1,15 +1,15 @@
 """The extension as the core finds it: its entry point, its offer, its accelerator."""
 
+import importlib.metadata
 import subprocess
 import sys
 
 import ds_ext_cpu.plugin
-import importlib_metadata
 from deepspeed.plugins import ACCELERATORS, Offer, PluginManager
 
 
 def test_the_entry_point_is_installed():
-    (entry,) = importlib_metadata.entry_points(group=ACCELERATORS, name="cpu")
+    (entry,) = importlib.metadata.entry_points(group=ACCELERATORS, name="cpu")
     assert entry.value == "ds_ext_cpu.plugin"
     assert entry.load() is ds_ext_cpu.plugin
 

@@ -3,14 +3,14 @@
 import subprocess
 import sys
 
-import importlib_metadata
+import importlib.metadata
 from deepspeed.plugins import ACCELERATORS, PluginManager
 
 NAME = "{{ cookiecutter.device_name }}"
 
 
 def test_the_entry_point_is_installed():
-    (entry,) = importlib_metadata.entry_points(group=ACCELERATORS, name=NAME)
+    (entry,) = importlib.metadata.entry_points(group=ACCELERATORS, name=NAME)
     assert entry.value == "{{ cookiecutter.__package }}.plugin"
 
 

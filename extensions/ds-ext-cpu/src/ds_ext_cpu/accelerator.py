@@ -4,10 +4,10 @@ It builds on the core's plain device (memory of the process and the machine, the
 that do nothing) and adds NUMA nodes and the choice of the communication library.
 """
 
+import importlib.metadata
 import importlib.util
 from typing import Any
 
-import importlib_metadata
 from deepspeed.accelerator.plain import PlainAccelerator
 
 from ds_ext_cpu.numa import usable_nodes
@@ -29,7 +29,7 @@ class CPU_Accelerator(PlainAccelerator):
 
     def communication_backend_version(self) -> Any:
         """The version of the oneCCL bindings; None for gloo, which is part of torch."""
-        return importlib_metadata.version(_CCL_DISTRIBUTION) if _has_ccl() else None
+        return importlib.metadata.version(_CCL_DISTRIBUTION) if _has_ccl() else None
 
     def export_envs(self) -> list[str]:
         """The settings of threads and of oneCCL, which all hosts must share."""
