@@ -2,8 +2,9 @@
 
     python benchmarks/collectives.py --ranks 2            # one core per rank, median of interleaved rounds
 
-Reads as: milliseconds for one full tensor; the first column of each group is what `TorchBackend` does. "pieces" are
-even and in rank order; "one owner" is a bucket that belongs to the last rank altogether, as most of ZeRO's do.
+Reads as: milliseconds for one full tensor. "direct" is what `TorchBackend` does where ranks may read each other's
+memory, "messages" what it does elsewhere, on gloo. "pieces" are even and in rank order; "one owner" is a bucket that
+belongs to the last rank altogether, as most of ZeRO's do.
 The choices in `deepspeed/comm/torch_backend.py` follow from this table; run it again when torch changes.
 """
 
@@ -48,9 +49,15 @@ def exchanges(flat) -> dict[tuple[str, str], Exchange]:  # type: ignore[no-untyp
     import torch
     import torch.distributed as torch_dist
     from deepspeed.comm.backend import Piece
-    from deepspeed.comm.torch_backend import TorchBackend, all_gather_into_tensor, even_pieces, reduce_scatter_tensor
+    from deepspeed.comm.direct import connect
+    from deepspeed.comm.messages import MessageQueue
+    from deepspeed.comm.pieces import even_pieces
+    from deepspeed.comm.staging import StagingPool
+    from deepspeed.comm.torch_backend import all_gather_into_tensor, reduce_scatter_tensor
 
-    backend = TorchBackend("gloo")
+    group, staging = torch_dist.group.WORLD, StagingPool(1 << 30)
+    assert group is not None
+    direct, messages = connect(group, staging), MessageQueue(group, staging)
     rank, world_size = torch_dist.get_rank(), torch_dist.get_world_size()
     cut = even_pieces(flat.numel(), world_size)
     one = [Piece(0, flat.numel(), world_size - 1)]
@@ -71,20 +78,24 @@ def exchanges(flat) -> dict[tuple[str, str], Exchange]:  # type: ignore[no-untyp
     def broadcast_each(pieces: list[Piece]) -> None:
         wait_each(lambda p: torch_dist.broadcast(flat[p.start : p.stop], p.owner, async_op=True), pieces)
 
-    return {
-        ("reduce", "backend"): lambda: backend.reduce(flat).wait(),
+    ways = {"messages": messages} | ({"direct": direct} if direct else {})
+    ours: dict[tuple[str, str], Exchange] = {}
+    for name, way in ways.items():
+        ours |= {
+            ("reduce", name): lambda way=way: way.reduce(flat).wait(),
+            ("to owners, pieces", name): lambda way=way: way.reduce_to_owners(flat, cut).wait(),
+            ("to owners, one owner", name): lambda way=way: way.reduce_to_owners(flat, one).wait(),
+            ("from owners, pieces", name): lambda way=way: way.gather_from_owners(flat, cut).wait(),
+            ("from owners, one owner", name): lambda way=way: way.gather_from_owners(flat, one).wait(),
+        }
+    return ours | {
         ("reduce", "all_reduce"): lambda: torch_dist.all_reduce(flat),
-        ("reduce", "messages"): lambda: backend._messages(flat, cut, None, then_gather=True).wait(),
-        ("to owners, pieces", "backend"): lambda: backend.reduce_to_owners(flat, cut).wait(),
         ("to owners, pieces", "reduce each"): lambda: reduce_each(cut),
         ("to owners, pieces", "all_to_all + sum"): all_to_all_and_sum,
         ("to owners, pieces", "reduce_scatter"): lambda: reduce_scatter_tensor(other[: own.numel()], flat) and None,
-        ("to owners, one owner", "backend"): lambda: backend.reduce_to_owners(flat, one).wait(),
         ("to owners, one owner", "reduce each"): lambda: reduce_each(one),
-        ("from owners, pieces", "backend"): lambda: backend.gather_from_owners(flat, cut).wait(),
         ("from owners, pieces", "broadcast each"): lambda: broadcast_each(cut),
         ("from owners, pieces", "all_gather"): lambda: all_gather_into_tensor(other, own) and None,
-        ("from owners, one owner", "backend"): lambda: backend.gather_from_owners(flat, one).wait(),
         ("from owners, one owner", "broadcast each"): lambda: broadcast_each(one),
     }
 

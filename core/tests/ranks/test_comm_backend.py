@@ -1,10 +1,16 @@
-"""The three exchanges of `TorchBackend` over gloo, against sums computed by hand."""
+"""The three exchanges of `TorchBackend` over gloo, against sums computed by hand.
+
+Each by both ways: ranks that read each other's memory (`direct`), and messages, as between machines.
+"""
+
+import os
 
 import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.comm import Piece
-from deepspeed.comm.torch_backend import TorchBackend, even_pieces
+from deepspeed.comm.pieces import even_pieces
+from deepspeed.comm.torch_backend import TorchBackend
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 
@@ -24,6 +30,12 @@ def sum_in_rank_order(world_size, numel, dtype, seed=0):
     return total.to(dtype)
 
 
+def backend_by(path, **options):
+    """A new backend that takes this way; the ranks' environment is put back after the job."""
+    os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"
+    return TorchBackend("gloo", **options)
+
+
 def uneven_pieces(numel, world_size):
     """Not in rank order, with a gap, an empty piece and several pieces for one owner."""
     last = world_size - 1
@@ -36,20 +48,20 @@ def uneven_pieces(numel, world_size):
     ]
 
 
-def reduce_job(dtype, numel):
+def reduce_job(path, dtype, numel):
     flat = values_of(dist.get_rank(), numel, dtype)
-    work = dist.backend().reduce(flat)
+    work = backend_by(path).reduce(flat)
     work.wait()
     work.wait()
     return torch.equal(flat, sum_in_rank_order(dist.get_world_size(), numel, dtype))
 
 
-def to_owners_job(dtype, cut):
+def to_owners_job(path, dtype, cut):
     world_size, rank = dist.get_world_size(), dist.get_rank()
     pieces = even_pieces(NUMEL, world_size) if cut == "even" else uneven_pieces(NUMEL, world_size)
     before = values_of(rank, NUMEL, dtype)
     flat = before.clone()
-    work = dist.backend().reduce_to_owners(flat, pieces)
+    work = backend_by(path).reduce_to_owners(flat, pieces)
     work.wait()
     work.wait()
     expected = sum_in_rank_order(world_size, NUMEL, dtype)
@@ -61,20 +73,20 @@ def to_owners_job(dtype, cut):
     return torch.equal(flat[~covered], before[~covered])
 
 
-def gather_job(dtype, cut):
+def gather_job(path, dtype, cut):
     world_size, rank = dist.get_world_size(), dist.get_rank()
     pieces = even_pieces(NUMEL, world_size) if cut == "even" else uneven_pieces(NUMEL, world_size)
     flat = values_of(rank, NUMEL, dtype)
     expected = flat.clone()
     for start, stop, owner in pieces:
         expected[start:stop] = values_of(owner, NUMEL, dtype)[start:stop]
-    dist.backend().gather_from_owners(flat, pieces).wait()
+    backend_by(path).gather_from_owners(flat, pieces).wait()
     return torch.equal(flat, expected)
 
 
-def many_in_flight_job(limit_bytes):
+def many_in_flight_job(path, limit_bytes):
     """Forty exchanges of changing kind and size, waited for in another order on each rank."""
-    backend = TorchBackend("gloo", staging_bytes=limit_bytes)
+    backend = backend_by(path, staging_bytes=limit_bytes)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     sizes = [300_000 + 1000 * i for i in range(40)]
     flats = [values_of(rank, numel, torch.float32, seed) for seed, numel in enumerate(sizes)]
@@ -97,23 +109,24 @@ def many_in_flight_job(limit_bytes):
     return most_held
 
 
-def subgroup_job():
+def subgroup_job(path):
     """Ranks 3 and 1: ranks within the group differ from global ones."""
     group = dist.new_group([1, 3])
+    backend = backend_by(path)
     rank = dist.get_rank()
     if rank not in (1, 3):
         return True
     pieces = [Piece(0, 10, 1), Piece(10, NUMEL, 0)]
     flat = torch.full((NUMEL,), float(rank))
-    dist.backend().reduce_to_owners(flat, pieces, group).wait()
+    backend.reduce_to_owners(flat, pieces, group).wait()
     own = slice(0, 10) if rank == 3 else slice(10, NUMEL)
     assert (flat[own] == 4.0).all()
     flat.fill_(rank)
-    dist.backend().gather_from_owners(flat, pieces, group).wait()
+    backend.gather_from_owners(flat, pieces, group).wait()
     assert (flat[:10] == 3).all()
     assert (flat[10:] == 1).all()
     flat.fill_(rank)
-    dist.backend().reduce(flat, group).wait()
+    backend.reduce(flat, group).wait()
     return bool((flat == 4).all())
 
 
@@ -140,42 +153,52 @@ def refused_job():
     return messages
 
 
+both_ways = pytest.mark.parametrize("path", ["direct", "messages"])
+
+
+@both_ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_reduce_adds_in_rank_order(world_size, dtype):
-    assert run_ranks(world_size, reduce_job, dtype, 1_000_001) == [True] * world_size
+def test_reduce_adds_in_rank_order(world_size, dtype, path):
+    assert run_ranks(world_size, reduce_job, path, dtype, 1_000_001) == [True] * world_size
 
 
+@both_ways
 @pytest.mark.parametrize("numel", [0, 1, 3])
-def test_reduce_small(numel):
-    assert run_ranks(2, reduce_job, torch.float32, numel) == [True, True]
+def test_reduce_small(numel, path):
+    assert run_ranks(2, reduce_job, path, torch.float32, numel) == [True, True]
 
 
+@both_ways
 @pytest.mark.parametrize("cut", ["even", "uneven"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_reduce_to_owners(world_size, dtype, cut):
-    assert run_ranks(world_size, to_owners_job, dtype, cut) == [True] * world_size
+def test_reduce_to_owners(world_size, dtype, cut, path):
+    assert run_ranks(world_size, to_owners_job, path, dtype, cut) == [True] * world_size
 
 
+@both_ways
 @pytest.mark.parametrize("cut", ["even", "uneven"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_gather_from_owners(world_size, cut):
-    assert run_ranks(world_size, gather_job, torch.bfloat16, cut) == [True] * world_size
+def test_gather_from_owners(world_size, cut, path):
+    assert run_ranks(world_size, gather_job, path, torch.bfloat16, cut) == [True] * world_size
 
 
+@both_ways
 @pytest.mark.parametrize("limit_bytes", [1, 4 << 20, 1 << 30])
-def test_many_in_flight_stay_apart_and_within_the_limit(limit_bytes):
+def test_many_in_flight_stay_apart_and_within_the_limit(limit_bytes, path):
     largest = (4 << 20) if limit_bytes == 1 else limit_bytes  # one exchange may always be held
-    assert all(held <= largest for held in run_ranks(2, many_in_flight_job, limit_bytes))
+    assert all(held <= largest for held in run_ranks(2, many_in_flight_job, path, limit_bytes))
 
 
-def test_many_in_flight_on_four_ranks():
-    run_ranks(4, many_in_flight_job, 8 << 20)
+@both_ways
+def test_many_in_flight_on_four_ranks(path):
+    run_ranks(4, many_in_flight_job, path, 8 << 20)
 
 
-def test_subgroup_ranks_are_not_global_ranks():
-    assert run_ranks(4, subgroup_job) == [True] * 4
+@both_ways
+def test_subgroup_ranks_are_not_global_ranks(path):
+    assert run_ranks(4, subgroup_job, path) == [True] * 4
 
 
 def test_one_rank_is_free():

@@ -1,7 +1,8 @@
 """Communication: `import deepspeed.comm as dist` has the surface of torch.distributed, and the three exchanges of ZeRO.
 
 May import `ops`, `accelerator`, `plugins`, `config` and below. Read `backend.py` (the contract), `torch_backend.py`
-(how it is met over gloo and others), `start.py` (how a process joins), then `comm.py` (the public collectives).
+(how it is met over gloo and others), `direct.py` (how between ranks of one machine), `start.py` (how a process joins),
+then `comm.py` (the public collectives).
 """
 
 from torch.distributed import ProcessGroup, ReduceOp

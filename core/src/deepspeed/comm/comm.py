@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from deepspeed.comm import torch_backend
 from deepspeed.comm.record import comms_logger, recorded
+from deepspeed.comm.work import as_work
 
 Handle = torch_dist.Work | None
 
@@ -386,7 +387,7 @@ def _value(section: Any, key: str) -> Any:
 
 
 def _wait_or_return(works: list[Handle], async_op: bool) -> Any:
-    handle = torch_backend.as_work(*works)
+    handle = as_work(*works)
     if async_op:
         return handle
     handle.wait()

@@ -297,7 +297,7 @@ class Sharding(Holding):
         device = self.params[0].device if self.params else "cpu"
         dtype = torch.float64 if torch.device(device).type == "cpu" else torch.float32  # some devices lack fp64
         facts = torch.tensor(values, dtype=dtype, device=device)
-        torch.distributed.all_reduce(facts, group=self.group)
+        self.backend.reduce(facts, self.group).wait()
         return facts.tolist()
 
     def norm(self) -> float:

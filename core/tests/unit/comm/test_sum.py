@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from deepspeed.comm.torch_backend import add_in_rank_order, even_pieces
+from deepspeed.comm.pieces import even_pieces
+from deepspeed.comm.summing import add_in_rank_order
 
 
 @pytest.mark.parametrize("numel", [1, 7, 300_001])
