@@ -1,10 +1,10 @@
-"""Which primitive should carry ZeRO's exchanges over gloo? Times `Backend` beside the collectives it could have used.
+"""What should carry ZeRO's exchanges between ranks on host memory? Our two ways beside gloo's collectives.
 
     python benchmarks/collectives.py --ranks 2            # one core per rank, median of interleaved rounds
 
 Reads as: milliseconds for one full tensor. "direct" is what `TorchBackend` does where ranks may read each other's
-memory, "messages" what it does elsewhere, on gloo. "pieces" are even and in rank order; "one owner" is a bucket that
-belongs to the last rank altogether, as most of ZeRO's do.
+memory; elsewhere it takes messages or a collective, whichever is the quicker here. "pieces" are even and in rank order;
+"one owner" is a bucket that belongs to the last rank altogether, as most of ZeRO's do.
 The choices in `deepspeed/comm/torch_backend.py` follow from this table; run it again when torch changes.
 """
 
@@ -55,7 +55,7 @@ def exchanges(flat) -> dict[tuple[str, str], Exchange]:  # type: ignore[no-untyp
     from deepspeed.comm.staging import StagingPool
     from deepspeed.comm.torch_backend import all_gather_into_tensor, reduce_scatter_tensor
 
-    group, staging = torch_dist.group.WORLD, StagingPool(1 << 30)
+    group, staging = torch_dist.group.WORLD, StagingPool(16 << 20)
     assert group is not None
     direct, messages = connect(group, staging), MessageQueue(group, staging)
     rank, world_size = torch_dist.get_rank(), torch_dist.get_world_size()

@@ -42,11 +42,14 @@ class Work(Protocol):
 class Backend(Protocol):
     """What a communication library offers to the sharding strategies.
 
-    Call order: `preferred_bucket_bytes` and `allocate` once while buffers are built; then `reduce*` in backward and
-    `gather_from_owners` after the update, each followed by `Work.wait`; `release` when an engine is destroyed.
+    Call order: `connect` once per engine; `preferred_bucket_bytes` and `allocate` while buffers are built; then
+    `reduce*` in backward, one `reduce` of a few fp64 or fp32 numbers per step, and `gather_from_owners` after the
+    update, each followed by `Work.wait`; `release` when an engine is destroyed.
 
-    The exchanges return at once. All ranks of `group` (None: every rank) call them in the same order with the same
-    sizes and pieces. `flat_N` is contiguous, 1-D, and must be neither written nor freed before `wait()`.
+    The exchanges do not wait for peers. All ranks of `group` (None: every rank) call them in the same order with the
+    same sizes and pieces, and wait for them at the same places among the collectives of the program: an exchange may
+    need all ranks inside a call here before it is over. `flat_N` is contiguous, 1-D, and must be neither written nor
+    freed before `wait()`.
     """
 
     name: str
@@ -54,6 +57,9 @@ class Backend(Protocol):
     @property
     def held_bytes(self) -> int:
         """Bytes kept between exchanges for the next ones."""
+
+    def connect(self, group: ProcessGroup | None = None) -> None:
+        """Set up what exchanges in `group` need. Called by all ranks together, outside of any backward; idempotent."""
 
     def preferred_bucket_bytes(self, world_size: int, *, to_owners: bool) -> int:
         """Bytes of a bucket at which an exchange among `world_size` ranks is efficient and still overlaps.
@@ -65,7 +71,7 @@ class Backend(Protocol):
         """An uninitialized 1-D buffer that exchanges well; a shared-memory backend hands out its own memory."""
 
     def reduce(self, flat_N: torch.Tensor, group: ProcessGroup | None = None) -> Work:
-        """Sum `flat_N` over the ranks, in place, on every rank (stage 0)."""
+        """Sum `flat_N` over the ranks, in place, on every rank (stage 0, and what ranks agree on)."""
 
     def reduce_to_owners(
         self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None

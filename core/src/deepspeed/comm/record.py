@@ -126,6 +126,10 @@ class RecordedBackend:
     def held_bytes(self) -> int:
         return self.recorded.held_bytes
 
+    def connect(self, group: ProcessGroup | None = None) -> None:
+        """The recorded backend's."""
+        self.recorded.connect(group)
+
     def preferred_bucket_bytes(self, world_size: int, *, to_owners: bool) -> int:
         """The recorded backend's."""
         return self.recorded.preferred_bucket_bytes(world_size, to_owners=to_owners)

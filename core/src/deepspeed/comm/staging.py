@@ -1,7 +1,7 @@
-"""Memory for messages that wait to be added, kept between exchanges.
+"""Memory for values of other ranks that are about to be added, kept between exchanges.
 
-`torch_backend` takes a buffer per exchange and gives it back once its messages are summed. Fresh memory would cost a
-page fault per 4 KiB at every bucket, which is as long as the sum itself.
+`messages.py` takes a buffer per exchange and `direct.py` one per sum, and give it back when the values are added. Fresh
+memory would cost a page fault per 4 KiB at every bucket, which is as long as the sum itself.
 """
 
 import torch

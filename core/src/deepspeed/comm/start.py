@@ -81,11 +81,14 @@ def init_distributed(
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """End `group`, or all groups; staging memory of the backend is given back."""
     global _backend, _backend_world
-    if group is None or group is torch_dist.group.WORLD:
-        if _backend is not None:
+    ends_all = group is None or group is torch_dist.group.WORLD
+    try:
+        if ends_all and _backend is not None:
             _backend.release()
-        _backend, _backend_world = None, None
-    torch_dist.destroy_process_group(group)
+    finally:
+        if ends_all:
+            _backend, _backend_world = None, None
+        torch_dist.destroy_process_group(group)
 
 
 def backend(group: ProcessGroup | None = None) -> Backend:

@@ -1,8 +1,8 @@
 """`Backend` over torch.distributed: gloo for host memory, and any other library by its collectives.
 
-Ranks of one machine read each other's memory (`direct.py`), where the kernel lets them. Elsewhere what serves best
-depends on the exchange, since gloo's primitives are very unequal. Milliseconds for one full fp32 tensor, messages over
-loopback, one core per rank (`benchmarks/collectives.py`; the machine had two cores, so four ranks share them):
+Up to 8 ranks of one machine read each other's memory (`direct.py`), where the kernel lets them. Elsewhere what serves
+best depends on the exchange, since gloo's primitives are very unequal. Milliseconds for one full fp32 tensor, messages
+over loopback, one core per rank (`benchmarks/collectives.py`; two cores, so four ranks share them):
 
     exchange                          primitive         2 ranks 64 MiB   4 ranks 16 MiB   4 ranks 64 MiB
     every rank gets the sum           direct                        18               15               45
@@ -50,8 +50,8 @@ from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.work import DONE, as_work
 from deepspeed.errors import CommError
 
-# Among more ranks a message to each costs more memory and more latency than a tree.
-_MAX_MESSAGE_RANKS = 8
+# Among more ranks a sum that its owner makes alone costs more memory and more latency than a tree.
+_MAX_SUMMING_RANKS = 8
 
 # Two buckets of the preferred size. They stay between steps: fresh memory costs more than the sum it is for.
 _DEFAULT_STAGING_BYTES = 16 << 20
@@ -78,15 +78,19 @@ class TorchBackend:
         return self._staging.held_bytes
 
     def preferred_bucket_bytes(self, world_size: int, *, to_owners: bool) -> int:
-        """8 MiB for few ranks: messages cost little less per byte beyond it, and less of the last one is waited for.
+        """8 MiB for few ranks: a byte costs little less beyond it, and less of the last exchange is waited for.
 
-        Two ranks all-reduce in place: 16 MiB, which stage 0 steps through 3% faster than 4 and which holds no memory
-        of its own. More ranks cut a bucket into smaller messages only when it has several owners, so the size grows
-        slowly.
+        Two ranks that sum into both: 16 MiB, which gloo's all_reduce, in place, steps through 3% faster than 4; ranks
+        that read each other's memory do not care. More ranks cut a bucket into smaller messages only when it has
+        several owners, so the size grows slowly.
         """
         if world_size == 2 and not to_owners:
             return 16 << 20
-        return (8 << 20) if world_size <= _MAX_MESSAGE_RANKS else (32 << 20)
+        return (8 << 20) if world_size <= _MAX_SUMMING_RANKS else (32 << 20)
+
+    def connect(self, group: ProcessGroup | None = None) -> None:
+        """Find out together whether the ranks of `group` can read each other's memory."""
+        self._member(group).connect()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """An uninitialized 1-D tensor of torch's own allocator."""
@@ -147,11 +151,12 @@ class TorchBackend:
         )
 
     def release(self) -> None:
-        """Finish what is in flight and drop the staging memory."""
-        for member in self._members.values():
-            member.finish()
-        self._members.clear()
-        self._staging.release()
+        """Finish what is in flight and drop the staging memory; the connections stay, for engines that go on."""
+        try:
+            for member in self._members.values():
+                member.finish()
+        finally:
+            self._staging.release()
 
     def _member(self, group: ProcessGroup | None) -> "_Member":
         resolved = group if group is not None else torch_dist.group.WORLD
@@ -184,18 +189,24 @@ class _Member:
         """True where point-to-point messages exist and beat most collectives."""
         return tensor.device.type == "cpu" and self.library(tensor) == "gloo"
 
+    def connect(self) -> None:
+        """Called by all ranks together; the first call counts."""
+        if self._is_connected:
+            return
+        self._is_connected = True
+        if 1 < self.world_size <= _MAX_SUMMING_RANKS and self.is_gloo_on_host(torch.empty(0, device="cpu")):
+            self._direct = connect(self.group, self._staging)
+
     def direct(self, tensor: torch.Tensor) -> DirectQueue | None:
-        """The queue in which ranks read each other's memory, where they can; the first call is made by all ranks."""
+        """The queue in which ranks read each other's memory, where they can."""
         if not self.is_gloo_on_host(tensor):
             return None
-        if not self._is_connected:
-            self._direct = connect(self.group, self._staging)
-            self._is_connected = True
+        self.connect()
         return self._direct
 
     def sums_by_messages(self, tensor: torch.Tensor) -> bool:
         """True where sums are made here, in the order of ranks, from messages."""
-        return self.world_size <= _MAX_MESSAGE_RANKS and self.is_gloo_on_host(tensor)
+        return self.world_size <= _MAX_SUMMING_RANKS and self.is_gloo_on_host(tensor)
 
     def only_broadcast_and_all_reduce(self, tensor: torch.Tensor) -> bool:
         """True where the library has no other collective: gloo, on device memory."""
@@ -206,7 +217,7 @@ class _Member:
         return self.library(tensor) not in ("gloo", "mpi")
 
     def finish(self) -> None:
-        """Finish every sum in flight."""
+        """Finish what is in flight."""
         self.messages.finish()
         if self._direct is not None:
             self._direct.finish()

@@ -59,6 +59,7 @@ class Holding:
         self.backend = backend
         self.group = group
         self.placement = options.placement
+        backend.connect(group)
         self.world_size = torch.distributed.get_world_size(group)
         self.rank = torch.distributed.get_rank(group)
         self.optimizer: Optimizer | None = None

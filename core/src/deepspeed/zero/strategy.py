@@ -294,11 +294,12 @@ class Sharding(Holding):
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.world_size == 1:
             return values
-        device = self.params[0].device if self.params else "cpu"
-        dtype = torch.float64 if torch.device(device).type == "cpu" else torch.float32  # some devices lack fp64
-        facts = torch.tensor(values, dtype=dtype, device=device)
+        device = self.params[0].device if self.params else torch.device("cpu")
+        dtype = torch.float64 if device.type == "cpu" else torch.float32  # some devices lack fp64
+        facts = self.backend.allocate(len(values), dtype, device).copy_(torch.tensor(values, dtype=dtype))
         self.backend.reduce(facts, self.group).wait()
-        return facts.tolist()
+        totals: list[float] = facts.tolist()
+        return totals
 
     def norm(self) -> float:
         """Global L2 norm of the reduced gradients, as scaled as the losses were; inf or nan after an overflow."""

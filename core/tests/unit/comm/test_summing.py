@@ -1,8 +1,7 @@
-"""The local sum: rank order to the last bit, one rounding for low precision, pieces that cut a buffer."""
+"""The local sum: rank order to the last bit, one rounding for low precision."""
 
 import pytest
 import torch
-from deepspeed.comm.pieces import even_pieces
 from deepspeed.comm.summing import add_in_rank_order
 
 
@@ -28,13 +27,3 @@ def test_low_precision_rounds_once():
     terms = [torch.full((4,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
     add_in_rank_order(terms[0], terms[1:], 0)
     assert terms[0].tolist() == [260.0] * 4
-
-
-@pytest.mark.parametrize(("numel", "world_size"), [(0, 2), (1, 4), (5, 4), (8, 4), (1_000_003, 8)])
-def test_even_pieces_cover_in_order(numel, world_size):
-    pieces = even_pieces(numel, world_size)
-    assert [p.owner for p in pieces] == list(range(world_size))
-    assert pieces[0].start == 0
-    assert pieces[-1].stop == numel
-    assert all(a.stop == b.start for a, b in zip(pieces, pieces[1:], strict=False))
-    assert sum(p.numel for p in pieces) == numel

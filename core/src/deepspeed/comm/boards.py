@@ -1,0 +1,188 @@
+"""Boards: how ranks that read each other's memory tell each other where to read, and up to where they have read.
+
+Used by `direct.py`. A board is a little memory that one rank writes and its peers read; `meet` tells them where it is.
+A rank writes 64 bits at a time, and on x86-64 others see its writes in their order: `peer_memory.is_supported`.
+"""
+
+import ctypes
+import os
+import platform
+import secrets
+from typing import NamedTuple
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
+
+from deepspeed.comm.peer_memory import is_supported, read_memory
+from deepspeed.errors import CommError
+from deepspeed.log import logger
+
+#: exchanges of one group that a rank may have announced and a peer not yet done
+NUM_SLOTS = 256
+
+#: Boards outlive their groups: a peer may look at one after the group has gone here, to know that all is done.
+_boards: list["Board"] = []
+#: by which a board names a dtype; the same on all ranks, which have the same torch
+_DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
+_KINDS = ("sum", "copy")
+
+
+class What(NamedTuple):
+    """What is exchanged; it must be the same on all ranks."""
+
+    kind: str
+    numel: int
+    dtype: torch.dtype
+
+    def encode(self) -> int:
+        """As one word for the board."""
+        return (self.numel << 16) | (_DTYPES.index(self.dtype) << 8) | _KINDS.index(self.kind)
+
+    @classmethod
+    def decode(cls, word: int) -> "What":
+        """The inverse of `encode`."""
+        return cls(_KINDS[word & 0xFF], word >> 16, _DTYPES[(word >> 8) & 0xFF])
+
+    def __str__(self) -> str:
+        return f"a {self.kind} of {self.numel} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Board:
+    """What a rank tells its peers. Words of 64 bits: done, ~done, and per slot number, address, what, check.
+
+    `~done` and `check`, which is number ^ address ^ what, show to a reader that what it saw was written together.
+    """
+
+    def __init__(self) -> None:
+        self._words = (ctypes.c_int64 * (2 + 4 * NUM_SLOTS))()
+        self.set_done(0)
+        _boards.append(self)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._words)
+
+    def announce(self, number: int, address: int, what: int) -> None:
+        """The buffer of this exchange is ready to be read there."""
+        slot = 2 + 4 * (number % NUM_SLOTS)
+        self._words[slot : slot + 4] = [number, address, what, number ^ address ^ what]
+
+    def set_done(self, number: int) -> None:
+        """Nothing of the peers is needed any more for the exchanges up to this one."""
+        self._words[0:2] = [number, ~number]
+
+
+class PeerGone(CommError):
+    """The process of a rank has ended."""
+
+
+class Peer:
+    """Another rank: its memory, and its board there.
+
+    Args:
+        rank: in the whole job, for messages.
+    """
+
+    def __init__(self, rank: int, process: int, board: int) -> None:
+        self.rank = rank
+        self._process = process
+        self._board = board
+        self._words = (ctypes.c_int64 * 4)()
+        self._done = 0
+
+    def read(self, address: int, into: torch.Tensor) -> None:
+        """Fill `into` with what lies at `address` there."""
+        self._read(address, into.data_ptr(), into.numel() * into.element_size())
+
+    def announced(self, number: int) -> tuple[int, int] | None:
+        """The address of its buffer for this exchange and what it exchanges; None while it has not announced it."""
+        self._read(self._board + 8 * (2 + 4 * (number % NUM_SLOTS)), ctypes.addressof(self._words), 32)
+        found, address, what, check = self._words
+        return (address, what) if found == number and check == found ^ address ^ what else None
+
+    def is_done(self, number: int) -> bool:
+        """Whether it has read what it needs for the exchanges up to this one.
+
+        One whose process has ended needs nothing any more. If it crashed, the next read from it says so.
+        """
+        if self._done < number:
+            try:
+                self._read(self._board, ctypes.addressof(self._words), 16)
+            except PeerGone:
+                return True
+            done, check, *_ = self._words
+            if check == ~done:
+                self._done = done
+        return self._done >= number
+
+    def _read(self, source: int, target: int, num_bytes: int) -> None:
+        try:
+            read_memory(self._process, source, target, num_bytes)
+        except ProcessLookupError:
+            raise PeerGone(
+                f"rank {self.rank} (process {self._process}) ended before an exchange with it was over; its own output "
+                "says why"
+            ) from None
+        except OSError as error:
+            raise CommError(
+                f"{num_bytes} bytes at {source:#x} in the memory of rank {self.rank} (process {self._process}) cannot "
+                f"be read: {error.strerror}. If its buffer was still there, set DS_COMM_DIRECT=0, with which exchanges "
+                "go through messages"
+            ) from error
+
+
+class _Facts(NamedTuple):
+    """What ranks tell each other when they connect."""
+
+    may_read: int
+    process: int
+    board: int
+    nonce: int  # stands on its board, so that nobody takes another process, or another machine's, for it
+
+
+class Meeting(NamedTuple):
+    """What a rank has of a group whose ranks can read each other."""
+
+    board: Board
+    peers: dict[int, Peer]  # by rank in the group
+    first: int  # number of the first exchange
+
+
+def meet(group: ProcessGroup) -> Meeting | None:
+    """Exchange boards, if every rank of `group` can read the memory of every other. Called by all ranks together.
+
+    `DS_COMM_DIRECT=0` on any of them says no.
+    """
+    rank, world_size = torch_dist.get_rank(group), torch_dist.get_world_size(group)
+    board, nonce = Board(), secrets.randbits(60)
+    board.announce(nonce, board.address, 0)
+    wanted = os.environ.get("DS_COMM_DIRECT", "1") != "0" and is_supported()
+    mine = torch.tensor(_Facts(wanted, os.getpid(), board.address, nonce), device="cpu")
+    told = [torch.empty_like(mine) for _ in range(world_size)]
+    torch_dist.all_gather(told, mine, group=group)
+    facts = [_Facts(*row.tolist()) for row in told]
+    peers = {
+        other: Peer(torch_dist.get_global_rank(group, other), facts[other].process, facts[other].board)
+        for other in range(world_size)
+        if other != rank
+    }
+    refusals = [f"rank {peer.rank} does not ask for it or cannot" for r, peer in peers.items() if not facts[r].may_read]
+    refusals += [] if wanted else [f"DS_COMM_DIRECT={os.environ.get('DS_COMM_DIRECT')} on {platform.machine()}"]
+    refusals += filter(None, (_blindness(peer, facts[r]) for r, peer in peers.items() if not refusals))
+    agreed = torch.tensor(int(not refusals), device="cpu")
+    torch_dist.all_reduce(agreed, op=torch_dist.ReduceOp.MIN, group=group)
+    if not agreed:
+        reason = refusals[0] if refusals else "another rank cannot"
+        logger.debug("ranks do not read each other's memory, but send: %s", reason)
+        return None
+    return Meeting(board, peers, first=facts[0].nonce + 1)
+
+
+def _blindness(peer: Peer, facts: _Facts) -> str | None:
+    """Why this rank cannot read that one's memory; None: it can."""
+    try:
+        found = peer.announced(facts.nonce)
+    except CommError as error:  # the kernel forbids it, or the process is another machine's
+        return str(error)
+    return None if found == (facts.board, 0) else f"rank {peer.rank} is on another machine"
