@@ -1,9 +1,9 @@
 """The extension as the core finds it: its entry point, its offer, its accelerator."""
 
+import importlib.metadata
 import subprocess
 import sys
 
-import importlib.metadata
 from deepspeed.plugins import ACCELERATORS, PluginManager
 
 NAME = "{{ cookiecutter.device_name }}"

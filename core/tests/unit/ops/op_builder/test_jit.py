@@ -81,6 +81,7 @@ def test_the_builder_is_killed_and_another_finishes(workshop, blocked):
 
 
 def test_the_compiler_ends_with_an_interrupted_builder(workshop, blocked):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run under nohup
     process = workshop.start()
     compiler = blocked()
     process.send_signal(signal.SIGINT)
