@@ -48,6 +48,11 @@ class What(NamedTuple):
         return f"a {self.kind} of {self.numel} {str(self.dtype).removeprefix('torch.')}"
 
 
+def _slot(number: int) -> int:
+    """The index of the first word of an exchange's slot on a board."""
+    return 2 + 4 * (number % NUM_SLOTS)
+
+
 class Board:
     """What a rank tells its peers. Words of 64 bits: done, ~done, and per slot number, address, what, check.
 
@@ -65,7 +70,7 @@ class Board:
 
     def announce(self, number: int, address: int, what: int) -> None:
         """The buffer of this exchange is ready to be read there."""
-        slot = 2 + 4 * (number % NUM_SLOTS)
+        slot = _slot(number)
         self._words[slot : slot + 4] = [number, address, what, number ^ address ^ what]
 
     def set_done(self, number: int) -> None:
@@ -97,7 +102,7 @@ class Peer:
 
     def announced(self, number: int) -> tuple[int, int] | None:
         """The address of its buffer for this exchange and what it exchanges; None while it has not announced it."""
-        self._read(self._board + 8 * (2 + 4 * (number % NUM_SLOTS)), ctypes.addressof(self._words), 32)
+        self._read(self._board + 8 * _slot(number), ctypes.addressof(self._words), 32)
         found, address, what, check = self._words
         return (address, what) if found == number and check == found ^ address ^ what else None
 

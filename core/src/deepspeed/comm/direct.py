@@ -69,7 +69,7 @@ class DirectQueue:
         self.board, self.peers, self._first = meeting
         self._timeout_s = _timeout_of(group).total_seconds()
         self._next = self._first
-        self._done = self._first - 1
+        self.done = self._first - 1  # the last exchange for which this rank has read
         self._open: deque[_Exchange] = deque()
         self._failure: CommError | None = None
         _queues.add(self)
@@ -114,14 +114,13 @@ class DirectQueue:
                 continue
             waited_s = time.monotonic() - start_s
             if waited_s > self._timeout_s:
-                self._failure = self._late(number)
-                raise self._failure
+                raise self._fail(self._late(number))
             time.sleep(min(max(waited_s * _PAUSE_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
 
     def _wait_for_all(self, number: int) -> None:
         if number >= self._first:
             self.wait_until(
-                lambda: self._done >= number and all(peer.is_done(number) for peer in self.peers.values()), number
+                lambda: self.done >= number and all(peer.is_done(number) for peer in self.peers.values()), number
             )
 
     def _issue(self, exchange: "_Exchange", *, announce: bool) -> "_Exchange":
@@ -137,14 +136,23 @@ class DirectQueue:
             raise self._failure
         try:
             while self._open and self._open[0].run():
-                self._done = self._open.popleft().number
-                self.board.set_done(self._done)
-        except BaseException as error:
-            broken = f"an exchange was broken off: {first_line(error)}; end the process group and join anew"
-            self._failure = error if isinstance(error, CommError) else CommError(broken)
-            self._open.clear()
-            self.board.set_done(_NOTHING_MORE)
+                self.done = self._open.popleft().number
+                self.board.set_done(self.done)
+        except CommError as error:
+            self._fail(error)
             raise
+        except BaseException as error:
+            self._fail(
+                CommError(f"an exchange was broken off: {first_line(error)}; end the process group and join anew")
+            )
+            raise
+
+    def _fail(self, failure: CommError) -> CommError:
+        """From now on every call raises `failure`; the peers need not wait for this rank to read."""
+        self._failure = failure
+        self._open.clear()
+        self.board.set_done(_NOTHING_MORE)
+        return failure
 
     def _late(self, number: int) -> CommError:
         behind = [peer.rank for peer in self.peers.values() if not peer.is_done(number)]
@@ -156,7 +164,7 @@ class DirectQueue:
 
 
 class _Exchange(ABC):
-    """One exchange of a buffer: run when this rank has read, over when the readers of `flat_N` have done so as well."""
+    """One exchange of a buffer: done when this rank has read, over when the readers of `flat_N` are done as well."""
 
     kind: str
     sources: list[int]  # ranks of the group that it reads from, in order
@@ -167,13 +175,13 @@ class _Exchange(ABC):
         self._queue = queue
         self._flat_N = flat_N
         self._pieces = pieces
-        self._what = What(self.kind, flat_N.numel(), flat_N.dtype)
+        self._what = What(self.kind, flat_N.numel(), flat_N.dtype).encode()
         self._addresses: dict[int, int] = {}
-        self._is_announced = self._is_run = False
+        self._is_announced = False
 
     def announce(self) -> None:
         """Tell the readers where the buffer is."""
-        self._queue.board.announce(self.number, self._flat_N.data_ptr(), self._what.encode())
+        self._queue.board.announce(self.number, self._flat_N.data_ptr(), self._what)
         self._is_announced = True
 
     def run(self) -> bool:
@@ -186,10 +194,9 @@ class _Exchange(ABC):
                 if announced is None:
                     return False
                 self._addresses[rank], what = announced
-                if what != self._what.encode():
-                    raise self._mismatch(rank, What.decode(what))
+                if what != self._what:
+                    raise self._mismatch(rank, what)
         self._read_all()
-        self._is_run = True
         return True
 
     def wait(self) -> None:
@@ -197,7 +204,8 @@ class _Exchange(ABC):
         self._queue.wait_until(self._is_over, self.number)
 
     def _is_over(self) -> bool:
-        return self._is_run and all(self._queue.peers[rank].is_done(self.number) for rank in self.readers)
+        queue = self._queue
+        return queue.done >= self.number and all(queue.peers[rank].is_done(self.number) for rank in self.readers)
 
     @abstractmethod
     def _read_all(self) -> None:
@@ -207,10 +215,11 @@ class _Exchange(ABC):
         """The elements of that rank's buffer from `start` on."""
         self._queue.peers[rank].read(self._addresses[rank] + start * into.element_size(), into)
 
-    def _mismatch(self, rank: int, found: What) -> CommError:
+    def _mismatch(self, rank: int, found: int) -> CommError:
+        ours, theirs = What.decode(self._what), What.decode(found)
         return CommError(
-            f"rank {torch_dist.get_rank()} makes {self._what} where rank {self._queue.peers[rank].rank} makes {found}; "
-            "all ranks of a group make the same exchanges in the same order. Have they the same model, and the same "
+            f"rank {torch_dist.get_rank()} makes {ours} where rank {self._queue.peers[rank].rank} makes {theirs}; all "
+            "ranks of a group make the same exchanges in the same order. Have they the same model, and the same "
             "parameters that require a gradient?"
         )
 

@@ -181,20 +181,20 @@ class _Member:
         self._is_connected = False
         self._library_of = _library_by_device(group)
 
-    def library(self, tensor: torch.Tensor) -> str:
-        """The library that moves tensors of this device: "gloo", ..."""
-        return self._library_of.get(tensor.device.type, self._library_of.get("", ""))
+    def library(self, device_type: str) -> str:
+        """The library that moves tensors of such a device: "gloo", ..."""
+        return self._library_of.get(device_type, self._library_of.get("", ""))
 
     def is_gloo_on_host(self, tensor: torch.Tensor) -> bool:
         """True where point-to-point messages exist and beat most collectives."""
-        return tensor.device.type == "cpu" and self.library(tensor) == "gloo"
+        return tensor.device.type == "cpu" and self.library("cpu") == "gloo"
 
     def connect(self) -> None:
         """Called by all ranks together; the first call counts."""
         if self._is_connected:
             return
         self._is_connected = True
-        if 1 < self.world_size <= _MAX_SUMMING_RANKS and self.is_gloo_on_host(torch.empty(0, device="cpu")):
+        if 1 < self.world_size <= _MAX_SUMMING_RANKS and self.library("cpu") == "gloo":
             self._direct = connect(self.group, self._staging)
 
     def direct(self, tensor: torch.Tensor) -> DirectQueue | None:
@@ -210,11 +210,11 @@ class _Member:
 
     def only_broadcast_and_all_reduce(self, tensor: torch.Tensor) -> bool:
         """True where the library has no other collective: gloo, on device memory."""
-        return tensor.device.type != "cpu" and self.library(tensor) == "gloo"
+        return tensor.device.type != "cpu" and self.library(tensor.device.type) == "gloo"
 
     def has_tensor_collectives(self, tensor: torch.Tensor) -> bool:
         """True where reduce_scatter and all_gather of one tensor exist and may work in place (torch's MPI has none)."""
-        return self.library(tensor) not in ("gloo", "mpi")
+        return self.library(tensor.device.type) not in ("gloo", "mpi")
 
     def finish(self) -> None:
         """Finish what is in flight."""

@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, first_line
 from deepspeed.launcher.output import OutputReader
 
 FAILURE_GRACE_S = 5.0  # SIGTERM, this long, SIGKILL: for the peers of a rank that failed
@@ -70,7 +70,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             if self._find_free_port is None:
                 raise ConfigError(
                     f"--master_addr {self.master_addr} --master_port {self.master_port}: cannot listen there "
-                    f"({str(error).splitlines()[0]}); give another port, or leave --master_port away to get a free one"
+                    f"({first_line(error)}); give another port, or leave --master_port away to get a free one"
                 ) from error
             self.master_port = self._find_free_port()
             return super().next_rendezvous()

@@ -59,9 +59,9 @@ class Holding:
         self.backend = backend
         self.group = group
         self.placement = options.placement
-        backend.connect(group)
         self.world_size = torch.distributed.get_world_size(group)
         self.rank = torch.distributed.get_rank(group)
+        backend.connect(group)  # here all ranks are at the same place; in a backward they need not be
         self.optimizer: Optimizer | None = None
         self.groups: list[FlatGroup] = []
         self.params: list[Parameter] = []

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.accelerator import DeepSpeedAccelerator
+from deepspeed.errors import first_line
 from deepspeed.log import warn_once
 from deepspeed.zero.offload.lane import Mark
 
@@ -33,7 +34,7 @@ class HostMemory:
             self._pins = False
             warn_once(
                 f"zero_optimization.offload_optimizer.pin_memory: the accelerator gave no page-locked memory "
-                f"({str(error).splitlines()[0]}); copies go through pageable memory, which is slower. Raise the limit "
+                f"({first_line(error)}); copies go through pageable memory, which is slower. Raise the limit "
                 "on locked memory (ulimit -l), or set pin_memory to false"
             )
             return tensor
