@@ -2,15 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from deepspeed.ops.reference_optimizer import ReferenceOptimizer
 from deepspeed.ops.step_kernel import FP32, StepKernel, host_step_count, step_kernel
-
-_T = TypeVar("_T")
 
 
 class KernelOptimizer(ReferenceOptimizer):
@@ -66,20 +65,24 @@ class KernelOptimizer(ReferenceOptimizer):
         states = [self._state_of(param, group) for param in params]
         numbers = self.kernel_numbers(group)
         kernel = self._kernel(numbers)
-        served = [] if kernel is None else self._served(kernel, params, grads, states, copies)
-        if kernel is not None and numbers is not None and served:
-            mine, its_copies, its_states = _pick(params, served), _pick(copies, served), _pick(states, served)
-            moments = [[state[name] for state in its_states] for name in self.state_names]
-            steps = [host_step_count(state) for state in its_states]
-            lists = [mine, _pick(grads, served), *moments, steps, its_copies]
+        if kernel is None or numbers is None:
+            self._update_by_torch(params, grads, copies, scale, group)
+            return
+        moments = [[state[name] for state in states] for name in self.state_names]
+        rest = _not_taken(kernel, [params, grads, copies], moments)
+        if rest:
+            its_params, its_grads, its_copies = _pick([params, grads, copies], rest)
+            self._update_by_torch(its_params, its_grads, its_copies, scale, group)
+            taken = sorted(set(range(len(params))) - set(rest))
+            params, grads, copies, *moments = _pick([params, grads, copies, *moments], taken)
+            states = [states[index] for index in taken]
+        if params:
+            lists = [params, grads, *moments, [host_step_count(state) for state in states], copies]
             self.run_kernel(kernel.operator, lists, {**numbers, "grad_scale": scale})
             # autograd must hear of it: a graph that saved a weight then refuses to run backward through the new one
-            torch.autograd.graph.increment_version([*mine, *its_copies])
-        if len(served) < len(params):
-            rest = sorted(set(range(len(params))) - set(served))
-            self._update_rest(_pick(params, rest), _pick(grads, rest), _pick(copies, rest), scale, group)
+            torch.autograd.graph.increment_version([*params, *copies])
 
-    def _update_rest(
+    def _update_by_torch(
         self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
     ) -> None:
         if scale != 1.0:
@@ -88,25 +91,6 @@ class KernelOptimizer(ReferenceOptimizer):
         for copy, param in zip(copies, params, strict=bool(copies)):
             copy.copy_(param)
 
-    def _served(
-        self,
-        kernel: StepKernel,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[dict[str, Any]],
-        copies: list[Tensor],
-    ) -> list[int]:
-        """The indices of the parameters that the kernel takes: nearly always all, which is asked first."""
-        moments = [[state[name] for state in states] for name in self.state_names]
-        tensors = [params, grads, *([copies] if copies else [])]
-        if all(map(kernel.takes, tensors)) and all(kernel.takes(its, FP32) for its in moments):
-            return list(range(len(params)))
-        return [
-            index
-            for index in range(len(params))
-            if kernel.takes([its[index] for its in tensors]) and kernel.takes([its[index] for its in moments], FP32)
-        ]
-
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[param]
         if not state:
@@ -114,6 +98,18 @@ class KernelOptimizer(ReferenceOptimizer):
         return state
 
 
-def _pick(items: list[_T], indices: list[int]) -> list[_T]:
-    """`items` at `indices`; the list itself when that is all of it, and when it is empty (no copies)."""
-    return items if len(items) in (0, len(indices)) else [items[index] for index in indices]
+def _not_taken(kernel: StepKernel, lists: list[list[Tensor]], moments: list[list[Tensor]]) -> list[int]:
+    """The indices of the parameters that the kernel cannot take: nearly always none, which is asked first."""
+    if kernel.takes(chain.from_iterable(lists)) and kernel.takes(chain.from_iterable(moments), FP32):
+        return []
+    return [
+        index
+        for index in range(len(lists[0]))
+        if not kernel.takes(its[index] for its in lists if its)
+        or not kernel.takes((its[index] for its in moments), FP32)
+    ]
+
+
+def _pick(lists: list[list[Tensor]], indices: list[int]) -> list[list[Tensor]]:
+    """Each of `lists` at `indices`; an empty one (no copies) stays empty."""
+    return [[its[index] for index in indices] if its else [] for its in lists]

@@ -26,9 +26,9 @@ class StepKernel(NamedTuple):
 
     def takes(self, tensors: Iterable[Tensor], dtypes: frozenset[torch.dtype] = FLOATS) -> bool:
         """Whether all are what the operator reads: plain, dense and contiguous, of one of `dtypes`, on its device."""
-        is_host, device_type = self.device_type == "cpu", self.device_type
+        strided, is_host, device_type = torch.strided, self.device_type == "cpu", self.device_type
         for one in tensors:  # written out, because it runs for every tensor of every step
-            if one.dtype not in dtypes or type(one) not in PLAIN or one.layout is not torch.strided:
+            if one.dtype not in dtypes or type(one) not in PLAIN or one.layout is not strided:
                 return False
             if not one.is_contiguous() or not (one.is_cpu if is_host else one.device.type == device_type):
                 return False
@@ -53,9 +53,12 @@ def step_kernel(op: str | None, operator: str) -> StepKernel | None:
 
 def host_numbers(**values: Any) -> dict[str, float] | None:
     """Options as an operator takes them; None when one is a tensor on a device, which a step must not wait for."""
-    if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values.values()):
-        return None
-    return {name: float(value) for name, value in values.items()}
+    for name, value in values.items():
+        if type(value) is not float:  # they nearly always are
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                return None
+            values[name] = float(value)
+    return values
 
 
 def host_step_count(state: dict[str, Any]) -> Tensor:
