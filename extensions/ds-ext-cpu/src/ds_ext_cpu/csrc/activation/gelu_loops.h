@@ -1,7 +1,19 @@
 // Loops of gelu and bias-gelu; see [Note: one polynomial for gelu].
 
 // Vectors whose polynomials go side by side: one alone would wait for each of its multiplications.
-constexpr int kSideBySide = Vec::kSize == 1 ? 1 : 4;
+constexpr int kSideBySide = Vec::kSize == 1 ? 2 : 4;
+
+// Two Vecs of elements that lie together, in any order, and back. bf16 has its own (vec_*.h), which costs less.
+template <typename T>
+DS_CPU_INLINE void load_pair(const T* from, Vec* pair) {
+    pair[0] = load(from);
+    pair[1] = load(from + Vec::kSize);
+}
+template <typename T>
+DS_CPU_INLINE void store_pair(T* to, const Vec* pair) {
+    store(to, pair[0]);
+    store(to + Vec::kSize, pair[1]);
+}
 
 template <int kVecs, int kTerms>
 DS_CPU_INLINE void gelu_of(Vec* x, const GeluCurve<kTerms>& curve) {
@@ -34,13 +46,26 @@ DS_CPU_INLINE void gelu_row(const T* x, const float* bias, int64_t count, const 
     for (; i + kStep <= count; i += kStep) {
         Vec values[kSideBySide];
 #pragma GCC unroll 4
-        for (int v = 0; v < kSideBySide; ++v) {
-            values[v] = load(x + i + v * Vec::kSize);
-            if constexpr (kBias) values[v] = values[v] + load(bias + i + v * Vec::kSize);
+        for (int v = 0; v < kSideBySide; v += 2) {
+            const int64_t at = i + v * Vec::kSize;
+            if constexpr (kBias) {
+                values[v] = load(x + at) + load(bias + at);
+                values[v + 1] = load(x + at + Vec::kSize) + load(bias + at + Vec::kSize);
+            } else {
+                load_pair(x + at, values + v);
+            }
         }
         gelu_of<kSideBySide>(values, curve);
 #pragma GCC unroll 4
-        for (int v = 0; v < kSideBySide; ++v) store(out + i + v * Vec::kSize, values[v]);
+        for (int v = 0; v < kSideBySide; v += 2) {
+            const int64_t at = i + v * Vec::kSize;
+            if constexpr (kBias) {
+                store(out + at, values[v]);
+                store(out + at + Vec::kSize, values[v + 1]);
+            } else {
+                store_pair(out + at, values + v);
+            }
+        }
     }
     for (; i < count; i += Vec::kSize) {
         const int64_t lanes = count - i < Vec::kSize ? count - i : Vec::kSize;

@@ -30,15 +30,16 @@ DS_CPU_INLINE Vec widen16(__m256i bits, const Bf16*) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
 }
 DS_CPU_INLINE Vec widen16(__m256i bits, const Fp16*) { return {_mm512_cvtph_ps(bits)}; }
-// The arithmetic of narrow<Bf16> (half.h) on 16 lanes.
-DS_CPU_INLINE __m256i narrow16(Vec a, const Bf16*) {
+// The arithmetic of narrow<Bf16> (half.h) on 16 lanes: the bf16 is the upper half of each, the lower one is anything.
+DS_CPU_INLINE __m512i rounded_to_bf16(Vec a) {
     const __m512i bits = _mm512_castps_si512(a.value);
-    const __m512i high = _mm512_srli_epi32(bits, 16);
-    const __m512i last = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), last);
     const __mmask16 is_nan = _mm512_cmp_ps_mask(a.value, a.value, _CMP_UNORD_Q);
-    const __m512i halves = _mm512_mask_or_epi32(_mm512_srli_epi32(sum, 16), is_nan, high, _mm512_set1_epi32(0x40));
-    return _mm512_cvtepi32_epi16(halves);
+    return _mm512_mask_or_epi32(sum, is_nan, bits, _mm512_set1_epi32(0x400000));
+}
+DS_CPU_INLINE __m256i narrow16(Vec a, const Bf16*) {
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bf16(a), 16));
 }
 DS_CPU_INLINE __m256i narrow16(Vec a, const Fp16*) { return _mm512_cvtps_ph(a.value, _MM_FROUND_TO_NEAREST_INT); }
 
@@ -68,4 +69,15 @@ DS_CPU_INLINE void store_part(float* to, Vec a, int64_t count) {
 template <typename T>
 DS_CPU_INLINE void store_part(T* to, Vec a, int64_t count) {
     _mm256_mask_storeu_epi16(to, first_lanes(count), narrow16(a, to));
+}
+
+// The elements at even places and those at odd ones: no lane moves, which costs as much as some arithmetic.
+DS_CPU_INLINE void load_pair(const Bf16* from, Vec* pair) {
+    const __m512i bits = _mm512_loadu_si512(from);
+    pair[0].value = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    pair[1].value = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-0x10000)));
+}
+DS_CPU_INLINE void store_pair(Bf16* to, const Vec* pair) {
+    const __m512i even = _mm512_srli_epi32(rounded_to_bf16(pair[0]), 16);
+    _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xAAAAAAAAu, even, rounded_to_bf16(pair[1])));
 }
