@@ -1,8 +1,9 @@
 """The contract between ZeRO and a communication library: three exchanges of flat buffers.
 
-ZeRO calls them, never a collective by name: which primitive serves "reduce this bucket to its owners" is a property
-of the library, measured once and chosen by it. `torch_backend.TorchBackend` is the implementation over
-`torch.distributed`; a plugin gives another one with the hook `ds_comm_backend(name)`.
+A step of ZeRO calls them, never a collective by name: which primitive serves "reduce this bucket to its owners" is a
+property of the library, measured once and chosen by it. (What is not a step's is `torch.distributed`'s: the first
+weights, a fragment that a user asks for.) `torch_backend.TorchBackend` is the implementation over `torch.distributed`;
+a plugin gives another one with the hook `ds_comm_backend(name)`.
 
 Shape legend: N numel of a flat buffer.
 """
