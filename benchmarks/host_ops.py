@@ -5,7 +5,7 @@
 Prints median milliseconds, [minimum, maximum], and the ratio of medians; 0.9 or less is asked of norms and gelu.
 "floor" is the least traffic of the op (each input and output once) at the speed at which torch negates a tensor of the
 same size and dtype in the same run, allocation of the result included. Layer norm of fp32 from memory is not asked to
-win: torch is at that floor, and the front takes torch's own there.
+win: both wait for memory there, and the front takes torch's own.
 Sizes: "L2" is 256 KiB of fp32 in and out; "memory" is 16 MiB in and out, four sets of tensors in turn (not more than
 16 MiB each, because the C library gives larger results back to the system after each use, and both sides would then be
 timed clearing pages). On one thread the clock is the thread's processor time; torch and ours swap places every round.

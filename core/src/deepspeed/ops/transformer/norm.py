@@ -15,8 +15,9 @@ from deepspeed.errors import ConfigError
 from deepspeed.ops.operators import operator_for
 
 OP = "transformer_inference"
-# On the host, fp32 layer norm of more than this (it no longer fits the second cache) is torch's own: that is bound by
-# memory already (1.1x the time of a negation of the same size; the kernel 1.2x). Measured by benchmarks/host_ops.py.
+# On the host, fp32 layer norm of more than this (it no longer fits the second cache) is torch's own: both wait for
+# memory (1.0 to 1.3x the time of a negation of the same size), and which is ahead changes from run to run. Measured by
+# benchmarks/host_ops.py.
 _CACHED_FP32 = 1 << 18
 
 

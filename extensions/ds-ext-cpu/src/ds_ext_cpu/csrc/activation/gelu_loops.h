@@ -1,19 +1,7 @@
 // Loops of gelu and bias-gelu; see [Note: one polynomial for gelu].
 
-// Vectors whose polynomials go side by side: one alone would wait for each of its multiplications.
+// Vectors whose polynomials go side by side: one alone would wait for each of its multiplications. They come in pairs.
 constexpr int kSideBySide = Vec::kSize == 1 ? 2 : 4;
-
-// Two Vecs of elements that lie together, in any order, and back. bf16 has its own (vec_*.h), which costs less.
-template <typename T>
-DS_CPU_INLINE void load_pair(const T* from, Vec* pair) {
-    pair[0] = load(from);
-    pair[1] = load(from + Vec::kSize);
-}
-template <typename T>
-DS_CPU_INLINE void store_pair(T* to, const Vec* pair) {
-    store(to, pair[0]);
-    store(to + Vec::kSize, pair[1]);
-}
 
 template <int kVecs, int kTerms>
 DS_CPU_INLINE void gelu_of(Vec* x, const GeluCurve<kTerms>& curve) {
@@ -48,7 +36,7 @@ DS_CPU_INLINE void gelu_row(const T* x, const float* bias, int64_t count, const 
 #pragma GCC unroll 4
         for (int v = 0; v < kSideBySide; v += 2) {
             const int64_t at = i + v * Vec::kSize;
-            if constexpr (kBias) {
+            if constexpr (kBias) {  // a pair has an order of its own, which the bias does not have
                 values[v] = load(x + at) + load(bias + at);
                 values[v + 1] = load(x + at + Vec::kSize) + load(bias + at + Vec::kSize);
             } else {

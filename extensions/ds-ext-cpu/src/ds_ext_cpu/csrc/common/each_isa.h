@@ -10,6 +10,7 @@
 // Functions called inside a loop are inlined into each pass, so that they are compiled for its target.
 namespace ds_cpu::scalar {
 #include "common/vec_scalar.h"
+#include "common/vec_two.h"
 #include DS_CPU_LOOPS
 }  // namespace ds_cpu::scalar
 
@@ -23,6 +24,7 @@ namespace ds_cpu::scalar {
     #endif
 namespace ds_cpu::avx2 {
     #include "common/vec_avx2.h"
+    #include "common/vec_two.h"
     #include DS_CPU_LOOPS
 }  // namespace ds_cpu::avx2
     #if defined(__clang__)
@@ -36,6 +38,7 @@ namespace ds_cpu::avx2 {
     #endif
 namespace ds_cpu::avx512 {
     #include "common/vec_avx512.h"
+    #include "common/vec_two.h"
     #include DS_CPU_LOOPS
 }  // namespace ds_cpu::avx512
     #if defined(__clang__)

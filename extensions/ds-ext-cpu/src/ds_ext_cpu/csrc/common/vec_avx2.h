@@ -53,7 +53,7 @@ DS_CPU_INLINE void store(Fp16* to, Vec a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(a.value, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// The first `count` lanes (0 < count < kSize); the others read as 0 and are not written.
+// The first `count` lanes (0 < count <= kSize); the others read as 0 and are not written.
 template <typename T>
 DS_CPU_INLINE Vec load_part(const T* from, int64_t count) {
     T lanes[Vec::kSize] = {};
@@ -67,7 +67,7 @@ DS_CPU_INLINE void store_part(T* to, Vec a, int64_t count) {
     for (int64_t lane = 0; lane < count; ++lane) to[lane] = lanes[lane];
 }
 
-// The elements at even places and those at odd ones: no lane moves, which costs as much as some arithmetic.
+// The elements at even places and those at odd ones: so no lane has to move, which costs more than the shift or mask.
 DS_CPU_INLINE void load_pair(const Bf16* from, Vec* pair) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     pair[0].value = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));

@@ -54,7 +54,7 @@ DS_CPU_INLINE void store(T* to, Vec a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow16(a, to));
 }
 
-// The first `count` lanes (0 < count < kSize); the others read as 0 and are not written.
+// The first `count` lanes (0 < count <= kSize); the others read as 0 and are not written.
 DS_CPU_INLINE __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1u); }
 DS_CPU_INLINE Vec load_part(const float* from, int64_t count) {
     return {_mm512_maskz_loadu_ps(first_lanes(count), from)};
@@ -71,7 +71,7 @@ DS_CPU_INLINE void store_part(T* to, Vec a, int64_t count) {
     _mm256_mask_storeu_epi16(to, first_lanes(count), narrow16(a, to));
 }
 
-// The elements at even places and those at odd ones: no lane moves, which costs as much as some arithmetic.
+// The elements at even places and those at odd ones: so no lane has to move, which costs more than the shift or mask.
 DS_CPU_INLINE void load_pair(const Bf16* from, Vec* pair) {
     const __m512i bits = _mm512_loadu_si512(from);
     pair[0].value = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));

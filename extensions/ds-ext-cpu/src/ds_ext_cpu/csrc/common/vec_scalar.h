@@ -33,7 +33,7 @@ template <typename T>
 DS_CPU_INLINE void store(T* to, Vec a) {
     *to = narrow<T>(a.value);
 }
-// The first `count` lanes (0 < count < kSize); the others read as 0 and are not written. Never used with one lane.
+// The first `count` lanes (0 < count <= kSize), which here is the one.
 template <typename T>
 DS_CPU_INLINE Vec load_part(const T* from, int64_t) {
     return load(from);
