@@ -3,7 +3,7 @@
     python benchmarks/cpu_adam.py                                 # 1 M and 50 M parameters, 1 and 2 threads
     python benchmarks/cpu_adam.py --numels 1e6 --threads 1        # quick
     python benchmarks/cpu_adam.py --numels 1e6 --calls 5          # turns so short that the caches are the other's
-    python benchmarks/cpu_adam.py --runs 7 --readme               # the table of extensions/ds-ext-cpu/README.md
+    python benchmarks/cpu_adam.py --runs 7 --rounds 15 --readme   # the table of extensions/ds-ext-cpu/README.md
 
 Each row sets ours beside torch's in one run, in turn (A B A B ...), after one warm-up. Where a process finds its memory
 moves a ratio by a twentieth, as neighbours on a shared machine do: with `--runs` each run is a new process. Printed are
@@ -20,7 +20,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from deepspeed.ops import registry
@@ -148,16 +148,23 @@ def measure_all(arguments: argparse.Namespace) -> dict[Cell, Times]:
     """One run: every cell of the table."""
     for op in OPS:
         registry.require(op)  # a figure of the reference under the kernel's name would be worth nothing
-    cells = itertools.product(arguments.rows, arguments.numels, arguments.threads)
-    return {cell: measure(*cell, arguments.rounds, arguments.calls) for cell in cells}
+    found = {}
+    for cell in itertools.product(arguments.rows, arguments.numels, arguments.threads):
+        found[cell] = measure(*cell, arguments.rounds, arguments.calls)
+        row, numel, num_threads = cell
+        done = f"{row}, {numel // 10**6} M, threads {num_threads}: {ratio(found[cell]):.2f}"
+        print(done, file=sys.stderr, flush=True)  # the table comes after the last run
+    return found
 
 
-def runs_of(arguments: argparse.Namespace) -> Iterator[dict[Cell, Times]]:
+def measure_runs(arguments: argparse.Namespace) -> list[dict[Cell, Times]]:
     """Each run in a process of its own."""
+    runs = []
     for number in range(arguments.runs):
+        print(f"run {number + 1} of {arguments.runs}", file=sys.stderr, flush=True)
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            yield pool.apply(measure_all, (arguments,))
-        print(f"run {number + 1} of {arguments.runs} done", file=sys.stderr, flush=True)
+            runs.append(pool.apply(measure_all, (arguments,)))
+    return runs
 
 
 def spread(values: list[float]) -> str:
@@ -184,11 +191,11 @@ def print_table(runs: list[dict[Cell, Times]]) -> bool:
     return met
 
 
-def print_readme(runs: list[dict[Cell, Times]]) -> None:
-    columns = list(dict.fromkeys((numel, num_threads) for _, numel, num_threads in runs[0]))
+def print_readme(arguments: argparse.Namespace, runs: list[dict[Cell, Times]]) -> None:
+    columns = list(itertools.product(arguments.numels, arguments.threads))
     titles = [f"{numel // 10**6} M, {n} thread{'s' * (n > 1)}" for numel, n in columns]
     print(f"| step | beside | {' | '.join(titles)} |\n|---|---|{'---|' * len(titles)}")
-    for row in dict.fromkeys(row for row, _, _ in runs[0]):
+    for row in arguments.rows:
         cells = [(row, numel, num_threads) for numel, num_threads in columns]
         found = [statistics.median(ratio(run[cell]) for run in runs) for cell in cells]
         print(f"| {row} | {ROWS[row][1]} | {' | '.join(f'{one:.2f}x' for one in found)} |")
@@ -204,10 +211,10 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--readme", action="store_true", help="print the README's table as well")
     arguments = parser.parse_args()
-    runs = list(runs_of(arguments))
+    runs = measure_runs(arguments)
     met = print_table(runs)
     if arguments.readme:
-        print_readme(runs)
+        print_readme(arguments, runs)
     return 0 if met else 1
 
 

@@ -333,3 +333,13 @@ def test_copies_of_what_runs_in_torch():
     optimizer = DeepSpeedCPUAdam([turned], lr=0.5)
     optimizer.step(one_pass=OnePass([[torch.ones(5, 4)]], [[weight]], 0.5))
     assert torch.equal(weight, torch.full((5, 4), 0.5, dtype=torch.bfloat16))
+
+
+def test_a_gradient_that_is_refused_leaves_the_whole_group_as_it_was():
+    dense, table = Parameter(torch.ones(8)), Parameter(torch.ones(4, 2))
+    optimizer = DeepSpeedCPUAdam([dense, table], lr=0.1)
+    dense.grad, table.grad = torch.ones(8), torch.ones(4, 2).to_sparse(1)
+    with pytest.raises(RuntimeError, match="Adam does not support sparse gradients"):
+        optimizer.step()
+    assert torch.equal(dense, torch.ones(8))
+    assert optimizer.state[dense]["step"] == 0
