@@ -63,6 +63,12 @@ def warn_once(message: str, ranks: tuple[int, ...] | None = None) -> None:
     log_dist(message, ranks, logging.WARNING)
 
 
+def announce(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Log a line of progress that is shown by default; the level ERROR silences it."""
+    if logger.isEnabledFor(logging.WARNING):
+        report(message, ranks)
+
+
 def report(message: str, ranks: Sequence[int] | None = None) -> None:
     """Log what the user asked for in the configuration (`wall_clock_breakdown`, ...), whatever the level is."""
     if _speaks(ranks):

@@ -17,6 +17,7 @@ from deepspeed.engine.device import check_dtypes, claim_device, local_rank
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.events import tell
 from deepspeed.engine.observers import create_observers
+from deepspeed.engine.start_line import start_line
 from deepspeed.errors import ConfigError
 from deepspeed.optim import create_optimizer, create_scheduler, is_elementwise, is_host_front, is_tested_with_zero
 from deepspeed.parallel import groups
@@ -128,6 +129,7 @@ def initialize(
     fragments.register(sharding)
     engine.optimizer = _optimizer_face(engine)
     engine.lr_scheduler = _create_scheduler(settings, lr_scheduler, basic_optimizer)
+    log.announce(start_line(engine))
     if settings.dump_state:
         log.report(settings.describe())
     tell("ds_engine_ready", engine=engine)

@@ -26,6 +26,7 @@ from deepspeed.engine.step import StepStats, take_step
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import warn_once
 from deepspeed.precision import Precision
+from deepspeed.precision.dtype_hint import add_dtype_hint
 from deepspeed.zero.strategy import BackwardPlan, Sharding
 
 
@@ -86,7 +87,11 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         self.sharding.window.abort()  # only open if an exception left the last backward
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
         with self._observers.forward(), self.precision.forward_context():
-            outputs = self.module(*inputs, **kwargs)
+            try:
+                outputs = self.module(*inputs, **kwargs)
+            except (RuntimeError, ValueError) as error:
+                add_dtype_hint(error, self.precision.model_dtype, inputs, kwargs)
+                raise
         if torch.is_grad_enabled():
             self.sharding.window.watch(outputs)
         return outputs

@@ -34,7 +34,6 @@ class Observers:
         breakdown: measures the phases.
         tput_timer: measures samples per second.
         steps_per_print: a line every so many steps; infinity: never.
-        is_loud: the user asked for the line; else it is shown at log level INFO only.
         group: ranks that show their times in one table; None: each has its own to show.
     """
 
@@ -45,7 +44,6 @@ class Observers:
         tput_timer: ThroughputTimer,
         *,
         steps_per_print: float,
-        is_loud: bool,
         group: ProcessGroup | None,
     ) -> None:
         self.monitor = monitor
@@ -53,7 +51,6 @@ class Observers:
         self.tput_timer = tput_timer
         self.phase: Callable[[str], AbstractContextManager[None]] = breakdown.phase
         self._every = steps_per_print
-        self._is_loud = is_loud
         self._group = group
         self._loss: Tensor | None = None
 
@@ -79,9 +76,9 @@ class Observers:
         tell("ds_step_end", stats=stats)
         self.tput_timer.batch_size = engine.train_batch_size()
         is_due = engine.global_steps % self._every == 0
-        if is_due and (self._is_loud or log.logger.isEnabledFor(logging.INFO)):
-            self._say(f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
-                      f"mom={engine.get_mom()}")  # fmt: skip
+        if is_due and is_writer() and log.logger.isEnabledFor(logging.WARNING):  # else nobody would see it
+            log.announce(f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
+                         f"mom={engine.get_mom()}")  # fmt: skip
             self.tput_timer.stop(global_step=True)
         else:
             self.tput_timer.stop(global_step=True, report_speed=False)
@@ -102,13 +99,6 @@ class Observers:
     def close(self) -> None:
         """End the monitors."""
         self.monitor.close()
-
-    def say(self, line: str) -> None:
-        """A line of progress on rank 0."""
-        self._say(line)
-
-    def _say(self, line: str) -> None:
-        (log.report if self._is_loud else log.log_dist)(line)
 
     def _write(self, engine: "DeepSpeedEngine", stats: StepStats) -> None:
         scales = engine.fp16_enabled() or engine.precision.loss_scaler.is_dynamic
@@ -134,17 +124,16 @@ class Observers:
 
 def create_observers(config: DeepSpeedConfig, group: ProcessGroup | None) -> Observers:
     """The observers that `config` asks for; `group` is the data-parallel group. Called by `build.py`, on every rank."""
-    observers = Observers(
+    return Observers(
         MonitorMaster(config.monitor_config),
         Breakdown(times=config.wall_clock_breakdown, memory=config.memory_breakdown),
         # the engine says when a line is due, so that it is due with the others after a checkpoint was loaded too
-        ThroughputTimer(config.timers.throughput, int(config.train_batch_size), steps_per_output=1),
+        ThroughputTimer(
+            config.timers.throughput, int(config.train_batch_size), steps_per_output=1, logging_fn=log.announce
+        ),
         steps_per_print=config.steps_per_print,
-        is_loud="steps_per_print" in config.model_fields_set,
         group=_ranks_of_table(config, group),
     )
-    observers.tput_timer.logging = observers.say
-    return observers
 
 
 def _ranks_of_table(config: DeepSpeedConfig, group: ProcessGroup | None) -> ProcessGroup | None:

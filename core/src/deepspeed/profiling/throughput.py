@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from deepspeed.accelerator import get_accelerator
 from deepspeed.log import log_dist
 from deepspeed.profiling.clock import Stopwatch, create_stopwatch
@@ -22,8 +24,10 @@ class ThroughputTimer:
         batch_size: samples of one step over all ranks.
         start_step: steps that are not counted.
         steps_per_output: `stop` prints a line every so many steps; None: never.
-        monitor_memory: add the device's memory to that line.
-        logging_fn: what prints; default: rank 0's log.
+        monitor_memory: add the host's memory and swap in use, in percent, to that line.
+        logging_fn: what prints; default: rank 0's log at level INFO.
+
+    The line has the fields that DeepSpeed's has, so that programs which parse logs find them; its GB are 2**30 bytes.
     """
 
     def __init__(
@@ -114,11 +118,12 @@ class ThroughputTimer:
                 f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
                 f"RunningAvgSamplesPerSec={average:.6g}, CurrSamplesPerSec={self._window_samples / self._window_s:.6g}"
             )
+            accelerator = get_accelerator()
+            line += (
+                f", MemAllocated={accelerator.memory_allocated() / _GIB:.2f}GB, "
+                f"MaxMemAllocated={accelerator.max_memory_allocated() / _GIB:.2f}GB"
+            )
             if self.monitor_memory:
-                accelerator = get_accelerator()
-                line += (
-                    f", MemAllocated={accelerator.memory_allocated() / _GIB:.2f}GiB, "
-                    f"MaxMemAllocated={accelerator.max_memory_allocated() / _GIB:.2f}GiB"
-                )
+                line += f", vm %: {psutil.virtual_memory().percent}, swap %: {psutil.swap_memory().percent}"
             self.logging(line)
         self._window_s, self._window_samples = 0.0, 0

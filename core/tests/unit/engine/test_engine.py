@@ -1,12 +1,13 @@
 """The engine around one module: passing on, counting, refusing, printing, letting go."""
 
+import logging
 import re
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.errors import ConfigError, StateError
-from deepspeed.log import warn_once
+from deepspeed.log import logger, warn_once
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -250,10 +251,40 @@ def test_steps_are_printed_as_asked_for(make_engine, lines):
     assert re.fullmatch(r"step=2, skipped=0, lr=\[0\.1\], mom=\[.*0\.9.*0\.999.*\]", printed[0])
 
 
-def test_nothing_is_printed_that_was_not_asked_for(make_engine, lines):
-    train(make_engine(Net()), 10)
-    train(make_engine(Net(), steps_per_print=float("inf")), 2)
+def test_every_tenth_step_is_printed_by_default(make_engine, lines):
+    train(make_engine(Net()), 20)
+    printed = [text for _, text in lines if text.startswith("step=")]
+    assert [text.split(",")[0] for text in printed] == ["step=10", "step=20"]
+
+
+def test_no_step_is_printed_with_infinity(make_engine, lines):
+    train(make_engine(Net(), steps_per_print=float("inf")), 20)
     assert [text for _, text in lines if "step=" in text or "phase" in text or "PerSec" in text] == []
+
+
+def test_one_line_says_what_trains(make_engine, lines):
+    make_engine(Net(), bf16={"enabled": True})
+    (line,) = [text for _, text in lines if text.startswith("deepspeed ")]
+    numel = sum(param.numel() for param in Net().parameters())
+    for fact in ("1 rank,", "device cpu", "backend gloo", "ZeRO stage 0", "bf16", f"{numel:,} parameters", "FusedAdam"):
+        assert fact in line, line
+
+
+def test_the_start_line_without_an_optimizer(make_engine, lines):
+    net = Net()
+    next(net.parameters()).requires_grad_(False)
+    make_engine(net, optimizer=None)
+    (line,) = [text for _, text in lines if text.startswith("deepspeed ")]
+    assert line.endswith("trained), no optimizer")
+
+
+def test_the_level_error_silences_the_lines(make_engine, lines):
+    logger.setLevel(logging.ERROR)
+    try:
+        train(make_engine(Net(), steps_per_print=1), 3)
+    finally:
+        logger.setLevel(logging.WARNING)
+    assert lines == []
 
 
 def test_wall_clock_breakdown(make_engine, lines):
@@ -363,3 +394,22 @@ def test_a_step_without_a_backward_is_told_and_counted(make_engine, lines, stage
     assert engine.global_steps == 4
     assert engine.lr_scheduler.last_batch_iteration == schedule + 2
     assert torch.equal(engine.module.weight, before)
+
+
+# ---- inputs of another dtype ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("key", "remedy"), [("bf16", "x.to(torch.bfloat16)"), ("fp16", '"fp16": {"auto_cast": true}')])
+def test_an_input_of_another_dtype_gets_a_hint(make_engine, key, remedy):
+    engine = make_engine(Net(), **{key: {"enabled": True}})
+    with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
+        engine(torch.randn(2, 4))
+    assert remedy in str(caught.value)
+    assert f"the config's {key}" in str(caught.value)
+
+
+def test_other_errors_of_a_forward_stay_as_they_are(make_engine):
+    engine = make_engine(nn.Linear(4, 1), bf16={"enabled": True})
+    with pytest.raises(RuntimeError) as caught:
+        engine(torch.randn(2, 7, dtype=torch.bfloat16))
+    assert "config" not in str(caught.value)

@@ -1,0 +1,59 @@
+"""The one line that `initialize` prints: what trains, where, and by which kernels."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed import comm
+from deepspeed._version import __version__
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops import registry
+from deepspeed.precision import Autocast, Precision
+
+if TYPE_CHECKING:
+    from deepspeed.engine.engine import DeepSpeedEngine
+
+
+def start_line(engine: "DeepSpeedEngine") -> str:
+    """Ranks, device, backend, ZeRO stage, dtype, number of parameters, and the optimizer with its kernel.
+
+    Nothing is compiled or loaded for it: an extension's kernel is named as the one that the first step will load.
+    """
+    num_ranks = comm.get_world_size()
+    facts = [
+        f"{num_ranks} rank{'s' if num_ranks > 1 else ''}",
+        f"device {get_accelerator().device_name()}",
+        f"backend {torch.distributed.get_backend()}",
+        f"ZeRO stage {engine.sharding.stage}",
+        _dtype(engine.precision),
+        _parameters(engine),
+        _optimizer(engine),
+    ]
+    return f"deepspeed {__version__}: {', '.join(facts)}"
+
+
+def _dtype(precision: Precision) -> str:
+    if isinstance(precision, Autocast):
+        return f"fp32 with autocast to {str(precision.dtype).removeprefix('torch.')}"
+    return precision.name
+
+
+def _parameters(engine: "DeepSpeedEngine") -> str:
+    parameters = list(engine.module.parameters())
+    numel = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return f"{numel:,} parameters" + (f" ({trained:,} trained)" if trained != numel else "")
+
+
+def _optimizer(engine: "DeepSpeedEngine") -> str:
+    optimizer = engine.basic_optimizer
+    if optimizer is None:
+        return "no optimizer"
+    name = type(optimizer).__name__
+    op = getattr(optimizer, "kernel_op", None)
+    if op is None:
+        return name
+    builder = registry.resolve(op).builder
+    if builder is None:
+        return f"{name} on torch's operators"
+    return f"{name} by the kernel {op} of {type(builder).__module__.partition('.')[0]}"
