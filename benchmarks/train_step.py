@@ -1,6 +1,6 @@
 """One training step beside its peers: ms, ratio to DDP and to the no-exchange floor, bytes per rank.
 
-    python benchmarks/train_step.py --models 3m 25m --dtypes fp32 bf16 --json out.json
+    python benchmarks/train_step.py --models 3m 25m --dtypes fp32 bf16 --json out.json --plot step.png
     python benchmarks/train_step.py --offload
 
 `--offload` sets variants with `offload_optimizer` beside FSDP2's `CPUOffloadPolicy`. On ranks that are the host itself
@@ -8,10 +8,10 @@ neither copies anything; `-apart` has a separate host memory, to and from which 
 
 How it measures: all variants live in the same ranks and take turns, `--steps-per-round` steps each, so that a noisy
 machine disturbs them alike; each round has another order, so that none always follows the same one, whose caches and
-freed memory it would find; a ratio is taken within each round, and the median of the rounds is printed
-with the least and the greatest. One core and one thread per rank. Memory is measured apart, in fresh ranks for each
-variant: *state* counts tensors after backward and before the optimizer's step, when parameters, gradients and
-optimizer states all exist; *peak* is the highest resident set during steps, beyond the resident set before the model.
+freed memory it would find. Printed is the median of the rounds, with the least and the greatest; a ratio is one printed
+median over another. One core and one thread per rank. Memory is measured separately, in fresh ranks for each variant:
+*state* counts tensors after backward and before the optimizer's step, when parameters, gradients and optimizer states
+all exist; *peak* is the highest resident set during steps, beyond the resident set before the model.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
         row["ms"] = _summary(times[name])
         for peer in arguments.peers:
             if peer in names:
-                row[f"to_{peer}"] = _summary([a / b for a, b in zip(times[name], times[peer], strict=True)])
+                row[f"to_{peer}"] = row["ms"]["median"] / statistics.median(times[peer])
         row["formula_bytes"] = formula_bytes(name, case.dtype, numel, arguments.ranks)
         if not arguments.no_memory:
             ranks = rank_processes.run(arguments.ranks, measure_memory, case, name)
@@ -133,8 +133,8 @@ def build_markdown(rows: list[Row], peers: list[str]) -> str:
 
 
 def _cells(row: Row, peers: list[str]) -> list[str]:
-    cells = [row["variant"], _spread(row["ms"], 0)]
-    cells += [_spread(row.get(f"to_{peer}"), 2) for peer in peers]
+    cells = [row["variant"], _spread(row["ms"])]
+    cells += [f"{row[f'to_{peer}']:.2f}" if f"to_{peer}" in row else "" for peer in peers]
     if "state_bytes" not in row:
         return [*cells, "", "", "", ""]
     cells += [f"{row['state_bytes'] / MEBIBYTE:.0f}", f"{row['state_bytes'] / row['formula_bytes']:.2f}"]
@@ -145,10 +145,33 @@ def _summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def _spread(summary: dict[str, float] | None, digits: int) -> str:
-    if summary is None:
-        return ""
-    return f"{summary['median']:.{digits}f} ({summary['min']:.{digits}f} {summary['max']:.{digits}f})"
+def _spread(summary: dict[str, float]) -> str:
+    return f"{summary['median']:.0f} ({summary['min']:.0f} {summary['max']:.0f})"
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Milliseconds per step as bars, one panel for each model and dtype; whiskers are the least and the greatest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = list(dict.fromkeys((row["model"], row["dtype"]) for row in rows))
+    figure, panels = pyplot.subplots(1, len(cases), figsize=(4 * len(cases), 3.2), squeeze=False)
+    for panel, case in zip(panels[0], cases, strict=True):
+        its = [row for row in rows if (row["model"], row["dtype"]) == case]
+        medians = [row["ms"]["median"] for row in its]
+        spread = [
+            [row["ms"]["median"] - row["ms"]["min"] for row in its],
+            [row["ms"]["max"] - row["ms"]["median"] for row in its],
+        ]
+        colors = ["tab:blue" if row["variant"].startswith("stage") else "tab:gray" for row in its]
+        panel.barh([row["variant"] for row in its], medians, xerr=spread, color=colors, ecolor="black", capsize=2)
+        panel.invert_yaxis()
+        panel.set_title(", ".join(case))
+        panel.set_xlabel("ms per step, median")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -162,6 +185,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--no-memory", action="store_true", help="times only")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="draw the times into this PNG file")
     parser.add_argument("--markdown", action="store_true", help="print a markdown table at the end")
     arguments = parser.parse_args()
     arguments.peers = ["fsdp2-z2-offload"] if arguments.offload else ["ddp", "floor"]
@@ -183,6 +207,8 @@ def main() -> None:
             console.print(build_table(case_rows, arguments.peers))
             if arguments.json:  # after each case: an interrupted run keeps what it has
                 arguments.json.write_text(json.dumps(rows, indent=1))
+    if arguments.plot:
+        plot(rows, arguments.plot)
     if arguments.markdown:
         print(build_markdown(rows, arguments.peers))
 
