@@ -6,8 +6,7 @@ Read by `engine/build.py`, which hands the section to the sharding of the stage.
 import sys
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, model_validator
-from typing_extensions import Self
+from pydantic import BeforeValidator
 
 from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, number, quiet, refused, warned
 
@@ -89,10 +88,8 @@ class ZeroConfig(Section):
         support=refused("stage 3 is not yet in this version; use stage 2", off=(0, 1, 2)),
     )
     reduce_bucket_size: Int = key(500_000_000, "Gradients reduced in one exchange, at most.", unit="elements", ge=1)
-    overlap_comm: Flag | None = key(
-        None,
-        "Reduce gradients while backward runs. The documented default is false at stages 0 to 2, true at stage 3; left "
-        "out, the engine overlaps at every stage.",
+    overlap_comm: Flag = key(
+        True, "Reduce gradients while backward runs. DeepSpeed's own default is false at stages 0 to 2."
     )
     contiguous_gradients: Flag = key(
         True, "Copy gradients into one buffer as they are produced.", support=warned("they always are")
@@ -234,12 +231,6 @@ class ZeroConfig(Section):
     def normalize(cls, value: Any) -> Any:
         """`true` is stage 1, `false` is stage 0: the form of the first DeepSpeed."""
         return {"stage": int(value)} if isinstance(value, bool) else value
-
-    @model_validator(mode="after")
-    def _resolve_overlap(self) -> Self:
-        if self.overlap_comm is None:
-            self.__dict__["overlap_comm"] = self.stage == 3  # not by setattr: the user did not write it
-        return self
 
     @property
     def gather_fp16_weights_on_model_save(self) -> bool:

@@ -307,7 +307,7 @@ def _create_sharding(
         accumulation_dtype=torch_dtype(accumulation) if accumulation is not None else None,
         wire_dtype=torch_dtype(wire) if wire is not None else None,
         bucket_numel=zero.reduce_bucket_size,
-        overlap=bool(zero.overlap_comm) or "overlap_comm" not in zero.model_fields_set,
+        overlap=zero.overlap_comm,
         predivide_factor=_predivide_factor(config),
         allows_unused=zero.ignore_unused_parameters,
         placement=placement if optimizer is not None else Placement(),

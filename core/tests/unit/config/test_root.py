@@ -58,7 +58,7 @@ def test_documented_defaults():
     zero = config.zero_optimization
     assert (zero.stage, zero.reduce_bucket_size, zero.allgather_bucket_size) == (0, 500_000_000, 500_000_000)
     assert (zero.contiguous_gradients, zero.reduce_scatter, zero.allgather_partitions) == (True, True, True)
-    assert (zero.overlap_comm, zero.round_robin_gradients, zero.ignore_unused_parameters) == (False, False, True)
+    assert (zero.round_robin_gradients, zero.ignore_unused_parameters) == (False, True)
     assert (zero.offload_optimizer, zero.offload_param, zero.sub_group_size) == (None, None, 1_000_000_000)
     fp16 = config.fp16
     assert (fp16.enabled, fp16.loss_scale, fp16.initial_scale_power, fp16.loss_scale_window) == (False, 0, 16, 1000)
@@ -69,7 +69,12 @@ def test_documented_defaults():
     assert config.data_types.grad_accum_dtype is None
     assert config.torch_autocast.lower_precision_safe_modules[0] == "torch.nn.Linear"
     assert config.checkpoint.tag_validation == "Warn"
-    assert parse(zero_optimization={"stage": 3}).zero_optimization.overlap_comm is True
+
+
+def test_overlap_comm_has_one_default_at_every_stage():
+    for keys in ({}, {"stage": 2}, {"stage": 3}, {"overlap_comm": None}, {"overlap_comm": "auto"}):
+        assert parse(zero_optimization=keys).zero_optimization.overlap_comm is True
+    assert parse(zero_optimization={"overlap_comm": False}).zero_optimization.overlap_comm is False
 
 
 def test_two_configs_share_no_mutable_default():
