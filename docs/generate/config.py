@@ -26,8 +26,9 @@ _HEAD = """# Config keys
   (train = micro x steps x ranks); the train size or the micro size alone gives all, with one step.
 - `"auto"` is Hugging Face's placeholder, which its Trainer or Accelerate fills; where it is left, the default holds.
   `null` means "not said" for every key.
-- An unknown key is ignored with one warning. A wrong type or value is an error that names the key, what was found and
-  what is allowed.
+- An unknown key inside a section is an error that names the nearest key, or the allowed ones. At the top level, where
+  other libraries keep keys of their own, it is ignored with one warning; `DS_CONFIG_STRICT=1` makes that an error too.
+- A wrong type or value is an error that names the key, what was found and what is allowed.
 - Numbers are not written in quotes; `5e8` is an integer.
 
 The last column says what this version does with a key: **yes**, it acts on it; **no effect**, it tunes something that

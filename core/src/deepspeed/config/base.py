@@ -133,7 +133,10 @@ Free = dict[str, Any]
 class Section(BaseModel):
     """One object of the JSON. Attributes are the keys; `model_fields_set` holds those that the user wrote."""
 
-    model_config = ConfigDict(populate_by_name=True, extra="ignore", protected_namespaces=(), validate_assignment=False)
+    model_config = ConfigDict(populate_by_name=True, extra="forbid", protected_namespaces=(), validate_assignment=False)
+
+    tolerates_unknown: ClassVar[bool] = False
+    """Whether an unknown key is a warning. Only the root's: other libraries keep keys there."""
 
     moved: ClassVar[dict[str, tuple[str, str]]] = {}
     """Deprecated key -> (dotted key of this section that replaces it, rule of `intake.MOVES` for the value)."""

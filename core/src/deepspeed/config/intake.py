@@ -3,7 +3,6 @@
 Called by `root.DeepSpeedConfig` and `Section.from_dict` before pydantic sees anything; never changes the user's dict.
 """
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -11,6 +10,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from deepspeed.config.base import AUTO, Section, default_of
+from deepspeed.config.unknown import unknown_key
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 
@@ -42,7 +42,7 @@ def take_in(model: type[Section], data: Any, path: str = "") -> Intake:
         where = f"{path}.{written}" if path else str(written)
         name = names.get(written)
         if name is None:
-            _warn_unknown(written, path, names)
+            unknown_key(written, path, names, tolerated=model.tolerates_unknown)
         elif name in intake.values and intake.values[name] != value:
             raise ConfigError(f"{where}: is given twice under two spellings, with different values; keep one")
         else:
@@ -125,14 +125,3 @@ def _put(result: dict[Any, Any], names: list[str], value: Any, old: str) -> None
         raise ConfigError(f"{old}: found {value!r}, but its replacement {'.'.join(names)} says {result[names[-1]]!r}; "
                           "keep the new key only")  # fmt: skip
     result[names[-1]] = value
-
-
-def _warn_unknown(written: str, path: str, known: Mapping[str, str]) -> None:
-    where = f"{path}.{written}" if path else written
-    head, _, rest = written.partition(".")
-    if rest and head in known:
-        warn_once(f'{where}: unknown config key, ignored; a dot does not nest: write "{head}": {{"{rest}": ...}}')
-        return
-    near = difflib.get_close_matches(written, known, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
-    warn_once(f"{where}: unknown config key, ignored{hint}")

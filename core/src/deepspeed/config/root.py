@@ -173,6 +173,7 @@ class DeepSpeedConfig(Section):
     elasticity: ElasticityConfig = key(ElasticityConfig, "Elastic batch sizes.")
     autotuning: AutotuningConfig = key(AutotuningConfig, "Autotuning.")
 
+    tolerates_unknown: ClassVar[bool] = True
     moved: ClassVar[dict[str, tuple[str, str]]] = {
         "bfloat16": ("bf16", "same"),
         "pld": ("progressive_layer_drop", "same"),

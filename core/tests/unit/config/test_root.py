@@ -165,15 +165,62 @@ def test_numbers_as_people_write_them():
     assert parse(fp16={"enabled": 1}).fp16.enabled is True
 
 
-def test_unknown_keys_are_named_once(said):
+def test_an_unknown_top_level_key_warns_once(said):
+    """Libraries keep keys of their own at the top level (Accelerate: msamp; TRL: dotted ones)."""
     for _ in range(2):
-        parse(train_batchsize=4, zero_optimization={"stagee": 2}, msamp={"enabled": True})
-    lines = said()
-    assert lines == [
+        parse(train_batchsize=4, msamp={"enabled": True}, own_key=1)
+    assert said() == [
         "train_batchsize: unknown config key, ignored; did you mean 'train_batch_size'?",
-        "zero_optimization.stagee: unknown config key, ignored; did you mean 'stage'?",
         "msamp: unknown config key, ignored; did you mean 'amp'?",
+        "own_key: unknown config key, ignored",
     ]
+
+
+UNKNOWN = [
+    ({"bf16": {"enable": True}}, "bf16.enable: found an unknown key; did you mean 'enabled'?"),
+    ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge: found an unknown key; did you mean 'stage'?"),
+    ({"zero_optimization": {"STAGE": 2}}, "zero_optimization.STAGE: found an unknown key; did you mean 'stage'?"),
+    (
+        {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
+        "zero_optimization.offload_optimizer.devise: found an unknown key; did you mean 'device'?",
+    ),
+    (
+        {"optimizer": {"type": "Adam", "lr": 1e-3}},
+        "optimizer.lr: found an unknown key; allowed: legacy_fusion, params, type",
+    ),
+    ({"comet": {"api_kye": "secret"}}, "comet.api_kye: found an unknown key; did you mean 'api_key'?"),
+    ({"data_types": {"a\nb": 1}}, "data_types.'a\\nb': found an unknown key; allowed: grad_accum_dtype"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), UNKNOWN)
+def test_an_unknown_key_in_a_section_is_an_error(keys, message):
+    with pytest.raises(ConfigError) as caught:
+        parse(**keys)
+    assert str(caught.value) == message
+
+
+def test_strict_makes_unknown_top_level_keys_errors(monkeypatch, said):
+    monkeypatch.setenv("DS_CONFIG_STRICT", "1")
+    with pytest.raises(ConfigError, match=r"^train_batchsize: found an unknown key; did you mean 'train_batch_size'\?$"):
+        parse(train_batchsize=4)
+    with pytest.raises(ConfigError, match=r"^zero_optimization\.stage: found an unknown key; a dot does not nest"):
+        parse(**{"zero_optimization.stage": 2})
+    with pytest.raises(ConfigError, match=r"^own: found an unknown key; DS_CONFIG_STRICT=1 refuses it; remove the key"):
+        parse(own=1)
+    monkeypatch.setenv("DS_CONFIG_STRICT", "yes")
+    with pytest.raises(ConfigError, match="DS_CONFIG_STRICT: found 'yes'; allowed: 0 or 1"):
+        parse(own=1)
+    monkeypatch.setenv("DS_CONFIG_STRICT", "0")
+    parse(own=1)
+    assert said() == ["own: unknown config key, ignored"]
+
+
+def test_a_section_made_of_arguments_has_no_unknown_ones():
+    with pytest.raises(ValueError, match="stge"):
+        ZeroConfig(stge=2)
+    with pytest.raises(ValueError, match="devise"):
+        ZeroConfig(stage=2, offload_optimizer={"devise": "cpu"})
 
 
 def test_a_dotted_key_is_no_nesting(said):
