@@ -22,7 +22,7 @@ class ParallelWriteConfig(Section):
     """`checkpoint.parallel_write`."""
 
     pipeline_stage: Flag = key(
-        False, "Let pipeline stages write at the same time.", support=warned("it concerns pipelines only")
+        False, "Let pipeline stages write at the same time.", support=quiet("it concerns pipelines only")
     )
 
 
@@ -48,7 +48,7 @@ class CheckpointConfig(Section):
     store: StoreConfig = key(StoreConfig, "What writes and reads the files.")
     parallel_write: ParallelWriteConfig = key(ParallelWriteConfig, "Writing at the same time.")
     checkpoint_serialization: Flag = key(
-        True, "torch.save's zip format.", support=warned("the zip format is always used")
+        True, "torch.save's zip format.", support=quiet("the zip format is always used")
     )
     writer: Free | None = key(None, "A faster writer: type, io_buffer_size, ...", support=warned("torch.save writes"))
 

@@ -3,7 +3,7 @@
 Read by `engine/build.py`.
 """
 
-from deepspeed.config.base import Flag, Free, Section, Text, key, quiet, refused, warned
+from deepspeed.config.base import Flag, Free, Section, Text, key, quiet, refused
 
 _NOT_HERE = ("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")
 
@@ -16,7 +16,7 @@ class OptimizerConfig(Section):
         "Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, or any class of torch.optim. Not yet: 1-bit and mu-optimizers.",
     )
     params: Free = key(dict, "Arguments of the optimizer: lr, betas, eps, weight_decay, ...")
-    legacy_fusion: Flag = key(False, "The first fused implementation.", support=warned("there is one implementation"))
+    legacy_fusion: Flag = key(False, "The first fused implementation.", support=quiet("there is one implementation"))
 
     def refusal(self) -> str | None:
         """Why this version cannot train with the optimizer; None when nothing is known against it."""

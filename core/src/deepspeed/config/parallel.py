@@ -4,7 +4,7 @@ Nothing here is acted on yet but the pipeline section, which only a PipelineModu
 mistake is named and a request is refused, never ignored.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from deepspeed.config.base import AUTO, Flag, Free, Int, Section, key, quiet, refused, warned
 
@@ -31,6 +31,11 @@ class TensorParallelConfig(Section):
         None, "Degree and groups, in the older form.", support=refused("tensor parallelism is not in this version")
     )
     tp_grain_size: Int = key(1, "Shards are multiples of this.", unit="elements", ge=1, support=_TP)
+    dtype: Any = key(None, "Type of the partitioned weights.", support=_TP)
+    injection_policy_tuple: Any = key(None, "Partition rules in the form of init_inference.", support=_TP)
+    keep_module_on_host: Flag = key(False, "Partition in host memory.", support=_TP)
+
+    moved: ClassVar[dict[str, tuple[str, str]]] = {"tp": ("tensor_parallel", "same")}
 
 
 class ExpertParallelConfig(Section):
@@ -49,6 +54,7 @@ class ExpertParallelConfig(Section):
     score_func: str = key(AUTO, "softmax, sigmoid or auto.", support=_OFF)
     score_apply: str = key(AUTO, "pre, post or auto.", support=_OFF)
     combine_impl: str = key(AUTO, "How outputs are combined.", support=_OFF)
+    comm_backend: str | None = key(None, "Library of the all-to-all.", support=_OFF)
     route_norm: Flag | None = key(None, "Normalize the top scores.", support=_OFF)
     route_scale: float = key(1.0, "Factor on the scores.", support=_OFF)
     top_k: Any = key(AUTO, "Experts per token.", support=_OFF)
@@ -112,3 +118,4 @@ class CompileConfig(Section):
     keep_all_input_tensors: Flag = key(False, "DeepCompile.", support=_OFF)
     enabled: Flag = key(False, "Deprecated.", support=warned("call engine.compile()"))
     backend: str = key("inductor", "Deprecated.", support=warned("call engine.compile(backend=...)"))
+    kwargs: Free = key(dict, "Deprecated.", support=warned("call engine.compile(compile_kwargs=...)"))

@@ -19,6 +19,7 @@ _SPELLINGS = {
     "bf16": ("bf16", "bfloat16", "bfp16"),
 }
 _TORCH_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_APEX = quiet("apex only")
 _AUTOCAST_MODULES = ["torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"]
 
 
@@ -83,7 +84,7 @@ class BF16Config(Section):
     immediate_grad_update: Flag = key(
         True,
         "Add a gradient to the accumulation buffer as soon as it exists.",
-        support=warned("gradients are always added at once"),
+        support=quiet("gradients are always added at once"),
     )
     bf16_master_weights_and_grads: Flag = key(
         False, "Keep masters in bf16.", support=refused("masters are fp32 in this version")
@@ -106,10 +107,20 @@ class TorchAutocastConfig(Section):
 
 
 class AmpConfig(Section):
-    """`amp`: NVIDIA apex. Further keys go to apex.amp.initialize."""
+    """`amp`: NVIDIA apex. All keys are arguments of apex.amp.initialize."""
 
     enabled: Flag = key(False, "Train with apex.", support=refused("apex is not supported; use bf16 or torch_autocast"))
-    opt_level: str = key("O1", "apex optimization level.", support=quiet("apex only"))
+    opt_level: str = key("O1", "apex optimization level.", support=_APEX)
+    cast_model_type: Any = key(None, "Type of the model's weights.", support=_APEX)
+    patch_torch_functions: Flag | None = key(None, "Patch torch's functions.", support=_APEX)
+    keep_batchnorm_fp32: Any = key(None, "Keep batch norms in fp32.", support=_APEX)
+    master_weights: Flag | None = key(None, "Keep fp32 master weights.", support=_APEX)
+    loss_scale: Any = key(None, 'A number, or "dynamic".', support=_APEX)
+    cast_model_outputs: Any = key(None, "Type of the model's outputs.", support=_APEX)
+    num_losses: Int = key(1, "Losses with a scale of their own.", ge=1, support=_APEX)
+    verbosity: Int = key(1, "0: no output of apex.", support=_APEX)
+    min_loss_scale: Float | None = key(None, "Lower bound of the dynamic scale.", support=_APEX)
+    max_loss_scale: Float = key(2.0**24, "Upper bound of the dynamic scale.", support=_APEX)
 
 
 class DataTypesConfig(Section):

@@ -116,7 +116,7 @@ class DeepSpeedConfig(Section):
     seq_parallel_communication_data_type: DType = key(
         "fp32", "Type of sequence-parallel reductions.", support=quiet("sequence parallelism only")
     )
-    disable_allgather: Flag = key(False, "Deprecated.", support=warned("the backend chooses"))
+    disable_allgather: Flag = key(False, "Deprecated.", support=quiet("the backend chooses"))
 
     steps_per_print: Steps = key(10, "Print progress every so many updates; infinity: never.", unit="steps")
     wall_clock_breakdown: Flag = key(False, "Time forward, backward and step; a table every steps_per_print.")
@@ -158,6 +158,7 @@ class DeepSpeedConfig(Section):
         False, "Order of expert groups.", support=refused("expert groups are not in this version")
     )
     hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "Training and generation in one loop.")
+    vocabulary_size: Int | None = key(None, "Rows of the embedding.", support=quiet("nothing pads it"))
     inference: Free = key(dict, "Read by init_inference and by Accelerate.", support=quiet("inference only"))
     compile: CompileConfig = key(CompileConfig, "DeepCompile.")
     aio: AioConfig = key(AioConfig, "Asynchronous input and output.")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, number, quiet, refused, warned
+from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, number, quiet, refused
 
 _STAGE3 = quiet("stage 3 only")
 _NVME = quiet("offload to nvme only")
@@ -92,35 +92,35 @@ class ZeroConfig(Section):
         True, "Reduce gradients while backward runs. DeepSpeed's own default is false at stages 0 to 2."
     )
     contiguous_gradients: Flag = key(
-        True, "Copy gradients into one buffer as they are produced.", support=warned("they always are")
+        True, "Copy gradients into one buffer as they are produced.", support=quiet("they always are")
     )
     reduce_scatter: Flag = key(
-        True, "Reduce to the owner of a shard, not to every rank.", support=warned("the backend chooses the exchange")
+        True, "Reduce to the owner of a shard, not to every rank.", support=quiet("the backend chooses the exchange")
     )
     ignore_unused_parameters: Flag = key(True, "Accept parameters that got no gradient; false: raise and name them.")
     offload_optimizer: OffloadOptimizerConfig | None = key(None, "Keep and update optimizer states elsewhere.")
     offload_param: OffloadParamConfig | None = key(None, "Keep parameters elsewhere (stage 3).")
 
     allgather_partitions: Flag = key(
-        True, "Collect updated parameters by all-gather; false: by broadcasts.", support=warned("the backend chooses")
+        True, "Collect updated parameters by all-gather; false: by broadcasts.", support=quiet("the backend chooses")
     )
     allgather_bucket_size: Int = key(
         500_000_000,
         "Elements gathered in one exchange, at most.",
         unit="elements",
         ge=1,
-        support=warned("buckets have the size of reduce_bucket_size"),
+        support=quiet("buckets have the size of reduce_bucket_size"),
     )
     use_multi_rank_bucket_allreduce: Flag = key(
-        True, "Reduce a bucket for several owners in one exchange.", support=warned("the backend chooses")
+        True, "Reduce a bucket for several owners in one exchange.", support=quiet("the backend chooses")
     )
     round_robin_gradients: Flag = key(
         False,
         "Spread gradient copies to the host over the ranks.",
-        support=warned("each rank copies its own part while backward runs"),
+        support=quiet("each rank copies its own part while backward runs"),
     )
     compute_grad_norm: Flag = key(
-        True, "Compute the global gradient norm in each step.", support=warned("the norm is always computed")
+        True, "Compute the global gradient norm in each step.", support=quiet("the norm is always computed")
     )
     parameter_alignment: Flag = key(
         False,
@@ -137,8 +137,8 @@ class ZeroConfig(Section):
         "Deprecated: checkpoints that load at another world size.",
         support=refused("use a universal checkpoint"),
     )
-    legacy_stage1: Flag = key(False, "The first implementation of stage 1.", support=warned("there is one stage 1"))
-    grad_hooks: Flag = key(True, "Deprecated: reduce from gradient hooks.", support=warned("hooks are always used"))
+    legacy_stage1: Flag = key(False, "The first implementation of stage 1.", support=quiet("there is one stage 1"))
+    grad_hooks: Flag = key(True, "Deprecated: reduce from gradient hooks.", support=quiet("hooks are always used"))
     zenflow: Free | None = key(None, "ZenFlow.", support=refused("ZenFlow is not in this version"))
     save_muon_momentum_buffer_in_memory: Flag = key(False, "Keep Muon's momentum out of NVMe.", support=_NVME)
     enable_sanity_checks: Flag = key(False, "Extra checks of stage 3's state.", support=_STAGE3)

@@ -202,7 +202,9 @@ def test_an_unknown_key_in_a_section_is_an_error(keys, message):
 
 def test_strict_makes_unknown_top_level_keys_errors(monkeypatch, said):
     monkeypatch.setenv("DS_CONFIG_STRICT", "1")
-    with pytest.raises(ConfigError, match=r"^train_batchsize: found an unknown key; did you mean 'train_batch_size'\?$"):
+    with pytest.raises(
+        ConfigError, match=r"^train_batchsize: found an unknown key; did you mean 'train_batch_size'\?$"
+    ):
         parse(train_batchsize=4)
     with pytest.raises(ConfigError, match=r"^zero_optimization\.stage: found an unknown key; a dot does not nest"):
         parse(**{"zero_optimization.stage": 2})
