@@ -118,6 +118,12 @@ def number(value: Any) -> Any:
     return value
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(number(value), float) and math.isinf(value):
+        raise ValueError("not a finite number")
+    return value
+
+
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -125,6 +131,7 @@ def _one_or_many(value: Any) -> Any:
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Int = Annotated[int, BeforeValidator(number)]
 Float = Annotated[float, BeforeValidator(number)]
+Finite = Annotated[float, BeforeValidator(_finite), Says("a finite number")]
 Text = Annotated[str, Field(strict=True)]
 Texts = Annotated[list[str], BeforeValidator(_one_or_many)]
 Free = dict[str, Any]
@@ -152,8 +159,10 @@ class Section(BaseModel):
 
         path: dotted key of the section, for messages. Raises ConfigError.
         """
+        from deepspeed.config.bounds import check_bounds
         from deepspeed.config.intake import take_in
         from deepspeed.config.wording import validated
 
+        check_bounds(value, path)
         intake = take_in(cls, value, path)
         return validated(path, cls, lambda: cls.model_validate(intake.values))

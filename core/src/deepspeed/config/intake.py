@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from deepspeed.config.base import AUTO, Section, default_of
+from deepspeed.config.bounds import brief, shown_key
 from deepspeed.config.unknown import unknown_key
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
@@ -34,12 +35,12 @@ def take_in(model: type[Section], data: Any, path: str = "") -> Intake:
     """Prepare `data`, the user's value for a section of type `model` at dotted key `path`. Raises ConfigError."""
     data = model.normalize(data)
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path or 'config'}: found {data!r}; allowed: an object, as in {{...}}")
+        raise ConfigError(f"{path or 'config'}: found {brief(data)}; allowed: an object, as in {{...}}")
     data = _moved(model, data, path)
     names = json_keys(model)
     intake = Intake()
     for written, value in data.items():
-        where = f"{path}.{written}" if path else str(written)
+        where = f"{path}.{shown_key(written)}" if path else shown_key(written)
         name = names.get(written)
         if name is None:
             unknown_key(written, path, names, tolerated=model.tolerates_unknown)
@@ -75,7 +76,7 @@ def auto_keys(value: Any, where: str) -> Iterator[str]:
     """Dotted keys under a free dict, for example `optimizer.params`, which still say "auto"."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from auto_keys(inner, f"{where}.{name}")
+            yield from auto_keys(inner, f"{where}.{shown_key(name)}")
     elif isinstance(value, str) and value == AUTO:
         yield where
 
@@ -102,9 +103,6 @@ def _means_auto(info: FieldInfo) -> bool:
 
 def _moved(model: type[Section], data: Mapping[Any, Any], path: str) -> dict[Any, Any]:
     """A copy of `data` in which deprecated keys stand under their new names; each is reported once."""
-    for written in data:
-        if not isinstance(written, str):
-            raise ConfigError(f"{path or 'config'}: the key {written!r} is not text; put it in double quotes")
     result = {written: value for written, value in data.items() if written not in model.moved}
     for old in (written for written in data if written in model.moved):
         new, rule = model.moved[old]
@@ -118,10 +116,13 @@ def _moved(model: type[Section], data: Mapping[Any, Any], path: str) -> dict[Any
 
 def _put(result: dict[Any, Any], names: list[str], value: Any, old: str) -> None:
     for name in names[:-1]:
-        inner = result.get(name)
-        result[name] = dict(inner) if isinstance(inner, Mapping) else {}
+        inner = result.get(name) or {}
+        if not isinstance(inner, Mapping):
+            return  # the replacement is refused where it stands
+        result[name] = dict(inner)
         result = result[name]
-    if names[-1] in result and result[names[-1]] != value:
-        raise ConfigError(f"{old}: found {value!r}, but its replacement {'.'.join(names)} says {result[names[-1]]!r}; "
+    present = result.get(names[-1], value)
+    if present != value:
+        raise ConfigError(f"{old}: found {brief(value)}, but its replacement {'.'.join(names)} says {brief(present)}; "
                           "keep the new key only")  # fmt: skip
     result[names[-1]] = value

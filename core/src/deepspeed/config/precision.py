@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
 
-from deepspeed.config.base import Flag, Float, Int, Says, Section, Texts, key, quiet, refused, warned
+from deepspeed.config.base import Finite, Flag, Float, Int, Says, Section, Texts, key, quiet, refused, warned
 
 if TYPE_CHECKING:
     import torch
@@ -63,12 +63,12 @@ class FP16Config(Section):
 
     enabled: Flag = key(False, "Train in fp16. Excludes bf16, amp and torch_autocast.")
     auto_cast: Flag = key(False, "Cast floating-point inputs of the model to fp16.")
-    loss_scale: Float = key(0.0, "Fixed loss scale; 0: dynamic.", ge=0)
-    initial_scale_power: Int = key(16, "The dynamic scale begins at 2 to this power.", unit="log2", ge=0)
+    loss_scale: Finite = key(0.0, "Fixed loss scale; 0: dynamic.", ge=0)
+    initial_scale_power: Int = key(16, "The dynamic scale begins at 2 to this power.", unit="log2", ge=0, le=127)
     loss_scale_window: Int = key(1000, "Steps without overflow before the scale doubles.", unit="steps", ge=1)
     hysteresis: Int = key(2, "Overflows that are borne before the scale halves.", unit="steps", ge=1)
     consecutive_hysteresis: Flag = key(False, "Count anew after each step without overflow.")
-    min_loss_scale: Float = key(1.0, "The dynamic scale never falls below this.", ge=0)
+    min_loss_scale: Finite = key(1.0, "The dynamic scale never falls below this.", ge=0)
     fp16_master_weights_and_grads: Flag = key(
         False,
         "Keep masters in fp16 (offloaded optimizers).",

@@ -10,21 +10,30 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed.config.bounds import MAX_CHARACTERS, MAX_DIGITS, brief, check_bounds, cut, too_deep
 from deepspeed.errors import ConfigError
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
-class _DuplicateKeyError(ConfigError):
-    """Ends the parse at once: hjson must not be asked for a second opinion on a key that stands there twice."""
+class _RefusedError(ConfigError):
+    """Ends the parse at once: text that JSON can parse and this module refuses is not tried as hjson."""
 
 
 def read_config(source: ConfigSource) -> dict[str, Any]:
     """Return the config as a dict. A dict is returned as it is, the same object.
 
     source: a dict; a path to a JSON or hjson file; the text itself (it begins with a brace); or its base64 encoding,
-        standard or url-safe, with or without padding. Raises ConfigError.
+        standard or url-safe, with or without padding. Of at most 2**20 characters, 64 levels and 20,000 values.
+
+    Raises ConfigError.
     """
+    value = _read(source)
+    check_bounds(value)
+    return value
+
+
+def _read(source: ConfigSource) -> dict[str, Any]:
     if isinstance(source, dict):
         return source
     if isinstance(source, Mapping):
@@ -37,20 +46,22 @@ def read_config(source: ConfigSource) -> dict[str, Any]:
         if os.path.exists(source):
             return _read_file(source)
         return _read_base64(source)
-    raise ConfigError(f"config: found {type(source).__name__} {source!r}; give a dict, a path, JSON text or its base64")
+    raise ConfigError(
+        f"config: found {type(source).__name__} {brief(source)}; give a dict, a path, JSON text or its base64"
+    )
 
 
 def _read_file(path: str) -> dict[str, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: cannot read the file {path!r}: {error}") from None
-    return _parse(text, f"the file {path!r}")
+        with open(path, encoding="utf-8-sig") as file:  # editors on Windows begin a file with a byte order mark
+            text = file.read(MAX_CHARACTERS + 1)
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null byte in the path
+        raise ConfigError(f"config: cannot read the file {brief(path)}: {error}") from None
+    return _parse(text, f"the file {brief(path)}")
 
 
 def _read_base64(text: str) -> dict[str, Any]:
-    shown = text if len(text) <= 80 else f"{text[:77]}..."
+    shown = cut(text, 80)
     body = "".join(text.split()).rstrip("=").replace("-", "+").replace("_", "/")
     try:
         decoded = base64.b64decode(body + "=" * (-len(body) % 4), validate=True).decode("utf-8")
@@ -63,32 +74,51 @@ def _read_base64(text: str) -> dict[str, Any]:
 
 
 def _parse(text: str, what: str) -> dict[str, Any]:
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"config: {what} has more than {MAX_CHARACTERS} characters; a config has at most as many")
     try:
-        value = json.loads(text, object_pairs_hook=_refuse_duplicates)
-    except json.JSONDecodeError as error:
-        value = _parse_hjson(text, what, error)
-    except _DuplicateKeyError as error:
+        value = _parse_either(text, what)
+    except _RefusedError as error:
         raise ConfigError(f"config: in {what}, {error}") from None
+    except RecursionError:
+        raise too_deep(f"config: {what}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"config: {what} holds {type(value).__name__} {value!r}; the outermost value must be {{...}}")
+        raise ConfigError(f"config: {what} holds {type(value).__name__} {brief(value)}; "
+                          "the outermost value must be {...}")  # fmt: skip
     return value
+
+
+def _parse_either(text: str, what: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=refuse_duplicates, parse_int=_integer)
+    except json.JSONDecodeError as error:
+        return _parse_hjson(text, what, error)
 
 
 def _parse_hjson(text: str, what: str, json_error: json.JSONDecodeError) -> Any:
     import hjson  # comments and bare keys are rare: plain JSON does not pay for the import
 
     try:
-        return hjson.loads(text, object_pairs_hook=_refuse_duplicates)
-    except hjson.HjsonDecodeError:
+        return hjson.loads(text, object_pairs_hook=refuse_duplicates, parse_int=_integer)
+    except _RefusedError:
+        raise
+    except (ValueError, IndexError):  # hjson's own error is a ValueError; an early end of the text is an IndexError
         raise ConfigError(f"config: {what} is neither JSON nor hjson: {json_error}; correct it there") from None
-    except _DuplicateKeyError as error:
-        raise ConfigError(f"config: in {what}, {error}") from None
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:  # Python refuses to convert thousands of them, with a ValueError
+        raise _RefusedError(f"found an integer of {len(text)} digits; at most {MAX_DIGITS} are allowed")
+    return int(text)
+
+
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The hook of a JSON parser for objects: the dict of `pairs`, or a ConfigError for a key that is there twice."""
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise _DuplicateKeyError(f"the key {name!r} stands twice ({result[name]!r} and {value!r}); keep one")
+            raise _RefusedError(
+                f"the key {brief(name)} stands twice ({brief(result[name])} and {brief(value)}); keep one"
+            )
         result[name] = value
     return result

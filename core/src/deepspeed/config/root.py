@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, PrivateAttr
 
 from deepspeed.config.activation import ActivationCheckpointingConfig
-from deepspeed.config.base import Flag, Float, Free, Int, Says, Section, key, quiet, refused, warned
+from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section, key, quiet, refused, warned
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.config.data import (
@@ -105,7 +105,7 @@ class DeepSpeedConfig(Section):
     prescale_gradients: Flag = key(
         False, "Divide gradients by the number of ranks before the exchange, whatever gradient_predivide_factor says."
     )
-    gradient_predivide_factor: Float = key(
+    gradient_predivide_factor: Finite = key(
         1.0, "Divide by this before the exchange and by the rest after it; 1: all of it before.", gt=0
     )
     sparse_gradients: Flag = key(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.config.base import Section, Support, declared, default_of
+from deepspeed.config.bounds import cut
 from deepspeed.config.data import switched_on
 from deepspeed.config.optim import OptimizerConfig
 from deepspeed.errors import ConfigError
@@ -27,7 +28,7 @@ class Objection:
     def sentence(self) -> str:
         """ "key: found X, but ...; what to do"."""
         remedy = "" if ";" in self.support.note else f"; leave it at {shown(self.default)}"
-        return f"{self.where}: found {shown(self.found)}, but {self.support.note}{remedy}"
+        return f"{self.where}: found {cut(shown(self.found))}, but {self.support.note}{remedy}"
 
 
 def check_supported(root: Section) -> None:
@@ -35,7 +36,7 @@ def check_supported(root: Section) -> None:
     found = list(objections(root))
     for objection in found:
         if objection.support.action == "warned":
-            warn_once(f"{objection.where}: found {shown(objection.found)}, ignored: {objection.support.note}")
+            warn_once(f"{objection.where}: found {cut(shown(objection.found))}, ignored: {objection.support.note}")
     refusals = [objection for objection in found if objection.support.action == "refused"]
     if refusals:
         others = ", ".join(objection.where for objection in refusals[1:])

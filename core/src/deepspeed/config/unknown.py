@@ -8,6 +8,7 @@ import difflib
 import os
 from collections.abc import Collection
 
+from deepspeed.config.bounds import shown_key
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 
@@ -27,12 +28,6 @@ def unknown_key(written: str, path: str, known: Collection[str], *, tolerated: b
         return
     rest = f"{VARIABLE}=1 refuses it; remove the key" if tolerated else f"allowed: {', '.join(sorted(known))}"
     raise ConfigError(f"{where}: found an unknown key; {hint or rest}")
-
-
-def shown_key(written: str) -> str:
-    """The key as one printable word of a message."""
-    shown = written if written.isprintable() else repr(written)
-    return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def _hint(written: str, known: Collection[str]) -> str:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from deepspeed.config.base import AUTO, Says, Section, default_of
+from deepspeed.config.bounds import brief
 from deepspeed.config.intake import json_keys, section_of
 from deepspeed.errors import ConfigError
 
@@ -56,7 +57,7 @@ def _first_complaint(path: str, model: type[Section], error: ValidationError) ->
     if first["type"] == "missing":
         return f"{where}: is missing; write {allowed(info)}"
     hint = "; write it without quotes" if isinstance(first["input"], str) and _takes_number(info) else ""
-    return f"{where}: found {first['input']!r}; allowed: {allowed(info)}{hint}"
+    return f"{where}: found {brief(first['input'])}; allowed: {allowed(info)}{hint}"
 
 
 def _takes_number(info: FieldInfo) -> bool:
@@ -75,7 +76,7 @@ def allowed(info: FieldInfo) -> str:
 def _words(annotation: Any, metadata: Any = ()) -> str:
     said = next((item for item in metadata if isinstance(item, Says)), None)
     if said is not None:
-        return said.text
+        return said.text + _bounds(metadata)
     origin = get_origin(annotation)
     if origin is Annotated:
         base, *rest = get_args(annotation)
