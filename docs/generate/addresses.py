@@ -17,6 +17,17 @@ ALIASES = {
     "utils.tensor_fragment": "zero.fragments",
     "utils.timer": "profiling.timer",
     "utils.zero_to_fp32": "checkpoint.consolidate",
+    "runtime.constants": "config.constants",
+}
+
+# `deepspeed.runtime.config` has the optimizers' names beside its classes.
+_OPTIMIZERS = "adagrad adam adamw lamb lion muon onebit_adam onebit_lamb zero_one_adam muadam muadamw musgd"
+_OPTIMIZER_NAMES = {
+    name: f"config.constants:{name}"
+    for name in (
+        *(f"{word.upper()}_OPTIMIZER" for word in _OPTIMIZERS.split()),
+        *("DEEPSPEED_OPTIMIZERS", "TORCH_ADAM_PARAM", "ADAM_W_MODE", "ADAM_W_MODE_DEFAULT"),
+    )
 }
 
 # Old module -> its names, from several new modules or under another name: old name -> "new.module:name".
@@ -35,6 +46,7 @@ COLLECTIONS = {
     "runtime.config": {
         "DeepSpeedConfig": "config.root:DeepSpeedConfig",
         "DeepSpeedConfigError": "errors:ConfigError",
+        **_OPTIMIZER_NAMES,
     },
     "runtime.utils": {
         "clip_grad_norm_": "optim.norm:clip_grad_norm_",
@@ -48,13 +60,31 @@ COLLECTIONS = {
     },
     "runtime.zero.config": {
         "DeepSpeedZeroConfig": "config.zero:ZeroConfig",
+        "ZERO_OPTIMIZATION": "config.constants:ZERO_OPTIMIZATION",
+        "ZeroStageEnum": "config.enums:ZeroStageEnum",
+        "get_zero_config": "config.lookup:get_zero_config",
     },
     "runtime.zero.offload_config": {
         "DeepSpeedZeroOffloadOptimizerConfig": "config.zero:OffloadOptimizerConfig",
         "DeepSpeedZeroOffloadParamConfig": "config.zero:OffloadParamConfig",
+        "OffloadDeviceEnum": "config.enums:OffloadDeviceEnum",
+        "OffloadStateTypeEnum": "config.enums:OffloadStateTypeEnum",
     },
     "runtime.zero.stage_1_and_2": {
         "DeepSpeedZeroOptimizer": "zero.optimizer:ZeroOptimizer",
+    },
+    "runtime.config_utils": {
+        "DeepSpeedConfigModel": "config.base:Section",
+        "dict_raise_error_on_duplicate_keys": "config.read:refuse_duplicates",
+        "get_dict_param": "config.lookup:get_dict_param",
+        "get_list_param": "config.lookup:get_list_param",
+        "get_scalar_param": "config.lookup:get_scalar_param",
+    },
+    "runtime.precision_config": {
+        "DeepSpeedBF16Config": "config.precision:BF16Config",
+        "DeepSpeedFP16Config": "config.precision:FP16Config",
+        "get_bfloat16_config": "config.lookup:get_bfloat16_config",
+        "get_float16_config": "config.lookup:get_float16_config",
     },
 }
 

@@ -113,7 +113,11 @@ def _alias(old: str, new: str) -> str:
 
 
 def _collection(names: dict[str, str]) -> str:
-    return _COLLECTION.format(by=_BY, imports="\n".join(_imports(names)), names=_block(f'"{n}"' for n in sorted(names)))
+    return _COLLECTION.format(
+        by=_BY,
+        imports="\n".join(_imports(names)),
+        names=_block(f'"{n}"' for n in sorted(names, key=lambda n: (_kind(n), n))),
+    )
 
 
 def _package(package: str, modules: set[str], names: dict[str, str]) -> str:
@@ -128,6 +132,11 @@ def _package(package: str, modules: set[str], names: dict[str, str]) -> str:
         addresses=_block(f'"{name}": "deepspeed.{new}"' for name, new in sorted(addresses.items())),
         names=_block(f'"{name}"' for name in sorted(addresses)),
     )
+
+
+def _kind(name: str) -> int:
+    """Constants, classes, the rest: ruff's order of imported names."""
+    return 0 if name.isupper() else 1 if name[0].isupper() else 2
 
 
 def _block(items: Iterable[str]) -> str:
@@ -147,7 +156,7 @@ def _imports(names: dict[str, str], reexport: bool = False) -> list[str]:
         else:
             plain[module].append(name)
     for module, attributes in plain.items():
-        attributes.sort(key=lambda name: (not name[0].isupper(), name.lower()))
+        attributes.sort(key=lambda name: (_kind(name), name.lower()))
         line = f"from deepspeed.{module} import {', '.join(attributes)}"
         block = f"from deepspeed.{module} import ({_block(attributes)})"
         lines.add(line if len(line) <= _LINE_LENGTH else block)

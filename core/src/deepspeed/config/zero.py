@@ -4,11 +4,13 @@ Read by `engine/build.py`, which hands the section to the sharding of the stage.
 """
 
 import sys
+from enum import IntEnum
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
 from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, number, quiet, refused
+from deepspeed.config.enums import OffloadDeviceEnum
 
 _STAGE3 = quiet("stage 3 only")
 _NVME = quiet("offload to nvme only")
@@ -17,15 +19,22 @@ _QUANTIZED = quiet("stage 3 only (ZeRO++)")
 
 
 def _whole(value: Any) -> Any:
-    """2.0 is stage 2; `true` and "2" are slips."""
+    """2.0 and ZeroStageEnum.gradients are stage 2; `true` and "2" are slips."""
     value = number(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return int(value) if isinstance(value, IntEnum) or (isinstance(value, float) and value.is_integer()) else value
+
+
+def _device(value: Any) -> Any:
+    return value.value if isinstance(value, OffloadDeviceEnum) else value
+
+
+Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_device)]
 
 
 class OffloadParamConfig(Section):
     """`offload_param`: where stage 3 keeps the parameter shards it is not using."""
 
-    device: Literal["none", "cpu", "nvme"] = key(
+    device: Device = key(
         "none", "Where parameter shards rest.", support=refused("parameters are offloaded by stage 3 only")
     )
     nvme_path: Text | None = key(None, "Folder on the NVMe device.", support=_NVME)
@@ -39,7 +48,7 @@ class OffloadParamConfig(Section):
 class OffloadOptimizerConfig(Section):
     """`offload_optimizer`: where optimizer states live and are updated."""
 
-    device: Literal["none", "cpu", "nvme"] = key(
+    device: Device = key(
         "none",
         "Where optimizer states rest and are updated; needs stage 1 or 2. cpu moves nothing where the accelerator's "
         "memory is the host's.",

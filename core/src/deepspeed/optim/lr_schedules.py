@@ -19,15 +19,8 @@ from deepspeed.optim.lr_arguments import (
     override_params,
     parse_arguments,
 )
-
-LR_RANGE_TEST = "LRRangeTest"
-ONE_CYCLE = "OneCycle"
-WARMUP_LR = "WarmupLR"
-WARMUP_DECAY_LR = "WarmupDecayLR"
-WARMUP_COSINE_LR = "WarmupCosineLR"
-VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-WARMUP_LOG_RATE = "log"
-WARMUP_LINEAR_RATE = "linear"
+from deepspeed.optim.lr_names import *  # noqa: F403
+from deepspeed.optim.lr_names import VALID_LR_SCHEDULES, WARMUP_LINEAR_RATE, WARMUP_LOG_RATE
 
 __all__ = [
     "VALID_LR_SCHEDULES",

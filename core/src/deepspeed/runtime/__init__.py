@@ -8,10 +8,13 @@ if TYPE_CHECKING:
     from deepspeed.runtime import activation_checkpointing as activation_checkpointing
     from deepspeed.runtime import base_optimizer as base_optimizer
     from deepspeed.runtime import config as config
+    from deepspeed.runtime import config_utils as config_utils
+    from deepspeed.runtime import constants as constants
     from deepspeed.runtime import dataloader as dataloader
     from deepspeed.runtime import engine as engine
     from deepspeed.runtime import fp16 as fp16
     from deepspeed.runtime import lr_schedules as lr_schedules
+    from deepspeed.runtime import precision_config as precision_config
     from deepspeed.runtime import sequence_parallel as sequence_parallel
     from deepspeed.runtime import utils as utils
     from deepspeed.runtime import zero as zero
@@ -20,10 +23,13 @@ _NAMES: dict[str, str] = {
     "activation_checkpointing": "deepspeed.runtime.activation_checkpointing",
     "base_optimizer": "deepspeed.runtime.base_optimizer",
     "config": "deepspeed.runtime.config",
+    "config_utils": "deepspeed.runtime.config_utils",
+    "constants": "deepspeed.runtime.constants",
     "dataloader": "deepspeed.runtime.dataloader",
     "engine": "deepspeed.runtime.engine",
     "fp16": "deepspeed.runtime.fp16",
     "lr_schedules": "deepspeed.runtime.lr_schedules",
+    "precision_config": "deepspeed.runtime.precision_config",
     "sequence_parallel": "deepspeed.runtime.sequence_parallel",
     "utils": "deepspeed.runtime.utils",
     "zero": "deepspeed.runtime.zero",
@@ -33,10 +39,13 @@ __all__ = [
     "activation_checkpointing",
     "base_optimizer",
     "config",
+    "config_utils",
+    "constants",
     "dataloader",
     "engine",
     "fp16",
     "lr_schedules",
+    "precision_config",
     "sequence_parallel",
     "utils",
     "zero",
