@@ -21,20 +21,20 @@ def suggestion(name: str, known: Collection[str]) -> str:
     return f' Did you mean "{by_lower[near[0]]}"?' if near else ""
 
 
-def construct(cls: type, first: Any, arguments: Mapping[str, Any], path: str) -> Any:
-    """`cls(first, **arguments)`, with every fault of `arguments` told as a ConfigError that starts with its key.
+def construct(cls: type, first: Any, arguments: Mapping[str, Any], path: str, documented: Collection[str] = ()) -> Any:
+    """`cls(first, **arguments)`; for every fault in `arguments` a ConfigError that starts with its key.
 
-    `path` is where the arguments stand in the config ("optimizer.params"). Lists for tuples become tuples.
+    `path` is the section of the arguments in the config ("optimizer.params"). Lists for tuples become tuples.
+    `documented`: keys which chose `cls` and are no longer in `arguments`, to name beside those of `cls`.
     """
     parameters = list(inspect.signature(cls).parameters.values())[1:]  # without the optimizer's params
     accepted = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     checked = {}
     for key, value in arguments.items():
         if key not in accepted:
-            hint = suggestion(key, accepted)
-            raise ConfigError(
-                f"{path}.{key}: {cls.__name__} has no such parameter.{hint} It accepts {', '.join(sorted(accepted))}"
-            )
+            names = sorted({*accepted, *documented})
+            raise ConfigError(f"{path}.{key}: {cls.__name__} has no such parameter.{suggestion(key, names)} "
+                              f"It accepts {', '.join(names)}")  # fmt: skip
         checked[key] = _checked_value(value, accepted[key], f"{path}.{key}")
     missing = [p.name for p in accepted.values() if p.default is p.empty and p.name not in arguments]
     if missing:

@@ -17,6 +17,7 @@ from deepspeed.plugins.manager import plugin_manager
 
 _OPTIMIZER_PATH = "optimizer.params"
 _SCHEDULER_PATH = "scheduler.params"
+_ADAM_KEYS = ("torch_adam", "adam_w_mode")  # they choose the class
 _NOT_YET = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
 _REFUSED = {
     "LBFGS": "its step needs a closure, which the engine does not give",
@@ -46,7 +47,8 @@ def create_optimizer(
         cls = _NATIVE[key](arguments, offload)
     else:
         cls = _class_of_torch(type, torch.optim, torch.optim.Optimizer, "optimizer.type", _NATIVE_NAMES)
-    return construct(cls, list(param_groups), arguments, _OPTIMIZER_PATH)
+    documented = _ADAM_KEYS if key in ("adam", "adamw") else ()
+    return construct(cls, list(param_groups), arguments, _OPTIMIZER_PATH, documented)
 
 
 def create_scheduler(type: str, params: Mapping[str, Any], optimizer: Any) -> Any:

@@ -75,6 +75,17 @@ def test_groups_and_json_lists():
         ("zerooneadam", {}, "not in this version"),
         ("LBFGS", {}, r"^optimizer\.type: found 'LBFGS'.*closure"),
         ("AdamW", {"lrr": 1}, r'^optimizer\.params\.lrr: FusedAdam has no such.*Did you mean "lr"\?.*accepts.*betas'),
+        (
+            "Adam",
+            {"lr": 1e-3, "weight_decy": 0.1},
+            r'weight_decy: .*Did you mean "weight_decay"\?.* accepts adam_w_mode',
+        ),
+        (
+            "Adam",
+            {"torch_adm": True},
+            r'torch_adm: FusedAdam has no such.*Did you mean "torch_adam"\?.*accepts.*torch_',
+        ),
+        ("Lion", {"torch_adam": True}, r"torch_adam: FusedLion has no such parameter. It accepts betas, lr,"),
         ("SGD", {"betas": [0.9, 0.99]}, r"^optimizer\.params\.betas: SGD has no such parameter"),
         ("AdamW", {"lr": "1e-3"}, r"^optimizer\.params\.lr: found '1e-3', but it must be a number"),
         ("AdamW", {"lr": "auto"}, r'^optimizer\.params\.lr: found "auto"'),
