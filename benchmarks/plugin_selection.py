@@ -4,7 +4,7 @@
 
 Medians over fresh interpreters, wall and CPU milliseconds. In one kind of interpreter nothing was imported before:
 
-    import      `deepspeed.plugins` and what it needs (pluggy); no torch
+    import      `deepspeed.plugins` and what it needs (pluggy, importlib_metadata); no torch
     offers      `plugin_manager().offers()`: entry points read, every plugin imported and probed
 
 In the other kind `torch` was imported before, as in every program that trains:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-HEAVY = {"torch", "pydantic", "pluggy", "numpy", "psutil", "rich", "hjson", "safetensors"}
+HEAVY = {"torch", "pydantic", "pluggy", "numpy", "psutil", "rich", "hjson", "safetensors", "importlib_metadata"}
 
 
 def modules_loaded_by(statement):

@@ -13,13 +13,13 @@ Nothing that needs torch is imported at the top: `import torch` may be broken (`
 """
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import importlib_metadata
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +31,7 @@ from deepspeed.plugins import PLUGIN_API
 if TYPE_CHECKING:
     from deepspeed.accelerator.current import Choice
 
-_LIBRARIES = ("pluggy", "pydantic", "psutil", "safetensors", "deepspeed")
+_LIBRARIES = ("pluggy", "importlib-metadata", "pydantic", "psutil", "safetensors", "deepspeed")
 # Methods of the accelerator whose answers are shown.
 _ASKED = ("is_available", "device_count", "communication_backend_name", "supported_dtypes", "is_synchronized_device")
 
@@ -75,7 +75,7 @@ def foreign_deepspeed() -> str | None:
     It owns the same files, so that whichever was installed last is what runs, mixed with what the other left.
     Ours says `+core` in its version.
     """
-    for distribution in importlib.metadata.distributions(name="deepspeed"):
+    for distribution in importlib_metadata.distributions(name="deepspeed"):
         if "+core" not in distribution.version:
             return str(distribution.version)
     return None
@@ -118,8 +118,8 @@ def _versions() -> dict[str, str | None]:
     for name in _LIBRARIES:
         label = "distribution deepspeed" if name == "deepspeed" else name
         try:
-            versions[label] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            versions[label] = importlib_metadata.version(name)
+        except importlib_metadata.PackageNotFoundError:
             versions[label] = None
     return versions
 

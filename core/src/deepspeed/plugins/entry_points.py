@@ -1,11 +1,12 @@
-"""Entry points: the announcements of installed plugins, read with `importlib.metadata`, and the import of one of them.
+"""Entry points: the announcements of installed plugins, read with `importlib_metadata`, and the import of one of them.
 
 Used by `manager.py`. An entry point has `name`, `value` (the module), `dist` (the distribution, or None) and `load()`.
 """
 
 import difflib
-import importlib.metadata
 from typing import Any
+
+import importlib_metadata
 
 from deepspeed.errors import PluginError
 from deepspeed.plugins.probing import call_with_limit, is_being_imported
@@ -18,7 +19,7 @@ KINDS = {ACCELERATORS: "accelerator", FEATURES: "plugin"}
 
 def read_entry_points(group: str) -> list[Any]:
     """The entry points of `group` in this environment, by name; no plugin is imported. Called once per group."""
-    return sorted(importlib.metadata.entry_points(group=group), key=lambda entry: (entry.name, entry.value))
+    return sorted(importlib_metadata.entry_points(group=group), key=lambda entry: (entry.name, entry.value))
 
 
 def distribution_of(entry: Any) -> str:

@@ -161,9 +161,9 @@ def test_a_vendors_failing_answer_is_shown_in_its_place(shelf, monkeypatch):
 
 def test_another_deepspeed_over_ours_is_told(shelf, capsys, monkeypatch):
     ours, theirs = (types.SimpleNamespace(version=version) for version in ("0.19.6+core.0.1.0", "0.18.2"))
-    monkeypatch.setattr(report.importlib.metadata, "distributions", lambda name: [ours])
+    monkeypatch.setattr(report.importlib_metadata, "distributions", lambda name: [ours])
     assert report.foreign_deepspeed() is None
-    monkeypatch.setattr(report.importlib.metadata, "distributions", lambda name: [ours, theirs])
+    monkeypatch.setattr(report.importlib_metadata, "distributions", lambda name: [ours, theirs])
     assert report.foreign_deepspeed() == "0.18.2"
     assert report.main([]) == 1
     assert "Another DeepSpeed (0.18.2) is installed over these files" in capsys.readouterr().out

@@ -168,3 +168,12 @@ def test_a_package_may_ask_for_the_accelerator_while_it_is_imported(site, tmp_pa
     done = site.run("import asking; print(asking.offer)", DS_PROBE_TIMEOUT="20")
     assert done.returncode == 0, done.stderr
     assert "available=True, reason='found'" in done.stdout
+
+
+def test_entry_points_are_read_through_importlib_metadata(site):
+    """Not through the module of the standard library, whose API differs between the Pythons that are supported."""
+    site.install("good", GOOD)
+    without = "import importlib.metadata as standard\nstandard.entry_points = standard.distributions = None\n"
+    done = site.run(without + PRINT_OFFERS, DS_PLUGINS_BLOCK="cpu")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["good"] == [True, "found"]

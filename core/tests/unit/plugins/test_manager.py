@@ -12,7 +12,7 @@ from deepspeed.plugins import ACCELERATORS, FEATURES, Offer, PluginManager, hook
 
 
 class Entry:
-    """An entry point as importlib.metadata gives it; `plugin` may be an exception to raise on load."""
+    """An entry point as importlib_metadata gives it; `plugin` may be an exception to raise on load."""
 
     def __init__(self, name, plugin, value=None):
         self.name, self.value, self.dist = name, value or f"pkg_{name}.plugin", None

@@ -4,13 +4,13 @@ What happens at an import can be seen in a fresh process only, so that these tes
 """
 
 import functools
-import importlib.metadata
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import importlib_metadata
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
@@ -28,7 +28,7 @@ _PROBE_LIMIT_S = 1.0
 _LOOK = """
 import json, os, random, sys, threading, time, warnings
 import deepspeed.plugins
-import importlib.metadata
+import importlib_metadata
 import numpy
 
 def state():
@@ -45,7 +45,7 @@ def state():
     }
 
 group, name = sys.argv[1:]
-(entry,) = importlib.metadata.entry_points(group=group, name=name)
+(entry,) = importlib_metadata.entry_points(group=group, name=name)
 before = state()
 plugin = entry.load()
 after = state()
@@ -77,7 +77,7 @@ def _fresh_plugin() -> dict[str, Any]:
     """What a fresh process saw of the import and the probe of the plugin in force."""
     requirements.plugin.check()
     name = str(explain().plugin)
-    if not importlib.metadata.entry_points(group=ACCELERATORS, name=name):
+    if not importlib_metadata.entry_points(group=ACCELERATORS, name=name):
         pytest.skip(f"plugin {name!r} was registered by the program, no package announces it")
     return _look(name)
 
