@@ -51,7 +51,7 @@ CAUGHT_BY = {
     "EventsDoNotWait": "test_a_copy_to_the_host_is_there_after_a_wait",
     "ReadsTheHostBeforeItIsDone": "test_a_copy_to_the_host_is_there_after_a_wait",
     "RecordsNothing": "test_a_graph_runs_again_on_new_values",
-    "ReplaysNoGraph": "test_no_graph_cannot_be_replayed",
+    "RefusesNoGraph": "test_replaying_no_graph_does_nothing",
     # environment
     "HidesNoDevice": "test_visible_devices_are_written_for_a_rank",
     "ForgetsLateCalls": "test_a_late_call_is_made_once_the_device_is_used",

@@ -115,9 +115,9 @@ class RecordsNothing(Sim_Accelerator):
         return contextlib.nullcontext()
 
 
-class ReplaysNoGraph(Sim_Accelerator):
+class RefusesNoGraph(Sim_Accelerator):
     def replay_graph(self, graph):
-        pass
+        graph.replay()
 
 
 class ReadsTheHostBeforeItIsDone(Sim_Accelerator):

@@ -36,10 +36,10 @@ def test_a_run_that_conforms(tmp_path, capsys):
 
 def test_an_expected_failure_that_passes_fails_the_run(tmp_path, capsys):
     listed = tmp_path / "known.txt"
-    listed.write_text("# known\ntest_no_graph_cannot_be_replayed  # it did nothing\n")
+    listed.write_text("# known\ntest_replaying_no_graph_does_nothing  # it did nothing\n")
     assert main([*QUICK, "--expected-failures", str(listed)]) == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert "FAILED test_no_graph_cannot_be_replayed: [XPASS(strict)] it did nothing" in shown
+    assert "FAILED test_replaying_no_graph_does_nothing: [XPASS(strict)] it did nothing" in shown
     assert "does not conform: 2 passed, 1 failed, 2 skipped" in shown
 
 
