@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.testing.suite import ranks, test_communication, test_training
 
@@ -53,7 +54,7 @@ def spoiled(answer, path):
 def _plain():
     set_accelerator(PlainAccelerator())
     yield
-    set_accelerator(None)
+    reset_accelerator()
 
 
 @pytest.mark.parametrize("name", TESTS)

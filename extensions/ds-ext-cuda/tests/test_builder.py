@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.errors import ConfigError, OpUnavailable
 from deepspeed.ops import registry
 from deepspeed.ops.op_builder import jit
@@ -364,7 +365,7 @@ def test_without_a_toolkit_an_op_runs_in_torch_and_one_line_says_so(monkeypatch,
         for _ in range(2):
             assert registry.kernel("fused_adam") is None
     finally:
-        set_accelerator(None)
+        reset_accelerator()
         registry.reset()
     (line,) = [record.getMessage() for record in caplog.records if "fused_adam" in record.getMessage()]
     assert "op 'fused_adam' runs on its torch reference" in line

@@ -29,11 +29,7 @@ class BuildingFace(TorchModule):
         Default: the folder `op_builder` beside the module of the accelerator's class, or beside a class that it derives
         from; the core's own `deepspeed.ops.op_builder` when there is none. Importing that package compiles nothing.
         """
-        for kind in type(self).__mro__:
-            package = kind.__module__.rpartition(".")[0]
-            if package and package.split(".")[0] != "deepspeed" and _exists(f"{package}.op_builder"):
-                return f"{package}.op_builder"
-        return _CORE_BUILDERS
+        return builders_beside(type(self))
 
     def create_op_builder(self, class_name: str) -> Any:
         """An instance of the builder called `class_name`, for example `"FusedAdamBuilder"`; None when there is none.
@@ -116,6 +112,15 @@ class BuildingFace(TorchModule):
         if backend not in known:
             raise ConfigError(f"compile backend {backend!r} is unknown to torch; it has {', '.join(sorted(known))}")
         self._compile_backend = backend
+
+
+def builders_beside(accelerator_class: type) -> str:
+    """The package `op_builder` beside the module of `accelerator_class` or of a parent of it, else the core's own."""
+    for kind in accelerator_class.__mro__:
+        package = kind.__module__.rpartition(".")[0]
+        if package and package.split(".")[0] != "deepspeed" and _exists(f"{package}.op_builder"):
+            return f"{package}.op_builder"
+    return _CORE_BUILDERS
 
 
 def _exists(module_name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The accelerator in force: who chooses it, when, and why it was this one.
+"""The current accelerator: who chooses it, when, and why it was this one.
 
     set_accelerator(X())  >  DS_ACCELERATOR=name  >  the available offer of highest priority  >  the plain device
 
@@ -15,6 +15,7 @@ import torch
 
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.plain import PlainAccelerator
+from deepspeed.accelerator.wrapped import as_accelerator
 from deepspeed.errors import PluginError
 from deepspeed.log import logger, warn_once
 from deepspeed.plugins import Offer, plugin_manager
@@ -25,9 +26,6 @@ VARIABLE = ACCELERATOR_VARIABLE
 PLAIN = "plain"
 SET_BY_HAND = "set_accelerator was called"
 _TRACEBACK = "`ds_report --verbose` shows the traceback"
-
-# What a class that does not derive from DeepSpeedAccelerator must answer itself; the base answers the rest.
-_OWN_ANSWERS = ("device_name", "current_device_name", "device_count", "is_available", "communication_backend_name")
 
 
 @dataclass(frozen=True)
@@ -60,17 +58,21 @@ def set_accelerator(accelerator: Any) -> None:
 
     Args:
         accelerator: an instance of `DeepSpeedAccelerator`, or of a class with its methods that does not derive from it:
-            such an object is made an instance of its own class *and* of the base, which answers what it lacks.
-            `None` forgets the choice, so that the next `get_accelerator()` chooses anew.
+            such an object is wrapped, and `get_accelerator()` returns the wrapper: an instance of the base that asks
+            the object first and answers itself what the object lacks.
 
     Raises:
-        PluginError: it is neither.
+        PluginError: it is neither, for example None. The accelerator stays as it was.
     """
+    chosen = as_accelerator(accelerator)
     with _lock:
-        if accelerator is None:
-            _install(None)
-        else:
-            _install(Choice(_adopt(accelerator), None, SET_BY_HAND))
+        _install(Choice(chosen, None, SET_BY_HAND))
+
+
+def reset_accelerator() -> None:
+    """Forget the choice, so that the next `get_accelerator()` chooses again. For tests."""
+    with _lock:
+        _install(None)
 
 
 def is_current_accelerator_supported() -> bool:
@@ -86,6 +88,13 @@ def explain() -> Choice:
 def plugin_of(accelerator: DeepSpeedAccelerator) -> str | None:
     """The plugin that `accelerator` came from; None when it was set by hand, is the plain one, or is not in force."""
     return _choice.plugin if _choice is not None and _choice.accelerator is accelerator else None
+
+
+def __getattr__(name: str) -> DeepSpeedAccelerator | None:
+    """`deepspeed.accelerator.real_accelerator.ds_accelerator`: the current accelerator, None before the choice."""
+    if name == "ds_accelerator":
+        return _accelerator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _choose_once() -> Choice:
@@ -177,12 +186,12 @@ def _by_name(name: str) -> Choice:
 
 
 def _from_plugin(offer: Offer, why: str) -> Choice:
-    return Choice(plugin_manager().build_accelerator(offer.name, _adopt_known), offer.name, why)
+    return Choice(plugin_manager().build_accelerator(offer.name, _known_to_torch), offer.name, why)
 
 
-def _adopt_known(built: Any) -> DeepSpeedAccelerator:
-    """`built` by a plugin, checked as `_adopt` does, and that torch can place a tensor by its name."""
-    accelerator = _adopt(built)
+def _known_to_torch(built: Any) -> DeepSpeedAccelerator:
+    """`built` by a plugin, as an accelerator by whose name torch can place a tensor."""
+    accelerator = as_accelerator(built)
     name = accelerator._name
     try:
         known = torch.device(name).type == name
@@ -209,30 +218,6 @@ def _fall_to_plain(offers: list[Offer]) -> Choice:
             f"{VARIABLE}={PLAIN} silences this"
         )
     return Choice(PlainAccelerator(), None, why)
-
-
-def _adopt(accelerator: Any) -> DeepSpeedAccelerator:
-    """`accelerator` checked; one that does not derive from the base gets it as a second parent."""
-    kind = type(accelerator)
-    if isinstance(accelerator, type):
-        raise PluginError(f"an accelerator object is meant, not the class; call it: {accelerator.__name__}()")
-    if not isinstance(accelerator, DeepSpeedAccelerator):
-        missing = [name for name in _OWN_ANSWERS if not hasattr(kind, name)]
-        if missing:
-            raise PluginError(
-                f"{accelerator!r} ({kind.__name__}) is no accelerator: it lacks {', '.join(missing)}; "
-                "derive its class from deepspeed.accelerator.DeepSpeedAccelerator"
-            )
-        try:
-            accelerator.__class__ = type(kind.__name__, (kind, DeepSpeedAccelerator), {"__module__": kind.__module__})
-        except TypeError as error:
-            raise PluginError(f"{kind.__name__} must derive from DeepSpeedAccelerator: {error}") from error
-        if not accelerator._name:
-            accelerator._name = accelerator.device_name()
-    if not accelerator._name:
-        raise PluginError(f"{kind.__name__} has no `_name`; set it to the device type of torch, for example 'cpu'")
-    adopted: DeepSpeedAccelerator = accelerator
-    return adopted
 
 
 def _after_fork() -> None:

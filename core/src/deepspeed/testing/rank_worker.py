@@ -139,7 +139,7 @@ def _reset_package() -> None:
     """Globals of this package, in the modules that the job has imported."""
     accelerator = sys.modules.get("deepspeed.accelerator.current")
     if accelerator is not None:
-        accelerator.set_accelerator(None)
+        accelerator.reset_accelerator()
     groups = sys.modules.get("deepspeed.parallel.groups")
     if groups is not None:
         groups.reset()

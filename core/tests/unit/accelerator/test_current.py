@@ -7,9 +7,10 @@ from deepspeed.accelerator import (
     DeepSpeedAccelerator,
     get_accelerator,
     is_current_accelerator_supported,
+    real_accelerator,
     set_accelerator,
 )
-from deepspeed.accelerator.current import explain
+from deepspeed.accelerator.current import explain, reset_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.errors import PluginError
 
@@ -67,11 +68,26 @@ def test_set_accelerator_beats_the_variable_and_asks_no_plugin(shelf, monkeypatc
     assert explain().plugin is None
 
 
-def test_set_accelerator_none_forgets(shelf):
+def test_set_accelerator_refuses_none_and_keeps_what_was_set(shelf):
+    mine = A_Accelerator()
+    set_accelerator(mine)
+    with pytest.raises(PluginError, match=r"None \(NoneType\) is no accelerator"):
+        set_accelerator(None)
+    assert get_accelerator() is mine
+
+
+def test_reset_accelerator_forgets(shelf):
     shelf.put("a", build=A_Accelerator)
     set_accelerator(B_Accelerator())
-    set_accelerator(None)
+    reset_accelerator()
     assert type(get_accelerator()) is A_Accelerator
+
+
+def test_deepspeeds_global_of_the_accelerator_follows_the_choice(shelf):
+    assert real_accelerator.ds_accelerator is None
+    mine = A_Accelerator()
+    real_accelerator.set_accelerator(mine)
+    assert real_accelerator.ds_accelerator is real_accelerator.get_accelerator() is mine
 
 
 def test_a_name_that_is_not_installed(shelf, monkeypatch):
@@ -87,7 +103,7 @@ def test_a_broken_plugin_is_fatal_only_by_name(shelf, monkeypatch, warned):
     shelf.put("bad", 100, broken=ImportError("libbad.so is missing"))
     shelf.put("good", 1, build=A_Accelerator)
     assert type(get_accelerator()) is A_Accelerator
-    set_accelerator(None)
+    reset_accelerator()
     monkeypatch.setenv("DS_ACCELERATOR", "bad")
     with pytest.raises(PluginError, match=r"DS_ACCELERATOR=bad:.*libbad.so is missing"):
         get_accelerator()
@@ -167,37 +183,6 @@ def test_a_plugin_that_asks_for_the_accelerator_gets_an_error_and_no_deadlock(sh
     monkeypatch.setenv("DS_ACCELERATOR", "a")
     with pytest.raises(PluginError, match="get_accelerator.. was called by an accelerator plugin"):
         get_accelerator()
-
-
-class Duck:
-    """An accelerator with the methods and without the parent."""
-
-    def device_name(self, device_index=None):
-        return "cpu"
-
-    def current_device_name(self):
-        return "cpu"
-
-    def device_count(self):
-        return 3
-
-    def is_available(self):
-        return True
-
-    def communication_backend_name(self):
-        return "quack"
-
-
-def test_an_object_with_the_methods_is_adopted_and_the_base_answers_the_rest(shelf):
-    duck = Duck()
-    set_accelerator(duck)
-    accelerator = get_accelerator()
-    assert accelerator is duck
-    assert isinstance(accelerator, DeepSpeedAccelerator)
-    assert isinstance(accelerator, Duck)
-    assert (accelerator.device_count(), accelerator.communication_backend_name()) == (3, "quack")
-    assert accelerator.is_synchronized_device() is False
-    assert accelerator.get_compile_backend() == "inductor"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import types
 
 import pytest
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.ops import builders as ops_builders
 from deepspeed.ops import registry
@@ -56,7 +57,7 @@ def other(builders):
     for name, group, module in (("xyz", ACCELERATORS, owner), ("xyz-ops", FEATURES, others)):
         load = types.MethodType(lambda self: self.module, types.SimpleNamespace(module=module))
         builders.entries[group].append(types.SimpleNamespace(name=name, value=name, dist=None, load=load))
-    set_accelerator(None)
+    reset_accelerator()
     return builders
 
 

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.cli.op_report import collect_ops
 from deepspeed.errors import ConfigError, OpUnavailable, PluginError
 from deepspeed.log import logger
@@ -41,7 +42,7 @@ def test_a_feature_plugin_serves_what_nobody_else_has(builders):
 
 def test_a_chosen_plugin_states_its_builders_by_the_hook(builders):
     builders.plugin("cpu", [builders.make("fused_adam", "by the hook")], priority=1)
-    set_accelerator(None)
+    reset_accelerator()
     assert get_accelerator().create_op_builder("FusedAdamBuilder").load() == "by the hook"
     assert get_accelerator().create_op_builder("NoSuchBuilder") is None
     assert registry.resolve("fused_adam").source == "device"
@@ -54,7 +55,7 @@ def test_the_hook_also_counts_for_a_class_that_knows_only_itself(builders):
     mine = builders.make("fused_lamb", "its own")
     accelerator = builders.accelerator(mine, name="meta")
     builders.plugin("xyz", [builders.make("fused_adam", "by the hook")], accelerator=accelerator)
-    set_accelerator(None)
+    reset_accelerator()
     assert registry.kernel("fused_lamb") == "its own"
     assert registry.kernel("fused_adam") == "by the hook"
 
@@ -319,7 +320,7 @@ def test_a_package_of_builders_that_cannot_be_asked_is_told_once_and_marks_its_o
     monkeypatch.setattr(registry, "warn_once", told.append)
     builders.plugin("xyz", PluginError("its op builders cannot be imported"), priority=1)
     builders.plugin("cpu", [builders.make("cpu_adam", "host's")])
-    set_accelerator(None)
+    reset_accelerator()
     assert registry.resolve("fused_adam").failed
     assert told == []  # looking says nothing
     assert registry.kernel("fused_adam") is None

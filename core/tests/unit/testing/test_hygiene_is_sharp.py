@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.testing.suite import test_hygiene as hygiene
 
 OFFER = 'from deepspeed.plugins import Offer\nDS_PLUGIN_API = ">=1,<2"\n'
@@ -100,6 +101,6 @@ def test_a_builder_that_writes_into_its_package_is_caught(tmp_path, monkeypatch)
         with pytest.raises(AssertionError, match=r"built\.so"):
             hygiene.test_nothing_is_written_where_it_is_installed(get_accelerator())
     finally:
-        set_accelerator(None)
+        reset_accelerator()
         for name in [name for name in sys.modules if name.startswith("ds_ext_untidy")]:
             del sys.modules[name]

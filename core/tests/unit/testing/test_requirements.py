@@ -2,6 +2,7 @@
 
 import pytest
 from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.testing import requirements
 
@@ -18,7 +19,7 @@ class Peculiar(PlainAccelerator):
 def _peculiar():
     set_accelerator(Peculiar())
     yield
-    set_accelerator(None)
+    reset_accelerator()
 
 
 def test_a_met_requirement_lets_the_test_run():
