@@ -19,11 +19,10 @@ from deepspeed.accelerator.wrapped import as_accelerator
 from deepspeed.errors import PluginError
 from deepspeed.log import logger, warn_once
 from deepspeed.plugins import Offer, plugin_manager
-from deepspeed.plugins.admission import ACCELERATOR_VARIABLE
+from deepspeed.plugins.admission import ACCELERATOR_VARIABLE, PLAIN
 from deepspeed.plugins.probing import inside_probe
 
 VARIABLE = ACCELERATOR_VARIABLE
-PLAIN = "plain"
 SET_BY_HAND = "set_accelerator was called"
 _TRACEBACK = "`ds_report --verbose` shows the traceback"
 

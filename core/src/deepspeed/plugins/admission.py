@@ -16,6 +16,8 @@ from deepspeed.errors import PluginError
 from deepspeed.plugins import hookspecs
 
 ACCELERATOR_VARIABLE = "DS_ACCELERATOR"
+#: what DS_ACCELERATOR calls the CPU by torch alone, which is no plugin
+PLAIN = "plain"
 BLOCK_VARIABLE = "DS_PLUGINS_BLOCK"
 AUTOLOAD_VARIABLE = "DS_PLUGINS_AUTOLOAD"
 NAMES_VARIABLE = "DS_PLUGINS"

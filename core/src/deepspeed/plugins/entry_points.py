@@ -4,11 +4,13 @@ Used by `manager.py`. An entry point has `name`, `value` (the module), `dist` (t
 """
 
 import difflib
+import re
 from typing import Any
 
 import importlib_metadata
 
 from deepspeed.errors import PluginError
+from deepspeed.plugins.admission import PLAIN
 from deepspeed.plugins.probing import call_with_limit, is_being_imported
 
 ACCELERATORS = "deepspeed.accelerators"
@@ -61,12 +63,33 @@ def one_line(error: BaseException) -> str:
 
 
 def _missing(name: str, group: str, installed: list[str]) -> str:
-    """The message for a name that nobody announces."""
-    lowered = {each.lower(): each for each in installed}
+    """The message for a name that no installed package announces."""
+    found = f"no {KINDS[group]} named {name!r} is installed; installed: {', '.join(installed) or 'none'}; "
+    to_install = _own_extensions() if group == ACCELERATORS else {}
+    if name in to_install:
+        return f"{found}pip install {to_install[name]}"
+    names = [*installed, *to_install, *([PLAIN] if group == ACCELERATORS else [])]
+    lowered = {each.lower(): each for each in names}
     close = difflib.get_close_matches(name.lower(), lowered, n=1)
-    hint = f"did you mean {lowered[close[0]]!r}? Otherwise: " if close else ""
+    hint = ""
+    if close:
+        meant = lowered[close[0]]
+        remedy = f" (pip install {to_install[meant]})" if meant in to_install and meant not in installed else ""
+        hint = f"did you mean {meant!r}{remedy}? Otherwise: "
     return (
-        f"no {KINDS[group]} named {name!r} is installed; installed: {', '.join(installed) or 'none'}; "
-        f"{hint}install the package that announces it (entry-point group {group!r}; this project calls its own "
+        f"{found}{hint}install the package that announces it (entry-point group {group!r}; this project calls its own "
         "ds-ext-<device>)"
     )
+
+
+def _own_extensions() -> dict[str, str]:
+    """Device name -> the distribution that brings it, from the extras of ds-core; empty when ds-core is not installed.
+
+    Only its metadata names devices: no module of the core does.
+    """
+    try:
+        required = importlib_metadata.requires("ds-core") or []
+    except importlib_metadata.PackageNotFoundError:
+        return {}
+    matches = [re.match(r"ds-ext-(\w+)", requirement) for requirement in required]
+    return {match[1]: match[0] for match in matches if match}

@@ -263,5 +263,22 @@ def test_by_name_the_error_stands_alone_as_its_cause_is_in_it(shelf, monkeypatch
 def test_a_name_in_other_letters_is_recognized(shelf, monkeypatch):
     shelf.put("cpu", build=A_Accelerator)
     monkeypatch.setenv("DS_ACCELERATOR", "CPU")
-    with pytest.raises(PluginError, match="did you mean 'cpu'"):
+    with pytest.raises(PluginError, match=r"did you mean 'cpu'\? Otherwise"):
+        get_accelerator()
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("cuda", r"installed: cpu; pip install ds-ext-cuda$"),
+        ("cdua", r"did you mean 'cuda' \(pip install ds-ext-cuda\)\? Otherwise: install the package"),
+        ("XPU", r"did you mean 'xpu' \(pip install ds-ext-xpu\)\?"),
+        ("plian", r"did you mean 'plain'\?"),
+        ("zetta", r"installed: cpu; install the package that announces it"),
+    ],
+)
+def test_an_extension_of_this_project_that_is_not_installed_is_named(shelf, monkeypatch, name, remedy):
+    shelf.put("cpu", build=A_Accelerator)
+    monkeypatch.setenv("DS_ACCELERATOR", name)
+    with pytest.raises(PluginError, match=f"DS_ACCELERATOR={name}: no accelerator named '{name}' .*{remedy}"):
         get_accelerator()
