@@ -6,8 +6,9 @@
     ds_conformance --expected-failures F         tests that are known to fail; strict
     ds_conformance -k "memory and not peak"      some tests or themes
 
-The suite runs in a process of its own: an accelerator that crashes takes nothing along. Exit code 0 when all is well,
-1 when a test failed (or passed against the list), 2 when the suite could not be run.
+The suite runs in a process of its own: an accelerator that crashes takes nothing along. Exit code 0 when no test failed
+(with `-k` the verdict is "partial", and the report lists what was left out), 1 when one did (or passed although it is
+on the list), 2 when the suite could not be run.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
+from deepspeed.cli.conformance_progress import follow
 from deepspeed.cli.conformance_report import as_markdown, show
 from deepspeed.cli.console import make_console
 
@@ -90,7 +92,7 @@ def _run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def _pytest(folder: Path, record: Path, options: argparse.Namespace) -> tuple[int, str]:
-    """pytest's exit code and output, which is shown at once with `--verbose`."""
+    """pytest's exit code and output; with `--verbose` it writes to the terminal itself, and the output is ""."""
     command = [
         *(sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"),
         *("-p", "deepspeed.testing.recording", "--ds-record", str(record)),
@@ -104,11 +106,21 @@ def _pytest(folder: Path, record: Path, options: argparse.Namespace) -> tuple[in
         environment["DS_ACCELERATOR"] = options.accelerator
     if options.verbose:
         return subprocess.run(command, env=environment, check=False).returncode, ""
-    with Console(stderr=True).status("The conformance suite runs. --verbose shows its tests."):
-        done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
-    return done.returncode, done.stdout
+    return _followed(command, environment, folder / "output.txt")
+
+
+def _followed(command: list[str], environment: dict[str, str], output: Path) -> tuple[int, str]:
+    """Run pytest, its output in a file, and show how far it is; its exit code and the output."""
+    reading, writing = os.pipe()
+    command = [*command, "--ds-progress", str(writing)]
+    with os.fdopen(reading, encoding="utf-8") as progress, output.open("wb") as told:
+        try:
+            process = subprocess.Popen(command, env=environment, stdout=told, stderr=told, pass_fds=[writing])
+        finally:
+            os.close(writing)
+        with process:
+            follow(progress, Console(stderr=True))
+    return process.returncode, output.read_text(encoding="utf-8", errors="replace")
 
 
 def _what_went_wrong(code: int, output: str, options: argparse.Namespace) -> str:
@@ -134,7 +146,7 @@ def _named_by_flag(told: str, accelerator: str | None) -> str:
     if accelerator is None:
         return told
     return told.replace(f"DS_ACCELERATOR={accelerator}", f"--accelerator {accelerator}").replace(
-        "unset DS_ACCELERATOR", "leave --accelerator away"
+        "unset DS_ACCELERATOR", "omit --accelerator"
     )
 
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 Record = dict[str, Any]
+_LEFT_OUT = ("theme", "tests", "which")
 _OUTCOMES = ("passed", "failed", "error", "skipped", "expected")
 
 
@@ -20,6 +21,8 @@ def show(record: Record, console: Console) -> None:
     about = record["accelerator"]
     console.print(_table("Capabilities", ("what", "has it", "why not"), _capability_rows(record)))
     console.print(_table("Tests", ("theme", *_OUTCOMES), theme_rows(record)))
+    if record["left out"]:
+        console.print(_table("Left out", _LEFT_OUT, left_out_rows(record)))
     for title, rows in (("Skipped", skip_rows(record)), ("Expected failures", outcome_rows(record, "expected"))):
         if rows:
             console.print(_table(title, ("tests", "reason"), rows))
@@ -39,6 +42,7 @@ def as_markdown(record: Record) -> str:
         _section("Capabilities", ("what", "has it", "why not"), _capability_rows(record)),
         _section("Ops", ("op", "from", "builder", "why not from a better place"), record["ops"]),
         _section("Tests", ("theme", *_OUTCOMES), theme_rows(record)),
+        _section("Left out", _LEFT_OUT, left_out_rows(record)),
         _section("Failures", ("test", "how"), failure_rows(record)),
         _section("Expected failures", ("test", "reason"), outcome_rows(record, "expected")),
         _section("Skipped", ("tests", "reason"), skip_rows(record)),
@@ -49,11 +53,19 @@ def as_markdown(record: Record) -> str:
 
 
 def conclusion(record: Record) -> str:
-    """The whole in one line."""
+    """The whole in one line: "does not conform", "partial" where tests were left out, else "conforms"."""
     counts = Counter(test["outcome"] for test in record["tests"])
-    told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
-    verdict = "does not conform" if counts["failed"] or counts["error"] else "conforms"
-    return f"{verdict}: {told or 'no test was run'}"
+    number = len(record["left out"])
+    verdict = "partial" if number else "conforms"
+    if counts["failed"] or counts["error"]:
+        verdict = "does not conform"
+    left_out = f"; {number} {'test was' if number == 1 else 'tests were'} left out" if number else ""
+    return f"{verdict}: {counted(counts) or 'no test was run'}{left_out}"
+
+
+def counted(counts: Counter[str]) -> str:
+    """Outcomes with their numbers, as "3 passed, 2 skipped"."""
+    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
 
 
 def theme_rows(record: Record) -> list[list[str]]:
@@ -62,6 +74,18 @@ def theme_rows(record: Record) -> list[list[str]]:
     for test in record["tests"]:
         themes.setdefault(test["theme"], Counter())[test["outcome"]] += 1
     return [[theme, *(str(counts[each] or "") for each in _OUTCOMES)] for theme, counts in themes.items()]
+
+
+def left_out_rows(record: Record) -> list[list[str]]:
+    """Theme, number and names of the tests that `-k` left out, in the order of the suite."""
+    themes: dict[str, list[str]] = {}
+    for name, theme in record["left out"]:
+        themes.setdefault(theme, []).append(name)
+    run = {test["theme"] for test in record["tests"]}
+    return [
+        [theme, str(len(names)), ", ".join(names) if theme in run else "the whole theme"]
+        for theme, names in themes.items()
+    ]
 
 
 def skip_rows(record: Record) -> list[list[str]]:

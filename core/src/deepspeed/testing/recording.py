@@ -1,6 +1,7 @@
 """A pytest plugin that writes down a run of the conformance suite: `-p deepspeed.testing.recording --ds-record F.json`.
 
-`--ds-expected-failures F` names the list of expected failures, when it is not the file beside the tests.
+`--ds-expected-failures F` names the list of expected failures, when it is not the file beside the tests. `--ds-progress
+FD` writes to that file descriptor how many tests there are, then a line as each test ends.
 
 `ds_conformance` runs pytest with it and shows what it wrote; a vendor's CI may do the same. The file:
 
@@ -10,13 +11,16 @@
     ops           [op, source, builder, reason]: where each op that somebody calls comes from
     tests         [name, theme, outcome, seconds, reason]; outcome is passed, failed, error, skipped or expected (failed
                   as the list of expected failures says); the reason of a failure is its message, in one line
+    left out      [name, theme] of the tests that `-k` kept from running
     methods       documented methods of the accelerator that tests asked for, and those that none did
 """
 
 import json
+import os
 import platform
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +39,16 @@ from deepspeed.testing import requirements
 from deepspeed.testing.suite.expected_failures import OPTION, path_of_list, read_expected_failures, unknown_names
 
 _OPTION = "--ds-record"
+_PROGRESS = "--ds-progress"
 #: what `deepspeed.testing.distributed` writes before the words of each rank that failed
 _OF_RANK = re.compile(r"^(?=.*\[rank \d+ of \d+\] )", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):\n"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--ds-record` and `--ds-expected-failures`."""
+    """Adds `--ds-record`, `--ds-progress` and `--ds-expected-failures`."""
     parser.addoption(_OPTION, metavar="FILE", help="write the run of the conformance suite to FILE, as JSON")
+    parser.addoption(_PROGRESS, metavar="FD", type=int, help="write a line to this file descriptor as each test ends")
     parser.addoption(OPTION, metavar="FILE", help="the tests that are known to fail, one a line, with '# reason'")
 
 
@@ -57,7 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
             _check_list(path_of_list(config, Path(argument)))
     except DeepSpeedError as error:
         raise pytest.UsageError(str(error)) from error
-    config.pluginmanager.register(Recorder(Path(path)), "ds-recorder")
+    if (progress := config.getoption(_PROGRESS)) is not None:
+        os.set_inheritable(progress, False)  # who reads it waits for its end: no process of a test keeps it open
+    config.pluginmanager.register(Recorder(Path(path), progress), "ds-recorder")
 
 
 def _check_list(path: Path) -> None:
@@ -80,11 +88,14 @@ class Recorder:
 
     Args:
         path: where the record is written at the end; None: `tests` is read instead.
+        progress_fd: file descriptor to which lines of JSON on the progress are written; None: nowhere.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, progress_fd: int | None = None) -> None:
         self._path = path
+        self._progress_fd = progress_fd
         self._themes: dict[str, str] = {}
+        self._left_out: list[list[str]] = []
         self.tests: dict[str, dict[str, Any]] = {}
 
     @pytest.hookimpl(tryfirst=True)
@@ -95,13 +106,26 @@ class Recorder:
         self._themes[item.nodeid] = theme
         item.extra_keyword_matches.add(theme)
 
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Notes what `-k` leaves out."""
+        self._left_out += [[_name(item.nodeid), self._themes[item.nodeid]] for item in items]
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Writes how many tests of each theme will be run."""
+        self._write_progress({"themes": Counter(self._themes[item.nodeid] for item in session.items)})
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Writes that a test has ended, and how."""
+        self._write_progress({each: self.tests[nodeid][each] for each in ("theme", "outcome")})
+
+    def _write_progress(self, event: dict[str, Any]) -> None:
+        if self._progress_fd is not None:
+            os.write(self._progress_fd, (json.dumps(event) + "\n").encode())
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keeps the worst of setup, call and teardown."""
-        name = report.nodeid.partition("::")[2] or report.nodeid
-        test = self.tests.setdefault(
-            report.nodeid,
-            {"name": name, "theme": self._themes.get(report.nodeid, ""), "outcome": "", "seconds": 0.0, "reason": ""},
-        )
+        about = {"name": _name(report.nodeid), "theme": self._themes.get(report.nodeid, "")}
+        test = self.tests.setdefault(report.nodeid, {**about, "outcome": "", "seconds": 0.0, "reason": ""})
         test["seconds"] = round(test["seconds"] + report.duration, 3)
         outcome = _outcome(report)
         if outcome is not None and test["outcome"] not in ("failed", "error"):
@@ -110,11 +134,12 @@ class Recorder:
     def pytest_sessionfinish(self) -> None:
         """Writes the record."""
         if self._path is not None:
-            self._path.write_text(json.dumps({**describe(), "tests": list(self.tests.values())}, indent=1) + "\n")
+            record = {**describe(), "tests": list(self.tests.values()), "left out": self._left_out}
+            self._path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def describe() -> dict[str, Any]:
-    """Everything in the record but `tests`."""
+    """Everything in the record but `tests` and `left out`."""
     from deepspeed.testing.suite.fixtures import ASKED  # late: the suite imports pytest's fixtures of all themes
 
     accelerator, choice = get_accelerator(), explain()
@@ -173,6 +198,11 @@ def _ops() -> Iterator[list[str]]:
                 yield [name, "none", "", _failed(error)]
             else:
                 yield [name, found.source, type(found.builder).__name__ if found.builder else "", found.why()]
+
+
+def _name(nodeid: str) -> str:
+    """A test without its file."""
+    return nodeid.partition("::")[2] or nodeid
 
 
 def _outcome(report: pytest.TestReport) -> str | None:

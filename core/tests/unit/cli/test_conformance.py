@@ -1,11 +1,15 @@
 """`ds_conformance`: its exit codes, its list of expected failures, errors of one line, and what it writes."""
 
 import importlib.util
+import io
 import json
 
 import pytest
 from deepspeed.cli.conformance import main
-from deepspeed.cli.conformance_report import as_markdown, conclusion, skip_rows, theme_rows
+from deepspeed.cli.conformance_progress import follow
+from deepspeed.cli.conformance_report import as_markdown, conclusion, left_out_rows, skip_rows, theme_rows
+from deepspeed.testing.suite import THEMES
+from rich.console import Console
 
 QUICK = ("--accelerator", "plain", "-k", "graphs")
 
@@ -20,7 +24,7 @@ def one_line(capsys):
 # ----- a run ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_conforms(tmp_path, capsys):
+def test_a_run_of_some_tests_is_partial(tmp_path, capsys):
     record, page = tmp_path / "r.json", tmp_path / "r.md"
     assert main([*QUICK, "--json", str(record), "--report", str(page)]) == 0
     told = json.loads(record.read_text())
@@ -28,10 +32,15 @@ def test_a_run_that_conforms(tmp_path, capsys):
     assert told["accelerator"]["class"] == "PlainAccelerator"
     assert "create_graph" in told["methods"]["asked"]
     assert ["graphs", False, "create_graph() is None"] in told["capabilities"]
-    assert page.read_text().startswith("# Conformance of PlainAccelerator\n\nconforms: 3 passed, 2 skipped\n")
-    shown = capsys.readouterr().out
-    assert "graphs: create_graph() is None" in " ".join(shown.split())
-    assert "conforms: 3 passed" in " ".join(shown.split())
+    left_out = told["left out"]
+    assert ["test_names_are_torch_devices", "identity"] in left_out
+    assert {theme for _, theme in left_out} == set(THEMES) - {"graphs"}
+    verdict = f"partial: 3 passed, 2 skipped; {len(left_out)} tests were left out"
+    assert page.read_text().startswith(f"# Conformance of PlainAccelerator\n\n{verdict}\n")
+    shown = capsys.readouterr()
+    assert "graphs: create_graph() is None" in " ".join(shown.out.split())
+    assert verdict in " ".join(shown.out.split())
+    assert shown.err == "graphs: 3 passed, 2 skipped\n"  # in a pipe: a plain line as each theme ends
 
 
 def test_an_expected_failure_that_passes_fails_the_run(tmp_path, capsys):
@@ -58,7 +67,7 @@ def test_an_accelerator_without_a_device(tmp_path, monkeypatch, capsys):
     assert main(["--accelerator", "crashing"]) == 2
     told = one_line(capsys)
     assert told.startswith("--accelerator crashing: that accelerator cannot be used here")
-    assert told.endswith("; leave --accelerator away to choose another\n")
+    assert told.endswith("; omit --accelerator to choose another\n")
 
 
 def test_no_test_of_that_name(capsys):
@@ -137,7 +146,7 @@ def test_a_driver_that_crashes_as_the_process_ends_does_not_conform(tmp_path, mo
     )
     install_crashing(tmp_path, monkeypatch, at_exit)
     assert main(["--accelerator", "crashing", "-k", "graph_can"]) == 2
-    assert "ended by SIGABRT" in one_line(capsys)
+    assert "ended by SIGABRT" in capsys.readouterr().err.splitlines()[-1]
 
 
 NAMELESS = CRASHES.replace("import os\n", "").replace(
@@ -177,6 +186,7 @@ def record():
         "capabilities": [["streams", False, "none"]],
         "ops": [],
         "tests": [dict(zip(keys, test, strict=True)) for test in tests],
+        "left out": [],
         "methods": {"asked": ["device"], "not asked": ["synchronize"]},
     }
 
@@ -192,6 +202,45 @@ def test_the_page(record):
 def test_tests_are_counted_by_theme_and_reason(record):
     assert theme_rows(record) == [["memory", "1", "1", "", "", ""], ["streams", "", "", "", "2", "1"]]
     assert skip_rows(record) == [["2", "streams: none"]]
+
+
+def test_what_was_left_out_makes_it_partial_and_is_listed(record):
+    record["tests"] = [test for test in record["tests"] if test["outcome"] != "failed"]
+    assert conclusion(record) == "conforms: 1 passed, 2 skipped, 1 expected"
+    record["left out"] = [["test_b", "memory"], ["test_f", "rng"], ["test_g", "rng"]]
+    verdict = "partial: 1 passed, 2 skipped, 1 expected; 3 tests were left out"
+    assert conclusion(record) == verdict
+    assert left_out_rows(record) == [["memory", "1", "test_b"], ["rng", "2", "the whole theme"]]
+    assert "| rng | 2 | the whole theme |" in as_markdown(record).partition("## Left out")[2]
+
+
+def test_a_failure_among_some_tests_does_not_conform(record):
+    record["left out"] = [["test_f", "rng"]]
+    assert conclusion(record).startswith("does not conform: 1 passed, 1 failed")
+    assert conclusion(record).endswith("; 1 test was left out")
+
+
+def progress(*tests):
+    """The lines that pytest writes for `tests`, each (theme, outcome)."""
+    sizes = {theme: sum(each == theme for each, _ in tests) for theme, _ in tests}
+    lines = [{"themes": sizes}, *({"theme": theme, "outcome": outcome} for theme, outcome in tests)]
+    return io.StringIO("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_progress_is_a_line_per_theme_in_a_pipe_and_a_bar_on_a_terminal():
+    tests = (("rng", "passed"), ("rng", "skipped"), ("graphs", "failed"))
+    pipe, terminal = (Console(file=io.StringIO(), force_terminal=kind, width=80) for kind in (False, True))
+    follow(progress(*tests), pipe)
+    assert pipe.file.getvalue() == "rng: 1 passed, 1 skipped\ngraphs: 1 failed\n"
+    follow(progress(*tests), terminal)
+    assert "graphs" in terminal.file.getvalue()
+    assert "3/3" in terminal.file.getvalue()
+
+
+def test_a_suite_that_ended_before_its_first_test_has_no_progress():
+    console = Console(file=io.StringIO(), force_terminal=False)
+    follow(io.StringIO(), console)
+    assert console.file.getvalue() == ""
 
 
 def test_errors_count_as_failures(record):
