@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from deepspeed.accelerator.candidates import list_candidates
 from deepspeed.accelerator.current import PLAIN, VARIABLE, Choice, explain
+from deepspeed.cli.console import make_table
 from deepspeed.errors import DeepSpeedError
 from deepspeed.plugins.admission import AUTOLOAD_VARIABLE, BLOCK_VARIABLE, NAMES_VARIABLE
 from deepspeed.plugins.probing import TIMEOUT_VARIABLE
@@ -92,15 +92,10 @@ def _chosen(choice: Choice | None, error: str | None) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[dict[str, Any]], verbose: bool) -> Table:
-    table = Table(title="Accelerators offered (* chosen)", title_justify="left")
     columns = ("name", "priority", "state", "reason", *(["origin"] if verbose else []))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        shown = {**row, "name": f"{row['name']} *" if row["chosen"] else row["name"]}
-        # as text: a reason may hold brackets, which would be markup
-        table.add_row(*(Text("" if shown[column] is None else str(shown[column])) for column in columns))
-    return table
+    shown = ({**row, "name": f"{row['name']} *" if row["chosen"] else row["name"]} for row in rows)
+    cells = (["" if row[column] is None else str(row[column]) for column in columns] for row in shown)
+    return make_table("Accelerators offered (* chosen)", columns, cells)
 
 
 def _show_chosen(chosen: dict[str, Any], console: Console) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+
+from deepspeed.cli.console import make_table
 
 Record = dict[str, Any]
 _LEFT_OUT = ("theme", "tests", "which")
@@ -19,13 +19,13 @@ _OUTCOMES = ("passed", "failed", "error", "skipped", "expected")
 def show(record: Record, console: Console) -> None:
     """Print the report: capabilities, tests by theme, why tests were skipped, what failed, one line in conclusion."""
     about = record["accelerator"]
-    console.print(_table("Capabilities", ("what", "has it", "why not"), _capability_rows(record)))
-    console.print(_table("Tests", ("theme", *_OUTCOMES), theme_rows(record)))
+    console.print(make_table("Capabilities", ("what", "has it", "why not"), _capability_rows(record)))
+    console.print(make_table("Tests", ("theme", *_OUTCOMES), theme_rows(record)))
     if record["left out"]:
-        console.print(_table("Left out", _LEFT_OUT, left_out_rows(record)))
+        console.print(make_table("Left out", _LEFT_OUT, left_out_rows(record)))
     for title, rows in (("Skipped", skip_rows(record)), ("Expected failures", outcome_rows(record, "expected"))):
         if rows:
-            console.print(_table(title, ("tests", "reason"), rows))
+            console.print(make_table(title, ("tests", "reason"), rows))
     for name, reason in failure_rows(record):
         console.print(f"FAILED {name}: {reason}", style="red", markup=False, soft_wrap=True)
     console.print(f"{about['class']} ({about['origin']}) on {about['device']}: {conclusion(record)}", markup=False)
@@ -106,15 +106,6 @@ def failure_rows(record: Record) -> list[list[str]]:
 
 def _capability_rows(record: Record) -> list[list[str]]:
     return [[name, "yes" if has else "no", reason] for name, has, reason in record["capabilities"]]
-
-
-def _table(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
 
 
 def _section(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> str:

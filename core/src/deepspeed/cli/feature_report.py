@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from deepspeed.cli.choice_report import show_tracebacks
+from deepspeed.cli.console import make_table
 from deepspeed.errors import PluginError
 from deepspeed.plugins import FEATURES, plugin_manager
 from deepspeed.plugins.admission import named
@@ -33,13 +32,8 @@ def show_features(rows: Sequence[dict[str, Any]], console: Console, verbose: boo
         console.print("Feature plugins: none", markup=False)
         return
     columns = (*_COLUMNS, "origin") if verbose else _COLUMNS
-    table = Table(title="Feature plugins", title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        shown = {**row, "hooks": ", ".join(row["hooks"])}
-        table.add_row(*(Text(shown[column]) for column in columns))
-    console.print(table)
+    shown = ({**row, "hooks": ", ".join(row["hooks"])} for row in rows)
+    console.print(make_table("Feature plugins", columns, ([row[column] for column in columns] for row in shown)))
     if verbose:
         show_tracebacks(rows, console)
 

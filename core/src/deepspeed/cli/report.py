@@ -5,6 +5,10 @@
     ds_report --explain-accelerator    only the choice: every candidate, and why it won or lost
     ds_report --verbose                also where plugins come from, and the traceback of each that is broken
     ds_report --build                  compile every op that has a kernel here first, as for the image of a cluster
+    ds_report --hide_operator_status   without the ops, which takes a second less
+    ds_report --hide_errors_and_warnings
+
+`python -m deepspeed.env_report` is the same command.
 
 Exit code 0, or 1 when no accelerator can be chosen, a vendor's package breaks `import torch`, another DeepSpeed
 overwrote these files, or `--build` failed.
@@ -14,9 +18,12 @@ Nothing that needs torch is imported at the top: `import torch` may be broken (`
 
 import argparse
 import json
+import logging
 import platform
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import importlib_metadata
@@ -24,8 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed._version import CORE_VERSION, DEEPSPEED_API
-from deepspeed.cli.console import make_console
+from deepspeed.cli.console import make_console, make_table
 from deepspeed.cli.torch_backends import describe, import_torch
+from deepspeed.log import logger
 from deepspeed.plugins import PLUGIN_API
 
 if TYPE_CHECKING:
@@ -36,24 +44,34 @@ _LIBRARIES = ("pluggy", "importlib-metadata", "pydantic", "psutil", "safetensors
 _ASKED = ("is_available", "device_count", "communication_backend_name", "supported_dtypes", "is_synchronized_device")
 
 
-def collect(build: bool = False) -> dict[str, Any]:
-    """The report as plain values. Chooses the accelerator when nothing was chosen yet; `build` compiles ops first.
+def collect(build: bool = False, ops: bool = True) -> dict[str, Any]:
+    """The report as plain values. Chooses the accelerator when nothing was chosen yet.
 
-    Keys: those of `collect_why`, `versions` (name -> version or None), `features` (rows of `collect_features`),
-    `device` (answers of the chosen one), `ops` (rows of `op_report`).
+    Args:
+        build: compile ops first.
+        ops: look at ops; False leaves the key `ops` empty.
+
+    Returns:
+        The keys of `collect_why`, `versions` (name -> version or None), `paths`, `toolkits` and `machine` (see
+        `machine_report`), `features` (rows of `collect_features`), `device` (answers of the chosen one), `ops` (rows of
+        `op_report`).
     """
     why = collect_why()
     from deepspeed.accelerator.current import explain
     from deepspeed.cli.feature_report import collect_features
+    from deepspeed.cli.machine_report import collect_machine, collect_paths, collect_toolkits
     from deepspeed.cli.op_report import build_ops, collect_ops
 
     choice = None if why["chosen"]["error"] else explain()
     return {
         "versions": _versions(),
         **why,
+        "paths": collect_paths(),
+        "toolkits": collect_toolkits(),
+        "machine": collect_machine(),
         "features": collect_features(),
         "device": {} if choice is None else _device(choice),
-        "ops": [] if choice is None else build_ops() if build else collect_ops(),
+        "ops": [] if choice is None or not (ops or build) else build_ops() if build else collect_ops(),
     }
 
 
@@ -84,11 +102,14 @@ def foreign_deepspeed() -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    report = collect_why() if options.explain_accelerator else collect(options.build)
+    with _quiet() if options.hide_errors_and_warnings else nullcontext():
+        report = (
+            collect_why() if options.explain_accelerator else collect(options.build, not options.hide_operator_status)
+        )
     if options.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        _show(report, make_console(), options.explain_accelerator, options.verbose)
+        _show(report, make_console(), options)
     unbuilt = options.build and any(row["state"] == "failed" for row in report.get("ops", []))
     torch_fails = any(row["error"] for row in report["torch_backends"])
     return 1 if report["chosen"]["error"] or torch_fails or report["overwritten_by"] or unbuilt else 0
@@ -101,6 +122,10 @@ def _parser() -> argparse.ArgumentParser:
         "--explain-accelerator", action="store_true", help="only the accelerators: who was asked, who won, why"
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="also origins and tracebacks of plugins")
+    parser.add_argument("--hide_operator_status", action="store_true", help="omit the ops")
+    parser.add_argument(
+        "--hide_errors_and_warnings", action="store_true", help="omit warnings, and what is wrong with ops and packages"
+    )
     parser.add_argument("--build", action="store_true", help="compile every op that has a kernel here, then report")
     return parser
 
@@ -138,22 +163,48 @@ def _answer(method: Callable[[], Any]) -> Any:
     return [str(each).removeprefix("torch.") for each in answer] if isinstance(answer, list) else answer
 
 
-def _show(report: dict[str, Any], console: Console, only_choice: bool, verbose: bool) -> None:
-    from deepspeed.cli.choice_report import show_choice, show_explanation
-    from deepspeed.cli.feature_report import show_features
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No line of the log, and no Python warning, while the report is collected."""
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
-    if only_choice:
-        show_explanation(report, console, verbose)
+
+def _show(report: dict[str, Any], console: Console, options: argparse.Namespace) -> None:
+    from deepspeed.cli.choice_report import show_explanation
+
+    if options.explain_accelerator:
+        show_explanation(report, console, options.verbose)
     else:
-        console.print(_table("Versions", ("what", "version"), report["versions"].items()))
-        show_choice(report, console, verbose)
-        device = {
-            key: ", ".join(value) if isinstance(value, list) else value for key, value in report["device"].items()
-        }
-        if device:
-            console.print(_table("The chosen device", ("what", "answer"), device.items()))
-        _show_ops(report["ops"], console)
-        show_features(report["features"], console, verbose)
+        _show_all(report, console, options)
+    if not options.hide_errors_and_warnings:
+        _show_faults(report, console)
+
+
+def _show_all(report: dict[str, Any], console: Console, options: argparse.Namespace) -> None:
+    from deepspeed.cli.choice_report import show_choice
+    from deepspeed.cli.feature_report import show_features
+    from deepspeed.cli.machine_report import show_machine
+
+    verbose = options.verbose and not options.hide_errors_and_warnings
+    console.print(_table("Versions", ("what", "version"), report["versions"].items()))
+    show_machine(report, console)
+    show_choice(report, console, verbose)
+    if report["device"]:
+        console.print(_table("The chosen device", ("what", "answer"), report["device"].items()))
+    if not options.hide_operator_status:
+        _show_ops(report["ops"], console, remarks=not options.hide_errors_and_warnings)
+    show_features(report["features"], console, verbose)
+
+
+def _show_faults(report: dict[str, Any], console: Console) -> None:
+    """What is wrong with the installation as a whole."""
     for row in report["torch_backends"]:
         if row["error"]:
             console.print(describe(row), style="bold red", markup=False)
@@ -166,24 +217,33 @@ def _show(report: dict[str, Any], console: Console, only_choice: bool, verbose: 
         )
 
 
-def _show_ops(ops: Sequence[dict[str, Any]], console: Console) -> None:
-    """The ops that somebody has a builder for; in two lines those that nobody has; and who could not be asked."""
-    rows = [
-        (row["op"], row["source"], row["state"], row["builder"] or "none", _remarks(row))
-        for row in ops
-        if row["offered"]
-    ]
+def _show_ops(ops: Sequence[dict[str, Any]], console: Console, remarks: bool) -> None:
+    """The ops that somebody has a builder for; in two lines the others; and with `remarks` why not, and who failed."""
+    offered = [row for row in ops if row["offered"]]
+    columns = ("op", "from", "state", "builder", *(["remarks"] if remarks else []))
+    rows = [(row["op"], row["source"], row["state"], row["builder"] or "none", _remarks(row)) for row in offered]
     if rows:
-        console.print(_table("Ops of this accelerator", ("op", "from", "state", "builder", "remarks"), rows))
+        console.print(_table("Ops of this accelerator", columns, (row[: len(columns)] for row in rows)))
+    others = [row for row in ops if not row["offered"]]
+    if remarks:
+        _show_failed_ops(ops, console)
+    for title, fronts in (("On their torch reference", True), ("Not in this version", False)):
+        names = [row["op"] for row in others if bool(row["front"]) is fronts]
+        if names:
+            console.print(f"{title}, as no extension has a kernel for them: {', '.join(names)}", markup=False)
+    if remarks:
+        _show_rejections(others, console)
+
+
+def _show_failed_ops(ops: Sequence[dict[str, Any]], console: Console) -> None:
     for row in ops:
         if row["state"] == "failed" and row["remark"]:  # a compiler's words and a path are no cell
             console.print(f"{row['op']} failed: {row['remark']}", style="red", markup=False, soft_wrap=True)
-    others = [row for row in ops if not row["offered"]]
-    for title, fronts in (("On their torch reference", True), ("In this version without a front", False)):
-        names = [row["op"] for row in others if bool(row["front"]) is fronts]
-        if names:
-            console.print(f"{title}, for nobody has a kernel here: {', '.join(names)}", markup=False)
-    rejections = {tuple(rejection) for row in others for rejection in row["rejected"]}
+
+
+def _show_rejections(ops: Sequence[dict[str, Any]], console: Console) -> None:
+    """The places that could not be asked for a kernel of `ops`, each once."""
+    rejections = {tuple(rejection) for row in ops for rejection in row["rejected"]}
     for where, reason in sorted(rejections):
         if not reason.startswith(("has no ", "serves ")):
             console.print(f"{where} has none: {reason}", markup=False)
@@ -194,13 +254,8 @@ def _remarks(row: dict[str, Any]) -> str:
     return "; ".join([*(f"{where}: {reason}" for where, reason in row["rejected"]), *filter(None, [remark])])
 
 
-def _table(title: str, columns: Sequence[str], rows: Any) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(cell) for cell in row))
-    return table
+def _table(title: str, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> Table:
+    return make_table(title, columns, (map(_cell, row) for row in rows))
 
 
 def _cell(value: Any) -> str:

@@ -81,6 +81,11 @@ class PluginManager:
         entries = {entry.value: entry for entry in self._group(group) if entry.name == name}
         return ", ".join(f"{distribution_of(entry)} ({value})" for value, entry in entries.items())
 
+    def folder(self, name: str, group: str = ACCELERATORS) -> str | None:
+        """The folder of the module of `name`; None when it could not be loaded, or has no file. For reports."""
+        file = getattr(self._plugins.get((group, name)), "__file__", None)
+        return None if file is None else os.path.dirname(file)
+
     def stated_api(self, name: str, group: str = ACCELERATORS) -> str | None:
         """The `DS_PLUGIN_API` of `name`; None when it states none or could not be loaded. For reports."""
         stated = getattr(self._plugins.get((group, name)), "DS_PLUGIN_API", None)

@@ -1,14 +1,27 @@
 """ds_report says what is installed, what is offered, and why which accelerator was chosen."""
 
+import io
 import json
+import os
+import resource
+import runpy
+import shutil
 import sys
 import types
 
 import pytest
+import torch
+from deepspeed import env_report
 from deepspeed.accelerator import candidates, current
+from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
-from deepspeed.cli import feature_report, report
+from deepspeed.cli import feature_report, machine_report, op_report, report
+from deepspeed.errors import OpUnavailable
+from deepspeed.log import warn_once
+from deepspeed.ops.op_builder import OpBuilder
+from deepspeed.ops.op_builder.toolchain import Toolchain
 from deepspeed.plugins import ACCELERATORS, FEATURES, Offer, PluginManager, hookimpl
+from rich.console import Console
 
 
 @pytest.fixture
@@ -37,7 +50,7 @@ def shelf(monkeypatch):
         types.SimpleNamespace(name="worse", value="worse", dist=None, load=explode),
     ]
     manager = PluginManager({ACCELERATORS: entries, FEATURES: features}.__getitem__)
-    for holder in (current, candidates, feature_report):
+    for holder in (current, candidates, feature_report, machine_report):
         monkeypatch.setattr(holder, "plugin_manager", lambda: manager)
     monkeypatch.setattr(current, "_choice", None)
     monkeypatch.setattr(current, "_accelerator", None)
@@ -72,6 +85,116 @@ def test_json_holds_everything(shelf, capsys):
     assert told["device"]["communication_backend_name"] == "gloo"
     assert told["device"]["supported_dtypes"] == ["float32", "float16", "bfloat16"]
     assert told["overwritten_by"] is None
+
+
+class Sim:
+    """Builders of ops by their toolchain: a compiler that begins with its name, one that is not here, a broken one."""
+
+    class Compiles(OpBuilder):
+        def absolute_name(self):
+            return "sim.op"
+
+        def sources(self):
+            return []
+
+        def toolchain(self):
+            return Toolchain(("simcc", "-m64"), "simcc: a compiler\nCopyright (c) 2005-2025\nrelease 7.1, build 3\n")
+
+        def __init__(self):
+            super().__init__("op")
+
+    class Lacks(Compiles):
+        def toolchain(self):
+            raise OpUnavailable("no simcc: SIM_HOME is not set")
+
+    class Breaks(Compiles):
+        def toolchain(self):
+            raise OSError("driver gone")
+
+
+def test_paths_toolkits_and_limits_are_told(shelf, capsys, monkeypatch):
+    shelf.__file__ = "/site/good/plugin.py"
+    shelf.ds_op_builders = hookimpl(
+        lambda: {"A": Sim.Compiles, "B": Sim.Lacks, "C": Sim.Breaks, "D": Sim.Compiles, "E": object}
+    )
+    monkeypatch.setattr(shutil, "which", {"simcc": "/opt/sim/simcc"}.get)
+    monkeypatch.setattr(machine_report, "find_compiler", lambda: Toolchain(("g++",), "(Debian 12.2.0) 12.2.0\nfree"))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (8 * 2**20, resource.RLIM_INFINITY))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(total=64 * 2**30, free=3 * 2**29))
+    assert report.main(["--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["paths"]["accelerator 'good'"] == "/site/good"
+    assert told["paths"]["accelerator 'bad'"] is None
+    assert told["paths"]["torch"] == os.path.dirname(torch.__file__)
+    toolkits = told["toolkits"]
+    simcc = {"used_by": ["good"], "command": "/opt/sim/simcc -m64", "version": "release 7.1, build 3", "reason": ""}
+    assert toolkits[0] == {"used_by": ["core"], "command": "g++", "version": "(Debian 12.2.0) 12.2.0", "reason": ""}
+    assert simcc in toolkits
+    reasons = [row["reason"] for row in toolkits if row["used_by"] == ["good"]]
+    assert reasons == ["", "no simcc: SIM_HOME is not set", "OSError: driver gone"]
+    assert told["machine"] == {
+        "shared_memory_bytes": 64 * 2**30, "shared_memory_free_bytes": 3 * 2**29, "memlock_bytes": 8 * 2**20
+    }  # fmt: skip
+    assert report.main([]) == 0
+    text = capsys.readouterr().out
+    for part in ("/site/good", "release 7.1", "no simcc", "64.00 GiB, 1.50 GiB free", "8.00 MiB", "/dev/shm"):
+        assert part in text
+
+
+def test_a_machine_without_shared_memory_and_without_a_limit(shelf, capsys, monkeypatch):
+    monkeypatch.setattr(machine_report, "_SHARED_MEMORY", "/nowhere")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert set(machine_report.collect_machine().values()) == {None}
+    assert report.main([]) == 0
+    assert "unlimited" in capsys.readouterr().out
+
+
+def test_states_are_in_color_on_a_terminal_only(shelf, capsys, monkeypatch):
+    assert report.main([]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    terminal = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
+    monkeypatch.setattr(report, "make_console", lambda: terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert report.main([]) == 0
+    assert "\x1b[32mavailable\x1b[0m" in terminal.file.getvalue()
+    assert "\x1b[1;31mbroken\x1b[0m" in terminal.file.getvalue()
+
+
+def test_ops_can_be_hidden_and_are_not_looked_at(shelf, capsys, monkeypatch):
+    monkeypatch.setattr(op_report, "collect_ops", lambda: pytest.fail("ops were looked at"))
+    assert report.main(["--hide_operator_status"]) == 0
+    text = capsys.readouterr().out
+    assert "Chosen: cpu" in text
+    assert "torch reference" not in text
+
+
+def test_errors_and_warnings_can_be_hidden(shelf, capsys, monkeypatch):
+    op = {"op": "gemm", "front": None, "offered": True, "builder": None, "source": "reference", "state": "failed"}
+    op |= {"library": None, "rejected": [["here", "driver too old"]], "remark": "no compiler"}
+    monkeypatch.setattr(op_report, "collect_ops", lambda: [op])
+    monkeypatch.setattr(report, "foreign_deepspeed", lambda: "0.18.2")
+    told = ("driver too old", "no compiler", "Another DeepSpeed", "[WARNING]")
+    warn_once.cache_clear()
+    assert report.main([]) == 1
+    shown = "".join(capsys.readouterr())
+    assert [part for part in told if part not in shown] == []
+    reset_accelerator()
+    warn_once.cache_clear()
+    assert report.main(["--hide_errors_and_warnings"]) == 1  # hidden, and yet a fault
+    shown = "".join(capsys.readouterr())
+    assert [part for part in told if part in shown] == []
+    assert "gemm" in shown
+
+
+def test_it_has_deepspeeds_address(shelf, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["env_report", "--hide_operator_status", "--json"])
+    monkeypatch.delitem(sys.modules, "deepspeed.env_report", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("deepspeed.env_report", run_name="__main__")
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)["ops"] == []
+    assert env_report.main(hide_operator_status=True) is None  # whatever the arguments of the process are
+    assert "torch reference" not in capsys.readouterr().out
 
 
 def test_tables_for_people(shelf, capsys):
