@@ -206,6 +206,32 @@ def around_the_engine(model, batch, backward):
     mse(inner(batch.x), batch).backward()
 
 
+def checkpoint_around(model, batch, backward, use_reentrant=True):
+    """The engine's forward runs again inside the backward, and there (reentrant) a backward of its own."""
+    x = batch.x.clone().requires_grad_()
+    backward(mse(checkpoint(model, x, use_reentrant=use_reentrant), batch) + model(batch.x.flip(0)).square().mean())
+
+
+def flat_checkpoint_around(model, batch, backward):
+    checkpoint_around(model, batch, backward, use_reentrant=False)
+
+
+def plain_checkpoint_around(model, batch, backward):
+    checkpoint_around(model, batch, lambda loss: loss.backward())
+
+
+def nested_checkpoints_around(model, batch, backward):
+    def outer(x):
+        return model(x) + checkpoint(model, x * 2, use_reentrant=True)
+
+    x = batch.x.clone().requires_grad_()
+    backward(mse(checkpoint(outer, x, use_reentrant=True), batch) + mse(model(x), batch))
+
+
+def plain_nested_checkpoints_around(model, batch, backward):
+    nested_checkpoints_around(model, batch, lambda loss: loss.backward())
+
+
 def gradient_penalty(model, batch, backward):
     x = batch.x.clone().requires_grad_()
     output = model(x)
@@ -276,6 +302,12 @@ CASES = {
     "reentrant checkpoints, two backwards": Case(Checkpointed, two_backwards),
     "reentrant checkpoints, plain": Case(Checkpointed, plain),
     "checkpoints": Case(CheckpointedFlat),
+    "a checkpoint around the engine": Case(backward=checkpoint_around),
+    "a checkpoint around the engine, accumulated": Case(backward=checkpoint_around, accumulation=2),
+    "a checkpoint around the engine, plain": Case(backward=plain_checkpoint_around, accumulation=2),
+    "a flat checkpoint around the engine": Case(backward=flat_checkpoint_around),
+    "nested checkpoints around the engine": Case(Checkpointed, nested_checkpoints_around),
+    "nested checkpoints around the engine, plain": Case(Checkpointed, plain_nested_checkpoints_around),
     "checkpoints, plain, accumulated": Case(CheckpointedFlat, plain, accumulation=2),
     "frozen parameters": Case(Frozen),
     "a zero-sized parameter": Case(ZeroSized),

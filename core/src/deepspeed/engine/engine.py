@@ -1,6 +1,6 @@
 """`DeepSpeedEngine`: the module with its parts. Each method is a few lines; the work is in the parts.
 
-forward   -> precision.cast_inputs, the module, sharding.window.watch
+forward   -> precision.cast_inputs, the module, sharding.window.saw_forward
 backward  -> precision.scale, autograd (hooks fill buckets: zero/strategy.py)
 step      -> step.take_step at a boundary
 """
@@ -84,7 +84,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, in the engine's precision."""
-        self.sharding.window.abort()  # only open if an exception left the last backward
+        self.sharding.window.abort_if_left()
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
         with self._observers.forward(), self.precision.forward_context():
             try:
@@ -93,7 +93,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
                 add_dtype_hint(error, self.precision.model_dtype, inputs, kwargs)
                 raise
         if torch.is_grad_enabled():
-            self.sharding.window.watch(outputs)
+            self.sharding.window.saw_forward(outputs)
         return outputs
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
@@ -120,13 +120,8 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         window = self.sharding.window
         phase = self._observers.phase
         with phase("backward"):
-            window.open()
-            try:
-                with phase("backward_inner"):
-                    self.precision.scale(loss).backward(retain_graph=retain_graph, **kwargs)
-            except BaseException:
-                window.abort()
-                raise
+            with window.opened(), phase("backward_inner"):
+                self.precision.scale(loss).backward(retain_graph=retain_graph, **kwargs)
             with phase("backward_allreduce"):
                 window.close()
         self._observers.saw_loss(loss)
@@ -158,6 +153,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         """
         if not self.schedule.syncs:
             raise StateError("step: found inside no_sync(); leave it before the step")
+        self.sharding.window.abort_if_left()
         if self.schedule.is_boundary():
             self._step(lr_kwargs)
         else:

@@ -8,12 +8,20 @@ twice, or get several gradients when a checkpointed block runs a backward of its
 `queue_callback` runs when the graph task in which it was queued is done. A callback queued from a parameter's hook
 could belong to such an inner task and come too early; one queued from a hook on an output of the model belongs to the
 outermost task. So the outputs are watched, and a parameter's hook opens the window only when no output was seen.
+A forward inside a backward (a reentrant checkpoint around the whole model) will get a backward of its own, in an inner
+task, and runs itself in the outer one: it opens the window at once.
+
+[Note: running or left] An exception ends a backward without its callback. The engine's own `backward` sees the
+exception. For a plain `loss.backward()` the callback object itself is the sign: autograd's graph task holds the only
+reference to it, so it is gone exactly when the task is, whether the task ended well or not.
 
     IDLE --open--> OPEN --close | abort--> IDLE
 """
 
 import enum
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +39,10 @@ class Window(enum.Enum):
 LEGAL_MOVES = {(Window.IDLE, Window.OPEN), (Window.OPEN, Window.IDLE)}
 
 
+#: what torch gives as the graph task's id where no backward runs
+_NO_GRAPH_TASK = -1
+
+
 class BackwardWindow:
     """Calls `on_begin(by_user)` once when a backward begins and `on_end()` once when it ends.
 
@@ -45,25 +57,46 @@ class BackwardWindow:
     ) -> None:
         self.state = Window.IDLE
         self._on_begin, self._on_end, self._on_abort = on_begin, on_end, on_abort
+        self._task_end: weakref.ref[_TaskEnd] | None = None  # None: the engine opened the window, and closes it
 
     @property
     def is_open(self) -> bool:
         return self.state is Window.OPEN
 
-    def open(self) -> None:
-        """The engine is about to call `loss.backward()`."""
-        if self.is_open:  # what is open was left by an exception inside autograd
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Around the engine's own `loss.backward()`; an exception aborts, else `close()` is to follow."""
+        self.open()
+        try:
+            yield
+        except BaseException:
             self.abort()
+            raise
+
+    def open(self) -> None:
+        """The engine is about to call `loss.backward()`.
+
+        Raises:
+            StateError: inside a running backward.
+        """
+        self.abort_if_left()
+        if self.is_open:
+            raise StateError(
+                "backward: found engine.backward() inside a running backward of the same engine; add the losses up "
+                "and call engine.backward(loss) once"
+            )
+        self._task_end = None
         self._move(Window.OPEN)
         self._on_begin(False)
 
     def open_from_autograd(self) -> None:
-        """A hook runs inside a backward that the engine did not start."""
+        """A hook, or a forward, runs inside a backward that the engine did not start."""
+        self.abort_if_left()
         if self.is_open:
             return
+        self._queue_end()
         self._move(Window.OPEN)
         self._on_begin(True)
-        torch.autograd.Variable._execution_engine.queue_callback(self.close)
 
     def close(self) -> None:
         if not self.is_open:  # aborted in between
@@ -77,6 +110,17 @@ class BackwardWindow:
             self._move(Window.IDLE)
             self._on_abort()
 
+    def abort_if_left(self) -> None:
+        """Drop a plain `loss.backward()` that an exception ended; one that is running goes on."""
+        if self.is_open and self._task_end is not None and self._task_end() is None:
+            self.abort()
+
+    def saw_forward(self, outputs: Any) -> None:
+        """The module's forward gave `outputs`, with gradients enabled; maybe inside a running backward."""
+        if torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
+            self.open_from_autograd()
+        self.watch(outputs)
+
     def watch(self, outputs: Any) -> None:
         """Open the window when a backward reaches one of the tensors in `outputs` (any nesting of containers)."""
         for tensor in _tensors(outputs):
@@ -86,10 +130,25 @@ class BackwardWindow:
     def _see_output(self, grad: Tensor) -> None:
         self.open_from_autograd()
 
+    def _queue_end(self) -> None:
+        end = _TaskEnd(self)
+        self._task_end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
     def _move(self, to: Window) -> None:
         if (self.state, to) not in LEGAL_MOVES:
             raise StateError(f"backward window: {self.state.name} -> {to.name} is not a legal move")
         self.state = to
+
+
+class _TaskEnd:
+    """Autograd's callback at the end of a graph task, which owns it; see [Note: running or left]."""
+
+    def __init__(self, window: BackwardWindow) -> None:
+        self._window = window
+
+    def __call__(self) -> None:
+        self._window.close()
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:

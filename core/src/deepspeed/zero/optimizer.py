@@ -74,8 +74,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Scaled backward of a loss, as `engine.backward` makes it without gradient accumulation."""
-        self._sharding.window.open()
-        self.loss_scaler.scale(loss.float()).backward(retain_graph=retain_graph)
+        with self._sharding.window.opened():
+            self.loss_scaler.scale(loss.float()).backward(retain_graph=retain_graph)
         self._sharding.window.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -179,6 +179,7 @@ class Sharding(Holding):
         grad = param.grad
         assert grad is not None
         param.grad = None
+        self.window.abort_if_left()
         if not self.window.is_open:
             if self._shows_gradients:  # autograd has just added into the bucket's own memory
                 raise StateError(
@@ -225,7 +226,7 @@ class Sharding(Holding):
         self._is_launched = True
 
     def _abort_backward(self) -> None:
-        """A backward that failed leaves gradients of which nobody knows how much is in them: the step starts anew."""
+        """What a failed backward added to the gradients is unknown, so the step starts over."""
         self.zero_grad()
 
     # ---- one step -----------------------------------------------------------------------------------------------

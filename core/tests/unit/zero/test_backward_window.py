@@ -57,10 +57,18 @@ def test_abort_drops_and_is_harmless_when_idle(log):
     assert log.events == [("begin", False), "abort"]
 
 
-def test_opening_again_drops_what_was_left_open(log):
+def test_the_engines_backward_is_dropped_by_its_exception(log):
+    with pytest.raises(KeyboardInterrupt), log.window.opened():
+        raise KeyboardInterrupt
+    assert log.events == [("begin", False), "abort"]
+
+
+def test_the_engines_backward_inside_a_running_one_is_refused(log):
     log.window.open()
-    log.window.open()
-    assert log.events == [("begin", False), "abort", ("begin", False)]
+    log.window.abort_if_left()
+    with pytest.raises(StateError, match="inside a running backward"):
+        log.window.open()
+    assert log.events == [("begin", False)]
 
 
 def test_a_plain_backward_opens_and_closes_once(log):
@@ -113,7 +121,9 @@ def test_inside_the_engines_window_autograd_opens_nothing(log):
     assert log.events == [("begin", False), "end"]
 
 
-def test_a_backward_left_by_an_exception_stays_open_until_it_is_aborted(log):
+def leave_a_backward(log):
+    """Returns the exception, whose traceback lives on as in a debugger."""
+
     def fail(grad):
         raise RuntimeError("in the middle")
 
@@ -121,11 +131,50 @@ def test_a_backward_left_by_an_exception_stays_open_until_it_is_aborted(log):
     hidden.register_hook(fail)
     loss = hidden.sum()
     log.window.watch(loss)
-    with pytest.raises(RuntimeError, match="in the middle"):
+    with pytest.raises(RuntimeError, match="in the middle") as left:
         loss.backward()
-    log.window.abort()
-    assert log.events == [("begin", True), "abort"]
+    assert log.window.is_open
+    return left
+
+
+def test_a_backward_left_by_an_exception_is_dropped_before_the_next(log):
+    left = leave_a_backward(log)
+    log.window.abort_if_left()
     assert not log.window.is_open
+    leave_a_backward(log)
+    log.window.open()
+    log.window.close()
+    leave_a_backward(log)
+    loss = (torch.ones(3, requires_grad=True) * 2).sum()
+    log.window.watch(loss)
+    loss.backward()
+    dropped = [("begin", True), "abort"]
+    assert log.events == [*dropped, *dropped, ("begin", False), "end", *dropped, ("begin", True), "end"]
+    del left
+
+
+def test_a_running_backward_is_not_dropped(log):
+    loss = (torch.ones(3, requires_grad=True) * 2).sum()
+    log.window.watch(loss)
+    loss.grad_fn.register_hook(lambda *_: log.window.abort_if_left())
+    loss.backward()
+    assert log.events == [("begin", True), "end"]
+
+
+def test_a_forward_inside_a_backward_opens_in_its_task(log):
+    """Two checkpoints around the module: each has an inner backward, and all of it is one window."""
+
+    def forward(x):
+        output = x * weight
+        if torch.is_grad_enabled():
+            log.window.saw_forward(output)
+        return output
+
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda _: log.events.append("grad"))
+    x = torch.ones(3, requires_grad=True)
+    sum(checkpoint(forward, x, use_reentrant=True).sum() for _ in range(2)).backward()
+    assert log.events == [("begin", True), "grad", "grad", "end"]
 
 
 @dataclass
