@@ -83,7 +83,9 @@ class DeepSpeedConfig(Section):
 
     optimizer: OptimizerConfig | None = key(None, "The optimizer, by name; null: the one given to initialize().")
     scheduler: SchedulerConfig | None = key(None, "The learning rate schedule, by name.")
-    gradient_clipping: Float = key(0.0, "Largest global gradient norm; 0: no clipping.", ge=0)
+    gradient_clipping: Float = key(
+        0.0, "Largest global gradient norm; 0: no clipping. A norm of nan or inf clips as in torch.", ge=0
+    )
     zero_optimization: ZeroConfig = key(ZeroConfig, "ZeRO.")
     zero_allow_untested_optimizer: Flag = key(False, "Let ZeRO shard an optimizer it does not know.")
     zero_force_ds_cpu_optimizer: Flag = key(

@@ -70,7 +70,8 @@ class Precision:
     def verdict(self, scaled_norm: float) -> Verdict:
         """Judge the reduced gradients by their norm: g <- g / loss_scale * min(1, clip_norm / (norm + 1e-6)).
 
-        The clip coefficient is that of `torch.nn.utils.clip_grad_norm_`.
+        The clip coefficient is that of `torch.nn.utils.clip_grad_norm_`, also where the step is made with a norm that
+        is not finite: nan makes every gradient nan; inf makes the finite ones 0 and the infinite ones nan.
         """
         loss_scale = self.loss_scaler.loss_scale
         norm = scaled_norm / loss_scale
@@ -82,7 +83,8 @@ class Precision:
             )
         factor = 1.0 / loss_scale
         if applies and self.clip_norm > 0:
-            factor *= min(1.0, self.clip_norm / (norm + 1e-6))
+            coefficient = self.clip_norm / (norm + 1e-6)
+            factor *= coefficient if math.isnan(coefficient) else min(1.0, coefficient)
         return Verdict(applies, factor, norm)
 
     def after_step(self, verdict: Verdict) -> None:

@@ -46,6 +46,12 @@ def test_overflow_is_judged_by_those_who_check(norm):
         assert precision.verdict(norm).applies, "as documented, fp32 and bf16 make the step"
 
 
+def test_a_norm_that_is_not_finite_clips_to_what_it_is():
+    for precision in (Precision(clip_norm=1.0), BF16(clip_norm=1.0)):
+        assert math.isnan(precision.verdict(math.nan).grad_scale)
+        assert precision.verdict(math.inf).grad_scale == 0.0
+
+
 def test_a_step_that_loses_the_weights_is_told_once(capsys):
     warn_once.cache_clear()
     precision = BF16()
