@@ -109,6 +109,94 @@ def test_by_name_every_stage_is_the_same(name, world_size):
     run_ranks(world_size, named_job, name)
 
 
+# ---- the norm and clipping ----------------------------------------------------------------------------------------
+
+CLIP = 0.05
+KEYS = {"gradient_clipping": CLIP}
+IN_BF16 = {**KEYS, "bf16": {"enabled": True}}
+
+
+def create_poisoned_net(value):
+    """On rank 1 one bias gets a gradient of `value` in the last step; None: never."""
+    net, count = create_net(), iter(range(NUM_STEPS))
+
+    def poison(grad):
+        is_last = next(count) == NUM_STEPS - 1
+        return torch.full_like(grad, value) if is_last and value is not None and dist.get_rank() == 1 else grad
+
+    net[2].bias.register_hook(poison)
+    return net
+
+
+def train_plain_clipped(value):
+    """Weights of plain torch, and norms, which `clip_grad_norm_` takes in fp64."""
+    net = create_poisoned_net(value)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    norms = []
+    for step in range(NUM_STEPS):
+        loss_of(net, step).backward()
+        for param in net.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        doubles = [nn.Parameter(param.detach().double()) for param in net.parameters()]
+        for double, param in zip(doubles, net.parameters(), strict=True):
+            double.grad = param.grad.double()
+        norms.append(nn.utils.clip_grad_norm_(doubles, CLIP).item())
+        nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, copies(net)
+
+
+def train_engine_clipped(stage, value, keys=KEYS):
+    net = create_poisoned_net(value)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 40},
+        "steps_per_print": 1_000_000,
+        **keys,
+    }
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+    norms = []
+    for step in range(NUM_STEPS):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * dist.get_rank() + step))
+        engine.backward((engine(x.to(net[0].weight.dtype)) - 1.0).square().mean())
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    return norms, copies(net)
+
+
+def norm_job():
+    expected_norms, expected = train_plain_clipped(None)
+    for stage in STAGES:
+        norms, weights = train_engine_clipped(stage, None)
+        assert norms == pytest.approx(expected_norms, rel=1e-7), stage
+        assert_close(weights, expected, 1e-5)
+
+
+def test_the_norm_is_that_of_clip_grad_norm():
+    run_ranks(2, norm_job)
+
+
+def not_finite_job(value):
+    _, expected = train_plain_clipped(value)
+    for stage in STAGES:
+        norms, weights = train_engine_clipped(stage, value)
+        torch.testing.assert_close(torch.tensor(norms[-1]), torch.tensor(value), equal_nan=True)
+        torch.testing.assert_close(weights, expected, equal_nan=True)
+        _, in_bf16 = train_engine_clipped(stage, value, IN_BF16)
+        for found, wanted in zip(in_bf16, expected, strict=True):
+            assert torch.equal(found.isnan(), wanted.isnan()), "one-pass kernels spread it too"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_clips_as_in_torch(value):
+    """nan spreads to every weight; inf makes the finite gradients 0, and nan of the infinite ones."""
+    run_ranks(2, not_finite_job, value)
+
+
 class Whole(torch.optim.SGD):
     """Its update looks at the whole tensor; the engine has not heard of it."""
 

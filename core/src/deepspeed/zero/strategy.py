@@ -263,7 +263,7 @@ class Sharding(Holding):
             self._refuse_unused()
         if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
             facts[0] = 0.0
-        self._norm = _rounded(math.sqrt(facts[0]) * self._after_sum) if facts[0] >= 0 else math.nan
+        self._norm = math.sqrt(facts[0]) * self._after_sum if facts[0] >= 0 else math.nan
         self._after_reduce()
 
     def _refuse_unused(self) -> None:
@@ -390,12 +390,3 @@ class Sharding(Holding):
         self._used[index] = True
         self._norm = None
         self.placement.gradients_changed()
-
-
-def _rounded(norm: float) -> float:
-    """To 20 bits, a millionth. Stages cut the same gradients differently, so their sums differ in the last bits; with
-    the norm rounded all stages clip by the same factor and stay equal bit by bit."""
-    if not math.isfinite(norm):
-        return norm
-    mantissa, exponent = math.frexp(norm)
-    return math.ldexp(round(mantissa * 2**20), exponent - 20)
