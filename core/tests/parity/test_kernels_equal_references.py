@@ -137,3 +137,25 @@ def resume(first, folder, precision, stage):
 @pytest.mark.parametrize("first", [True, False], ids=("kernels first", "references first"))
 def test_a_checkpoint_goes_from_one_to_the_other(first, stage, precision, tmp_path):
     assert max(run_ranks(2, resume, first, str(tmp_path), precision, stage)) <= 1e-6
+
+
+# ---- ranks that differ --------------------------------------------------------------------------------------------
+
+
+def one_rank_lacks_kernel(precision, stage):
+    """Rank 1 has only the reference; returns what it trained, and how far that is from kernels everywhere."""
+    found = {}
+    for enabled in (True, dist.get_rank() != 1):
+        with ops(enabled):
+            engine = create_engine("AdamW", precision, stage)
+            found[len(found)] = outcome(engine, train(engine, 0, 5), "exp_avg_sq")[1:]
+            engine.destroy()
+    return found[1], difference(found[1], found[0])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_rank_without_the_kernel_trains_with_the_others(stage, precision):
+    (one, one_difference), (other, other_difference) = run_ranks(2, one_rank_lacks_kernel, precision, stage)
+    assert max(one_difference, other_difference) <= 1e-6
+    assert all(map(torch.equal, one, other)), "replicas stay equal bit for bit"

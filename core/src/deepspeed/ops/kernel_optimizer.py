@@ -23,6 +23,7 @@ class KernelOptimizer(ReferenceOptimizer):
     kernel_op: ClassVar[str | None] = None  # what the registry is asked
     operator: ClassVar[str] = ""
     state_names: ClassVar[tuple[str, ...]] = ()  # the operator's state lists, in its order
+    uses_kernel = True  # False: step with the reference, as a rank that has no kernel does
 
     @abstractmethod
     def kernel_numbers(self, group: dict[str, Any]) -> dict[str, Any] | None:
@@ -56,8 +57,13 @@ class KernelOptimizer(ReferenceOptimizer):
     ) -> None:
         self._update(params, grads, copies, scale, group)
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the operator can be called here; loads it when first asked."""
+        return step_kernel(self.kernel_op, self.operator) is not None
+
     def _kernel(self, numbers: dict[str, Any] | None) -> StepKernel | None:
-        return None if numbers is None else step_kernel(self.kernel_op, self.operator)
+        return step_kernel(self.kernel_op, self.operator) if numbers is not None and self.uses_kernel else None
 
     def _update(
         self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]

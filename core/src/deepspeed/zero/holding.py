@@ -17,12 +17,15 @@ from torch.optim import Optimizer
 
 from deepspeed.comm.backend import Backend, Piece
 from deepspeed.errors import ConfigError
+from deepspeed.log import warn_once
+from deepspeed.ops.kernel_optimizer import KernelOptimizer
 from deepspeed.zero import state_dict as states
+from deepspeed.zero.agreement import check_same, described, gather_numbers, named_ranks
 from deepspeed.zero.bucket import Bucket, Slot
 from deepspeed.zero.flat_group import FlatGroup, Unit
 from deepspeed.zero.layout import BucketSpec, Fragment, GroupLayout, cut_buckets, update_batches
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.update import Batch
+from deepspeed.zero.update import Batch, takes_one_pass
 
 #: elements whose gradients are widened to fp32 at once: 2 MiB, which a core's cache holds. Measured for Adam on 25 M
 #: bf16 parameters, one thread: 20.7 ms at 2**19, 27 at 2**20, 32 from 2**21
@@ -68,6 +71,7 @@ class Holding:
         self.buckets: list[Bucket] = []
         self._is_whole = False  # the optimizer looks at whole matrices: fragments are whole parameters
         self._widens = False  # gradients are copied to fp32 before the update, piece by piece
+        self._bucket_bytes = 0  # that the backend prefers
         self._positions: dict[int, int] = {}  # id of a parameter -> its place in the model
         self._slots: list[list[Slot]] = []  # by parameter
         self._gradients: list[Tensor] = []  # by group: what buckets live in
@@ -114,6 +118,49 @@ class Holding:
         return self._gradients
 
     # ---- building -----------------------------------------------------------------------------------------------
+
+    def agree(
+        self, optimizer: Optimizer | None, param_groups: Sequence[Sequence[Parameter]], device: torch.device
+    ) -> None:
+        """Compare with the other ranks what the layout follows from, and settle what each would choose by itself.
+
+        Raises:
+            ConfigError: on every rank; it names those that differ.
+        """
+        options = self.options
+        dtypes = (options.model_dtype, options.accumulation_dtype, options.wire_dtype)
+        facts = {
+            "zero_optimization.stage": f"{type(self).__name__}, offloaded: {self.placement.is_apart}",
+            "the optimizer": f"{type(optimizer).__name__}, whole parameters: {self._is_whole}",
+            "the optimizer's parameters": "; ".join(map(self._described, param_groups)),
+            "the dtypes of parameters, gradient accumulation and communication": str(dtypes),
+            "reduce_bucket_size": str(options.bucket_numel),
+            "gradient_predivide_factor": str(options.predivide_factor),
+        }
+        check_same(facts, device, self.group)
+        has_kernel = not isinstance(optimizer, KernelOptimizer) or optimizer.has_kernel
+        # asked of the weights: where masters will be in another memory the host's kernel says no, and pieces are short
+        widens = options.model_dtype is not None and not takes_one_pass(optimizer)
+        preferred = self.backend.preferred_bucket_bytes(self.world_size, to_owners=self._sums_to_owners)
+        by_rank = gather_numbers([has_kernel, widens, preferred], device, self.group)
+        self._widens = any(numbers[1] for numbers in by_rank)
+        self._bucket_bytes = min(numbers[2] for numbers in by_rank)
+        lacking = [rank for rank, numbers in enumerate(by_rank) if not numbers[0]]
+        if isinstance(optimizer, KernelOptimizer) and 0 < len(lacking) < self.world_size:
+            self._use_reference(optimizer, lacking)
+
+    def _use_reference(self, optimizer: KernelOptimizer, lacking: list[int]) -> None:
+        """Replicas that step with a kernel here and its reference there drift apart by roundings."""
+        optimizer.uses_kernel = False
+        warn_once(
+            f"optimizer: {named_ranks(lacking)} of {self.world_size} cannot load the kernel of "
+            f"{type(optimizer).__name__}, so all ranks step with its torch reference, which is slower; ds_report there "
+            "says why"
+        )
+
+    def _described(self, params: Sequence[Parameter]) -> str:
+        """The parameters that train, by their places in the module."""
+        return described((str(self._positions.get(id(param))), param) for param in params if param.requires_grad)
 
     def hold_group(self, index: int, params: Sequence[Parameter]) -> None:
         """Split one optimizer group by dtype and lay out each part."""
@@ -180,8 +227,8 @@ class Holding:
     def cut_buckets(self) -> None:
         """Cut all groups into buckets, in the order in which a backward fills them; again after a group was added."""
         itemsize = max((self._accumulation_dtype(group).itemsize for group in self.groups), default=4)
-        wish = self.backend.preferred_bucket_bytes(self.world_size, to_owners=self._sums_to_owners) // itemsize
-        wish = min(wish, max(MIN_BUCKET_NUMEL, sum(group.layout.numel for group in self.groups) // 3))
+        third = sum(group.layout.numel for group in self.groups) // 3
+        wish = min(self._bucket_bytes // itemsize, max(MIN_BUCKET_NUMEL, third))
         positions = [[self._positions.get(id(param), 0) for param in group.params] for group in self.groups]
         specs = cut_buckets([group.layout for group in self.groups], positions, min(self.options.bucket_numel, wish))
         self.buckets = [self._create_bucket(spec) for spec in specs]

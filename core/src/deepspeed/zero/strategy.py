@@ -31,10 +31,11 @@ from deepspeed.comm.backend import Backend, Work
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import warn_once
 from deepspeed.zero import state_dict as states
+from deepspeed.zero.agreement import check_same
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket, Slot
 from deepspeed.zero.holding import Holding, ShardingOptions
-from deepspeed.zero.update import Batch, OptimizerUpdate, takes_one_pass
+from deepspeed.zero.update import Batch, OptimizerUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +103,17 @@ class Sharding(Holding):
         Args:
             plan: asked at the beginning of every backward, with True if the user started it.
             is_elementwise: whether the optimizer's update of an element depends on that element only.
+
+        Raises:
+            ConfigError: for a parameter that is not in the module, or on every rank if ranks differ.
         """
         self.optimizer = optimizer
-        # asked of the weights: where masters will be in another memory the host's kernel says no, and pieces are short
-        self._widens = self.options.model_dtype is not None and not takes_one_pass(optimizer)
         self._plan = plan
         self._is_whole = not is_elementwise
         self._positions = {id(param): place for place, param in enumerate(module.parameters())}
         self._named = list(module.named_parameters())
         groups = optimizer.param_groups if optimizer is not None else [{"params": list(module.parameters())}]
+        self.agree(optimizer, [group["params"] for group in groups], self._device)
         for index, param_group in enumerate(groups):
             for param in param_group["params"]:
                 if param.requires_grad and id(param) not in self._positions:
@@ -124,6 +127,11 @@ class Sharding(Holding):
             optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
             optimizer.zero_grad = self._zero_grad_of_optimizer  # type: ignore[method-assign]
 
+    @property
+    def _device(self) -> torch.device:
+        """Where the few numbers go that ranks agree on."""
+        return self._named[0][1].device if self._named else torch.device("cpu")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take over one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
         assert self.optimizer is not None
@@ -132,6 +140,7 @@ class Sharding(Holding):
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
         self._refuse_attached(len(self.optimizer.param_groups), given)
+        check_same({"the added group of parameters": self._described(given)}, self._device, self.group)
         type(self.optimizer).add_param_group(self.optimizer, {**param_group, "params": given})
         last = len(self.optimizer.param_groups) - 1
         for handle in self._hooks:
@@ -295,7 +304,7 @@ class Sharding(Holding):
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.world_size == 1:
             return values
-        device = self.params[0].device if self.params else torch.device("cpu")
+        device = self._device
         dtype = torch.float64 if device.type == "cpu" else torch.float32  # some devices lack fp64
         facts = self.backend.allocate(len(values), dtype, device).copy_(torch.tensor(values, dtype=dtype))
         self.backend.reduce(facts, self.group).wait()

@@ -7,16 +7,24 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed.zero.agreement import check_same, described
+
 #: tensors below this many bytes travel together
 _SMALL_BYTES = 2**20
 
 
 def synchronize_module(module: torch.nn.Module, group: ProcessGroup | None = None) -> None:
-    """Broadcast parameters and buffers from the first rank of `group`. No-op on one rank."""
+    """Broadcast parameters and buffers from the first rank of `group`. No-op on one rank.
+
+    Raises:
+        ConfigError: on every rank, if the module's tensors are not the same by name, shape and dtype.
+    """
     if torch.distributed.get_world_size(group) == 1:
         return
     source = torch.distributed.get_global_rank(group, 0) if group is not None else 0
-    tensors = [tensor.data for tensor in [*module.parameters(), *module.buffers()] if tensor.numel() > 0]
+    named = [*module.named_parameters(), *module.named_buffers()]
+    check_same({"the module": described(named)}, named[0][1].device if named else "cpu", group)
+    tensors = [tensor.data for _, tensor in named if tensor.numel() > 0]
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     works = []
     for tensor in tensors:

@@ -1,0 +1,62 @@
+"""What must be equal on all ranks before they reduce a gradient together: compared when an engine is built.
+
+Ranks whose layouts differ would run different collectives, and wait for each other or mix up elements. So what the
+layout follows from is compared, and a rank that differs is named in one error, raised on every rank. What a rank would
+choose by itself (`gather_numbers`) is settled for all. Called by `synchronize.py` and `holding.py`.
+"""
+
+import hashlib
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed.errors import ConfigError
+
+
+def gather_numbers(
+    numbers: Sequence[int], device: torch.device | str, group: ProcessGroup | None = None
+) -> list[list[int]]:
+    """Every rank's integers (64 bits, equally many on all ranks), by rank of `group`; a collective on `device`."""
+    world_size = torch.distributed.get_world_size(group)
+    if world_size == 1:
+        return [list(numbers)]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    by_rank = [torch.empty_like(mine) for _ in range(world_size)]
+    torch.distributed.all_gather(by_rank, mine, group=group)
+    gathered: list[list[int]] = torch.stack(by_rank).tolist()
+    return gathered
+
+
+def check_same(facts: Mapping[str, str], device: torch.device | str, group: ProcessGroup | None = None) -> None:
+    """Compare texts with the other ranks, which give the same keys.
+
+    Raises:
+        ConfigError: on every rank, for the first key whose text differs; it names the ranks.
+    """
+    by_rank = gather_numbers([_digest(text) for text in facts.values()], device, group)
+    for (name, text), digests in zip(facts.items(), zip(*by_rank, strict=True), strict=True):
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise ConfigError(
+                f"initialize: {name} must be the same on all ranks, and {named_ranks(others)} "
+                f"{'differs' if len(others) == 1 else 'differ'} from rank 0. This rank "
+                f"({torch.distributed.get_rank(group)}) has: {textwrap.shorten(text, 200) or 'nothing'}. Build the "
+                "same model and optimizer, and give the same configuration, on every rank"
+            )
+
+
+def described(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Names, shapes and dtypes as a text."""
+    return ", ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 1", or "ranks 1, 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -1,0 +1,68 @@
+"""Ranks that were given different models, optimizers or configurations: one clear error on every rank, and no hang."""
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.errors import ConfigError
+from deepspeed.testing.distributed import run_ranks
+from torch import nn
+
+
+def initialize_job(net, stages, bucket_sizes, num_trained):
+    """Each argument holds one value per rank."""
+    rank = dist.get_rank()
+    model = net[rank]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stages[rank], "reduce_bucket_size": bucket_sizes[rank]},
+    }
+    optimizer = torch.optim.AdamW(list(model.parameters())[: num_trained[rank]])
+    with pytest.raises(ConfigError) as caught:
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return str(caught.value)
+
+
+SAME = {"net": [nn.Linear(4, 2)] * 3, "stages": [1] * 3, "bucket_sizes": [100] * 3, "num_trained": [2] * 3}
+DIFFERENT = {
+    "the module": {"net": [nn.Linear(4, 2), nn.Linear(4, 3), nn.Linear(4, 2)]},
+    "zero_optimization.stage": {"stages": [1, 0, 1]},
+    "reduce_bucket_size": {"bucket_sizes": [100, 10, 100]},
+    "the optimizer's parameters": {"num_trained": [2, 1, 2]},
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_differ_are_named_on_every_rank(what):
+    arguments = {**SAME, **DIFFERENT[what]}
+    for message in run_ranks(3, initialize_job, *arguments.values()):
+        assert what in message
+        assert "rank 1 differs from rank 0" in message
+
+
+def wishes_job():
+    """A backend that wants other buckets on one rank: the smaller ones are taken by all."""
+    wish = 400 if dist.get_rank() == 1 else 4_000_000
+
+    def preferred_bucket_bytes(world_size, *, to_owners):
+        return wish
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(300, 300) for _ in range(4)])
+    backend = deepspeed.comm.backend(None)
+    kept = type(backend).preferred_bucket_bytes
+    type(backend).preferred_bucket_bytes = lambda self, *args, **keys: preferred_bucket_bytes(*args, **keys)
+    try:
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {}}}
+        engine, *_ = deepspeed.initialize(model=net, config=config)
+    finally:
+        type(backend).preferred_bucket_bytes = kept
+    engine.backward(engine(torch.randn(2, 300)).square().mean())
+    engine.step()
+    return len(engine.sharding.buckets), [param.detach().clone() for param in net.parameters()]
+
+
+def test_buckets_are_the_same_whatever_each_rank_wishes():
+    (num_buckets, weights), (other_num_buckets, other_weights) = run_ranks(2, wishes_job)
+    assert num_buckets == other_num_buckets
+    assert all(map(torch.equal, weights, other_weights))
