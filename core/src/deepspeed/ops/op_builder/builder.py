@@ -174,6 +174,7 @@ class OpBuilder(SourcePlaces, MachineQuestions, ABC):
                 *(f"-l{name}" for name in self.strip_empty_entries(self.libraries_args())),
             ),
             toolchain=toolchain,
+            environment=() if toolchain is None else toolchain.environment(for_cmake=self.cmake_dir is not None),
             target=this_target(),
             python="" if self.op_namespace else this_python(),
             op_namespace=self.op_namespace,

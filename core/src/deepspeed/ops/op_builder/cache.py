@@ -1,11 +1,14 @@
-"""The cache of built libraries: one folder of the user, one folder within it per content, each with its manifest.
+"""The cache of built libraries: one folder of the user, in it a folder per build, each with its manifest.
 
-    <cache>/cpu_adam_3f…/cpu_adam_3f….so    the library
-    <cache>/cpu_adam_3f…/manifest.json      what it was built from, its size and sha256
-    <cache>/cpu_adam_3f….lock               held while one process builds
-    <cache>/cpu_adam_3f….failed.json        what the last build said, if it failed; `.log` has the whole output
+    <cache>/cpu_adam_3f….9a…/cpu_adam_3f….so    the library; 9a… differs for every build, so no name is used twice
+    <cache>/cpu_adam_3f….9a…/manifest.json      what it was built from, its size and sha256
+    <cache>/cpu_adam_3f….<owner>.….tmp          a build that is running, or whose process was killed
+    <cache>/cpu_adam_3f….lock                   held while one process builds
+    <cache>/cpu_adam_3f….failed.json            what the last build said, if it failed; `.log` has the whole output
 
-A library is code that runs as this user, so a folder that someone else can write is refused, not used.
+The lock saves work and nothing else: where a file system has no working locks, several processes build the same content
+at once and none touches what another one uses. A finished folder is never changed, and what is removed belongs to a
+process that has ended, or has not been touched for a day.
 """
 
 import dataclasses
@@ -13,19 +16,22 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import stat
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepspeed.errors import OpUnavailable
-from deepspeed.log import logger
-from deepspeed.ops.op_builder.spec import BuildSpec
+from deepspeed.log import logger, warn_once
+from deepspeed.ops.op_builder.owner import Owner, started_at
+from deepspeed.ops.op_builder.spec import BuildSpec, this_cpu_digest
+from deepspeed.ops.op_builder.trust import CannotMake, distrust, private_folder
 
 MANIFEST = "manifest.json"
+#: nobody works on a folder that has not been touched for so long, whatever machine it was made on
+_OLD_S = 24 * 3600.0
 #: a process that a launcher started has one of them: the launchers of torch and ours, Open MPI, Intel MPI, Slurm
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
@@ -136,65 +142,50 @@ class Cache:
         """
         chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
         if chosen:
-            return cls(_make(Path(chosen).expanduser().absolute()))
+            return cls(private_folder(Path(chosen).expanduser().absolute()))
         places = [*_home_folder(), Path(tempfile.gettempdir()).absolute() / f"ds-core-ops-{os.geteuid()}"]
         for place in places[:-1]:
             try:
-                made = _make(place)
-            except _CannotMake as error:
+                made = private_folder(place)
+            except CannotMake as error:
                 logger.info("%s; using %s for built ops", error, places[-1])
             else:
                 if os.access(made, os.W_OK):
                     return cls(made)
-        return cls(_make(places[-1]))
-
-    def entry(self, spec: BuildSpec) -> Path:
-        """The folder of one content; it exists only with a finished library in it."""
-        return self.folder / spec.entry
+        return cls(private_folder(places[-1]))
 
     def beside(self, spec: BuildSpec, suffix: str) -> Path:
-        """The file `<entry><suffix>` beside that folder."""
+        """The file `<entry><suffix>` in the cache's folder."""
         return self.folder / f"{spec.entry}{suffix}"
 
     def find(self, spec: BuildSpec) -> Path | None:
-        """The library of `spec` if it is there and whole.
+        """The library of `spec` if it is there, whole, and nobody else's.
 
         Without a compiler the key is not known; then any library of the same content will do.
         """
-        if spec.toolchain is not None:
-            return self._whole(self.entry(spec), spec)
-        for folder in sorted(self.folder.glob(f"{spec.label}_*")):
-            found = self._whole(folder, spec) if folder.is_dir() and folder.suffix != ".tmp" else None
-            if found is not None:
-                return found
-        return None
-
-    def _whole(self, folder: Path, spec: BuildSpec) -> Path | None:
-        manifest = Manifest.read(folder / MANIFEST)
-        if manifest is None or manifest.content != spec.content:
-            return None
-        if manifest.extra and manifest.sources != [str(path) for path in spec.sources]:
-            return None  # it holds for the folder that it was built from, and for no copy of it
-        flaw = manifest.flaw(folder)
-        if flaw is None:
-            return folder / manifest.library
-        logger.info("op %r: %s; it is built again", spec.name, flaw)
-        return None
+        pattern = f"{spec.label}_*" if spec.toolchain is None else f"{spec.entry}*"
+        candidates = (self._library_in(folder, spec) for folder in self._finished(pattern))
+        return next((library for library in candidates if library is not None), None)
 
     def make_build_folder(self, spec: BuildSpec) -> Path:
-        """A new folder on the same file system; those that killed builders left are removed. Call it locked."""
-        for old in self.folder.glob(f"{spec.entry}.*.tmp"):
-            shutil.rmtree(old, ignore_errors=True)  # one that stays costs space only
-        return Path(tempfile.mkdtemp(prefix=f"{spec.entry}.", suffix=".tmp", dir=self.folder))
+        """A new folder on the same file system, named after this process. What killed builders left is removed."""
+        self._remove_leftovers(spec)
+        return Path(tempfile.mkdtemp(prefix=f"{spec.entry}.{Owner.this()}.", suffix=".tmp", dir=self.folder))
 
-    def publish(self, spec: BuildSpec, built: Path, manifest: Manifest) -> Path:
-        """Make the finished library visible, whole or not at all. Call it locked. Returns its path."""
+    def install(self, spec: BuildSpec, built: Path, manifest: Manifest) -> Path:
+        """Make the finished library visible, whole or not at all, under a name of its own. Returns its path.
+
+        One that another process finished meanwhile, where there are no working locks, is taken instead.
+        """
+        found = self.find(spec)
+        if found is not None:
+            return found
+        library = built / manifest.library
+        library.chmod(0o755)  # the linker follows the umask, which may let others write
         manifest.write(built / MANIFEST)
-        _sync(built / manifest.library)
+        _sync(library)
         _sync(built)
-        entry = self.entry(spec)
-        if entry.exists():  # damaged, or built from a header that has changed: a folder is not renamed onto a full one
-            shutil.rmtree(entry)
+        entry = self.folder / f"{spec.entry}.{secrets.token_hex(6)}"
         built.rename(entry)
         _sync(self.folder)
         self.beside(spec, ".failed.json").unlink(missing_ok=True)
@@ -218,20 +209,63 @@ class Cache:
             return None
         return record if ours else None
 
+    def _finished(self, pattern: str) -> list[Path]:
+        """Folders of finished builds."""
+        return sorted(path for path in self.folder.glob(pattern) if path.suffix != ".tmp" and path.is_dir())
 
-class _CannotMake(OpUnavailable):
-    """A folder that cannot be made; another place may do."""
+    def _library_in(self, folder: Path, spec: BuildSpec) -> Path | None:
+        """The library of a finished build if it fits `spec` and can be loaded."""
+        manifest = Manifest.read(folder / MANIFEST)
+        if manifest is None or manifest.content != spec.content or manifest.cpu not in ("", this_cpu_digest()):
+            return None
+        if manifest.extra and manifest.sources != [str(path) for path in spec.sources]:
+            return None  # it holds for the folder that it was built from, and for no copy of it
+        library = folder / manifest.library
+        try:
+            doubt = distrust(folder) or distrust(folder / MANIFEST) or distrust(library)
+        except OSError:  # removed meanwhile
+            return None
+        if doubt is not None:
+            warn_once(f"op {spec.name!r}: {doubt}, so it could be someone else's code; it is built again", (-1,))
+            return None
+        flaw = manifest.flaw(folder)
+        if flaw is not None:
+            logger.info("op %r: %s; it is built again", spec.name, flaw)
+        return library if flaw is None else None
+
+    def _remove_leftovers(self, spec: BuildSpec) -> None:
+        """Remove what nobody uses: builds of processes that ended, and damaged libraries of `spec` a day after.
+
+        A folder that cannot be removed costs space only.
+        """
+        for path in self.folder.glob("*.tmp"):
+            owner = Owner.of(path.name)
+            if (owner is not None and owner.has_ended()) or ((owner or _is_of(spec, path)) and _is_old(path)):
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self._finished(f"{spec.entry}*"):
+            manifest = Manifest.read(path / MANIFEST)
+            if (manifest is None or manifest.flaw(path)) and _is_old(path):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def this_job() -> str:
     """What the ranks of one launch on one machine have in common; a process that no launcher started is its own job."""
     launched = any(os.environ.get(name) for name in _LOCAL_RANK)
     process = os.getppid() if launched else os.getpid()
-    try:  # a process id alone comes back after a while
-        started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        started = ""
-    return f"{os.uname().nodename} {process} {started}"
+    return f"{os.uname().nodename} {process} {started_at(process) or ''}"
+
+
+def _is_of(spec: BuildSpec, path: Path) -> bool:
+    return path.name.startswith(f"{spec.entry}.")
+
+
+def _is_old(folder: Path) -> bool:
+    """Whether neither `folder` nor anything directly in it was changed for `_OLD_S` seconds."""
+    try:
+        newest = max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:  # it changes now
+        return False
+    return time.time() - newest > _OLD_S
 
 
 def _home_folder() -> list[Path]:
@@ -242,49 +276,23 @@ def _home_folder() -> list[Path]:
     return [Path(home) / ".cache" / "ds-core" / "ops"] if os.path.isabs(home) and os.path.isdir(home) else []
 
 
-def _make(folder: Path) -> Path:
-    """The folder, made and checked."""
-    try:
-        for place in (*reversed(folder.parents), folder):  # a folder on the way, too, is ours alone, whatever the umask
-            if not place.exists():
-                place.mkdir(mode=0o700, exist_ok=True)
-        state = folder.stat()
-        link_owner = folder.lstat().st_uid
-    except OSError as error:
-        raise _CannotMake(f"the folder for built ops, {folder}, cannot be made: {error.strerror}") from error
-    advice = "give TORCH_EXTENSIONS_DIR a folder of your own"
-    for owner in (state.st_uid, link_owner):
-        if owner not in (os.geteuid(), 0):
-            raise OpUnavailable(
-                f"the folder for built ops, {folder}, belongs to user {owner}, not to {os.geteuid()}: what is loaded "
-                f"from there could be someone else's code; {advice}"
-            )
-    if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise OpUnavailable(
-            f"the folder for built ops, {folder}, can be written by others (mode {stat.S_IMODE(state.st_mode):04o}): "
-            f"what is loaded from there could be someone else's code; `chmod go-w {folder}`, or {advice}"
-        )
-    for parent in folder.parents:
-        mode = parent.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise OpUnavailable(
-                f"the folder for built ops, {folder}, lies in {parent}, where everybody may rename it (mode "
-                f"{stat.S_IMODE(mode):04o}); {advice}"
-            )
-    return folder
-
-
 def is_full(error: OSError) -> bool:
     """Whether a write failed for want of space."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _write_down(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write the file whole or not at all: another process may read it, or write one of the same name."""
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def _sync(path: Path) -> None:

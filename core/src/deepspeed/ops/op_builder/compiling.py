@@ -1,4 +1,7 @@
-"""Runs a build's commands: every source by itself and side by side, then the link; a CMake project by cmake."""
+"""Runs a build's commands: every source by itself and side by side, then the link; a CMake project by cmake.
+
+Each command has a limit on its time, `DS_COMPILE_TIMEOUT` (seconds, 1800 unless set): all ranks of a node wait for it.
+"""
 
 import contextlib
 import errno
@@ -14,9 +17,14 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed.errors import OpUnavailable
+from deepspeed.errors import ConfigError, OpUnavailable
 from deepspeed.ops.op_builder.spec import BuildSpec
 from deepspeed.ops.op_builder.toolchain import Toolchain
+
+TIMEOUT_VARIABLE = "DS_COMPILE_TIMEOUT"
+DEFAULT_TIMEOUT_S = 1800.0
+#: how long a process that has ended, or was killed, is waited for
+_LAST_WORDS_S = 5.0
 
 _ERROR = re.compile(r"(?i)(?:^|[\s:(])(?:fatal |internal compiler |cmake )?error\b|undefined reference|cannot find -l")
 #: how a compiler tells that it cannot write: the disk, the user's quota, the limit on a file's size
@@ -45,7 +53,7 @@ class BuildError(OpUnavailable):
 
 @dataclass(frozen=True)
 class Built:
-    """A finished build, not yet published.
+    """A finished build, not yet in the cache.
 
     Attributes:
         library: the file.
@@ -68,7 +76,8 @@ def compile_spec(spec: BuildSpec, folder: Path, library_name: str, on_tick: Call
         on_tick: called about once a second while commands run.
 
     Raises:
-        BuildError: a command failed.
+        BuildError: a command failed, or took longer than the limit.
+        ConfigError: `DS_COMPILE_TIMEOUT` is no positive number.
     """
     if spec.toolchain is None:
         raise OpUnavailable(f"op {spec.name!r}: there is no compiler to build it with")
@@ -76,6 +85,22 @@ def compile_spec(spec: BuildSpec, folder: Path, library_name: str, on_tick: Call
     if spec.cmake_dir is not None:
         return _compile_project(spec, spec.toolchain, runner, library_name)
     return _compile_sources(spec, spec.toolchain, runner, library_name)
+
+
+def timeout_s() -> float:
+    """How long one command of a build may take, in seconds.
+
+    Raises:
+        ConfigError: the variable holds no positive number.
+    """
+    stated = os.environ.get(TIMEOUT_VARIABLE, "").strip()
+    try:
+        seconds = float(stated or DEFAULT_TIMEOUT_S)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"{TIMEOUT_VARIABLE}={stated}: it must be a number of seconds above 0")
+    return seconds
 
 
 def run_commands(op: str, folder: Path, commands: list[list[str]]) -> None:
@@ -149,6 +174,30 @@ def _compile_project(spec: BuildSpec, toolchain: Toolchain, runner: "_Runner", l
     return Built(library, [configure, build], frozenset())
 
 
+class _Output(threading.Thread):
+    """Reads what a process prints, in a thread, so that nothing waits for the end of the pipe.
+
+    A process that the compiler starts and leaves running (the server of a compiler cache) may hold it open for long.
+    """
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        super().__init__(name="ds_build_output", daemon=True)
+        assert child.stdout is not None
+        self.pipe = child.stdout
+        self.read: list[bytes] = []
+        self.start()
+
+    def run(self) -> None:
+        with self.pipe:
+            while chunk := os.read(self.pipe.fileno(), 1 << 16):
+                self.read.append(chunk)
+
+    def text(self) -> str:
+        """All that was printed; called when the process has ended."""
+        self.join(_LAST_WORDS_S)
+        return b"".join(self.read).decode(errors="replace")
+
+
 class _Runner:
     """Runs commands in a folder, and ends them when we are ended."""
 
@@ -156,9 +205,10 @@ class _Runner:
         self.op = op
         self.folder = folder
         self.on_tick = on_tick
-        self.running: set[subprocess.Popen[str]] = set()
+        self.running: set[subprocess.Popen[bytes]] = set()
         self.guard = threading.Lock()
         self.stopped = False
+        self.limit_s = timeout_s()
         # the compiler's temporary files go where the result goes: one place that can be full, and it has a name
         self.environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
 
@@ -184,30 +234,50 @@ class _Runner:
                 raise
 
     def _run_one(self, command: list[str]) -> None:
+        child = self._start(command)
+        if child is None:
+            return
+        output = _Output(child)
+        try:
+            child.wait(self.limit_s)
+        except subprocess.TimeoutExpired:
+            _kill_with_descendants(child)
+            raise self._took_too_long(command, output.text()) from None
+        finally:
+            with self.guard:
+                self.running.discard(child)
+        if child.returncode != 0 and not self.stopped:
+            raise self._failure(command, child.returncode, output.text())
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes] | None:
         try:
             with self.guard:
                 if self.stopped:
-                    return
+                    return None
+                # It stays in our process group and session, so that what ends all of a rank's processes ends it too.
                 child = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    text=True,
-                    errors="replace",
                     cwd=self.folder,
                     env=self.environment,
                 )
                 self.running.add(child)
+                return child
         except OSError as error:
             raise BuildError(
                 f"op {self.op!r}: {command[0]} cannot be started: {error.strerror}", command=command
             ) from error
-        output, _ = child.communicate()
-        with self.guard:
-            self.running.discard(child)
-        if child.returncode != 0 and not self.stopped:
-            raise self._failure(command, child.returncode, output)
+
+    def _took_too_long(self, command: list[str], output: str) -> BuildError:
+        return BuildError(
+            f"op {self.op!r}: {command[0]} did not finish within {self.limit_s:g} s and was killed "
+            f"({TIMEOUT_VARIABLE}=<seconds> waits longer)",
+            f"{command[0]} did not finish within {self.limit_s:g} s ({TIMEOUT_VARIABLE})",
+            command,
+            output,
+        )
 
     def _failure(self, command: list[str], returncode: int, output: str) -> BuildError:
         if _FULL.search(output) or returncode == -signal.SIGXFSZ:
@@ -218,20 +288,27 @@ class _Runner:
         return BuildError(f"op {self.op!r} does not compile: {first}", first, command, output)
 
     def _end(self) -> None:
-        import psutil
-
         with self.guard:
             self.stopped = True
             running = list(self.running)
-        for child in running:  # they stay in our session, so that what ends all of a rank's processes ends them too
-            try:
-                process = psutil.Process(child.pid)
-                family = [*process.children(recursive=True), process]
-            except psutil.NoSuchProcess:  # it ended meanwhile
-                continue
-            for member in family:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    member.kill()
+        for child in running:
+            _kill_with_descendants(child)
+
+
+def _kill_with_descendants(child: subprocess.Popen[bytes]) -> None:
+    """Kill a compiler driver and all that it started: killed alone, it would leave its compiler proper running."""
+    import psutil
+
+    try:
+        process = psutil.Process(child.pid)
+        family = [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:  # it ended meanwhile
+        return
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # in a system call that no signal interrupts
+        child.wait(_LAST_WORDS_S)
 
 
 def first_error(output: str) -> str:

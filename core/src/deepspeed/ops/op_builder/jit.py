@@ -4,7 +4,7 @@
           │ not
     take the lock (others wait) ── built meanwhile ──> its path
           │                     └─ failed meanwhile ─> BuildError, without a second compile
-    compile in a temporary folder ──> publish by rename ──> its path
+    compile in a temporary folder ──> rename it ──> its path
 
 Whoever dies on the way leaves a temporary folder that the next builder removes, and no lock. Nothing here knows what
 the library is for; loading it is `loading.py`.
@@ -20,13 +20,21 @@ from typing import Any
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger, report
 from deepspeed.ops.op_builder.cache import Cache, Manifest, is_full
-from deepspeed.ops.op_builder.compiling import BuildError, Built, compile_spec, no_space
+from deepspeed.ops.op_builder.compiling import (
+    TIMEOUT_VARIABLE,
+    BuildError,
+    Built,
+    compile_spec,
+    no_space,
+    timeout_s,
+)
 from deepspeed.ops.op_builder.lock import locked
 from deepspeed.ops.op_builder.spec import BuildSpec
 
 __all__ = ["BuildError", "build", "find"]
 
 _SPEAK_AFTER_S = 3.0
+_AGAIN_AFTER_S = 60.0
 
 
 def find(spec: BuildSpec) -> Path | None:
@@ -72,14 +80,14 @@ def build(spec: BuildSpec) -> Path:
 
 
 def _build(spec: BuildSpec, cache: Cache) -> Path:
-    """Compile and publish; called with the lock held."""
+    """Compile and install; called with the lock held, where the file system has locks."""
     start = time.monotonic()
     folder = cache.make_build_folder(spec)
     try:
         built = compile_spec(spec, folder, spec.entry, _Progress(spec, cache.folder))
-        if dataclasses.replace(spec).source_digest != spec.source_digest:  # computed anew
+        if dataclasses.replace(spec).source_digest != spec.source_digest:  # of the files as they are now
             raise BuildError(f"op {spec.name!r}: its sources changed while they were compiled; ask again")
-        library = cache.publish(spec, folder, Manifest.of(spec, built.library, built.commands, _outside(spec, built)))
+        library = cache.install(spec, folder, Manifest.of(spec, built.library, built.commands, _outside(spec, built)))
     except BuildError as error:
         raise _with_command(spec, cache, error) from None
     finally:
@@ -113,28 +121,42 @@ def _failed_elsewhere(spec: BuildSpec, record: dict[str, Any]) -> BuildError:
 
 
 class _Waiting:
-    """Says once, from rank 0, for whom it waits, when that takes a while."""
+    """Says for whom this process waits: once on rank 0, and on every rank after one minute, two, four, ..."""
 
     def __init__(self, op: str) -> None:
         self.op = op
         self.spoke = False
+        self.next_s = _AGAIN_AFTER_S
 
     def __call__(self, holder: str, waited_s: float) -> None:
         if not self.spoke and waited_s >= _SPEAK_AFTER_S:
             self.spoke = True
             report(f"op {self.op!r}: waiting for {holder}, which compiles it")
+        if waited_s >= self.next_s:
+            self.next_s *= 2
+            report(f"op {self.op!r}: still waiting for {holder}, which compiles it; {_so_far(waited_s)}", [-1])
 
 
 class _Progress:
-    """Says once, from rank 0, what is being compiled, when that takes more than a moment."""
+    """Says what is being compiled: once on rank 0 when that takes a second, and where it runs after one minute, ..."""
 
     def __init__(self, spec: BuildSpec, folder: Path) -> None:
         self.spec = spec
         self.folder = folder
         self.spoke = False
+        self.start = time.monotonic()
+        self.next_s = _AGAIN_AFTER_S
 
     def __call__(self) -> None:
         if not self.spoke and self.spec.toolchain is not None:
             self.spoke = True
             compiler = self.spec.toolchain.summary
             report(f"op {self.spec.name!r}: compiling, once for this machine ({compiler}; {self.folder})")
+        passed_s = time.monotonic() - self.start
+        if passed_s >= self.next_s:
+            self.next_s *= 2
+            report(f"op {self.spec.name!r}: still compiling; {_so_far(passed_s)}", [-1])
+
+
+def _so_far(passed_s: float) -> str:
+    return f"{passed_s:.0f} s so far, and a command is killed after {timeout_s():g} s ({TIMEOUT_VARIABLE})"

@@ -16,7 +16,8 @@ def locked(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[None]:
     """Hold the lock file at `path` (`flock`: the system drops it when the holder dies, also by SIGKILL).
 
     The file itself stays: removing it would let two processes lock two files of one name. On a file system without
-    locks the body runs unlocked; publishing is atomic, so that costs a second compile and nothing else.
+    locks, or with locks that other machines do not see, the body runs unlocked. That costs a second compile and nothing
+    else: see `cache.py`.
 
     Args:
         path: in an existing folder.

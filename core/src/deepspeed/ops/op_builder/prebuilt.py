@@ -12,7 +12,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from deepspeed.ops.op_builder.cache import Manifest
-from deepspeed.ops.op_builder.spec import BuildSpec
+from deepspeed.ops.op_builder.spec import BuildSpec, this_cpu_digest
 
 
 def library_beside_package(absolute_name: str) -> Path | None:
@@ -57,7 +57,7 @@ def misfit(manifest: Manifest, spec: BuildSpec) -> str | None:
         return f"the prebuilt {manifest.name} was built from other sources or with other flags"
     if _machine(manifest.target) != _machine(spec.target):
         return f"the prebuilt {manifest.name} is for {manifest.target}, and this is {spec.target}"
-    if manifest.cpu != spec.cpu:
+    if manifest.cpu not in ("", this_cpu_digest()):
         return f"the prebuilt {manifest.name} is for the CPU of the machine that built it (-march=native)"
     if manifest.python != spec.python:
         return f"the prebuilt {manifest.name} is for {manifest.python}, and this is {spec.python}"

@@ -2,7 +2,8 @@
 
     source_digest   the op's own part: sources, headers, flags               (what a prebuilt library must agree in)
     content         + torch, Python and machine                              (what a machine without compiler looks for)
-    key             + the compiler and its command lines                     (the name of the cache's folder)
+    key             + the compiler, its command lines, and what it reads     (the name of the cache's folder)
+                      from the environment
 
 Folders are no part of it: the same content in another environment has the same key.
 """
@@ -25,7 +26,10 @@ from deepspeed.ops.op_builder.toolchain import Toolchain
 
 #: grows when what we put on the command line changes without being seen in the flags
 _FORMAT = 1
-_OF_THIS_CPU = ("-march=native", "-mcpu=native", "-mtune=native", "-xHost")
+#: also within another flag: `-Xcompiler=-march=native`, `-DCMAKE_CXX_FLAGS=-O2 -march=native`
+_OF_THIS_CPU = re.compile(r"-m(?:arch|cpu|tune)=native|-x(?:Host|HOST)\b")
+#: the lines of /proc/cpuinfo that say what a CPU can do, on x86, ARM, POWER and RISC-V
+_CPU_LINES = ("model name", "flags", "Features", "CPU part", "CPU implementer", "CPU variant", "cpu", "isa")
 
 #: (toolchain, source, object file, flags) -> argument list
 CompileCommand = Callable[[Toolchain, Path, Path, Sequence[str]], list[str]]
@@ -45,6 +49,7 @@ class BuildSpec:
         compile_flags, link_flags: as they stand on the command lines.
         library_paths: where torch's libraries lie; no part of the key.
         toolchain: None on a machine without compiler; such a spec can be looked up, not built.
+        environment: variables that the compiler reads, as `NAME=value`.
         torch: version and ABI of the torch that the library is for.
         python: tag of the Python that a module is for; empty for a library of operators, which fits every Python.
         target: machine, system and C library.
@@ -62,6 +67,7 @@ class BuildSpec:
     link_flags: tuple[str, ...] = ()
     library_paths: tuple[Path, ...] = ()
     toolchain: Toolchain | None = None
+    environment: tuple[str, ...] = ()
     torch: str = ""
     python: str = ""
     target: str = ""
@@ -94,22 +100,26 @@ class BuildSpec:
             }
         )
 
-    @property
+    @cached_property
     def cpu(self) -> str:
         """Digest of this machine's CPU when a flag asks for exactly this one; empty for a portable library."""
-        return _digest(this_cpu())[:16] if any(flag in _OF_THIS_CPU for flag in self.compile_flags) else ""
+        words = [*self.compile_flags, *self.link_flags, *self.environment]
+        if self.toolchain is not None:
+            words += [*self.toolchain.flags, *(word for line in self._command_lines(self.toolchain) for word in line)]
+        return this_cpu_digest() if any(_OF_THIS_CPU.search(word) for word in words) else ""
 
     @cached_property
     def content(self) -> str:
         """`source_digest`, and for which torch, Python and machine."""
-        return _digest([self.source_digest, self.torch, self.python, self.target, self.cpu])
+        return _digest([self.source_digest, self.torch, self.python, self.target])
 
     @cached_property
     def key(self) -> str:
         """`content`, and by which compiler and command lines. The cache's folder and a module are named after it."""
         if self.toolchain is None:
             return self.content
-        return _digest([self.content, self.toolchain.identity, self._command_lines(self.toolchain)])
+        compiler = [self.toolchain.identity, self.toolchain.flags, self._command_lines(self.toolchain)]
+        return _digest([self.content, self.cpu, compiler, self.environment])
 
     @property
     def entry(self) -> str:
@@ -161,8 +171,12 @@ def this_cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
-    return "\n".join(line for line in lines if line.startswith(wanted))
+    return "\n".join(line for line in lines if line.partition(":")[0].strip() in _CPU_LINES)
+
+
+def this_cpu_digest() -> str:
+    """Digest of `this_cpu`, as a manifest has it."""
+    return _digest(this_cpu())[:16]
 
 
 def _starts(line: list[str], toolchain: Toolchain) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,6 +11,13 @@ from dataclasses import dataclass
 from deepspeed.errors import OpUnavailable
 
 _NAMES = ("c++", "g++", "clang++")
+#: what GCC, Clang and the linker read besides their arguments
+_VARIABLES = (
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
+    *("LD_RUN_PATH", "CCC_OVERRIDE_OPTIONS", "SOURCE_DATE_EPOCH", "SDKROOT", "MACOSX_DEPLOYMENT_TARGET"),
+)
+#: what CMake takes its first values from: `CXXFLAGS`, `LDFLAGS`, `CC`, `CMAKE_PREFIX_PATH`
+_CMAKE_VARIABLE = re.compile(r"CMAKE_\w+|\w*FLAGS|CC|\w+(?:CC|CXX)")
 
 
 @dataclass(frozen=True)
@@ -19,10 +27,31 @@ class Toolchain:
     Attributes:
         command: how to start it, for example `("g++",)` or `("ccache", "g++")`.
         identity: what it says of itself. Two compilers of equal identity are taken for the same, wherever they lie.
+        variables: names of environment variables that it reads, besides those that every compiler here does.
     """
 
     command: tuple[str, ...]
     identity: str
+    variables: tuple[str, ...] = ()
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What of the command is no program but a flag, from the first one on: `-march=native` in `$CXX`."""
+        first = next((at for at, word in enumerate(self.command) if word[:1] in ("-", "@") or "=" in word), None)
+        return () if first is None else self.command[first:]
+
+    def environment(self, for_cmake: bool = False) -> tuple[str, ...]:
+        """`NAME=value` of each variable that changes what it builds, sorted.
+
+        Args:
+            for_cmake: it is started by CMake, which reads some of its own.
+        """
+        names = {*_VARIABLES, *self.variables}
+        return tuple(
+            f"{name}={value}"
+            for name, value in sorted(os.environ.items())
+            if value and (name in names or (for_cmake and _CMAKE_VARIABLE.fullmatch(name)))
+        )
 
     @property
     def summary(self) -> str:

@@ -118,6 +118,61 @@ def test_a_link_of_another_user_is_refused(workshop):
         Cache.open()
 
 
+def test_a_folder_behind_a_link_is_judged_by_where_it_is(workshop, monkeypatch):
+    public = workshop.folder / "public"
+    (public / "mine").mkdir(parents=True, mode=0o700)
+    public.chmod(0o777)
+    (workshop.folder / "link").symlink_to(public / "mine")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(workshop.folder / "link" / "ops"))
+    with pytest.raises(OpUnavailable, match=f"lies in {public}, where everybody may rename it"):
+        Cache.open()
+
+
+@needs_root
+def test_a_link_of_another_user_on_the_way_is_refused(workshop, monkeypatch):
+    (workshop.folder / "mine").mkdir(mode=0o700)
+    (workshop.folder / "link").symlink_to(workshop.folder / "mine")
+    os.lchown(workshop.folder / "link", 12345, 12345)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(workshop.folder / "link" / "ops"))
+    with pytest.raises(
+        OpUnavailable, match=f"has the link {workshop.folder}/link on its way, which belongs to user 12345"
+    ):
+        Cache.open()
+
+
+@pytest.mark.parametrize("which", ["folder", "manifest", "library"])
+@pytest.mark.parametrize("wrong", ["another user", 0o777, 0o775, "a link"], ids=str)
+def test_a_library_that_someone_else_could_have_written_is_built_again(workshop, which, wrong, lines):
+    library = jit.build(workshop.spec())
+    path = {"folder": library.parent, "manifest": library.parent / "manifest.json", "library": library}[which]
+    if wrong == "another user":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown(path, 12345, 12345)
+        said = f"{path} belongs to user 12345, not to 0"
+    elif wrong == "a link":
+        path.rename(workshop.folder / "elsewhere")
+        path.symlink_to(workshop.folder / "elsewhere")
+        said = f"{path} is a symbolic link"
+    else:
+        path.chmod(wrong)
+        said = f"{path} can be written by others (mode {wrong:04o})"
+    assert jit.find(workshop.spec()) is None
+    again = jit.build(workshop.spec())
+    assert again.parent != library.parent
+    assert workshop.count("compile") == 2
+    told = f"op 'x': {said}, so it could be someone else's code; it is built again"
+    assert [text for level, text in lines if level == "WARNING"] == [told]
+
+
+def test_what_is_built_is_ours_alone_whatever_the_umask(workshop):
+    program = "os.umask(0)\nprint(ask(), ask())"
+    first, second = workshop.run(program).split()
+    assert first == second
+    assert workshop.count("compile") == 1
+    assert not any(path.stat().st_mode & 0o022 for path in workshop.cache.rglob("*"))
+
+
 @needs_root
 def test_a_cache_of_root_serves_a_user_who_cannot_write_it(public_workshop):
     """As in a container's image: built at its making, used by whoever runs it."""

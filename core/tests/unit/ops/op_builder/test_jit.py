@@ -6,8 +6,9 @@ import json
 import os
 import signal
 
+import psutil
 import pytest
-from deepspeed.errors import OpUnavailable
+from deepspeed.errors import ConfigError, OpUnavailable
 from deepspeed.ops.op_builder import jit
 from deepspeed.ops.op_builder.cache import Cache
 
@@ -117,6 +118,58 @@ def test_one_line_says_who_is_waited_for(workshop, blocked, monkeypatch, lines):
     assert [text for _, text in lines] == [f"op 'x': waiting for {holder}, which compiles it"]
 
 
+def test_every_rank_that_waits_long_says_so_again(workshop, monkeypatch, lines):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("DS_COMPILE_TIMEOUT", "900")
+    waiting = jit._Waiting("x")
+    for waited_s in (2.0, 5.0, 61.0, 100.0, 121.0, 200.0):
+        waiting("process 7 on there", waited_s)
+    again = (
+        "op 'x': still waiting for process 7 on there, which compiles it; {} s so far, and a command is killed after "
+    )
+    limit = "900 s (DS_COMPILE_TIMEOUT)"
+    assert [text for _, text in lines] == [again.format(61) + limit, again.format(121) + limit]
+
+
+def test_a_compiler_that_hangs_is_killed_at_the_limit_and_frees_the_lock(workshop, monkeypatch):
+    """With what it started, and the other ranks of the job hear of it without a compile of their own."""
+    never = workshop.folder / "never"
+    never.touch()
+    monkeypatch.setenv("CXX", str(workshop.compiler(before=f"sh -c 'tail -f {never}; true'")))
+    monkeypatch.setenv("DS_COMPILE_TIMEOUT", "2")
+    with pytest.raises(jit.BuildError) as caught:
+        jit.build(workshop.spec())
+    message = str(caught.value)
+    assert f"{workshop.folder}/cxx did not finish within 2 s and was killed" in message
+    assert "DS_COMPILE_TIMEOUT=<seconds> waits longer" in message
+    assert f"command: {workshop.folder}/cxx -fPIC" in message
+    assert [
+        process for process in psutil.process_iter(["cmdline"]) if str(never) in (process.info["cmdline"] or [])
+    ] == []
+    with pytest.raises(jit.BuildError, match="did not finish within 2 s.*seen by process"):
+        jit.build(workshop.spec())
+    assert workshop.count("compile") == 1
+    assert [path.name for path in workshop.cache.glob("*.tmp")] == []
+
+
+def test_a_server_that_a_compiler_leaves_running_is_not_waited_for(workshop, monkeypatch):
+    """It holds the compiler's output open, as the server of a compiler cache does."""
+    pid = workshop.folder / "pid"
+    before = f'test -e "{pid}" || {{ tail -f /dev/null & echo $! > "{pid}"; }}'
+    monkeypatch.setenv("CXX", str(workshop.compiler(before=before, name="caching")))
+    try:
+        assert value_of(jit.build(workshop.spec())) == 1
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("stated", ["0", "-1", "soon", "nan", "inf"])
+def test_a_limit_that_is_no_number_of_seconds(workshop, monkeypatch, stated):
+    monkeypatch.setenv("DS_COMPILE_TIMEOUT", stated)
+    with pytest.raises(ConfigError, match=f"DS_COMPILE_TIMEOUT={stated}: it must be a number of seconds above 0"):
+        jit.build(workshop.spec())
+
+
 @pytest.mark.parametrize("damage", ["cut", "other bytes", "gone", "manifest cut", "manifest gone"])
 def test_a_damaged_library_is_built_again(workshop, damage):
     library = jit.build(workshop.spec())
@@ -131,8 +184,10 @@ def test_a_damaged_library_is_built_again(workshop, damage):
     else:
         (library if damage == "gone" else manifest).unlink()
     assert jit.find(workshop.spec()) is None
-    assert jit.build(workshop.spec()) == library
-    assert library.read_bytes() == content
+    again = jit.build(workshop.spec())
+    assert again.read_bytes() == content
+    assert again != library  # no name is used twice: another process may be about to load the old one
+    assert jit.build(workshop.spec()) == again
     assert workshop.count("compile") == 2
 
 
@@ -149,7 +204,7 @@ def test_a_header_that_only_the_compiler_sees(workshop):
     assert workshop.count("compile") == 2
 
 
-def test_sources_that_change_meanwhile_are_not_published(workshop, monkeypatch):
+def test_sources_that_change_meanwhile_are_not_installed(workshop, monkeypatch):
     compiler = workshop.compiler(before=f'echo "// more" >> "{workshop.sources}/x.h"', name="touching")
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(jit.BuildError, match="changed while they were compiled"):
@@ -261,5 +316,5 @@ def test_the_manifest_tells_a_reader_what_was_done(workshop):
     assert manifest["library_bytes"] == library.stat().st_size
     assert manifest["compiler"].endswith("counting compiler 1.0")
     assert [line[-1] for line in manifest["commands"]][0].endswith(".o")
-    assert library.parent.name == workshop.spec().entry
+    assert library.parent.name.startswith(f"{workshop.spec().entry}.")
     assert Cache.open().find(workshop.spec()) == library

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from deepspeed.ops.op_builder import jit, toolchain
 from deepspeed.ops.op_builder import spec as spec_module
-from deepspeed.ops.op_builder import toolchain
 from deepspeed.ops.op_builder.includes import scan
 
 
@@ -53,6 +53,53 @@ def test_another_compiler_changes_the_key_and_not_the_content(workshop, monkeypa
     two = workshop.spec()
     assert one.key != two.key
     assert one.content == two.content
+
+
+@pytest.mark.parametrize("words", ["{} -march=native", "{} -DX=2", "env X=2 {}", "{} @flags"])
+def test_flags_in_cxx_change_the_key(workshop, monkeypatch, words):
+    """`g++` and `g++ -march=native` on one shared home: the second's library is no good for the first's machines."""
+    one = workshop.spec().key
+    monkeypatch.setenv("CXX", words.format(workshop.compiler()))
+    flags = workshop.spec().toolchain.flags
+    assert flags
+    assert workshop.spec().key != one
+
+
+def test_a_program_before_the_compiler_does_not_change_the_key(workshop, monkeypatch):
+    one = workshop.spec().key
+    monkeypatch.setenv("CXX", f"{shutil.which('env')} {workshop.compiler()}")
+    assert workshop.spec().key == one
+
+
+def test_a_library_for_this_cpu_is_for_no_other_however_the_flag_came(workshop, monkeypatch):
+    """By `$CXX`, or by a builder's own command line; also where there is no compiler, so that the key is not known."""
+
+    def commands(toolchain, source, object_path, flags):
+        return [*toolchain.command, "-mtune=native", *flags, "-fPIC", "-c", str(source), "-o", str(object_path)]
+
+    own_line = workshop.spec(compile_command=commands)
+    monkeypatch.setenv("CXX", f"{workshop.compiler()} -march=native")
+    by_variable = workshop.spec()
+    assert own_line.cpu == by_variable.cpu == spec_module.this_cpu_digest()
+    library = jit.build(by_variable)
+    assert jit.find(workshop.spec(toolchain=None)) == library
+    monkeypatch.setattr(spec_module, "this_cpu", lambda: "another CPU")
+    assert jit.find(workshop.spec(toolchain=None)) is None
+    assert jit.find(workshop.spec()) is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "for_cmake"),
+    [("CPLUS_INCLUDE_PATH", False), ("LIBRARY_PATH", False), ("DEVICE_FLAGS", False), ("CXXFLAGS", True)],
+)
+def test_what_a_compiler_reads_from_the_environment_changes_the_key(workshop, monkeypatch, variable, for_cmake):
+    def key():
+        compiler = dataclasses.replace(toolchain.find_compiler(), variables=("DEVICE_FLAGS",))
+        return workshop.spec(toolchain=compiler, environment=compiler.environment(for_cmake)).key
+
+    one = key()
+    monkeypatch.setenv(variable, "/somewhere")
+    assert key() != one
 
 
 def test_another_command_line_changes_the_key(workshop):

@@ -35,6 +35,8 @@ _MIN_TORCH = "2.10"
 _FOR_GPUS = " for "
 # what follows goes to the host's compiler as it stands
 _FOR_HOST = ("-fPIC", "-fvisibility=hidden")
+# variables whose value nvcc adds to its command line
+_READ_BY_NVCC = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 
 
 def installed_cuda_version(name: str = "") -> tuple[int, int]:
@@ -167,7 +169,7 @@ class CUDAOpBuilder(OpBuilder):
         if not assert_no_cuda_mismatch(self.name):
             logger.info("op %r: CUDA of torch and of the toolkit differ in the minor version", self.name)
         toolkit, host = find_toolkit(), find_compiler()
-        return Toolchain((toolkit.nvcc,), f"{toolkit.identity}\n{host.identity}")
+        return Toolchain((toolkit.nvcc,), f"{toolkit.identity}\n{host.identity}", _READ_BY_NVCC)
 
     def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
         return [
