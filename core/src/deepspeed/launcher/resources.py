@@ -2,7 +2,8 @@
 
     NODE[@NODE ...]    NODE = HOST[:SLOT[,SLOT ...]]
 
-`localhost:0,2@worker-1` means slots 0 and 2 of localhost and every slot of worker-1. `runner.py` calls
+`localhost:0,2@worker-1` means slots 0 and 2 of localhost and every slot of worker-1; a slot that is named twice is one
+slot. `runner.py` calls
 `parse_node_list` and `is_local`; the two documented functions serve tools that hold a resource pool of their own.
 """
 
@@ -37,9 +38,7 @@ def _parse_slots(slot_text: str, text: str, flag: str) -> list[int]:
                 f"{flag} {text}: found {slot!r} where a slot number belongs; write for example localhost:0,1"
             )
         slots.append(int(slot))
-    if len(set(slots)) != len(slots):
-        raise ConfigError(f"{flag} {text}: a slot comes twice; each device takes one rank")
-    return sorted(slots)
+    return sorted(set(slots))
 
 
 def parse_resource_filter(

@@ -48,7 +48,6 @@ MALFORMED = {
     "-i localhost:0 -e localhost:1 train.py": ("--include", "--exclude"),
     "-i localhost:0 --num_nodes 1 train.py": ("--include", "--num_nodes"),
     "-i localhost:a train.py": ("--include", "localhost:0,1"),
-    "-i localhost:0,0 train.py": ("--include", "twice"),
     "-i :0 train.py": ("--include", "no host"),
     "-i localhost:0@localhost:1 train.py": ("--include", "twice"),
     "-i worker-7:0 train.py": ("--include", "worker-7"),

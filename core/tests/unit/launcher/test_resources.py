@@ -26,6 +26,8 @@ HOSTS = {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1, 2, 3]}
         ("", "", HOSTS),
         ("worker-1", "", {"worker-1": [0, 1, 2, 3]}),
         ("worker-1:2,0", "", {"worker-1": [0, 2]}),
+        ("worker-0:1,1", "", {"worker-0": [1]}),
+        ("", "worker-0:3,0,3@worker-1", {"worker-0": [1, 2]}),
         ("worker-1:0@worker-0:1", "", {"worker-0": [1], "worker-1": [0]}),
         ("", "worker-0", {"worker-1": [0, 1, 2, 3]}),
         ("", "worker-0:0,1@worker-1:3", {"worker-0": [2, 3], "worker-1": [0, 1, 2]}),
@@ -92,7 +94,8 @@ def test_remote_hostfile_is_refused_unless_one_node_is_chosen(tmp_path):
     with pytest.raises(ConfigError, match="worker-1.*later feature"):
         plan_of(tmp_path, both)
     assert plan_of(tmp_path, both, "--num_nodes", "1").num_slots == 3
-    assert plan_of(tmp_path, both, "-i", "localhost:0,2").include == [0, 2]
+    assert plan_of(tmp_path, both, "-i", "localhost:2,0,2").include == [0, 2]
+    assert plan_of(tmp_path, both, "-e", "localhost:1,1").exclude == [1]
     with pytest.raises(ConfigError, match="worker-1.*later feature"):
         plan_of(tmp_path, "worker-1 slots=3\n", "--num_nodes", "1")
 
