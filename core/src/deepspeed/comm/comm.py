@@ -5,7 +5,7 @@ or `dst` are global ranks, as in torch.distributed. Every collective takes `asyn
 with `wait()`. Each also takes `prof`, `log_name` and `debug` for the comms logger.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -368,22 +368,21 @@ def configure(
 ) -> None:
     """Turn the comms logger on or off: from a config (an object or dict with `comms_logger`), then by each argument.
 
-    `debug` adds the calling function to the names of collectives.
+    `debug` adds the calling function to the names of collectives. Raises ConfigError for a wrong section of a dict.
     """
-    section = _section(deepspeed_config, "comms_logger")
+    section = _comms_section(deepspeed_config)
     if section is not None:
         keys = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
-        comms_logger.configure(*(_value(section, key) for key in keys))
+        comms_logger.configure(*(getattr(section, key) for key in keys))
     comms_logger.configure(enabled, prof_all, prof_ops, verbose, debug)
 
 
-def _section(config: Any, name: str) -> Any:
-    raw = getattr(config, "raw", config)
-    return getattr(config, name, None) or (raw.get(name) if isinstance(raw, dict) else None)
+def _comms_section(config: Any) -> Any:
+    """The section `comms_logger` of a config, None where it has none. Raises ConfigError for a dict that is wrong."""
+    from deepspeed.config.monitor import CommsLoggerConfig  # late: pydantic, which few callers need
 
-
-def _value(section: Any, key: str) -> Any:
-    return section.get(key) if isinstance(section, dict) else getattr(section, key, None)
+    section = config.get("comms_logger") if isinstance(config, Mapping) else getattr(config, "comms_logger", None)
+    return CommsLoggerConfig.from_dict(section, "comms_logger") if isinstance(section, Mapping) else section
 
 
 def _wait_or_return(works: list[Handle], async_op: bool) -> Any:
