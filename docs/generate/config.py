@@ -30,6 +30,7 @@ _HEAD = """# Config keys
   other libraries keep keys of their own, it is ignored with one warning; `DS_CONFIG_STRICT=1` makes that an error too.
 - A wrong type or value is an error that names the key, what was found and what is allowed.
 - Numbers are not written in quotes; `5e8` is an integer.
+- A config has at most 1 MiB of text, 64 levels, 20,000 values and integers of 64 bits.
 
 The last column says what this version does with a key: **yes**, it acts on it; **no effect**, it tunes something that
 is off or absent; **warns**, another value than the default is ignored with one warning, and no result changes;

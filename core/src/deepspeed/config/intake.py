@@ -102,7 +102,7 @@ def _means_auto(info: FieldInfo) -> bool:
 
 
 def _moved(model: type[Section], data: Mapping[Any, Any], path: str) -> dict[Any, Any]:
-    """A copy of `data` in which deprecated keys stand under their new names; each is reported once."""
+    """A copy of `data` with deprecated keys under their new names; each is reported once."""
     result = {written: value for written, value in data.items() if written not in model.moved}
     for old in (written for written in data if written in model.moved):
         new, rule = model.moved[old]

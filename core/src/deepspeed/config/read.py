@@ -118,7 +118,7 @@ def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in result:
             raise _RefusedError(
-                f"the key {brief(name)} stands twice ({brief(result[name])} and {brief(value)}); keep one"
+                f"the key {brief(name)} appears twice ({brief(result[name])} and {brief(value)}); keep one"
             )
         result[name] = value
     return result

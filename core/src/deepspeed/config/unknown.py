@@ -22,7 +22,7 @@ def unknown_key(written: str, path: str, known: Collection[str], *, tolerated: b
     """
     # the value is not shown: a mistyped `api_key` would print a secret
     where = f"{path}.{shown_key(written)}" if path else shown_key(written)
-    hint = _hint(written, known)
+    hint = _hint(written, path, known)
     if tolerated and not _is_strict():
         warn_once(f"{where}: unknown config key, ignored" + (f"; {hint}" if hint else ""))
         return
@@ -30,7 +30,11 @@ def unknown_key(written: str, path: str, known: Collection[str], *, tolerated: b
     raise ConfigError(f"{where}: found an unknown key; {hint or rest}")
 
 
-def _hint(written: str, known: Collection[str]) -> str:
+def _hint(written: str, path: str, known: Collection[str]) -> str:
+    from deepspeed.config.root import DeepSpeedConfig  # late: the root imports this file
+
+    if path and written in DeepSpeedConfig.model_fields:
+        return "it is a key of the top level, close the braces before it"
     head, _, rest = written.partition(".")
     if rest and head in known:
         return f'a dot does not nest: write "{shown_key(head)}": {{"{shown_key(rest)}": ...}}'

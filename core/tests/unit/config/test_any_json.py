@@ -51,4 +51,4 @@ def test_a_config_or_a_config_error(path, value):
     else:
         return
     assert "\n" not in message
-    assert "found" in message or "missing" in message or "stands twice" in message or "given twice" in message
+    assert "found" in message or "missing" in message or "appears twice" in message or "given twice" in message

@@ -64,7 +64,7 @@ def test_sections_out_of_a_dict():
     assert config_utils.get_scalar_param(whole, "absent", 7) == 7
     with pytest.raises(ConfigError, match=r"^bf16\.enable: found an unknown key"):
         precision_config.get_bfloat16_config({"bf16": {"enable": True}})
-    with pytest.raises(ValueError, match="stands twice"):
+    with pytest.raises(ValueError, match="appears twice"):
         config_utils.dict_raise_error_on_duplicate_keys([("a", 1), ("a", 2)])
 
 

@@ -40,7 +40,7 @@ def refused(source, **arguments):
         (f'{{{SIZE}, "fp16": {{"initial_scale_power": 2000}}}}', "fp16.initial_scale_power: found 2000; allowed:"),
         (f'{{{SIZE}, "fp16": {{"enabled": "{"x" * 10**6}"}}}}', "fp16.enabled: found 'xxx"),
         (f'{{{SIZE}, "fp16": {{"{"x" * 10**6}": 1}}}}', "fp16.xxx"),
-        (f'{{{SIZE}, "train_batch_size": "{"x" * 10**6}"}}', "stands twice"),
+        (f'{{{SIZE}, "train_batch_size": "{"x" * 10**6}"}}', "appears twice"),
         ("{a:" + "'''", "is neither JSON nor hjson"),
         (json.dumps({str(number): 1 for number in range(30_000)}), "found more than 20000 values"),
         ("{" + " " * 1_100_000 + "}", "characters; a config has at most"),

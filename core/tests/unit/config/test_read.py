@@ -55,11 +55,11 @@ def test_hjson(tmp_path):
     "text", ['{"fp16": {"enabled": true, "enabled": false}}', "{fp16: {enabled: true\nenabled: false}}"]
 )
 def test_a_key_that_stands_twice(text, tmp_path):
-    with pytest.raises(ConfigError, match=r"the key 'enabled' stands twice \(True and False\); keep one"):
+    with pytest.raises(ConfigError, match=r"the key 'enabled' appears twice \(True and False\); keep one"):
         read_config(text)
     path = tmp_path / "ds.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"ds\.json.*stands twice"):
+    with pytest.raises(ConfigError, match=r"ds\.json.*appears twice"):
         read_config(path)
 
 

@@ -188,6 +188,10 @@ UNKNOWN = [
         {"optimizer": {"type": "Adam", "lr": 1e-3}},
         "optimizer.lr: found an unknown key; allowed: legacy_fusion, params, type",
     ),
+    (
+        {"fp16": {"enabled": True, "zero_optimization": {"stage": 2}}},
+        "fp16.zero_optimization: found an unknown key; it is a key of the top level, close the braces before it",
+    ),
     ({"comet": {"api_kye": "secret"}}, "comet.api_kye: found an unknown key; did you mean 'api_key'?"),
     ({"data_types": {"a\nb": 1}}, "data_types.'a\\nb': found an unknown key; allowed: grad_accum_dtype"),
 ]
