@@ -11,9 +11,20 @@ import torch
 
 from deepspeed.accelerator import host_memory
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator.dtypes import TensorMaker
 from deepspeed.accelerator.host_streams import HostEvent, HostStream
 from deepspeed.accelerator.memory import aligned_copy, is_aligned
 from deepspeed.errors import ConfigError
+
+_TENSOR_CLASSES: dict[torch.dtype, TensorMaker] = {
+    torch.bfloat16: torch.BFloat16Tensor,
+    torch.uint8: torch.ByteTensor,
+    torch.float64: torch.DoubleTensor,
+    torch.float32: torch.FloatTensor,
+    torch.float16: torch.HalfTensor,
+    torch.int32: torch.IntTensor,
+    torch.int64: torch.LongTensor,
+}
 
 
 class PlainAccelerator(DeepSpeedAccelerator):
@@ -174,6 +185,10 @@ class PlainAccelerator(DeepSpeedAccelerator):
     def is_fp16_supported(self) -> bool:
         """True: torch computes in float16 on every CPU, though often slowly."""
         return True
+
+    def _maker(self, dtype: torch.dtype) -> TensorMaker:
+        """torch's class, as `torch.FloatTensor`, which takes sizes too, and which `isinstance` accepts."""
+        return _TENSOR_CLASSES[dtype]
 
 
 def _environment_int(variable: str, default: int) -> int:

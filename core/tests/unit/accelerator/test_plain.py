@@ -16,6 +16,15 @@ def plain(monkeypatch):
     return PlainAccelerator()
 
 
+@pytest.mark.parametrize("name", ["BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"])
+def test_tensor_constructors_are_torchs_classes(plain, name):
+    """As on DeepSpeed's CPU: scripts give them sizes, and ask by `isinstance`."""
+    kind = getattr(plain, f"{name}Tensor")
+    assert kind is getattr(torch, f"{name}Tensor")
+    assert kind(2, 3).shape == (2, 3)
+    assert isinstance(kind([1, 2]), kind)
+
+
 def test_names_have_no_index(plain):
     assert (plain.device_name(), plain.device_name(3), plain.current_device_name()) == ("cpu", "cpu", "cpu")
     assert plain.on_accelerator(torch.ones(1))
