@@ -180,7 +180,7 @@ def _show(report: dict[str, Any], console: Console, options: argparse.Namespace)
     from deepspeed.cli.choice_report import show_explanation
 
     if options.explain_accelerator:
-        show_explanation(report, console, options.verbose)
+        show_explanation(report, console, options.verbose and not options.hide_errors_and_warnings)
     else:
         _show_all(report, console, options)
     if not options.hide_errors_and_warnings:

@@ -184,6 +184,8 @@ def test_errors_and_warnings_can_be_hidden(shelf, capsys, monkeypatch):
     shown = "".join(capsys.readouterr())
     assert [part for part in told if part in shown] == []
     assert "gemm" in shown
+    assert report.main(["--explain-accelerator", "--verbose", "--hide_errors_and_warnings"]) == 1
+    assert "Traceback" not in capsys.readouterr().out
 
 
 def test_it_has_deepspeeds_address(shelf, capsys, monkeypatch):
