@@ -4,6 +4,8 @@ Fp16 with overflows, gradients that wait on a rank, boundaries by hand, a backwa
 only evaluates, two engines that train against each other, ranks that own nothing.
 """
 
+import weakref
+
 import deepspeed
 import pytest
 import torch
@@ -456,18 +458,67 @@ def test_a_step_without_a_backward(stage):
     run_ranks(2, empty_step_job, stage)
 
 
-def second_engine_job(stage):
+def second_engine_job(stage, is_destroyed):
     """As in a notebook: initialize again over the same module, and go on with the new engine."""
     net = create_net()
-    forgotten = create_engine(stage, net)
-    forgotten.backward(loss_of(forgotten(inputs(50))))
+    former = create_engine(stage, net)
+    former.backward(loss_of(former(inputs(50))))
+    with pytest.raises(ConfigError, match=r"'0.weight', that another engine trains; call destroy\(\)"):
+        create_engine(stage, net)
+    memory, sharding = weakref.ref(former.sharding._gradients[0]), weakref.ref(former.sharding)
+    if is_destroyed:
+        former.destroy()
+        former.destroy()
+        assert memory() is None, "its buffers are released at once"
+    else:
+        del former
     engine = create_engine(stage, net)
+    assert is_destroyed or sharding() is None, "nothing kept the dropped engine alive"
     for step in range(5):
         engine.backward(loss_of(engine(inputs(step))))
         engine.step()
     assert_close(copies(net), train_accumulated_by_hand(5, 1), 1e-5)
 
 
+@pytest.mark.parametrize("is_destroyed", [True, False], ids=["destroyed", "dropped"])
 @every_stage
-def test_a_second_engine_takes_the_module_over(stage):
-    run_ranks(2, second_engine_job, stage)
+def test_a_module_is_in_one_engine_at_a_time(stage, is_destroyed):
+    run_ranks(2, second_engine_job, stage, is_destroyed)
+
+
+def evaluating_engine_job(stage):
+    """A second engine without an optimizer may evaluate what the first one trains, in the same precision."""
+    net = create_net()
+    engine = create_engine(stage, net)
+    critic = create_engine(0, net, optimizer=None)
+    with pytest.raises(ConfigError, match="same precision"):
+        create_engine(0, net, optimizer=None, bf16={"enabled": True})
+    for step in range(5):
+        with torch.no_grad():
+            critic(inputs(90 + step))
+        engine.backward(loss_of(engine(inputs(step))))
+        engine.step()
+    critic.destroy()
+    assert_close(copies(net), train_accumulated_by_hand(5, 1), 1e-5)
+
+
+@every_stage
+def test_an_engine_that_evaluates_shares_the_module(stage):
+    run_ranks(2, evaluating_engine_job, stage)
+
+
+def shared_backbone_job(stage):
+    """Two engines over different modules: a frozen part may be shared, a trained one may not."""
+    backbone = nn.Linear(5, 5).requires_grad_(False)
+    engines = [create_engine(stage, nn.Sequential(backbone, create_net())) for _ in range(2)]
+    for engine in engines:
+        engine.backward(loss_of(engine(inputs(0))))
+        engine.step()
+    assert_close(copies(engines[0].module), copies(engines[1].module), 1e-6)
+    with pytest.raises(ConfigError, match="'1.0.weight', that another engine trains"):
+        create_engine(stage, nn.Sequential(create_net(), engines[0].module[1]))
+
+
+@every_stage
+def test_engines_share_what_is_frozen(stage):
+    run_ranks(2, shared_backbone_job, stage)

@@ -24,8 +24,8 @@ from deepspeed.parallel import groups
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.zero import fragments
 from deepspeed.zero.holding import ShardingOptions
+from deepspeed.zero.managed import refuse_managed
 from deepspeed.zero.offload.policy import asks_for_host, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.placement import Placement
@@ -75,7 +75,9 @@ def initialize(
         engine, optimizer, training dataloader, learning rate scheduler; what there is none of is None.
 
     Raises:
-        ConfigError: names the key or argument, what was found and what is allowed.
+        ConfigError: names the key or argument, what was found and what is allowed. Also for a parameter that another
+            engine trains, until that engine's `destroy()`, and on every rank if ranks differ in model, optimizer or
+            configuration.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"initialize: model is {type(model).__name__}; hand over a torch.nn.Module")
@@ -97,6 +99,7 @@ def initialize(
     )
     params = _trainable(module, model_parameters)
     basic_optimizer = _create_optimizer(settings, optimizer, params, module)
+    refuse_managed(module, basic_optimizer, precision.model_dtype)
     sharding = _create_sharding(settings, precision, basic_optimizer, group, placement)
     engine = DeepSpeedEngine(
         module,
@@ -117,7 +120,6 @@ def initialize(
             "local_rank": local_rank(args),
         },
     )
-    fragments.take_over(module)
     synchronize_module(module, group)
     sharding.attach(
         module,
@@ -126,7 +128,6 @@ def initialize(
         is_elementwise=basic_optimizer is None or is_elementwise(basic_optimizer),
     )
     precision.cast_module(module)
-    fragments.register(sharding)
     engine.optimizer = _optimizer_face(engine)
     engine.lr_scheduler = _create_scheduler(settings, lr_scheduler, basic_optimizer)
     log.announce(start_line(engine))

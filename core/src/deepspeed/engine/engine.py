@@ -339,7 +339,10 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         )
 
     def destroy(self) -> None:
-        """Let go of hooks, gradients and exchange buffers, and end the monitors; the module stays usable."""
+        """Remove the hooks, drop gradients, optimizer states and communication buffers, and end the monitors.
+
+        The module keeps its weights, and can be used without an engine or given to `initialize` again.
+        """
         self._observers.close()
         self.sharding.destroy()
         self.sharding.backend.release()

@@ -152,6 +152,13 @@ class Bucket:
         if self._give is not None and self._memory is not None:
             self._close()
 
+    def release(self) -> None:
+        """Drop the memory at once; a bucket and its slots are a reference cycle."""
+        self.clear()
+        self._memory = self._busy = None
+        for slot in self.slots:
+            slot.view = None
+
     def _open(self) -> Tensor:
         """The memory, ready to be written."""
         if self._busy is not None:

@@ -5,7 +5,6 @@ The user's calls for debugging and for methods that read gradients (AdaLoRA). Al
 and its gradient is `param.grad`.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,30 +14,9 @@ from torch.nn import Parameter
 
 from deepspeed.comm.backend import Piece
 from deepspeed.errors import StateError
-from deepspeed.log import log_dist
 from deepspeed.zero.flat_group import FlatGroup, Unit
+from deepspeed.zero.managed import manager_of
 from deepspeed.zero.strategy import Sharding
-
-#: id of a parameter -> who manages it; a Sharding keeps its parameters alive, so ids stay unique as long as it lives
-_managers: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
-
-
-def register(sharding: Sharding) -> None:
-    """Make the parameters of an engine known here; called when the engine is built."""
-    for param in sharding.params:
-        _managers[id(param)] = sharding
-
-
-def take_over(module: torch.nn.Module) -> None:
-    """Let an engine that the module was in before let go of it; called before it is put into another one.
-
-    Two engines would both take a gradient that there is once. The former one trains nothing from now on.
-    """
-    managers = [_managers.pop(id(param), None) for param in module.parameters()]
-    for sharding in {manager for manager in managers if manager is not None}:
-        if sharding.is_attached:
-            log_dist("initialize: the model was in another engine, which lets go of it; destroy() engines after use")
-            sharding.destroy()
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
@@ -107,12 +85,7 @@ def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
 
 
 def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
-    sharding = _managers.get(id(param))
-    if sharding is None:  # perhaps of a group that was added after the engine was built
-        for manager in set(_managers.values()):
-            for other in manager.params:
-                _managers.setdefault(id(other), manager)
-        sharding = _managers.get(id(param))
+    sharding = manager_of(param)
     return None if sharding is None else (sharding, *sharding.find(param))
 
 

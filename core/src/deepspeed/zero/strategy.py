@@ -16,6 +16,7 @@ stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 """
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,10 +31,11 @@ from torch.utils.hooks import RemovableHandle
 from deepspeed.comm.backend import Backend, Work
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import warn_once
+from deepspeed.zero import managed
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.backward_window import BackwardWindow
-from deepspeed.zero.bucket import Bucket, Slot
+from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.update import Batch, OptimizerUpdate
 
@@ -96,7 +98,8 @@ class Sharding(Holding):
         *,
         is_elementwise: bool = True,
     ) -> None:
-        """Take over the parameters of `module` that `optimizer` updates (without one: all that require a gradient).
+        """Take over the parameters of `module` that `optimizer` updates (without one: all that require a gradient and
+        that no other engine manages).
 
         The optimizer's groups are changed in place: under sharding they hold fragments instead of parameters.
 
@@ -112,7 +115,8 @@ class Sharding(Holding):
         self._is_whole = not is_elementwise
         self._positions = {id(param): place for place, param in enumerate(module.parameters())}
         self._named = list(module.named_parameters())
-        groups = optimizer.param_groups if optimizer is not None else [{"params": list(module.parameters())}]
+        free = [param for param in module.parameters() if not managed.manager_of(param)]
+        groups = optimizer.param_groups if optimizer is not None else [{"params": free}]
         self.agree(optimizer, [group["params"] for group in groups], self._device)
         for index, param_group in enumerate(groups):
             for param in param_group["params"]:
@@ -151,14 +155,15 @@ class Sharding(Holding):
     def _finish_groups(self) -> None:
         """Buckets, hooks and update batches for all groups; again after a group was added."""
         self.cut_buckets()
-        managed = {id(param) for param in self.params}
-        self._others = [(name, param) for name, param in self._named if id(param) not in managed]
+        attached = {id(param) for param in self.params}
+        self._others = [(name, param) for name, param in self._named if id(param) not in attached]
         self._used = [False] * len(self.params)
         self._used_anywhere = list(self._used)
         self._hooks = [
-            param.register_post_accumulate_grad_hook(partial(self._take_gradient, index, self._slots[index]))
+            param.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), index))
             for index, param in enumerate(self.params)
         ]
+        managed.register(self)
         if self.optimizer is not None:
             self._updates = OptimizerUpdate(self.optimizer, list(self._batches()), self._used_anywhere, self.placement)
         if len(self._gradients) == len(self.groups):
@@ -181,7 +186,7 @@ class Sharding(Holding):
         for param in self.params:
             param.grad = None  # what it shows is the sum of the last backward, which lives in its bucket
 
-    def _take_gradient(self, index: int, slots: list[Slot], param: Tensor) -> None:
+    def _take_gradient(self, index: int, param: Tensor) -> None:
         """Hook: autograd has put the gradient of one parameter into `param.grad`."""
         if self._refusal is not None:
             raise self._refusal
@@ -201,7 +206,7 @@ class Sharding(Holding):
         if grad.is_sparse:  # of an embedding with sparse=True; its bucket is dense
             grad = grad.to_dense()
         self._used[index] = True
-        for slot in slots:
+        for slot in self._slots[index]:
             slot.bucket.write(slot, grad, self._factor)
         if self._reduces and self.options.overlap:
             while self._launched < len(self.buckets) and self.buckets[self._launched].num_missing == 0:
@@ -344,13 +349,9 @@ class Sharding(Holding):
         """What the user's own optimizer does at `zero_grad()`: what the buckets hold is forgotten too."""
         self.zero_grad()
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether gradients of the module come here."""
-        return bool(self._hooks)
-
     def destroy(self) -> None:
-        """Remove the hooks; the module can then be used without the engine."""
+        """Remove the hooks and drop all buffers and states; the module can then be used without the engine, or in
+        another one. Idempotent."""
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
@@ -358,7 +359,13 @@ class Sharding(Holding):
             vars(self.optimizer).pop("add_param_group", None)
             vars(self.optimizer).pop("zero_grad", None)
         self.zero_grad()
+        for bucket in self.buckets:
+            bucket.release()
         self.placement.release()
+        managed.release(self)
+        self.optimizer = self._updates = None
+        self.groups, self.params, self.buckets, self._slots = [], [], [], []
+        self._gradients, self._reduced = [], []
 
     # ---- states and single parameters ---------------------------------------------------------------------------
 
@@ -399,3 +406,13 @@ class Sharding(Holding):
         self._used[index] = True
         self._norm = None
         self.placement.gradients_changed()
+
+
+def _gradient_hook(sharding: "weakref.ref[Sharding]", index: int) -> Callable[[Tensor], None]:
+    """The parameter `index` holds the hook; an engine that nothing else refers to is not kept alive by it."""
+
+    def take(param: Tensor) -> None:
+        if (owner := sharding()) is not None:
+            owner._take_gradient(index, param)
+
+    return take

@@ -107,6 +107,7 @@ def test_an_optimizer_that_zero_was_not_tested_with():
         optimizer=torch.optim.Rprop(model.parameters()),
     )
     assert type(engine.basic_optimizer) is torch.optim.Rprop
+    engine.destroy()
     deepspeed.initialize(model=model, config={"train_batch_size": 4}, optimizer=torch.optim.Rprop(model.parameters()))
 
 

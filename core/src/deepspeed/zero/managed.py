@@ -1,0 +1,69 @@
+"""Which live engine trains a parameter. Written by `Sharding`; read by `safe_get_*` and when an engine is built.
+
+A parameter belongs to its engine until `destroy()`, or until the engine is collected: nothing here keeps it alive.
+"""
+
+import gc
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from deepspeed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepspeed.zero.strategy import Sharding
+
+#: id of a parameter -> its manager; a Sharding keeps its parameters alive, so an id stays unique as long as it lives
+_managers: "weakref.WeakValueDictionary[int, Sharding]" = weakref.WeakValueDictionary()
+
+
+def register(sharding: "Sharding") -> None:
+    """`sharding` takes the gradients of its parameters from now on."""
+    for param in sharding.params:
+        _managers[id(param)] = sharding
+
+
+def release(sharding: "Sharding") -> None:
+    """Take `register` back."""
+    for param in sharding.params:
+        if _managers.get(id(param)) is sharding:
+            del _managers[id(param)]
+
+
+def manager_of(param: Tensor) -> "Sharding | None":
+    """The sharding whose engine manages `param`."""
+    return _managers.get(id(param))
+
+
+def refuse_managed(module: torch.nn.Module, optimizer: Optimizer | None, model_dtype: torch.dtype | None) -> None:
+    """Called before an engine is built around `module`, of which a live engine may manage parameters.
+
+    Two engines cannot train one parameter: its gradient comes once. An engine whose optimizer does not have it (or
+    that has no optimizer, to evaluate) may share it, as long as it does not change the parameter's dtype.
+
+    Args:
+        model_dtype: dtype that the new engine would give to all parameters; None leaves them.
+
+    Raises:
+        ConfigError: names a parameter and what to do.
+    """
+    if not any(manager_of(param) for param in module.parameters()):
+        return
+    gc.collect()  # an engine that was dropped without destroy() is in reference cycles
+    groups = optimizer.param_groups if optimizer is not None else []
+    trained = {id(param) for group in groups for param in group["params"] if param.requires_grad}
+    managed = [(name, param) for name, param in module.named_parameters() if manager_of(param)]
+    if both := [name for name, param in managed if id(param) in trained]:
+        raise ConfigError(
+            f"initialize: found {len(both)} parameters of the model, such as {both[0]!r}, that another engine trains; "
+            "call destroy() on that engine first, or give the new one no optimizer if it only evaluates"
+        )
+    if cast := [(name, param) for name, param in managed if model_dtype not in (None, param.dtype)]:
+        name, param = cast[0]
+        raise ConfigError(
+            f"initialize: asked for a model in {model_dtype}, and another engine trains the parameter {name!r} in "
+            f"{param.dtype}; use the same precision for both, or call destroy() on that engine first"
+        )
