@@ -94,7 +94,7 @@ class Holding:
 
     def _create_gradients(self, group: FlatGroup, dtype: torch.dtype) -> Tensor:
         """The gradient memory of one group that lives from step to step: all N elements."""
-        return self.backend.allocate(group.layout.padded_numel, dtype, group.params[0].device)
+        return self.placement.pinned(self.backend.allocate(group.layout.padded_numel, dtype, group.params[0].device))
 
     def _bucket_memory(self, spec: BucketSpec) -> Tensor:
         return self._gradients[spec.group][spec.start : spec.stop]

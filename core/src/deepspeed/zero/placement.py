@@ -27,6 +27,7 @@ from deepspeed.optim.norm import tensor_norm
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, Unit
     from deepspeed.zero.layout import BucketSpec
+    from deepspeed.zero.offload.buffers import HostMemory
 
 #: called by a bucket with its spec, its exchange in flight and the memory that the exchange fills. Gives back what to
 #: wait for before that memory is written again
@@ -34,12 +35,23 @@ Keep = Callable[["BucketSpec", Work, Tensor], Work]
 
 
 class Placement:
-    """Beside the weights, in the accelerator's memory."""
+    """Beside the weights, in the accelerator's memory.
+
+    Args:
+        memory: for an accelerator whose memory is the host's: page-locks masters and reduced gradients on request.
+    """
 
     #: whether it is another memory than the weights'
     is_apart = False
     #: exchanges in flight after which a launch finishes the oldest, so that it is kept while the backward runs
     max_in_flight: int | None = None
+
+    def __init__(self, memory: HostMemory | None = None) -> None:
+        self._host = memory
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """`tensor`, whose contents do not matter yet, where the reduced gradients of this rank can be left."""
+        return tensor if self._host is None else self._host.pinned(tensor)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
         """An uninitialized 1-D tensor for masters.
@@ -48,7 +60,7 @@ class Placement:
             device: of the weights.
             crosses: whether it is copied to the weights as it is.
         """
-        return torch.empty(numel, dtype=dtype, device=device)
+        return self.pinned(torch.empty(numel, dtype=dtype, device=device))
 
     def home_of_gradients(self, group: FlatGroup, own_S: Tensor) -> Tensor:
         """Where the optimizer finds this rank's reduced gradients; called for the groups in their order.

@@ -34,7 +34,7 @@ class Stage2(Stage1):
 
     def _create_gradients(self, group: FlatGroup, dtype: torch.dtype) -> Tensor:
         start, stop = (0, 0) if self.placement.is_apart else group.layout.partition(self.rank)
-        return self.backend.allocate(stop - start, dtype, group.params[0].device)
+        return self.placement.pinned(self.backend.allocate(stop - start, dtype, group.params[0].device))
 
     def _owned_gradients(self) -> list[Tensor]:
         return self._gradients

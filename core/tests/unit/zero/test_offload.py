@@ -10,7 +10,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import is_host_front
 from deepspeed.zero.flat_group import Unit
 from deepspeed.zero.layout import Fragment
-from deepspeed.zero.offload import buffers
+from deepspeed.zero.offload import buffers, policy
 from deepspeed.zero.offload.buffers import BufferRing, HostMemory
 from deepspeed.zero.offload.host import HostPlacement
 from deepspeed.zero.offload.lane import CopyLane
@@ -207,6 +207,23 @@ def test_without_page_locked_memory_it_goes_on_and_says_so(monkeypatch):
     assert "offload_optimizer.pin_memory" in line
     assert "(no more locked memory)" in line
     assert "set pin_memory to false" in line
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_device_in_host_memory_is_asked_to_pin_too(make_engine, monkeypatch, stage, precision):
+    """Gradients and fp32 masters of the owned shard, and nothing if the section does not ask for it."""
+    accelerator = Pinning()
+    monkeypatch.setattr(policy, "get_accelerator", lambda: accelerator)
+    for pins in (False, True):
+        section = {"device": "cpu", "pin_memory": pins}
+        engine = make_engine(
+            torch.nn.Linear(4, 2), zero_optimization={"stage": stage, "offload_optimizer": section}, **precision
+        )
+        dtype = engine.module.weight.dtype
+        engine.backward(engine(torch.ones(1, 4, dtype=dtype)).float().sum())
+        engine.step()
+        assert accelerator.pinned == ([10] * (1 + len(precision)) if pins else [])
 
 
 def offload(**keys):

@@ -26,7 +26,11 @@ class HostMemory:
     def allocate(self, numel: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
         """An uninitialized 1-D tensor; `crosses`: the device copies from or to it."""
         tensor = torch.empty(numel, dtype=dtype, device="cpu")
-        if not (self._pins and crosses and numel > 0):
+        return self.pinned(tensor) if crosses else tensor
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """`tensor`, whose contents do not matter yet, in page-locked memory if that is asked for."""
+        if not self._pins or tensor.numel() == 0:
             return tensor
         try:
             return self._accelerator.pin_memory(tensor)

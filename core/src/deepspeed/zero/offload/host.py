@@ -89,6 +89,7 @@ class HostPlacement(Placement):
     max_in_flight = 2
 
     def __init__(self, accelerator: DeepSpeedAccelerator, *, pins: bool) -> None:
+        super().__init__()
         self._memory = HostMemory(accelerator, pins=pins)
         self._lane = CopyLane(accelerator)
         #: sums that wait for their copy hold the device's memory; staged ones also the few staging buffers

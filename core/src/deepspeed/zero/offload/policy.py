@@ -9,6 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.config.zero import OffloadOptimizerConfig
 from deepspeed.errors import ConfigError
 from deepspeed.log import log_dist
+from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.host import HostPlacement
 from deepspeed.zero.placement import Placement
 
@@ -33,5 +34,5 @@ def choose_placement(offload: OffloadOptimizerConfig | None, *, stage: int, devi
         )
     if not HostPlacement.is_needed(device):
         log_dist("zero_optimization.offload_optimizer: the accelerator's memory is the host's; nothing moves")
-        return Placement()
+        return Placement(HostMemory(get_accelerator(), pins=offload.pin_memory))
     return HostPlacement(get_accelerator(), pins=offload.pin_memory)
