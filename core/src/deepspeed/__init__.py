@@ -21,6 +21,7 @@ _NAMES = {
     "checkpointing": "deepspeed.activation.checkpointing",
     "comm": "deepspeed.comm",
     "get_accelerator": "deepspeed.accelerator:get_accelerator",
+    "git_version_info": "deepspeed.git_version_info",
     "init_distributed": "deepspeed.comm:init_distributed",
     "initialize": "deepspeed.engine.build:initialize",
     "launcher": "deepspeed.launcher",

@@ -1,20 +1,94 @@
-"""What DeepSpeed's installation writes down, for builders of vendors that ask for it in their `load()`.
+"""What DeepSpeed's installation writes into this module, for builders of vendors that ask for it in their `load()`.
 
-Here a library in the wheel is found by `OpBuilder.load` itself, beside the builder's package; so no op counts as
-installed, and a vendor's own `load()` goes on to its `jit_load()`. May import `ops.documented`.
+Each name is computed when it is read, for the current accelerator; importing the module loads no torch and no plugin.
+
+    version             DeepSpeed's version that this package answers for, with its own
+    git_hash            the commit, and git_branch the branch or tag, that pip installed this from; None otherwise
+    accelerator_name    the current accelerator
+    installed_ops       op -> whether its library was built beforehand, and is beside its builder's package
+    compatible_ops      op -> whether it has a kernel for the current accelerator on this machine
+    torch_info          version of torch (major.minor), and of what it was built with: "0.0" for none
 """
 
+import json
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 from deepspeed._version import __version__
-from deepspeed.ops.documented import OPS
 
 version = __version__
-git_hash: str | None = None
-git_branch: str | None = None
-installed_ops: dict[str, bool] = dict.fromkeys(OPS, False)
-compatible_ops: dict[str, bool] = dict.fromkeys(OPS, False)
-#: what the installed ops were built for: nothing
-torch_info: dict[str, Any] = {"version": "0.0", "bf16_support": False}
 
-__all__ = ["compatible_ops", "git_branch", "git_hash", "installed_ops", "torch_info", "version"]
+
+def __getattr__(name: str) -> Any:
+    if name not in _ANSWERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _ANSWERS[name]()
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ANSWERS})
+
+
+def _origin(key: str) -> str | None:
+    """What pip wrote down of the repository that it installed from."""
+    try:
+        record = distribution("ds-core").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return None
+    found = json.loads(record).get("vcs_info", {}).get(key) if record else None
+    return None if found is None else str(found)
+
+
+def _accelerator_name() -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    return str(get_accelerator()._name)
+
+
+def _installed_ops() -> dict[str, bool]:
+    from deepspeed.ops import builders
+    from deepspeed.ops.documented import OPS
+    from deepspeed.ops.op_builder import prebuilt
+
+    answers = dict.fromkeys(OPS, False)
+    for class_name in builders.builder_names():
+        for _, kind in builders.offered(class_name)[:1]:
+            builder, _ = builders.construct(kind)
+            if builder is not None:
+                answers[builders.op_of(builder, class_name)] = prebuilt.is_there(builder.absolute_name())
+    return answers
+
+
+def _compatible_ops() -> dict[str, bool]:
+    from deepspeed.ops.op_builder.all_ops import compatible_ops
+
+    return compatible_ops()
+
+
+def _torch_info() -> dict[str, Any]:
+    import torch
+
+    from deepspeed.accelerator import get_accelerator
+
+    release = torch.__version__.split(".")
+    toolkits = {name: value for name, value in vars(torch.version).items() if name in torch.version.__all__}
+    built_with = {f"{name}_version": value or "0.0" for name, value in toolkits.items() if name not in _NO_TOOLKITS}
+    return {
+        **built_with,
+        "version": ".".join(release[:2]),
+        "bf16_support": bool(get_accelerator().is_bf16_supported()),
+    }
+
+
+#: of `torch.version`: what is no toolkit's version
+_NO_TOOLKITS = ("__version__", "debug", "git_version")
+_ANSWERS = {
+    "accelerator_name": _accelerator_name,
+    "compatible_ops": _compatible_ops,
+    "git_branch": lambda: _origin("requested_revision"),
+    "git_hash": lambda: _origin("commit_id"),
+    "installed_ops": _installed_ops,
+    "torch_info": _torch_info,
+}
+
+__all__ = ["version", *sorted(_ANSWERS)]  # noqa: PLE0604

@@ -1,7 +1,7 @@
 """Op builders: how a kernel's sources, in whichever package they are, become a loaded library.
 
 May import `accelerator` and what lies below; knows no device. A device's builders live in its extension; the names here
-(`FusedAdamBuilder`, `CPUAdamBuilder`, ... and `ALL_OPS`) mean those of the accelerator in force when they are used.
+(`FusedAdamBuilder`, `CPUAdamBuilder`, ... and `ALL_OPS`) are those of the current accelerator when they are used.
 Read next: `builder.py` (what a vendor derives from), `jit.py` (how it is compiled), `names.py`, then `../registry.py`.
 """
 
@@ -9,13 +9,13 @@ import difflib
 from typing import Any
 
 from deepspeed.ops.documented import OPS
-from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.builder import OpBuilder, TorchCPUOpBuilder
 from deepspeed.ops.op_builder.names import builder_name
 
 # A vendor's own builder, under another name, is found too while its accelerator is in force.
 _DOCUMENTED = sorted(op.builder for op in OPS.values())
 
-__all__ = ["OpBuilder", *_DOCUMENTED]  # noqa: PLE0604
+__all__ = ["OpBuilder", "TorchCPUOpBuilder", *_DOCUMENTED]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

@@ -35,9 +35,13 @@ from deepspeed.log import logger
 from deepspeed.ops.op_builder import jit, loading, prebuilt
 from deepspeed.ops.op_builder.against_torch import torch_module, torch_version, with_torch
 from deepspeed.ops.op_builder.machine import MachineQuestions
+from deepspeed.ops.op_builder.old_questions import OldQuestions
 from deepspeed.ops.op_builder.places import SourcePlaces
 from deepspeed.ops.op_builder.spec import BuildSpec, this_python, this_target
 from deepspeed.ops.op_builder.toolchain import Toolchain, find_compiler
+
+#: for a compile whose flags do not choose; portable: one library for every machine of an architecture
+_DEFAULT_FLAGS = {"-O": "-O3", "-std": "-std=c++20"}
 
 
 def __getattr__(name: str) -> int:
@@ -47,7 +51,13 @@ def __getattr__(name: str) -> int:
     return release[0] if name == "TORCH_MAJOR" else release[1]
 
 
-class OpBuilder(SourcePlaces, MachineQuestions, ABC):
+def _defaults_for(flags: Sequence[str]) -> list[str]:
+    """Those of `_DEFAULT_FLAGS` that `flags` do not choose themselves."""
+    stated = [flag.replace("--std", "-std", 1) for flag in flags]
+    return [default for start, default in _DEFAULT_FLAGS.items() if not any(flag.startswith(start) for flag in stated)]
+
+
+class OpBuilder(SourcePlaces, MachineQuestions, OldQuestions, ABC):
     """One op: its name, its sources, and the loaded result. Made by `get_accelerator().create_op_builder(...)`.
 
     Args:
@@ -76,6 +86,7 @@ class OpBuilder(SourcePlaces, MachineQuestions, ABC):
         self.error_log: str | None = None
         self.jit_mode = False
         self.build_for_cpu = False
+        self.enable_bf16 = False
 
     # ----- what a builder says of its op -----------------------------------------------------------------------------
 
@@ -92,8 +103,8 @@ class OpBuilder(SourcePlaces, MachineQuestions, ABC):
         return []
 
     def cxx_args(self) -> list[str]:
-        """Flags for the compiler. The default is portable: one library for every machine of an architecture."""
-        return ["-O3", "-std=c++20"]
+        """Flags for the compiler, none in the base. Where they name no level or no standard, `_DEFAULT_FLAGS` do."""
+        return []
 
     def cmake_args(self) -> list[str]:
         """Arguments for configuring the project in `cmake_dir`, for example `["-DWITH_X=ON"]`."""
@@ -120,12 +131,13 @@ class OpBuilder(SourcePlaces, MachineQuestions, ABC):
     def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
         """The command for one source file. A base builder of another compiler overrides it, and `toolchain`.
 
-        A file of Makefile rules beside the object, with suffix `.d`, tells which headers were read; it may be missing.
+        A file of Makefile rules beside the object, with suffix `.d`, lists the headers that were read, if there is one.
         """
         return [
             *toolchain.command,
             *("-fPIC", "-MMD", "-MF", str(object_path.with_suffix(".d"))),
-            f"-ffile-prefix-map={source.parent}=.",  # messages of a library do not tell where it was built
+            f"-ffile-prefix-map={source.parent}=.",  # messages of a library do not say where it was built
+            *_defaults_for(flags),
             *flags,
             *("-c", str(source), "-o", str(object_path)),
         ]
@@ -241,7 +253,7 @@ class OpBuilder(SourcePlaces, MachineQuestions, ABC):
             name=self.absolute_name(),
             sources=[str(path) for path in spec.sources],
             include_dirs=[str(path) for path in spec.include_paths],
-            extra_compile_args={"cxx": list(spec.compile_flags)},
+            extra_compile_args={"cxx": [*_defaults_for(spec.compile_flags), *spec.compile_flags]},
             extra_link_args=list(spec.link_flags),
         )
 
@@ -314,3 +326,18 @@ class OpBuilder(SourcePlaces, MachineQuestions, ABC):
         op = loading.load_operators(library, self.op_namespace)
         self.register_fakes()
         return op
+
+
+class TorchCPUOpBuilder(OpBuilder):
+    """DeepSpeed's base for kernels of the host: OpenMP, and a macro for the vector width.
+
+    The flags are portable (`cpu_arch`, `simd_width`); DeepSpeed's are those of the machine that compiles.
+    """
+
+    def cxx_args(self) -> list[str]:
+        """DeepSpeed's flags of the host's kernels; a builder extends them."""
+        return [self.cpu_arch(), "-fopenmp", self.simd_width()]
+
+    def extra_ldflags(self) -> list[str]:
+        """OpenMP's runtime."""
+        return ["-fopenmp"]

@@ -23,8 +23,12 @@ class MachineQuestions:
     error_log: str | None
 
     def command_exists(self, cmd: str | Sequence[str]) -> bool:
-        """Whether a program, or one of several, is on PATH."""
-        names = [cmd] if isinstance(cmd, str) else list(cmd)
+        """Whether a program, or one of several, is on PATH.
+
+        Args:
+            cmd: a name, several of them with `|` between (`"c++|g++"`), or a list.
+        """
+        names = [name.strip() for name in cmd.split("|")] if isinstance(cmd, str) else list(cmd)
         found = any(shutil.which(name) for name in names)
         if not found:
             self.warning(f"{self.name} needs the command {' or '.join(names)}, which is not on PATH")

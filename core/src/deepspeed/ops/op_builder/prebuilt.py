@@ -38,6 +38,12 @@ def find(absolute_name: str, spec: BuildSpec) -> tuple[Path | None, str]:
     return (None, reason) if reason else (library, "")
 
 
+def is_there(absolute_name: str) -> bool:
+    """Whether a library or module of that import name was built beforehand, whether it fits this process or not."""
+    library = library_beside_package(absolute_name)
+    return (library is not None and library.is_file()) or module_of_setuptools(absolute_name) is not None
+
+
 def module_of_setuptools(absolute_name: str) -> str | None:
     """The file of a Python module of that import name that a vendor's `setup.py` built (by `OpBuilder.builder()`)."""
     try:

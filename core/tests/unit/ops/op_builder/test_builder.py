@@ -239,6 +239,7 @@ def test_what_builders_ask_of_the_machine(vendor, lines):
     builder = vendor(1).FusedBuilder()
     assert builder.command_exists("sh")
     assert builder.command_exists(["no-such-command", "sh"])
+    assert builder.command_exists("no-such-command|sh")  # DeepSpeed's "either"
     assert not builder.command_exists("no-such-command")
     assert builder.error_log == builder.reason == "fused needs the command no-such-command, which is not on PATH"
     assert builder.has_function("cos", ("m",))
