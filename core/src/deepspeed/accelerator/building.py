@@ -1,6 +1,5 @@
 """BuildingFace: where the device's op builders are, what its ranks need in their environment, who compiles."""
 
-import importlib
 import importlib.machinery
 import importlib.util
 import pkgutil
@@ -14,6 +13,7 @@ from deepspeed.accelerator.torch_module import TorchModule
 from deepspeed.errors import ConfigError, PluginError
 from deepspeed.log import warn_once
 from deepspeed.plugins import plugin_manager
+from deepspeed.plugins.probing import import_with_limit
 
 _CORE_BUILDERS = "deepspeed.ops.op_builder"
 
@@ -138,7 +138,7 @@ def _import_builders(accelerator: BuildingFace) -> ModuleType:
     """
     where = accelerator.op_builder_dir()
     try:
-        return importlib.import_module(where)
+        return import_with_limit(where)
     except Exception as error:
         raise PluginError(
             f"{type(accelerator).__name__}: its op builders are in {where}, which cannot be imported: "
@@ -167,7 +167,7 @@ def _modules(package: ModuleType) -> Iterator[ModuleType]:
             continue
         module_name = f"{package.__name__}.{info.name}"
         try:
-            module = importlib.import_module(module_name)
+            module = import_with_limit(module_name)
         except Exception as error:  # noqa: BLE001 - a vendor's file, whatever it raises
             warn_once(f"op builders in {module_name} are left out: {type(error).__name__}: {error}")
         else:

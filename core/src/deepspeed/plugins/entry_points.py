@@ -11,7 +11,7 @@ import importlib_metadata
 
 from deepspeed.errors import PluginError
 from deepspeed.plugins.admission import PLAIN
-from deepspeed.plugins.probing import call_with_limit, is_being_imported
+from deepspeed.plugins.probing import IMPORT_TIMEOUT_VARIABLE, call_with_limit, is_being_imported
 
 ACCELERATORS = "deepspeed.accelerators"
 FEATURES = "deepspeed.plugins"
@@ -30,12 +30,13 @@ def distribution_of(entry: Any) -> str:
     return f"{dist.metadata['Name']} {dist.version}" if dist is not None else "an unnamed distribution"
 
 
-def import_plugin(name: str, group: str, announced: list[Any], seconds: float | None) -> object:
+def import_plugin(name: str, group: str, announced: list[Any], seconds: float, lock: object) -> object:
     """The plugin called `name` among the entry points `announced` in `group`. Called once per plugin.
 
     Args:
-        seconds: a limit on the import, which then runs in a thread of its own, unless the caller is inside the import
-            of that package; None: no limit.
+        seconds: a limit on the import, which runs in a thread of its own, unless the caller is inside the import of
+            that package.
+        lock: the manager's, which the caller holds: a feature plugin may use the manager while it is imported.
 
     Raises:
         PluginError: none has the name, or several, or the import failed.
@@ -48,9 +49,11 @@ def import_plugin(name: str, group: str, announced: list[Any], seconds: float | 
         raise PluginError(f"{KINDS[group]} {name!r} is announced by {len(entries)} packages: {where}; keep one")
     (entry,) = entries.values()
     try:
-        if seconds is None or is_being_imported(entry.value):
+        if is_being_imported(entry.value):
             return entry.load()
-        return call_with_limit(entry.load, seconds, f"import of {name}")
+        if group == ACCELERATORS:
+            return call_with_limit(entry.load, seconds, f"import of {name}")
+        return call_with_limit(entry.load, seconds, f"import of {name}", IMPORT_TIMEOUT_VARIABLE, lock)
     except (Exception, SystemExit) as error:  # some packages end the process when their driver is missing
         label = f"{KINDS[group]} {name!r} of {distribution_of(entry)}"
         raise PluginError(f"{label} cannot be imported from {entry.value}: {one_line(error)}") from error

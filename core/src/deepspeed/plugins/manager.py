@@ -32,7 +32,7 @@ from deepspeed.plugins.entry_points import (
     read_entry_points,
 )
 from deepspeed.plugins.offer import Offer
-from deepspeed.plugins.probing import call_with_limit, inside_probe, timeout_s
+from deepspeed.plugins.probing import call_with_limit, import_timeout_s, inside_probe, is_lent, timeout_s
 
 Key = tuple[str, str]  # group, name
 
@@ -143,9 +143,9 @@ class PluginManager:
             if (group, name) in self._failures:
                 raise self._failures[group, name]
             if (group, name) not in self._plugins:
-                seconds = timeout_s() if group == ACCELERATORS else None  # a feature plugin may load large libraries
+                seconds = timeout_s() if group == ACCELERATORS else import_timeout_s()
                 try:
-                    plugin = import_plugin(name, group, self._group(group), seconds)
+                    plugin = import_plugin(name, group, self._group(group), seconds, self._lock)
                     self._admit(plugin, name, group)
                 except PluginError as error:
                     self._failures[group, name] = error
@@ -369,6 +369,9 @@ class PluginManager:
         """The lock of this manager; a plugin that asks for it while it is probed gets an error: it is waited for."""
         if inside_probe():
             raise PluginError("a plugin asked the plugin manager, which is waiting for its import or its ds_probe")
+        if is_lent(self._lock):  # a feature plugin that is being imported: who waits for it holds the lock
+            yield
+            return
         with self._lock:
             yield
 

@@ -1,4 +1,4 @@
-"""Importing and probing an accelerator's plugin with a limit on the time, so that a driver that hangs stops no program.
+"""Importing and probing plugins with a limit on the time, so that a driver or file server that hangs stops no program.
 
 Each of the two runs in a thread of its own. A process of its own could be killed, but costs more than all probes
 together; a forked one inherits the locks of every library that runs threads already. What is left of a plugin that
@@ -7,6 +7,7 @@ hangs inside C code *and* holds the interpreter's lock cannot be timed out by an
 blocking reads release that lock.
 """
 
+import importlib
 import os
 import sys
 import threading
@@ -18,38 +19,102 @@ from deepspeed.errors import PluginError
 
 TIMEOUT_VARIABLE = "DS_PROBE_TIMEOUT"
 DEFAULT_TIMEOUT_S = 10.0
+#: for feature plugins and modules of op builders, which may load large libraries from a slow file system
+IMPORT_TIMEOUT_VARIABLE = "DS_IMPORT_TIMEOUT"
+DEFAULT_IMPORT_TIMEOUT_S = 300.0
+
+
+class _Call:
+    """Of a thread of `call_with_limit`: whether its caller still waits, and which lock of the caller it may use."""
+
+    def __init__(self, lends: object) -> None:
+        self.lends = lends
+        self.awaited = True
+
 
 _inside = threading.local()
+#: modules whose import was given up and may still hang
+_overdue: dict[str, TimeoutError] = {}
 
 
 def inside_probe() -> bool:
     """Whether the caller is a plugin that is imported or probed: it must not ask what waits for its answer."""
-    return getattr(_inside, "value", False)
+    call: _Call | None = getattr(_inside, "call", None)
+    return call is not None and call.lends is None
 
 
-def timeout_s() -> float:
+def is_lent(lock: object) -> bool:
+    """Whether the caller is a thread of `call_with_limit` whose caller holds `lock` for it and still waits."""
+    call: _Call | None = getattr(_inside, "call", None)
+    return call is not None and call.lends is lock and call.awaited
+
+
+def timeout_s(variable: str = TIMEOUT_VARIABLE, default_s: float = DEFAULT_TIMEOUT_S) -> float:
     """How long the import of an accelerator's plugin may take, and its probe, in seconds: `DS_PROBE_TIMEOUT`, or 10.
+
+    Args:
+        variable, default_s: another limit.
 
     Raises:
         PluginError: the variable holds no positive number.
     """
-    stated = os.environ.get(TIMEOUT_VARIABLE, "").strip()
+    stated = os.environ.get(variable, "").strip()
     if not stated:
-        return DEFAULT_TIMEOUT_S
+        return default_s
     try:
         seconds = float(stated)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise PluginError(f"{TIMEOUT_VARIABLE}={stated}: a number of seconds above 0 is meant")
+        raise PluginError(f"{variable}={stated}: a number of seconds above 0 is meant")
     return seconds
 
 
-def call_with_limit(function: Callable[[], Any], seconds: float, name: str) -> Any:
+def import_timeout_s() -> float:
+    """How long the import of a feature plugin or of op builders may take, in seconds: `DS_IMPORT_TIMEOUT`, or 300.
+
+    Raises:
+        PluginError: the variable holds no positive number.
+    """
+    return timeout_s(IMPORT_TIMEOUT_VARIABLE, DEFAULT_IMPORT_TIMEOUT_S)
+
+
+def import_with_limit(module_name: str) -> Any:
+    """The module of that name, imported within `import_timeout_s()`. Called for modules of op builders.
+
+    Raises:
+        TimeoutError: as `call_with_limit`.
+        Anything that the import raises.
+    """
+    importing = is_being_imported(module_name)
+    if importing and module_name in _overdue:  # to import it here would wait for the thread that hangs
+        raise _overdue[module_name]
+    if importing or module_name in sys.modules:
+        return importlib.import_module(module_name)
+
+    def load() -> Any:
+        return importlib.import_module(module_name)
+
+    try:
+        return call_with_limit(
+            load, import_timeout_s(), f"import of {module_name}", IMPORT_TIMEOUT_VARIABLE, lends=load
+        )
+    except TimeoutError as error:
+        _overdue[module_name] = error
+        raise
+
+
+def call_with_limit(
+    function: Callable[[], Any], seconds: float, name: str, variable: str = TIMEOUT_VARIABLE, lends: object = None
+) -> Any:
     """What `function` returns. Called by the manager, for the import and the `ds_probe` of each plugin.
 
     Args:
+        seconds: the limit.
         name: what it is called in a list of threads.
+        variable: the environment variable that sets the limit, for the message.
+        lends: a lock that the caller holds and `function` may use, see `is_lent`; None: `function` must not ask for a
+            plugin or the accelerator (`inside_probe`).
 
     Raises:
         TimeoutError: no answer within `seconds`; its cause says where the function hangs.
@@ -57,9 +122,10 @@ def call_with_limit(function: Callable[[], Any], seconds: float, name: str) -> A
     """
     answers: list[Any] = []
     failures: list[BaseException] = []
+    call = _Call(lends)
 
     def run() -> None:
-        _inside.value = True
+        _inside.call = call
         try:
             answers.append(function())
         except BaseException as error:  # noqa: BLE001 - raised again where the answer is awaited
@@ -68,12 +134,13 @@ def call_with_limit(function: Callable[[], Any], seconds: float, name: str) -> A
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     thread.join(seconds)
+    call.awaited = False
     if failures:
         raise failures[0]
     if not answers:
-        raise TimeoutError(
-            f"no answer within {seconds:g} s ({TIMEOUT_VARIABLE}=<seconds> waits longer)"
-        ) from _whereabouts(thread)
+        raise TimeoutError(f"no answer within {seconds:g} s ({variable}=<seconds> waits longer)") from _whereabouts(
+            thread
+        )
     return answers[0]
 
 

@@ -8,7 +8,7 @@ import types
 
 import pytest
 from deepspeed.errors import PluginError
-from deepspeed.plugins import ACCELERATORS, FEATURES, Offer, PluginManager, hookimpl
+from deepspeed.plugins import ACCELERATORS, FEATURES, Offer, PluginManager, hookimpl, probing
 
 
 class Entry:
@@ -260,18 +260,55 @@ def test_an_import_that_hangs_is_an_offer_and_is_not_tried_again(monkeypatch):
     released.set()
 
 
-def test_a_feature_plugin_is_imported_without_a_limit_in_the_thread_that_asks(monkeypatch):
+def test_a_feature_plugin_has_a_longer_limit_of_its_own(monkeypatch):
+    """It may load large libraries; a file server that hangs must not stop the program all the same."""
     monkeypatch.setenv("DS_PROBE_TIMEOUT", "1e-9")
-    threads = []
+    released, heard = threading.Event(), []
 
-    class Listening(Entry):
+    class Hanging(Entry):
         def load(self):
-            threads.append(threading.current_thread())
-            return super().load()
+            super().load()
+            released.wait()
 
-    heard = []
-    make_manager(features=[Listening("f", make_module(ds_step_end=hears(heard)))]).hook.ds_step_end(stats=1)
-    assert (heard, threads) == ([1], [threading.current_thread()])
+    features = [Entry("good", make_module(ds_step_end=hears(heard))), Hanging("hangs", None)]
+    manager = make_manager(features=features)
+    monkeypatch.setenv("DS_IMPORT_TIMEOUT", "60")
+    manager.activate("good", FEATURES)
+    monkeypatch.setenv("DS_IMPORT_TIMEOUT", "0.05")
+    manager.hook.ds_step_end(stats=1)
+    assert heard == [1]
+    error = manager.failure("hangs", FEATURES)
+    assert "no answer within 0.05 s (DS_IMPORT_TIMEOUT=<seconds> waits longer)" in str(error)
+    assert "released.wait()" in "".join(traceback.format_exception(error))
+    released.set()
+
+
+def test_a_feature_plugin_may_use_the_manager_while_it_is_imported():
+    class Asking(Entry):
+        def load(self):
+            seen.append(manager.probe("a").available)
+            manager.activate("a")
+            return make_module()
+
+    seen = []
+    manager = make_manager(Entry("a", make_plugin("a")), features=[Asking("f", None)])
+    manager.hook.ds_step_end(stats=1)
+    assert (seen, manager.failure("f", FEATURES)) == ([True], None)
+
+
+def test_a_module_whose_import_hangs_is_given_up_once(monkeypatch, tmp_path):
+    """Of op builders: a second request does not wait for the thread that hangs."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "hangs_of_test.py").write_text("import threading\nreleased = threading.Event()\nreleased.wait()\n")
+    (tmp_path / "good_of_test.py").write_text(
+        "from deepspeed.plugins.probing import inside_probe\nasked = inside_probe()\n"
+    )
+    assert probing.import_with_limit("good_of_test").asked is False
+    monkeypatch.setenv("DS_IMPORT_TIMEOUT", "1")
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match=r"no answer within 0.05 s \(DS_IMPORT_TIMEOUT=<seconds> waits longer\)"):
+            probing.import_with_limit("hangs_of_test")
+    sys.released_of_test.set()
 
 
 def test_a_plugin_that_asks_for_other_plugins_as_it_is_imported_gets_an_error_and_no_deadlock():
