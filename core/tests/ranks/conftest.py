@@ -1,4 +1,4 @@
-"""Whether the ranks of this machine may read each other's memory; where they may not, tests of that are skipped."""
+"""What several files need: a folder to launch in, and whether ranks may read each other's memory."""
 
 import pytest
 import torch
@@ -9,6 +9,16 @@ from deepspeed.testing.distributed import run_ranks
 
 def connects():
     return connect(torch.distributed.group.WORLD, StagingPool(1)) is not None
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory, and an environment as a user's shell has it; for tests that launch."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REPORT_DIR", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "DS_ENV_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,16 +31,6 @@ import os, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) if os.environ["RANK"] == "0" else None
 os.write(1, f"ready {os.environ['RANK']} {os.getpid()}\\n".encode())
 """
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """An empty working directory, and an environment as a user's shell has it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("REPORT_DIR", str(tmp_path))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "DS_ENV_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
 
 
 def run(*flags):
@@ -235,7 +224,7 @@ def test_a_killed_rank_ends_a_job_that_does_not_listen(folder):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_ranks_and_their_children(folder, number):
     job = Running(WAIT + "signal.pause()\n", "--save_pid")
-    pid_file = Path(tempfile.gettempdir()) / f"{job.process.pid}.ds"
+    pid_file = Path(f"/tmp/{job.process.pid}.ds")
     assert pid_file.read_text() == str(job.process.pid)
     job.process.send_signal(number)
     code, _ = job.end()  # also: rank 0's child held the pipes, so it is gone too

@@ -21,6 +21,7 @@ from deepspeed.comm.record import RecordedBackend, comms_logger
 from deepspeed.comm.torch_backend import TorchBackend, no_group_error
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import log_dist
+from deepspeed.uncaught import report_to_launcher
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
@@ -50,6 +51,7 @@ def init_distributed(
     environment, and MASTER_ADDR and MASTER_PORT if there is more than one rank. Raises `CommError` within `timeout`,
     saying what is missing or what cannot be reached.
     """
+    report_to_launcher()
     if config is not None:
         comm.configure(config)
     settle_at_exit()

@@ -24,6 +24,7 @@ from deepspeed.parallel import groups
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.managed import refuse_managed
 from deepspeed.zero.offload.policy import asks_for_host, choose_placement
@@ -79,6 +80,7 @@ def initialize(
             engine trains, until that engine's `destroy()`, and on every rank if ranks differ in model, optimizer or
             configuration.
     """
+    report_to_launcher()
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"initialize: model is {type(model).__name__}; hand over a torch.nn.Module")
     source = _config_source(args, config, config_params)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn
 
+from deepspeed._version import __version__
 from deepspeed.errors import ConfigError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -52,6 +53,8 @@ def create_parser() -> argparse.ArgumentParser:
             "Many nodes (a later feature; parsed, so that known command lines work or say why not)"
         )
     )
+    other = parser.add_argument_group("Other")
+    other.add_argument("--version", action="version", version=f"deepspeed {__version__}", help="print the version")
     parser.add_argument("user_script", help="the script, module (`--module`) or program (`--no_python`)")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="everything after the script belongs to the script")
     return parser
@@ -140,7 +143,7 @@ def _add_record_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--save_pid",
         action="store_true",
-        help="write the launcher's process id into <temporary directory>/<pid>.ds while it runs",
+        help="write the launcher's process id into /tmp/<pid>.ds, where <pid> is that number, while it runs",
     )
 
 

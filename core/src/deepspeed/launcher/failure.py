@@ -1,12 +1,16 @@
-"""The last words of a job that failed: which rank was first, and why.
+"""The last words of a job that failed: which rank is the cause, and why.
 
-`launch.py` prints `describe_failure` after everything else, so that the cause is not buried under what the other ranks
-said when it took them down. Of what stands on the console already only the exception is
-told again.
+`node_agent.py` asks `may_be_a_consequence` which failure to blame. `launch.py` prints `describe_job` after everything
+else, so that the cause is not buried under what the other ranks said when it took them down. Of what stands on the
+console already only the exception is repeated.
 """
 
 import re
 import signal
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from deepspeed.uncaught import Uncaught
 
 _TRACEBACK = re.compile(
     r"^(?P<prefix>(\[rank\d+\]: ?)?)\s*[+|]?\s*(Exception Group )?Traceback \(most recent call last\):$"
@@ -16,6 +20,75 @@ _ASIDE = re.compile(
     r"^(Exception ignored |Exception in thread )"
 )  # a traceback under such a line is not why a process ended
 _LAST_LINES = 20  # shown of a rank that left no traceback
+# How a rank reports that another one is gone: our errors, torch's, and the messages of communication libraries.
+_CONSEQUENCE = re.compile(
+    r"^(\S+\.)?(CommError|Dist\w*Error|ConnectionResetError|ConnectionAbortedError|BrokenPipeError)\b"
+    r"|closed by peer|reset by peer|connection (was )?(likely )?closed|broken pipe|remote process exited"
+    r"|timed out waiting|pair closure|socket timeout|peer process",
+    re.IGNORECASE,
+)
+
+
+class RankEnd(NamedTuple):
+    """How one rank ended, and what it said.
+
+    Args:
+        rank: global rank.
+        pid: its process.
+        return_code: as in `subprocess`: negative for a signal.
+        uncaught: its uncaught exception, if it reported one.
+        stderr_tail: the end of its stderr.
+        shown: whether stderr went to the console.
+    """
+
+    rank: int
+    pid: int
+    return_code: int
+    uncaught: Uncaught | None
+    stderr_tail: str
+    shown: bool
+
+    @property
+    def last_words(self) -> str:
+        """The exception in one line, else the last line on stderr; "" if there is none."""
+        if self.uncaught is not None:
+            return _first_line(self.uncaught.exception)
+        return _last_words(find_traceback(self.stderr_tail), self.stderr_tail)
+
+
+def may_be_a_consequence(end: RankEnd) -> bool:
+    """Whether `end` may be another rank's fault: a lost connection, or an error of a collective.
+
+    A signal is a cause, but for SIGABRT, by which communication libraries end a process whose peers are gone.
+    """
+    if end.return_code < 0 and end.return_code != -signal.SIGABRT:
+        return False
+    return _CONSEQUENCE.search(end.last_words) is not None
+
+
+def describe_job(cause: RankEnd, others: Sequence[RankEnd]) -> str:
+    """The report on a job that failed: a line for each other exception, and the cause last.
+
+    A `ConfigError` is one line, as the `deepspeed` command writes those of its own command line.
+    """
+    lines = _describe_others(cause, others)
+    if cause.uncaught is not None and cause.uncaught.is_config_error:
+        lines.append(f"deepspeed: error: {cause.uncaught.message} (rank {cause.rank})")
+    elif cause.uncaught is not None:
+        verdict = f"rank {cause.rank} (pid {cause.pid}) {_verdict(cause.return_code)}; the other ranks were stopped"
+        lines.append(f"deepspeed: {verdict}. Its traceback:\n{cause.uncaught.traceback.rstrip()}")
+    else:
+        lines.append(describe_failure(cause.rank, cause.pid, cause.return_code, cause.stderr_tail, cause.shown))
+    return "\n".join(lines)
+
+
+def _describe_others(cause: RankEnd, others: Sequence[RankEnd]) -> list[str]:
+    """One line per exception that differs from the cause, with the ranks that raised it."""
+    ranks_of: dict[str, list[str]] = {}
+    for end in others:
+        if end.uncaught is not None and end.last_words != cause.last_words:
+            ranks_of.setdefault(end.last_words, []).append(str(end.rank))
+    return [f"deepspeed: rank {', '.join(ranks)} failed as well: {words}" for words, ranks in ranks_of.items()]
 
 
 def exit_code_of(return_code: int) -> int:
@@ -32,7 +105,7 @@ def describe_failure(rank: int, pid: int, return_code: int, stderr_tail: str, sh
     verdict = f"rank {rank} (pid {pid}) {_verdict(return_code)}; the other ranks were stopped"
     traceback = find_traceback(stderr_tail) if return_code > 0 else ""
     if shown:
-        return f"deepspeed: {verdict}.{_told_above(traceback, stderr_tail)}"
+        return f"deepspeed: {verdict}.{_shown_above(traceback, stderr_tail)}"
     if traceback:
         return f"deepspeed: {verdict}. Its traceback:\n{traceback}"
     last = "\n".join(stderr_tail.rstrip().splitlines()[-_LAST_LINES:])
@@ -59,10 +132,18 @@ def find_traceback(text: str) -> str:
     return "\n".join(lines[start:end]).rstrip()
 
 
-def _told_above(traceback: str, stderr_tail: str) -> str:
+def _shown_above(traceback: str, stderr_tail: str) -> str:
     """One line that points back: the exception, else the last words; "" when there are none."""
-    told = _exception_of(traceback) if traceback else stderr_tail.rstrip().rpartition("\n")[2].strip()
-    return f" Its last words on stderr, shown above: {told}" if told else ""
+    words = _last_words(traceback, stderr_tail)
+    return f" Its last words on stderr, shown above: {words}" if words else ""
+
+
+def _last_words(traceback: str, stderr_tail: str) -> str:
+    return _exception_of(traceback) if traceback else stderr_tail.rstrip().rpartition("\n")[2].strip()
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def _exception_of(traceback: str) -> str:

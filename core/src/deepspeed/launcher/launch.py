@@ -1,6 +1,6 @@
-"""The per-node process: `python -m deepspeed.launcher.launch PLAN SCRIPT ARGUMENTS...`, which `runner.py` becomes.
+"""The per-node process, which `runner.py` becomes; its arguments are PLAN SCRIPT ARGUMENTS...
 
-It asks the accelerator in force for devices, writes one command per rank, lets `node_agent.py` run them, and ends with
+It asks the current accelerator for devices, writes one command per rank, lets `node_agent.py` run them, and ends with
 the report of `failure.py` if a rank failed. Exit codes: the failing rank's own, 128 + n for signal n, 2 for a wrong
 flag or an accelerator that cannot be had.
 """
@@ -10,13 +10,13 @@ import os
 import signal
 import socket
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from deepspeed.errors import ConfigError, DeepSpeedError
+from deepspeed.launcher.console import write_console
+from deepspeed.launcher.pid_file import pid_file
 from deepspeed.launcher.plan import LaunchPlan
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     """`argv`: the encoded plan, the script, and the script's arguments."""
     plan = LaunchPlan.decode(argv[0])
     try:
-        with _pid_file(plan.save_pid):
+        with pid_file() if plan.save_pid else nullcontext():
             code = run_node(plan, argv[1], argv[2:])
     except DeepSpeedError as error:
         _say(f"deepspeed: error: {error}")
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 def run_node(plan: LaunchPlan, script: str, script_args: Sequence[str]) -> int:
     """Run every rank of this node to its end; the exit code for the shell."""
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.launcher.failure import describe_failure, exit_code_of
+    from deepspeed.launcher.failure import describe_job, exit_code_of
     from deepspeed.launcher.node_agent import NodeAgent, NodeRendezvous, SignalException
     from deepspeed.launcher.output import OutputReader
 
@@ -57,27 +57,31 @@ def run_node(plan: LaunchPlan, script: str, script_args: Sequence[str]) -> int:
     rendezvous = NodeRendezvous(
         plan.master_addr, choose_port(plan.master_port), None if plan.master_port else find_free_port
     )
-    output = OutputReader(plan.log_dir, plan.log_only)
+    is_debug = os.environ.get("DS_LOG_LEVEL", "").upper() == "DEBUG"
+    output = OutputReader(plan.log_dir, plan.log_only, collect_uncaught=not is_debug)
     agent = NodeAgent(commands, rendezvous, output)
     if "LOGLEVEL" not in os.environ:  # the agent's remarks on signals would stand between the user and the cause
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     _raise_on_signals(SignalException)
+    _pass_on_signals(agent.pass_on)
+    stopped_by = None
     try:
         agent.run()
     except SignalException as stop:
-        return 128 + stop.sigval
+        stopped_by = stop.sigval
     finally:
         output.finish()
-    if agent.first_failure is None:
-        return 0
-    rank, pid, return_code = agent.first_failure
-    _say(describe_failure(rank, pid, return_code, output.stderr_tail(rank), output.was_shown(rank)))
-    return exit_code_of(return_code)
+    if agent.cause is not None:
+        _say(describe_job(agent.cause, [end for end in agent.ends() if end.rank != agent.cause.rank]))
+        return exit_code_of(agent.cause.return_code)
+    for rank, uncaught in output.unprinted():
+        _say(f"deepspeed: rank {rank} raised:\n{uncaught.traceback.rstrip()}")
+    return 0 if stopped_by is None else 128 + stopped_by
 
 
 def place_ranks(plan: LaunchPlan, accelerator: Any) -> Placement:
-    """Number of ranks and visible devices, from what was asked and what the accelerator in force has.
+    """Number of ranks and visible devices, from what was asked and what the current accelerator has.
 
     On an accelerator that computes on the host any number of ranks may be started, and nothing needs hiding.
 
@@ -208,34 +212,25 @@ def _raise_on_signals(exception: type) -> None:
             signal.signal(number, stop)
 
 
-@contextmanager
-def _pid_file(wanted: bool) -> Iterator[None]:
-    if not wanted:
-        yield
-        return
-    path = Path(tempfile.gettempdir()) / f"{os.getpid()}.ds"
-    path.unlink(missing_ok=True)  # left by an older process of this number
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except OSError as error:
-        raise ConfigError(
-            f"--save_pid: {path} cannot be written ({error.strerror}); remove it, or leave the flag away"
-        ) from error
-    with os.fdopen(fd, "w") as file:
-        file.write(str(os.getpid()))
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
+def _pass_on_signals(pass_on: Callable[[int], None]) -> None:
+    """From now on each rank gets the signals that ask for a save or a report, as it would without a launcher."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: pass_on(number))
 
 
 def _say(text: str) -> None:
+    """The command's answer, not a log line. The exit code counts even if nobody reads it."""
     sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - the command's answer, not a log line
+    write_console(2, f"{text}\n".encode(errors="replace"))
+
+
+def start() -> NoReturn:
+    """Entry point of the process that `runner.py` becomes."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch loads, Ctrl-C ends without a traceback
+    main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch loads, Ctrl-C ends without a traceback
-    sys.path.pop(0)  # `python -m` puts the working directory there: a user's `random.py` is not for this process
-    main(sys.argv[1:])
+    start()

@@ -4,8 +4,9 @@ The agent (`SimpleElasticAgent`) owns the rendezvous, the store, the numbering o
 methods below, in this order: `_start_workers` once, `_monitor_workers` until it reports an end, `_stop_workers` after a
 failure, `_shutdown` always. What is our own, and why:
 
-- `_monitor_workers` sleeps until a process ends instead of polling ten times a second, so the rank that failed *first*
-  is known even if its peers follow within milliseconds;
+- `_monitor_workers` sleeps until a process ends instead of polling ten times a second, so the order in which ranks fail
+  is known even if they follow each other within milliseconds. A rank that failed because a peer did may end before that
+  peer, which has to tear down first: `_find_cause` then waits for the peer;
 - peers get `FAILURE_GRACE_S` instead of 30 s, so that a failed job ends in seconds;
 - a rank's whole process group ends with it, and the kernel ends the ranks if this process is killed.
 """
@@ -35,9 +36,12 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from deepspeed.errors import ConfigError, first_line
-from deepspeed.launcher.output import OutputReader
+from deepspeed.launcher.failure import RankEnd, may_be_a_consequence
+from deepspeed.launcher.output import OutputReader, RankPipes
+from deepspeed.uncaught import PIPE_VARIABLE
 
 FAILURE_GRACE_S = 5.0  # SIGTERM, this long, SIGKILL: for the peers of a rank that failed
+CAUSE_GRACE_S = 5.0  # how long a rank whose failure is another's may be ahead of that other's end
 # What ranks get when the launcher itself is told to end: (signal, seconds to wait after it), and SIGKILL at the end.
 # Ctrl-C: a rank that waits in a collective cannot see SIGINT, so SIGTERM follows soon. SIGTERM: schedulers announce
 # preemption with it, and a rank may want to save; torch's agent waits 30 s as well.
@@ -77,7 +81,7 @@ class NodeRendezvous(StaticTCPRendezvous):
 
 
 class NodeAgent(SimpleElasticAgent):
-    """Runs the ranks of this node. `first_failure` is `(rank, pid, return code)` after a run that failed."""
+    """Runs the ranks of this node. After a run that failed, `cause` is the end of the rank to blame."""
 
     def __init__(self, commands: Sequence[RankCommand], rendezvous: StaticTCPRendezvous, output: OutputReader) -> None:
         spec = WorkerSpec(
@@ -89,7 +93,7 @@ class NodeAgent(SimpleElasticAgent):
             monitor_interval=_MONITOR_INTERVAL_S,
         )
         super().__init__(spec)
-        self.first_failure: tuple[int, int, int] | None = None
+        self.cause: RankEnd | None = None
         self._commands = commands
         self._output = output
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -100,13 +104,11 @@ class NodeAgent(SimpleElasticAgent):
         for worker in worker_group.workers:
             command = self._commands[worker.local_rank]
             environment = {**os.environ, **_rank_environment(worker_group, worker), **command.environment}
-            stdout_fd, stderr_fd = self._output.open_rank(worker.global_rank)
+            pipes = self._output.open_rank(worker.global_rank)
             try:
-                self._processes[worker.local_rank] = _start(command, environment, stdout_fd, stderr_fd)
+                self._processes[worker.local_rank] = _start(command, environment, pipes)
             finally:
-                for fd in (stdout_fd, stderr_fd):
-                    if fd is not None:
-                        os.close(fd)
+                pipes.close()
         self._running = set(self._processes)
         self._output.start()
         for local_rank, process in self._processes.items():
@@ -130,15 +132,78 @@ class NodeAgent(SimpleElasticAgent):
         self._running.discard(local_rank)
         process = self._processes[local_rank]
         if _peek(process) != 0:
-            worker = worker_group.workers[local_rank]
-            self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
-            self.first_failure = (worker.global_rank, process.pid, process.returncode)
-            failure = ProcessFailure(local_rank, process.pid, process.returncode, error_file="")
-            return RunResult(state=WorkerState.FAILED, failures={worker.global_rank: failure})
+            self._blame(self._find_cause(local_rank))
+            assert self.cause is not None
+            failure = ProcessFailure(local_rank, self.cause.pid, self.cause.return_code, error_file="")
+            return RunResult(state=WorkerState.FAILED, failures={self.cause.rank: failure})
         process.wait()
         if self._running:
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
+
+    def _find_cause(self, first: int) -> int:
+        """The local rank to blame: `first`, which failed, unless its failure may be a peer's.
+
+        Then it is the next one with a reason of its own, that ends within `CAUSE_GRACE_S` or has reported an uncaught
+        exception; `first` if there is none.
+        """
+        deadline = time.monotonic() + CAUSE_GRACE_S
+        candidate: int | None = first
+        while candidate is not None:
+            if _peek(self._processes[candidate]) == 0:
+                self._processes[candidate].wait()
+            elif not may_be_a_consequence(self._end_of(candidate)):
+                return candidate
+            for local_rank in self._running:
+                end = self._end_of(local_rank)
+                if end.uncaught is not None and not may_be_a_consequence(end):
+                    return local_rank
+            candidate = self._next_end(deadline)
+        return first
+
+    def _next_end(self, deadline_s: float) -> int | None:
+        """The next local rank to end; None if none does in time."""
+        left = deadline_s - time.monotonic()
+        if not self._running or left <= 0:
+            return None
+        try:
+            local_rank = self._ended.get(timeout=left)
+        except queue.Empty:
+            return None
+        self._running.discard(local_rank)
+        return local_rank
+
+    def _blame(self, local_rank: int) -> None:
+        """Stop the job because of this rank."""
+        stopped = local_rank in self._running
+        self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
+        end = self._end_of(local_rank)
+        # our SIGTERM in its teardown is not how an uncaught exception ends a process
+        self.cause = end._replace(return_code=1) if stopped and end.return_code < 0 else end
+
+    def _end_of(self, local_rank: int) -> RankEnd:
+        """How a rank ended, as far as is known by now; the return code of one that runs is 0."""
+        rank = self._worker_group.workers[local_rank].global_rank
+        process = self._processes[local_rank]
+        self._output.drain(rank)
+        return RankEnd(
+            rank,
+            process.pid,
+            0 if local_rank in self._running else _peek(process),
+            self._output.uncaught(rank),
+            self._output.stderr_tail(rank),
+            self._output.was_shown(rank),
+        )
+
+    def ends(self) -> list[RankEnd]:
+        """How each rank ended; for after the run."""
+        return [self._end_of(local_rank) for local_rank in self._processes]
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to each rank that runs, not to what it started. Called by a signal handler."""
+        for process in self._processes.values():
+            if process.returncode is None:  # not reaped, so the number is still its own
+                os.kill(process.pid, number)
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
@@ -196,15 +261,16 @@ def _rank_environment(group: WorkerGroup, worker: Any) -> dict[str, str]:
     }
 
 
-def _start(
-    command: RankCommand, environment: dict[str, str], stdout_fd: int | None, stderr_fd: int
-) -> "subprocess.Popen[bytes]":
+def _start(command: RankCommand, environment: dict[str, str], pipes: RankPipes) -> "subprocess.Popen[bytes]":
+    if pipes.uncaught is not None:
+        environment = {**environment, PIPE_VARIABLE: f"{pipes.uncaught}:{os.fstat(pipes.uncaught).st_ino}"}
     try:
         return subprocess.Popen(
             list(command.arguments),
             env=environment,
-            stdout=stdout_fd,
-            stderr=stderr_fd,
+            stdout=pipes.stdout,
+            stderr=pipes.stderr,
+            pass_fds=() if pipes.uncaught is None else (pipes.uncaught,),
             start_new_session=True,
             preexec_fn=_child_setup(command.cores),  # noqa: PLW1509 - before any thread of ours, kernel calls only
         )
@@ -231,12 +297,12 @@ def _child_setup(cores: Sequence[int] | None) -> Callable[[], None]:
 
 
 def _peek(process: "subprocess.Popen[bytes]") -> int:
-    """Whether an ended process failed (not 0), without reaping it where the system allows that."""
-    if not hasattr(os, "waitid"):
+    """The return code of an ended process, as in `subprocess`, without reaping it where the system allows that."""
+    if process.returncode is not None or not hasattr(os, "waitid"):
         return process.wait()
     info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert info is not None
-    return info.si_status
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def _signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:

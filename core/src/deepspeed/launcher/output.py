@@ -1,62 +1,96 @@
 """What the ranks print: passed on at once, copied to files if asked for, its end remembered for the failure report.
 
-`node_agent.py` opens the pipes before a rank starts; one thread here empties them all. Bytes go through untouched, so
-progress bars and colours survive; only files are written in whole lines, so that two streams in one file do not mix.
+`node_agent.py` opens the pipes before a rank starts; one thread here empties them all, whatever happens to the console
+and to the files: a rank whose pipe is full stands still. Bytes go through untouched, so progress bars and colors
+survive; only files are written in whole lines, so that two streams in one file do not mix.
 """
 
 import os
 import selectors
 import threading
+import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import NamedTuple
 
 from deepspeed.errors import ConfigError
+from deepspeed.launcher.console import write_console
+from deepspeed.launcher.log_file import LogFile
+from deepspeed.launcher.uncaught_reports import UncaughtReports
+from deepspeed.uncaught import Uncaught
 
 _CHUNK_BYTES = 65536
 _TAIL_BYTES = 262144  # the end of stderr that is kept per rank: room for a deep traceback
 
 
-class _Stream:
-    """One pipe: where its bytes go, and the last of them."""
+class RankPipes(NamedTuple):
+    """Write ends for a rank: stdout (`None`: inherit), stderr, and the pipe for an uncaught exception, if any."""
 
-    def __init__(self, read_fd: int, console_fd: int | None, file: BinaryIO | None) -> None:
+    stdout: int | None
+    stderr: int
+    uncaught: int | None
+
+    def close(self) -> None:
+        for fd in self:
+            if fd is not None:
+                os.close(fd)
+
+
+class _Stream:
+    """One pipe: where its bytes go, and the last of them. `log_only`: to the console only if there is no file."""
+
+    def __init__(self, read_fd: int, console_fd: int, file: LogFile | None, log_only: bool) -> None:
         self.read_fd = read_fd
-        self.console_fd = console_fd
-        self.file = file
         self.tail = bytearray()
+        self.is_closed = False
+        self.was_shown = not log_only
+        self._console_fd: int | None = console_fd
+        self._file = file
+        self._log_only = log_only
         self._unfinished_line = bytearray()
 
     def take(self, data: bytes) -> None:
         self.tail += data
         del self.tail[:-_TAIL_BYTES]
-        if self.console_fd is not None:
-            try:
-                _write_all(self.console_fd, data)
-            except OSError:  # the console went away (`| head`): the ranks run on, and their pipes are still emptied
-                self.console_fd = None
-        if self.file is not None:
+        if self._file is not None and self._file.is_open:
             self._unfinished_line += data
             whole = self._unfinished_line.rfind(b"\n") + 1
-            self.file.write(self._unfinished_line[:whole])
+            self._file.write(self._unfinished_line[:whole])
             del self._unfinished_line[:whole]
+        if not self._log_only or self._file is None or not self._file.is_open:
+            self._show(data)
+
+    def _show(self, data: bytes) -> None:
+        if self._console_fd is not None and not write_console(self._console_fd, data):
+            self._console_fd, self.was_shown = None, False
 
     def finish(self) -> None:
-        if self.file is not None:
-            self.file.write(self._unfinished_line)
+        if self._file is not None:
+            self._file.write(self._unfinished_line)
+        self.is_closed = True
         os.close(self.read_fd)
 
 
 class OutputReader:
-    """The pipes of all ranks of this node. Order of calls: `open_rank` per rank, `start`, `finish`, `stderr_tail`.
+    """The pipes of all ranks of this node. Order of calls: `open_rank` per rank, `start`, `finish`; the other methods
+    at any time.
 
     Without `log_dir` only stderr comes through here; stdout stays the launcher's own, so a terminal remains one.
+
+    Args:
+        log_dir: directory of the files, made if needed; None for no files.
+        log_only: what went to a file does not go to the console.
+        collect_uncaught: give each rank a pipe for its uncaught exception; see `deepspeed.uncaught`.
     """
 
-    def __init__(self, log_dir: str | None, log_only: bool) -> None:
+    def __init__(self, log_dir: str | None, log_only: bool, collect_uncaught: bool = False) -> None:
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._log_only = log_only
-        self._files: list[BinaryIO] = []
+        self._collect_uncaught = collect_uncaught
+        self._files: dict[int, LogFile] = {}
+        self._streams: dict[int, list[_Stream | UncaughtReports]] = {}
         self._stderr: dict[int, _Stream] = {}
+        self._uncaught: dict[int, UncaughtReports] = {}
+        self._lock = threading.Lock()  # over each read: `drain` reads in the caller's thread
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="rank-output", daemon=True)
@@ -68,32 +102,36 @@ class OutputReader:
                     f"--log_dir {log_dir}: cannot be made ({error.strerror}); give a directory that can be written"
                 ) from error
 
-    def open_rank(self, rank: int) -> tuple[int | None, int]:
-        """Write ends for a rank: stdout (`None`: inherit) and stderr; closed by the caller once the rank runs."""
-        file = self._open_file(rank)
-        stdout_fd = None if file is None else self._open_pipe(1, file)[0]
-        stderr_fd, self._stderr[rank] = self._open_pipe(2, file)
-        return stdout_fd, stderr_fd
+    def open_rank(self, rank: int) -> RankPipes:
+        """The write ends for a rank; closed by the caller once the rank runs."""
+        if self._log_dir is not None:
+            self._files[rank] = LogFile(self._log_dir / f"rank_{rank}.log")
+        file = self._files.get(rank)
+        self._streams[rank] = []
+        stdout_fd = None if file is None else self._open_stream(rank, 1)
+        stderr_fd = self._open_stream(rank, 2)
+        return RankPipes(stdout_fd, stderr_fd, self._open_uncaught(rank) if self._collect_uncaught else None)
 
-    def _open_file(self, rank: int) -> BinaryIO | None:
-        if self._log_dir is None:
-            return None
-        path = self._log_dir / f"rank_{rank}.log"
-        try:
-            file = path.open("wb", buffering=0)
-        except OSError as error:
-            raise ConfigError(
-                f"--log_dir: {path} cannot be written ({error.strerror}); give another directory"
-            ) from error
-        self._files.append(file)
-        return file
-
-    def _open_pipe(self, console_fd: int, file: BinaryIO | None) -> tuple[int, _Stream]:
+    def _open_stream(self, rank: int, console_fd: int) -> int:
         read_fd, write_fd = os.pipe()
-        os.set_blocking(read_fd, False)
-        stream = _Stream(read_fd, None if self._log_only else console_fd, file)
-        self._selector.register(read_fd, selectors.EVENT_READ, stream)
-        return write_fd, stream
+        stream = _Stream(read_fd, console_fd, self._files.get(rank), self._log_only)
+        if console_fd == 2:
+            self._stderr[rank] = stream
+        self._register(rank, stream)
+        return write_fd
+
+    def _open_uncaught(self, rank: int) -> int:
+        read_fd, write_fd = os.pipe()
+        file = self._files.get(rank)
+        reports = UncaughtReports(read_fd, rank, None if file is None else file.write)
+        self._uncaught[rank] = reports
+        self._register(rank, reports)
+        return write_fd
+
+    def _register(self, rank: int, stream: _Stream | UncaughtReports) -> None:
+        os.set_blocking(stream.read_fd, False)
+        self._selector.register(stream.read_fd, selectors.EVENT_READ, stream)
+        self._streams[rank].append(stream)
 
     def start(self) -> None:
         """Begin to read; called after the last rank was started, because forking a process with threads is delicate."""
@@ -107,22 +145,36 @@ class OutputReader:
             self._thread.join()
         for fd in (self._wake_read, self._wake_write):
             os.close(fd)
-        for file in self._files:
+        for file in self._files.values():
             file.close()
         self._selector.close()
 
+    def drain(self, rank: int) -> None:
+        """Read all that `rank`, which has ended, wrote; for a caller that is to judge it now."""
+        for stream in self._streams.get(rank, ()):
+            self._read(stream, once=False)
+
     def was_shown(self, rank: int) -> bool:
         """Whether all that `rank` wrote to stderr went to the console, and the console took it."""
-        return rank in self._stderr and self._stderr[rank].console_fd is not None
+        return rank in self._stderr and self._stderr[rank].was_shown
 
     def stderr_tail(self, rank: int) -> str:
-        """The last 256 KiB that `rank` wrote to stderr; called after `finish`."""
+        """The last 256 KiB that `rank` wrote to stderr and that were read."""
         return self._stderr[rank].tail.decode(errors="replace") if rank in self._stderr else ""
+
+    def uncaught(self, rank: int) -> Uncaught | None:
+        """The last uncaught exception that `rank` reported and that was read."""
+        return self._uncaught[rank].last if rank in self._uncaught else None
+
+    def unprinted(self) -> list[tuple[int, Uncaught]]:
+        """Rank and exception of those that nobody has printed."""
+        reports = ((rank, reports.last) for rank, reports in self._uncaught.items() if not reports.was_printed)
+        return [(rank, last) for rank, last in reports if last is not None]
 
     def _run(self) -> None:
         stopping = False
         while not stopping:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._seconds_to_next_report()):
                 if key.data is None:
                     stopping = True
                 else:
@@ -131,23 +183,25 @@ class OutputReader:
             if key.data is not None and self._read(key.data, once=False):
                 key.data.finish()
 
-    def _read(self, stream: _Stream, once: bool) -> bool:
+    def _seconds_to_next_report(self) -> float | None:
+        """How long to wait for output at most. Prints the uncaught exceptions of ranks that run on."""
+        now = time.monotonic()
+        waits = [reports.print_if_due(now) for reports in self._uncaught.values()]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _read(self, stream: _Stream | UncaughtReports, once: bool) -> bool:
         """Empty the pipe of `stream` (one chunk if `once`); False if it ended, and was closed."""
-        while True:
-            try:
-                data = os.read(stream.read_fd, _CHUNK_BYTES)
-            except BlockingIOError:
-                return True
-            if not data:
-                self._selector.unregister(stream.read_fd)
-                stream.finish()
-                return False
-            stream.take(data)
-            if once:
-                return True
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+        with self._lock:
+            while not stream.is_closed:
+                try:
+                    data = os.read(stream.read_fd, _CHUNK_BYTES)
+                except BlockingIOError:
+                    return True
+                if not data:
+                    self._selector.unregister(stream.read_fd)
+                    stream.finish()
+                    return False
+                stream.take(data)
+                if once:
+                    return True
+            return False

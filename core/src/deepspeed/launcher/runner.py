@@ -1,7 +1,7 @@
 """The `deepspeed` command: parse, validate, and become the per-node process, or the command of a plugin's launcher.
 
 This process loads no torch: a wrong command line answers in milliseconds. It ends by `execv` of
-`python -m deepspeed.launcher.launch`, so the pid that the shell knows is the one that runs the ranks, and a signal to
+Python with `deepspeed.launcher.launch`, so the pid that the shell knows is the one that runs the ranks, and a signal to
 it needs no forwarding. Read `launch.py` next.
 """
 
@@ -36,6 +36,12 @@ __all__ = [
     "parse_resource_filter",
 ]
 
+# `python -m` would look for every module in the working directory first: a user's `random.py` is not for this process.
+# Under PYTHONSAFEPATH Python puts no folder there, and the first entry is another.
+_NODE_PROCESS = (
+    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
+    "from deepspeed.launcher.launch import start; start()"
+)
 USAGE_EXIT_CODE = 2  # what argparse and most commands exit with when the command line is wrong
 
 
@@ -62,14 +68,7 @@ def _launch(argv: Sequence[str]) -> NoReturn:
     os.environ.update(read_environment_files())
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before the ranks start: end quietly, without a traceback
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.launch",
-        plan.encode(),
-        arguments.user_script,
-        *arguments.user_args,
-    ]
+    command = [sys.executable, "-c", _NODE_PROCESS, plan.encode(), arguments.user_script, *arguments.user_args]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 - an argument list, no shell
 

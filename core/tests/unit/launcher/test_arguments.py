@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from deepspeed._version import __version__
 from deepspeed.errors import ConfigError
 from deepspeed.launcher.arguments import parse_arguments
 from deepspeed.launcher.runner import main, make_plan
@@ -93,3 +94,14 @@ def test_the_command_answers_on_stderr_with_exit_code_2_and_without_torch(script
     assert run.stdout == ""
     assert run.stderr.startswith("deepspeed: error: --num_nodes 2: ")
     assert run.stderr.count("\n") == 1
+
+
+def test_the_version_is_printed_without_torch():
+    program = (
+        "import sys; sys.argv[1:] = ['--version']\n"
+        "from deepspeed.launcher.runner import main\n"
+        "try: main()\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert run.stdout == f"deepspeed {__version__}\n"

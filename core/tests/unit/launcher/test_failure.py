@@ -2,7 +2,17 @@
 
 import signal
 
-from deepspeed.launcher.failure import describe_failure, exit_code_of, find_traceback
+import pytest
+from deepspeed.errors import CommError, ConfigError
+from deepspeed.launcher.failure import (
+    RankEnd,
+    describe_failure,
+    describe_job,
+    exit_code_of,
+    find_traceback,
+    may_be_a_consequence,
+)
+from deepspeed.uncaught import Uncaught
 
 SIMPLE = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: boom'
 CHAINED = (
@@ -66,3 +76,42 @@ def test_teardown_noise_is_not_the_cause():
 def test_the_prefix_of_torch_is_understood():
     prefixed = "\n".join("[rank1]: " + line for line in SIMPLE.splitlines())
     assert find_traceback(f"{prefixed}\n[W1121 ProcessGroup.cpp] not destroyed\n") == prefixed
+
+
+def end(rank, return_code=1, error=None, stderr=""):
+    try:
+        raise error or RuntimeError
+    except Exception as caught:  # noqa: BLE001 - any, with a traceback
+        uncaught = Uncaught.of(caught)
+    return RankEnd(rank, 42, return_code, uncaught if error else None, stderr, shown=True)
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [
+        (end(0, error=CommError("rank 1 is gone")), True),
+        (end(0, error=RuntimeError("[tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")), True),
+        (end(0, stderr=SIMPLE.replace("ValueError: boom", "torch.distributed.DistBackendError: lost\n")), True),
+        (end(0, -signal.SIGABRT, stderr="terminate called\n  what(): remote process exited\n"), True),
+        (end(0, error=ValueError("boom")), False),
+        (end(0, stderr=SIMPLE), False),
+        (end(0, -signal.SIGKILL, stderr="RuntimeError: Connection closed by peer\n"), False),
+        (end(0), False),
+    ],
+)
+def test_what_may_be_a_consequence(ended, expected):
+    assert may_be_a_consequence(ended) is expected
+
+
+def test_the_report_on_a_job_ends_with_the_cause():
+    lost = RuntimeError("Connection closed by peer\n(and more)")
+    text = describe_job(end(2, error=ValueError("boom")), [end(0, error=lost), end(1, error=lost), end(3, -15)])
+    first, second, *_, last = text.splitlines()
+    assert first == "deepspeed: rank 0, 1 failed as well: RuntimeError: Connection closed by peer"
+    assert second == "deepspeed: rank 2 (pid 42) ended with exit code 1; the other ranks were stopped. Its traceback:"
+    assert last == "ValueError: boom"
+
+
+def test_a_config_error_of_all_ranks_is_one_line():
+    wrong = ConfigError("bf16.enable: no such key")
+    assert describe_job(end(1, error=wrong), [end(0, error=wrong)]) == f"deepspeed: error: {wrong} (rank 1)"

@@ -1,0 +1,96 @@
+"""An uncaught exception of a rank goes to the `deepspeed` launcher, which prints the cause of a failed job, once.
+
+Without it every rank prints a traceback, and the first cause stands somewhere among its consequences. `initialize` and
+`init_distributed` call `report_to_launcher`; it does nothing unless the launcher gave this process a pipe, and under
+`DS_LOG_LEVEL=debug` it gives none. May import `errors`.
+"""
+
+import json
+import os
+import stat
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from deepspeed.errors import ConfigError
+
+PIPE_VARIABLE = (
+    "DS_UNCAUGHT_PIPE"  # "<file descriptor>:<inode>", so that another file of that number is not taken for it
+)
+_LIMIT_CHARS = 40_000  # of each field
+
+
+class Uncaught(NamedTuple):
+    """What ended a rank.
+
+    Args:
+        exception: type and message, `module.Type: message`.
+        message: the message alone.
+        is_config_error: whether it is a `ConfigError`, which needs no traceback.
+        traceback: the whole text, ending in a newline.
+    """
+
+    exception: str
+    message: str
+    is_config_error: bool
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Uncaught":
+        kind, message = type(error), str(error)[:_LIMIT_CHARS]
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        text = "".join(traceback.format_exception(error))
+        return cls(f"{name}: {message}", message, isinstance(error, ConfigError), text[-_LIMIT_CHARS:])
+
+    def encode(self) -> bytes:
+        """One line."""
+        return json.dumps(self, ensure_ascii=False).encode(errors="replace") + b"\n"
+
+    @classmethod
+    def decode(cls, line: bytes) -> "Uncaught":
+        """The inverse of `encode`. Raises ValueError for anything else."""
+        fields: Any = json.loads(line)
+        if not isinstance(fields, list) or [type(field) for field in fields] != [str, str, bool, str]:
+            raise ValueError(f"found {line[:80]!r}, expected the fields {', '.join(cls._fields)}")
+        return cls(*fields)
+
+
+class _Hook:
+    """A `sys.excepthook` that writes to the launcher's pipe, and asks `previous` where that does not apply."""
+
+    def __init__(self, fd: int, inode: int, previous: Callable[..., Any]) -> None:
+        self._fd, self._inode = fd, inode
+        self._previous = previous
+        self._pid = os.getpid()
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    ) -> None:  # KeyboardInterrupt: whoever presses Ctrl-C wants to see where each rank is
+        is_ours = isinstance(error, Exception) and os.getpid() == self._pid and _is_pipe(self._fd, self._inode)
+        if not (is_ours and self._send(error)):
+            self._previous(kind, error, frames)
+
+    def _send(self, error: BaseException) -> bool:
+        try:
+            os.write(self._fd, Uncaught.of(error).encode())
+        except OSError:  # the launcher is gone; the console is the next best
+            return False
+        return True
+
+
+def report_to_launcher() -> None:
+    """From now on an uncaught exception of this process goes to the launcher that started it; the first call counts."""
+    address = os.environ.pop(PIPE_VARIABLE, "")  # not for processes that this one starts
+    fd, _, inode = address.partition(":")
+    if fd.isdecimal() and inode.isdecimal() and _is_pipe(int(fd), int(inode)):
+        sys.excepthook = _Hook(int(fd), int(inode), sys.excepthook)
+
+
+def _is_pipe(fd: int, inode: int) -> bool:
+    try:
+        status = os.fstat(fd)
+    except OSError:  # closed
+        return False
+    return stat.S_ISFIFO(status.st_mode) and status.st_ino == inode

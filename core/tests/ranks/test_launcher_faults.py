@@ -1,0 +1,183 @@
+"""`deepspeed` when something goes wrong around the ranks: errors of several, a full disk, a slow console, signals.
+
+Real processes; no test sleeps.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 120
+COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
+
+
+def run(*flags):
+    command = [*COMMAND, "--num_accelerators", "2", *flags, "train.py"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def start(script, **kwargs):
+    """A launch that runs, once both ranks have written a line that starts with `ready`."""
+    Path("train.py").write_text(script)
+    job = subprocess.Popen(
+        [*COMMAND, "--num_accelerators", "2", "train.py"], stdout=subprocess.PIPE, text=True, **kwargs
+    )
+    assert [job.stdout.readline()[:5] for _ in range(2)] == ["ready"] * 2
+    return job
+
+
+# ---- errors of several ranks ----------------------------------------------------------------------------------------
+
+WRONG_CONFIG = """
+import deepspeed, torch
+config = {"train_batch_size": 2, "zero_optimization": {"stage": 9}}
+deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config)
+"""
+
+
+def test_a_config_error_is_one_line(folder, monkeypatch):
+    (folder / "train.py").write_text(WRONG_CONFIG)
+    done = run("--log_dir", "logs")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("deepspeed: error: zero_optimization.stage: ")
+    assert done.stderr.count("\n") == 1
+    logs = [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+    assert any("Traceback" in log and "deepspeed.initialize(" in log for log in logs)
+
+    monkeypatch.setenv("DS_LOG_LEVEL", "debug")
+    assert "Traceback" in run().stderr
+
+
+# Rank 0 holds the fifo open as long as it lives. Rank 1 fails, takes the connections down, and tells why only after
+# rank 0 has ended because of that.
+BLAME = """
+import os
+import deepspeed, torch, torch.distributed as dist
+fifo = os.open("fifo", os.O_RDWR if os.environ["RANK"] == "0" else os.O_RDONLY)
+deepspeed.init_distributed(verbose=False)
+dist.barrier()
+try:
+    if dist.get_rank() == 1:
+        raise ValueError("boom on one")
+    dist.all_reduce(torch.ones(1))
+finally:
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        os.read(fifo, 1)
+"""
+
+
+def test_the_cause_is_the_last_word_and_its_consequence_a_line(folder):
+    (folder / "train.py").write_text(BLAME)
+    os.mkfifo("fifo")
+    done = run()
+    assert done.returncode == 1
+    *_, consequence, verdict, _ = done.stderr.partition("Traceback (most recent call last):")[0].split("\n")
+    assert consequence.startswith("deepspeed: rank 0 failed as well: ")
+    assert verdict.startswith("deepspeed: rank 1 (pid ")
+    assert done.stderr.endswith("ValueError: boom on one\n")
+    assert done.stderr.count("Traceback") == 1
+
+
+# ---- a full disk and a slow console ---------------------------------------------------------------------------------
+
+CHATTY = """
+import os, sys
+for _ in range(100):
+    os.write(1, b"o" * 2999 + b"\\n")
+    os.write(2, b"e" * 2999 + b"\\n")
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("flag", ["--log_dir", "--enable_each_rank_log"])
+def test_a_full_disk_costs_the_log_file_only(folder, flag):
+    (folder / "train.py").write_text(CHATTY)
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rank_0.log").symlink_to("/dev/full")
+    done = run(flag, "logs")
+    assert done.returncode == 0, done.stderr
+    warning = "deepspeed: warning: logs/rank_0.log cannot be written (No space left on device)"
+    assert done.stderr.count("warning") == done.stderr.count(warning) == 1
+    assert (folder / "logs" / "rank_1.log").stat().st_size == 2 * 300_000
+    num_shown = 2 if flag == "--log_dir" else 1  # else rank 0's alone, which has no file any more
+    assert done.stdout.count("o") >= num_shown * 100 * 2999 - 2999
+    assert done.stderr.count("e" * 2999) >= num_shown * 100 - 1
+
+
+def test_a_console_that_does_not_block_is_waited_for(folder):
+    # 60 KB each, so that a rank never waits for the launcher; together more than the console takes
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    script = "import os\nos.write(2, b'e' * 60_000)\nos.write(1, b'ready\\n')\n"
+    job = start(script, stderr=write_fd)
+    os.close(write_fd)
+    with open(read_fd, "rb") as console:
+        assert console.read() == b"e" * 120_000
+    assert job.communicate(timeout=LIMIT_S)[0] == ""
+    assert job.returncode == 0
+
+
+# ---- signals and surroundings ---------------------------------------------------------------------------------------
+
+ANSWERS = """
+import os, signal, sys
+def answer(number, frame):
+    os.write(1, f"{os.environ['RANK']} {signal.Signals(number).name}\\n".encode())
+    if number == signal.SIGQUIT:
+        sys.exit(0)
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+    signal.signal(number, answer)
+os.write(1, b"ready\\n")
+while True:
+    signal.pause()
+"""
+
+
+def test_signals_that_ask_for_a_save_reach_every_rank(folder):
+    job = start(ANSWERS)
+    for name in ("SIGUSR1", "SIGUSR2", "SIGQUIT"):
+        job.send_signal(signal.Signals[name])
+        assert sorted(job.stdout.readline() for _ in range(2)) == [f"0 {name}\n", f"1 {name}\n"]
+    assert job.communicate(timeout=LIMIT_S)[0] == ""
+    assert job.returncode == 0
+
+
+def test_a_signal_that_nobody_handles_is_named(folder):
+    job = start("import os, signal\nos.write(1, b'ready\\n')\nsignal.pause()\n", stderr=subprocess.PIPE)
+    job.send_signal(signal.SIGUSR1)
+    _, stderr = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 128 + signal.SIGUSR1
+    assert "was killed by SIGUSR1" in stderr.splitlines()[-1]
+
+
+def test_the_pid_file_goes_with_a_launch_that_is_stopped_early(folder):
+    (folder / "train.py").write_text("import signal\nsignal.pause()\n")
+    job = subprocess.Popen([*COMMAND, "--save_pid", "train.py"], stderr=subprocess.PIPE, text=True)
+    path = Path(f"/tmp/{job.pid}.ds")
+    while not path.exists() or path.read_text() != str(job.pid):
+        assert job.poll() is None, job.stderr.read()
+    job.terminate()
+    assert job.communicate(timeout=LIMIT_S)[1] == ""
+    assert job.returncode == 128 + signal.SIGTERM
+    assert not path.exists()
+
+
+def test_the_scripts_folder_is_the_scripts_and_not_the_launchers(folder):
+    (folder / "random.py").write_text("raise RuntimeError('the launcher imports a module of the user')\n")
+    (folder / "tempfile.py").write_text("raise RuntimeError('the launcher imports a module of the user')\n")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "train.py").write_text("import beside\nprint(beside.value)\n")
+    (folder / "sub" / "beside.py").write_text("value = 'beside'\n")
+    command = [*COMMAND[:2], "import sys; sys.path.pop(0); " + COMMAND[2], "--num_gpus", "1", "sub/train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.stdout == "beside\n", done.stderr
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env={**os.environ, "PYTHONSAFEPATH": "1"}
+    )
+    assert done.returncode == 1 or sys.version_info < (3, 11)  # as under `python sub/train.py`
