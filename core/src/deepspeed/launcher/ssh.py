@@ -1,0 +1,103 @@
+"""`ds_ssh`: run a command on every host of a hostfile.
+
+    ds_ssh [-f HOSTFILE] COMMAND...
+
+By pdsh if it is installed, else by one `ssh` per host, all at the same time; either way each line of output starts with
+its host. The words of COMMAND are joined by spaces and go through the remote shell, as those of `ssh` do. The exit code
+is the largest of the hosts', 2 for a wrong command line.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import BinaryIO, NoReturn
+
+from deepspeed.errors import ConfigError
+from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
+from deepspeed.launcher.console import write_console
+from deepspeed.launcher.hostfile import fetch_hostfile
+
+USAGE_EXIT_CODE = 2
+# pdsh reads `^`, `/` and `-` at the start of a host as something else, and brackets and commas as lists
+_HOST = re.compile(r"[A-Za-z0-9_][\w.:@-]*")
+
+
+def main() -> NoReturn:
+    """Console script."""
+    parser = argparse.ArgumentParser(prog="ds_ssh", description="Run a command on every host of a hostfile.")
+    parser.add_argument(
+        "-f", "--hostfile", default=DEFAULT_HOSTFILE, help="lines `host slots=N` (default: %(default)s)"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what each host runs")
+    args = parser.parse_args()
+    try:
+        sys.exit(run_everywhere(args.hostfile, args.command))
+    except ConfigError as error:
+        print(f"ds_ssh: error: {error}", file=sys.stderr)  # noqa: T201 - the command's answer, not a log line
+        sys.exit(USAGE_EXIT_CODE)
+
+
+def run_everywhere(hostfile: str, command: Sequence[str]) -> int:
+    """Run `command` on the hosts of the file and return the largest exit code.
+
+    Raises:
+        ConfigError: no command, no hostfile, no host in it, a name that is no host, or neither pdsh nor ssh here.
+    """
+    if not command:
+        raise ConfigError("no command given; the usage is: ds_ssh [-f HOSTFILE] COMMAND...")
+    hosts = _read_hosts(hostfile)
+    if shutil.which("pdsh") is not None:
+        # -S: exit with the largest code of the hosts
+        words = ["pdsh", "-S", "-w", ",".join(hosts), *command]
+        return subprocess.run(words, env={**os.environ, "PDSH_RCMD_TYPE": "ssh"}, check=False).returncode
+    if shutil.which("ssh") is None:
+        raise ConfigError("neither pdsh nor ssh is on PATH; install one of them")
+    return _run_by_ssh(hosts, command)
+
+
+def _read_hosts(path: str) -> list[str]:
+    if not os.path.isfile(path):
+        raise ConfigError(f"--hostfile {path}: no such file; give one with -f, with a line `host slots=N` per host")
+    hosts = list(fetch_hostfile(path) or ())
+    for host in hosts:
+        if _HOST.fullmatch(host) is None:
+            raise ConfigError(f"--hostfile {path}: found {host!r} where a host's name belongs; write `host slots=N`")
+    return hosts
+
+
+def _run_by_ssh(hosts: Sequence[str], command: Sequence[str]) -> int:
+    processes = {
+        host: subprocess.Popen(
+            ["ssh", "-o", "BatchMode=yes", "--", host, *command],  # asks for no password: nobody sees whose it is
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for host in hosts
+    }
+    threads = [
+        threading.Thread(target=_pass_lines, args=(host, pipe, fd))
+        for host, process in processes.items()
+        for pipe, fd in ((process.stdout, 1), (process.stderr, 2))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    codes = [process.wait() for process in processes.values()]
+    return max(128 - code if code < 0 else code for code in codes)
+
+
+def _pass_lines(host: str, pipe: BinaryIO, console_fd: int) -> None:
+    with pipe:
+        for line in pipe:
+            write_console(console_fd, f"{host}: ".encode() + line.removesuffix(b"\n") + b"\n")
+
+
+if __name__ == "__main__":
+    main()
