@@ -11,6 +11,8 @@ import psutil
 import pytest
 import torch
 from deepspeed.errors import ConfigError
+from deepspeed.parallel import groups
+from deepspeed.testing import distributed
 from deepspeed.testing.distributed import RankError, run_ranks
 
 
@@ -68,6 +70,14 @@ def hang_job():
         threading.Event().wait()
 
 
+def say_job():
+    print(f"rank {dist.get_rank()} was here", flush=True)
+
+
+def leave_wreck_job():
+    groups.reset = None
+
+
 def destroy_job():
     torch.distributed.destroy_process_group()
 
@@ -121,6 +131,41 @@ def test_a_hang_ends_and_shows_where():
     text = str(caught.value)
     assert "hang_job did not end within 5 s on rank 0" in text
     assert "in hang_job" in text
+
+
+def test_a_rank_that_ends_between_jobs_is_described():
+    first = run_ranks(2, environment_job)
+    run_ranks(2, say_job)
+    process = distributed._pools[2, ()]._processes[1]
+    process.kill()
+    process.wait()
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, environment_job)
+    text = str(caught.value)
+    assert text.startswith("[rank 1 of 2] ended before the job environment_job; the job before it, say_job, had ended")
+    assert "was killed by SIGKILL" in text
+    assert text.endswith("its last output:\nrank 1 was here")
+    second = run_ranks(2, environment_job)
+    assert {answer[0] for answer in first}.isdisjoint(answer[0] for answer in second)
+
+
+def test_what_a_job_leaves_behind_fails_that_job():
+    with pytest.raises(TypeError, match="leave_wreck_job failed"):
+        run_ranks(1, leave_wreck_job)
+    assert len(run_ranks(1, environment_job)) == 1
+
+
+def test_a_job_that_is_interrupted_here_does_not_answer_the_next(monkeypatch):
+    run_ranks(2, environment_job)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(2, answer_job, 1, torch.arange(3))
+    assert len(run_ranks(2, environment_job)[0]) == 3
 
 
 def test_ending_the_pools_group_is_an_error():

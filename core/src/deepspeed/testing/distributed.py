@@ -9,7 +9,12 @@
 A rank is a fresh interpreter (`rank_worker.py`), not a fork: torch's threads do not survive a fork. It gets its jobs
 and returns its results over a private pipe, and dies when that pipe closes, that is, with this process. The function is
 named by file and qualified name, because pytest's importlib mode gives test files names that cannot be imported.
-Between jobs the worker puts back its environment variables, random seeds, default dtype and this package's globals.
+After a job, and before it answers, the worker puts back its environment variables, random seeds, default dtype and this
+package's globals, so that what a job leaves behind can end a rank only inside that job.
+
+A pool whose job failed is ended, and the next call starts a new one. A rank that is found dead between two jobs is
+never replaced in silence: that call raises `RankError`, which says after which job the rank ended, how, and its last
+output; the call after it gets new ranks.
 """
 
 import atexit
@@ -83,6 +88,7 @@ class RankPool:
         self.world_size = world_size
         self._environment = dict(environment or {})
         self.is_usable = True
+        self._last_job = "start"
         # A file store in a directory of its own: no port to be taken by another test run.
         self._directory = Path(tempfile.mkdtemp(prefix="ds_ranks_"))
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -94,13 +100,31 @@ class RankPool:
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         """One job on every rank."""
         job = pickle.dumps((*_address(fn), pickle.dumps(args)))
-        for pipe in self._pipes:
+        try:
+            self._send(job, fn.__qualname__)
+            answers = self._collect(timeout_s, fn.__qualname__)
+        except BaseException:  # also Ctrl-C or a limit of the test runner: the ranks may be in the middle of a job
+            self.kill()
+            raise
+        self._last_job = fn.__qualname__
+        return answers
+
+    def _send(self, job: bytes, what: str) -> None:
+        for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send_bytes(job)
             except OSError as error:
-                self.kill()
-                raise RankError(f"a warm rank was gone before the job {fn.__qualname__}: {error}") from error
-        return self._collect(timeout_s, fn.__qualname__)
+                self._processes[rank].wait()  # its end of the pipe is closed, so it ends or has ended
+                raise RankError(self._describe_dead(what)) from error
+
+    def _describe_dead(self, what: str) -> str:
+        """Which ranks ended between the last job and `what`, and how."""
+        return "\n".join(
+            f"[rank {rank} of {self.world_size}] ended before the job {what}; the job before it, {self._last_job}, had "
+            f"ended well. The process {_end(process.returncode)}; its last output:\n{self._log_tail(rank)}"
+            for rank, process in enumerate(self._processes)
+            if process.poll() is not None
+        )
 
     def kill(self) -> None:
         """End the processes at once."""
@@ -159,9 +183,7 @@ class RankPool:
         try:
             ok, payload = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, OSError):
-            code = self._processes[rank].wait()
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            return False, (None, f"the process {how}")
+            return False, (None, f"the process {_end(self._processes[rank].wait())}")
         if ok:
             return True, pickle.loads(payload)
         pickled, text = payload
@@ -225,6 +247,12 @@ def _address(fn: Callable[..., Any]) -> tuple[str, str, str]:
     if not Path(path).is_file():
         raise TypeError(f"run_ranks cannot find the file of {fn!r}; pass a plain function of a Python file")
     return str(Path(path).resolve()), fn.__module__, qualname
+
+
+def _end(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (the kernel sends it when memory runs out)"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def _with_text(first: BaseException | None, text: str) -> BaseException:

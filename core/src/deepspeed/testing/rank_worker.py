@@ -31,6 +31,7 @@ _loaded: dict[str, tuple[int, ModuleType]] = {}
 def main() -> None:
     """Serve jobs until the pipe closes."""
     pipe = Connection(int(sys.argv[1]))
+    faulthandler.enable()  # a crash in C++ leaves a stack in the log
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=False)
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -41,16 +42,15 @@ def main() -> None:
     pipe.send_bytes(pickle.dumps((True, pickle.dumps(None))))
     environment = dict(os.environ)
     while True:
-        reply = _run(jobs.get())
-        pipe.send_bytes(reply)
-        _tidy(environment)
+        pipe.send_bytes(_run(jobs.get(), environment))
 
 
 def _read(pipe: Connection, jobs: "queue.SimpleQueue[bytes]") -> None:
     try:
         while True:
             jobs.put(pipe.recv_bytes())
-    except (EOFError, OSError):
+    except (EOFError, OSError) as error:
+        os.write(2, f"rank worker: the test process closed the pipe ({error!r}); ending\n".encode())
         os._exit(0)
 
 
@@ -73,8 +73,8 @@ def _library() -> str:
     return get_accelerator().communication_backend_name()
 
 
-def _run(job: bytes) -> bytes:
-    """The reply `(True, result)` or `(False, (exception or None, traceback))`, pickled."""
+def _run(job: bytes, environment: dict[str, str]) -> bytes:
+    """The reply `(True, result)` or `(False, (exception or None, traceback))`, pickled. Tidies up before it."""
     try:
         path, module_name, qualname, pickled_args = pickle.loads(job)
         fn: Any = _load(path, module_name)
@@ -84,6 +84,8 @@ def _run(job: bytes) -> bytes:
         payload = pickle.dumps(result)
         if not torch_dist.is_initialized():
             raise RuntimeError(f"{qualname} ended the process group of the warm ranks; use groups of its own")
+        del result
+        _tidy(environment)
         return pickle.dumps((True, payload))
     except BaseException as error:  # noqa: BLE001 - a rank reports whatever ended its job, SystemExit too
         return pickle.dumps((False, (_pickled(error), traceback.format_exc())))
@@ -122,8 +124,7 @@ def _load(path: str, module_name: str) -> ModuleType:
 
 def _tidy(environment: dict[str, str]) -> None:
     """Put back what a job may have changed for the next one."""
-    os.environ.clear()
-    os.environ.update(environment)
+    _restore_environment(environment)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
@@ -133,6 +134,15 @@ def _tidy(environment: dict[str, str]) -> None:
     np.random.seed(0)
     _reset_package()
     gc.collect()
+
+
+def _restore_environment(environment: dict[str, str]) -> None:
+    """Touch only what differs: `setenv` while a thread of C++ is in `getenv` is a crash."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _reset_package() -> None:
