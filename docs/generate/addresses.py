@@ -1,5 +1,6 @@
 """The table of old addresses: where DeepSpeed's users import from, and where that lives here.
 
+Modules of features that are not here yet are in `deepspeed/compatibility/modules.py`.
 `old_addresses.py` beside it writes the files and the reference page. All names are below `deepspeed.`.
 """
 
@@ -7,12 +8,14 @@
 ALIASES = {
     "accelerator.real_accelerator": "accelerator.current",
     "runtime.activation_checkpointing.checkpointing": "activation.checkpointing",
+    "runtime.compiler": "engine.compiler",
     "runtime.dataloader": "data.loader",
     "runtime.engine": "engine.engine",
     "runtime.fp16.loss_scaler": "precision.loss_scaler",
     "runtime.lr_schedules": "optim.lr_schedules",
     "runtime.zero.partition_parameters": "zero.construct",
     "utils.groups": "parallel.groups",
+    "utils.init_on_device": "zero.on_device",
     "utils.logging": "log",
     "utils.tensor_fragment": "zero.fragments",
     "utils.timer": "profiling.timer",
@@ -32,6 +35,9 @@ _OPTIMIZER_NAMES = {
 
 # Old module -> its names, from several new modules or under another name: old name -> "new.module:name".
 COLLECTIONS = {
+    "profiling.config": {
+        "DeepSpeedFlopsProfilerConfig": "config.monitor:FlopsProfilerConfig",
+    },
     "monitor.config": {
         "CSVConfig": "config.monitor:CSVConfig",
         "CometConfig": "config.monitor:CometConfig",
@@ -93,11 +99,15 @@ PACKAGES = {
     "runtime.zero": {
         "GatheredParameters": "zero.gather:GatheredParameters",
         "Init": "zero.construct:Init",
+        "MiCS_Init": "runtime.zero.mics:MiCS_Init",
+        "TiledLinear": "runtime.zero.tiling:TiledLinear",
+        "TiledLinearReturnBias": "runtime.zero.tiling:TiledLinearReturnBias",
         "ZeroParamStatus": "zero.param_state:ZeroParamStatus",
         "register_external_parameter": "zero.gather:register_external_parameter",
         "unregister_external_parameter": "zero.gather:unregister_external_parameter",
     },
     "utils": {
+        "OnDevice": "zero.on_device:OnDevice",
         "RepeatingLoader": "data.loader:RepeatingLoader",
         "get_z3_leaf_modules": "zero.leaf_modules:get_z3_leaf_modules",
         "log_dist": "log:log_dist",
@@ -105,26 +115,19 @@ PACKAGES = {
         "safe_get_full_fp32_param": "zero.fragments:safe_get_full_fp32_param",
         "safe_get_full_grad": "zero.fragments:safe_get_full_grad",
         "safe_get_full_optimizer_state": "zero.fragments:safe_get_full_optimizer_state",
+        "safe_get_local_fp32_param": "runtime.zero.local_access:safe_get_local_fp32_param",
+        "safe_get_local_grad": "runtime.zero.local_access:safe_get_local_grad",
+        "safe_get_local_optimizer_state": "runtime.zero.local_access:safe_get_local_optimizer_state",
         "safe_set_full_fp32_param": "zero.fragments:safe_set_full_fp32_param",
         "safe_set_full_grad": "zero.fragments:safe_set_full_grad",
         "safe_set_full_optimizer_state": "zero.fragments:safe_set_full_optimizer_state",
+        "safe_set_local_fp32_param": "runtime.zero.local_access:safe_set_local_fp32_param",
+        "safe_set_local_grad": "runtime.zero.local_access:safe_set_local_grad",
+        "safe_set_local_optimizer_state": "runtime.zero.local_access:safe_set_local_optimizer_state",
         "set_z3_leaf_module": "zero.leaf_modules:set_z3_leaf_module",
         "set_z3_leaf_modules": "zero.leaf_modules:set_z3_leaf_modules",
         "unset_z3_leaf_modules": "zero.leaf_modules:unset_z3_leaf_modules",
         "z3_leaf_module": "zero.leaf_modules:z3_leaf_module",
         "z3_leaf_parameter": "zero.leaf_modules:z3_leaf_parameter",
     },
-}
-
-# Old module -> the feature it belongs to, which this version does not have: importing it says so.
-ABSENT = {
-    "inference": "inference",
-    "moe": "mixture of experts",
-    "pipe": "pipeline parallelism",
-    "sequence": "sequence parallelism",
-    "runtime.hybrid_engine": "the hybrid engine",
-    "runtime.pipe": "pipeline parallelism",
-    "runtime.sequence_parallel.ulysses_sp": "Ulysses sequence parallelism",
-    "runtime.zero.stage3": "ZeRO stage 3",
-    "runtime.zero.tiling": "tiled linear layers of ZeRO stage 3",
 }

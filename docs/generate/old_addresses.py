@@ -1,4 +1,6 @@
-"""Write the old addresses of addresses.py as modules, and the page about them: `python old_addresses.py [--check]`.
+"""Write DeepSpeed's module names as files, and the page about them: `python old_addresses.py [--check]`.
+
+Old addresses come from addresses.py; modules of features that are not here yet from `deepspeed.compatibility`.
 
 `core/tests/house/test_old_addresses_fresh.py` fails when a file and the table differ.
 """
@@ -8,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from addresses import ABSENT, ALIASES, COLLECTIONS, PACKAGES
+from addresses import ALIASES, COLLECTIONS, PACKAGES
+from deepspeed.compatibility import FEATURES, MODULES
 
 _ROOT = Path(__file__).parents[2]
 _SOURCE = _ROOT / "core/src/deepspeed"
@@ -49,14 +52,11 @@ __all__ = [{names}]
 __getattr__, __dir__ = forward(__name__, _NAMES)
 '''
 
-_EMPTY_PACKAGE = '''"""Old addresses of things that are not in this version. {by}"""
-'''
+_ABSENT = '''"""Not in this version: {title}. {by}"""
 
-_ABSENT = '''"""Old address of something that is not in this version. {by}"""
+from deepspeed._absent import absent
 
-from deepspeed._absent import explain
-
-raise ImportError(explain(__name__, "{feature}"), name=__name__)
+__getattr__, __dir__ = absent(__name__)
 '''
 
 _HEAD = f"""# Old addresses
@@ -79,7 +79,8 @@ def render() -> dict[Path, str]:
     """File -> its whole text."""
     files = {_module(old): _alias(old, f"deepspeed.{new}") for old, new in ALIASES.items()}
     files |= {_module(old): _collection(names) for old, names in COLLECTIONS.items()}
-    files |= {_module(old): _ABSENT.format(by=_BY, feature=feature) for old, feature in ABSENT.items()}
+    for old, module in MODULES.items():
+        files[_absent_path(old)] = _ABSENT.format(by=_BY, title=FEATURES[module.feature].title)
     for package, modules in _packages().items():
         path = _SOURCE.joinpath(*package.split("."), "__init__.py")
         files[path] = _package(package, modules, PACKAGES.get(package, {}))
@@ -87,23 +88,29 @@ def render() -> dict[Path, str]:
 
 
 def existing() -> set[Path]:
-    """Every file in the folders that hold nothing but old addresses."""
-    return {path for folder in ("runtime", "utils") for path in (_SOURCE / folder).rglob("*.py")}
+    """Every generated file, and every file in the folders that hold nothing but old addresses."""
+    old = {path for folder in ("runtime", "utils") for path in (_SOURCE / folder).rglob("*.py")}
+    return old | {path for path in _SOURCE.rglob("*.py") if _BY in path.read_text(encoding="utf-8")}
 
 
 def _module(old: str) -> Path:
     return _SOURCE.joinpath(*old.split(".")).with_suffix(".py")
 
 
+def _absent_path(old: str) -> Path:
+    has_modules = any(other.startswith(f"{old}.") for other in [*MODULES, *ALIASES, *COLLECTIONS])
+    return _SOURCE.joinpath(*old.split("."), "__init__.py") if has_modules else _module(old)
+
+
 def _packages() -> dict[str, set[str]]:
     """Old package -> its modules and packages. Packages with a home of their own (accelerator) are not among them."""
     packages: dict[str, set[str]] = defaultdict(set)
-    for old in [*ALIASES, *COLLECTIONS, *ABSENT]:
+    for old in [*ALIASES, *COLLECTIONS, *MODULES]:
         parts = old.split(".")
         if parts[0] in ("runtime", "utils"):
             for end in range(1, len(parts)):
                 packages[".".join(parts[:end])].add(parts[end])
-    return packages
+    return {package: modules for package, modules in packages.items() if package not in MODULES}
 
 
 def _alias(old: str, new: str) -> str:
@@ -121,11 +128,8 @@ def _collection(names: dict[str, str]) -> str:
 
 
 def _package(package: str, modules: set[str], names: dict[str, str]) -> str:
-    present = {module for module in modules if f"{package}.{module}" not in ABSENT}
-    addresses = names | {module: f"{package}.{module}" for module in present}
-    if not addresses:
-        return _EMPTY_PACKAGE.format(by=_BY)
-    imports = _imports(names | {module: f"{package}:{module}" for module in present}, reexport=True)
+    addresses = names | {module: f"{package}.{module}" for module in modules}
+    imports = _imports(names | {module: f"{package}:{module}" for module in modules}, reexport=True)
     return _PACKAGE.format(
         by=_BY,
         imports="\n".join(f"    {line}" for line in imports),
@@ -170,14 +174,7 @@ def _page() -> str:
     for old, names in sorted({**COLLECTIONS, **PACKAGES}.items()):
         for name, address in sorted(names.items()):
             lines.append(f"| `deepspeed.{old}.{name}` | `deepspeed.{address.replace(':', '.')}` |")
-    lines += [
-        "",
-        "## Not in this version",
-        "",
-        "Importing one of these raises an `ImportError` that names the feature.",
-    ]
-    lines += ["", "| old | feature |", "|---|---|"]
-    lines += [f"| `deepspeed.{old}` | {feature} |" for old, feature in sorted(ABSENT.items())]
+    lines += ["", "Modules of features that are not here yet are in [compatibility.md](compatibility.md)."]
     return "\n".join(lines) + "\n"
 
 

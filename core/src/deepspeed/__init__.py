@@ -4,37 +4,58 @@
 `engine/step.py`, `zero/strategy.py`, `zero/stage2.py`, `plugins/hookspecs.py`.
 """
 
-from deepspeed._absent import FEATURES
-from deepspeed._absent import explain as _explain
 from deepspeed._forward import forward
 from deepspeed._version import DEEPSPEED_API, __version__
 
-# public name -> where it is
+# public name -> where it is; what belongs to a feature that is not here yet refuses when it is used
 _NAMES = {
+    "ADAM_OPTIMIZER": "deepspeed.optim.factory:ADAM_OPTIMIZER",
     "DeepSpeedConfig": "deepspeed.config.root:DeepSpeedConfig",
     "DeepSpeedConfigError": "deepspeed.errors:ConfigError",
     "DeepSpeedEngine": "deepspeed.engine.engine:DeepSpeedEngine",
+    "DeepSpeedHybridEngine": "deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine",
+    "DeepSpeedInferenceConfig": "deepspeed.inference.config:DeepSpeedInferenceConfig",
+    "DeepSpeedOptimizer": "deepspeed.zero.optimizer:DeepSpeedOptimizer",
+    "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer:DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer:DeepSpeedTransformerLayer",
+    "InferenceEngine": "deepspeed.inference.engine:InferenceEngine",
+    "LAMB_OPTIMIZER": "deepspeed.optim.factory:LAMB_OPTIMIZER",
+    "OnDevice": "deepspeed.zero.on_device:OnDevice",
+    "PipelineEngine": "deepspeed.runtime.pipe.engine:PipelineEngine",
+    "PipelineModule": "deepspeed.runtime.pipe.module:PipelineModule",
+    "ZeROOptimizer": "deepspeed.zero.optimizer:ZeroOptimizer",
     "accelerator": "deepspeed.accelerator",
     "add_config_arguments": "deepspeed.engine.build:add_config_arguments",
     "add_tuning_arguments": "deepspeed.optim.lr_arguments:add_tuning_arguments",
     "checkpoint": "deepspeed.checkpoint",
     "checkpointing": "deepspeed.activation.checkpointing",
     "comm": "deepspeed.comm",
+    "default_inference_config": "deepspeed.inference.entry:default_inference_config",
+    "elasticity": "deepspeed.elasticity",
     "get_accelerator": "deepspeed.accelerator:get_accelerator",
     "git_version_info": "deepspeed.git_version_info",
+    "inference": "deepspeed.inference",
     "init_distributed": "deepspeed.comm:init_distributed",
+    "init_inference": "deepspeed.inference.entry:init_inference",
     "initialize": "deepspeed.engine.build:initialize",
     "launcher": "deepspeed.launcher",
     "log_dist": "deepspeed.log:log_dist",
     "logger": "deepspeed.log:logger",
+    "model_implementations": "deepspeed.model_implementations",
+    "module_inject": "deepspeed.module_inject",
+    "moe": "deepspeed.moe",
+    "monitor": "deepspeed.monitor",
+    "nebula": "deepspeed.nebula",
     "ops": "deepspeed.ops",
+    "pipe": "deepspeed.pipe",
+    "profiling": "deepspeed.profiling",
+    "replace_transformer_layer": "deepspeed.module_inject.replace_module:replace_transformer_layer",
+    "revert_transformer_layer": "deepspeed.module_inject.replace_module:revert_transformer_layer",
     "runtime": "deepspeed.runtime",
+    "sequence": "deepspeed.sequence",
+    "tp_model_init": "deepspeed.module_inject.tp_training:tp_model_init",
     "utils": "deepspeed.utils",
     "zero": "deepspeed.zero",
-    # functions that this version does not have: they can be named, and say so when they are called
-    "default_inference_config": "deepspeed._absent:default_inference_config",
-    "init_inference": "deepspeed._absent:init_inference",
-    "tp_model_init": "deepspeed._absent:tp_model_init",
 }
 
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in DEEPSPEED_API.split("."))
@@ -42,6 +63,4 @@ version = __version__
 
 __all__ = ["__version__", "version", *sorted(_NAMES)]  # noqa: PLE0604
 
-__getattr__, __dir__ = forward(
-    __name__, _NAMES, lambda name: _explain(f"deepspeed.{name}", FEATURES[name]) if name in FEATURES else None
-)
+__getattr__, __dir__ = forward(__name__, _NAMES)

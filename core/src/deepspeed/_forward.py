@@ -16,20 +16,17 @@ def resolve(address: str) -> Any:
     return getattr(module, attribute) if attribute else module
 
 
-def forward(
-    package: str, names: Mapping[str, str], missing: Callable[[str], str | None] = lambda name: None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def forward(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions `__getattr__` and `__dir__` of `package`.
 
     Args:
         package: its `__name__`.
         names: public name -> address, as `resolve` takes it.
-        missing: what to tell about a name that is not there; None tells only that.
     """
 
     def get(name: str) -> Any:
         if name not in names:
-            raise AttributeError(missing(name) or f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = resolve(names[name])
         vars(sys.modules[package])[name] = value
         return value

@@ -10,59 +10,163 @@ from typing import Any
 import torch
 
 from deepspeed import comm
+from deepspeed.config.precision import FP16Config, torch_dtype
+from deepspeed.config.zero import OffloadOptimizerConfig
 
 #: answered from the validated configuration: method name -> dotted path below the config root
 FROM_CONFIG = {
     "amp_enabled": "amp.enabled",
+    "autotp_size": "tensor_parallel.autotp_size",
+    "autotuning_enabled": "autotuning.enabled",
+    "autotuning_end_profile_step": "autotuning.end_profile_step",
+    "autotuning_metric": "autotuning.metric",
+    "autotuning_start_profile_step": "autotuning.start_profile_step",
     "bfloat16_enabled": "bf16.enabled",
+    "bfloat16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "checkpoint_tag_validation_enabled": "checkpoint.tag_validation_enabled",
+    "checkpoint_tag_validation_fail": "checkpoint.tag_validation_fail",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "disable_allgather": "disable_allgather",
     "dump_state": "dump_state",
+    "eigenvalue_enabled": "eigenvalue.enabled",
+    "eigenvalue_gas_boundary_resolution": "eigenvalue.gas_boundary_resolution",
+    "eigenvalue_layer_name": "eigenvalue.layer_name",
+    "eigenvalue_layer_num": "eigenvalue.layer_num",
+    "eigenvalue_max_iter": "eigenvalue.max_iter",
+    "eigenvalue_stability": "eigenvalue.stability",
+    "eigenvalue_tol": "eigenvalue.tol",
+    "eigenvalue_verbose": "eigenvalue.verbose",
+    "elasticity_enabled": "elasticity.enabled",
+    "flops_profiler_detailed": "flops_profiler.detailed",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_module_depth": "flops_profiler.module_depth",
+    "flops_profiler_output_file": "flops_profiler.output_file",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "flops_profiler_top_modules": "flops_profiler.top_modules",
     "fp16_auto_cast": "fp16.auto_cast",
     "fp16_enabled": "fp16.enabled",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
     "gradient_clipping": "gradient_clipping",
     "gradient_predivide_factor": "gradient_predivide_factor",
+    "graph_harvesting": "graph_harvesting",
     "initial_scale_power": "fp16.initial_scale_power",
+    "is_deepcompile_enabled": "compile.deepcompile",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
     "memory_breakdown": "memory_breakdown",
+    "mics_shard_size": "zero_optimization.mics_shard_size",
     "optimizer_name": "optimizer_name",
     "optimizer_params": "optimizer_params",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "pld_gamma": "progressive_layer_drop.gamma",
+    "pld_theta": "progressive_layer_drop.theta",
     "scheduler_name": "scheduler_name",
     "scheduler_params": "scheduler_params",
     "sparse_gradients_enabled": "sparse_gradients",
     "steps_per_print": "steps_per_print",
     "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
     "wall_clock_breakdown": "wall_clock_breakdown",
     "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
     "zero_allgather_partitions": "zero_optimization.allgather_partitions",
     "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
     "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
     "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
     "zero_gather_16bit_weights_on_model_save": "zero_optimization.gather_16bit_weights_on_model_save",
+    "zero_grad_hooks": "zero_optimization.grad_hooks",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
     "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_legacy_stage1": "zero_optimization.legacy_stage1",
+    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
+    "zero_log_trace_cache_warnings": "zero_optimization.log_trace_cache_warnings",
+    "zero_max_live_parameters": "zero_optimization.max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.max_reuse_distance",
+    "zero_model_persistence_threshold": "zero_optimization.model_persistence_threshold",
+    "zero_module_granularity_threshold": "zero_optimization.module_granularity_threshold",
+    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_offload_optimizer": "zero_optimization.offload_optimizer",
+    "zero_offload_param": "zero_optimization.offload_param",
+    "zero_param_persistence_threshold": "zero_optimization.param_persistence_threshold",
+    "zero_prefetch_bucket_size": "zero_optimization.prefetch_bucket_size",
+    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
     "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
     "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
     "zero_sub_group_size": "zero_optimization.sub_group_size",
+    "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
 }
+
+
+def _offload(engine: Any) -> OffloadOptimizerConfig:
+    """The section `offload_optimizer`, or its defaults, with which nothing is offloaded."""
+    return engine._config.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
+
 
 #: answered from the engine itself
 FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
+    "aio_config": lambda engine: engine._config.aio.model_dump(),
+    "amp_params": lambda engine: engine._config.raw.get("amp", False),
+    "autotuning_metric_path": lambda engine: None,  # autotuning is refused
+    "autotuning_model_info_path": lambda engine: None,
+    "autotuning_profile_model_info": lambda engine: False,
+    "cpuadam_cores_perc": lambda engine: _offload(engine).cpuadam_cores_perc,
+    "curriculum_learning_config": lambda engine: {},  # the data efficiency library is refused
+    "curriculum_learning_enabled": lambda engine: False,
+    "curriculum_params_legacy": lambda engine: engine._config.raw.get("curriculum_learning", {}),
+    "data_efficiency_config": lambda engine: engine._config.raw.get("data_efficiency", {}),
+    "data_sampling_config": lambda engine: engine._config.data_efficiency.data_sampling,
+    "data_sampling_enabled": lambda engine: False,
     "dynamic_loss_scale": lambda engine: engine.precision.loss_scaler.is_dynamic,
+    "dynamic_loss_scale_args": lambda engine: _dynamic_loss_scale_args(engine._config.fp16),
+    "empty_partition_cache": lambda engine: None,  # no stage below 3 gathers parameters
     "get_batch_info": lambda engine: (
         engine.train_batch_size(),
         engine.train_micro_batch_size_per_gpu(),
         engine.gradient_accumulation_steps(),
     ),
+    "get_data_types": lambda engine: (
+        engine.precision.model_dtype or torch.float32,
+        engine.sharding.options.accumulation_dtype or engine.precision.model_dtype or torch.float32,
+    ),
     "get_global_grad_norm": lambda engine: engine._stats.grad_norm if engine._stats is not None else None,
+    "get_pld_theta": lambda engine: None,  # progressive layer drop is refused
+    "get_sequence_parallel_group": lambda engine: None,  # initialize refuses sequence parallelism
+    "get_type": lambda engine: engine._group_values("type"),
     "gradient_accumulation_steps": lambda engine: engine.schedule.num_steps,
+    "initial_dynamic_scale": lambda engine: 2.0**engine._config.fp16.initial_scale_power,
+    "is_deepcompile_active": lambda engine: False,  # DeepCompile is refused
+    "is_elastic_model_parallel_supported": lambda engine: False,
+    "is_first_weights_partition_group": lambda engine: False,  # weights are not partitioned
     "is_gradient_accumulation_boundary": lambda engine: engine.schedule.is_boundary(),
     "loss_scale": lambda engine: engine.precision.loss_scaler.loss_scale,
+    "optimizer_legacy_fusion": lambda engine: bool(engine._config.optimizer and engine._config.optimizer.legacy_fusion),
+    "pld_params": lambda engine: False,
     "postscale_gradients": lambda engine: not engine._config.prescale_gradients,
+    "random_ltd_config": lambda engine: engine._config.data_efficiency.data_routing,
+    "random_ltd_enabled": lambda engine: False,
+    "super_offload": lambda engine: _offload(engine).super_offload,
+    "swap_tensor_config": lambda engine: engine._config.aio.model_dump(),
+    "torch_autocast_dtype": lambda engine: torch_dtype(engine._config.torch_autocast.dtype),
     "train_batch_size": lambda engine: engine._train_batch_size,
     "train_micro_batch_size_per_gpu": lambda engine: engine._micro_batch_size,
     "was_step_applied": lambda engine: engine._stats is not None and engine._stats.applied,
+    "zero_cpu_offload": lambda engine: _offload(engine).device == "cpu",
+    "zero_has_nvme_offload": lambda engine: False,  # offload to NVMe is refused
+    "zero_nvme_offload_optimizer": lambda engine: False,
     "zero_optimization": lambda engine: engine._config.zero_optimization.stage > 0,
     "zero_optimization_partition_gradients": lambda engine: engine._config.zero_optimization.stage >= 2,
     "zero_optimization_partition_weights": lambda engine: engine._config.zero_optimization.stage >= 3,
-    "zero_overlap_comm": lambda engine: engine.sharding.options.overlap,
     "zero_optimization_stage": lambda engine: engine._config.zero_optimization.stage,
+    "zero_overlap_comm": lambda engine: engine.sharding.options.overlap,
+    "zero_partial_offload": lambda engine: _offload(engine).ratio,
+    "zero_use_cpu_optimizer": lambda engine: _offload(engine).device == "cpu",
 }
 
 #: attributes, read without a call
@@ -79,24 +183,30 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "global_rank": lambda engine: comm.get_rank(),
     "local_rank": lambda engine: engine._arguments.get("local_rank", 0),
     "mp_world_size": lambda engine: 1,  # initialize refuses more
+    "seq_parallel_group": lambda engine: None,
+    "has_moe_layers": lambda engine: False,
+    "pipeline_parallelism": lambda engine: False,
     "mpu": lambda engine: engine._arguments.get("mpu"),
     "training_data": lambda engine: engine._arguments.get("training_data"),
     "world_size": lambda engine: comm.get_world_size(),
 }
 
-#: what DeepSpeed documents and this version has not: name -> what there is instead, for the AttributeError
-NOT_HERE = {
-    "allreduce_gradients": "backward and step exchange the gradients themselves; no_sync() lets them wait",
-    "checkpoint_engine": "save_checkpoint writes through engine.checkpointer.store",
-    "eval_batch": "it belongs to pipeline parallelism; call engine.eval() and the engine itself",
-    "offload_states": '"zero_optimization": {"offload_optimizer": ...} keeps optimizer states in host memory',
-    "reload_states": '"zero_optimization": {"offload_optimizer": ...} keeps optimizer states in host memory',
-    "train_batch": "it belongs to pipeline parallelism; call the engine, backward and step",
-}
-
 
 class EngineAccessors:
     """Mixed into `DeepSpeedEngine`; its methods and properties are the tables above."""
+
+
+def _dynamic_loss_scale_args(fp16: FP16Config) -> dict[str, Any] | None:
+    """Arguments of the dynamic loss scale, under DeepSpeed's names; None where the scale is fixed or fp16 is off."""
+    if not fp16.enabled or fp16.loss_scale > 0:
+        return None
+    return {
+        "init_scale": 2.0**fp16.initial_scale_power,
+        "scale_window": fp16.loss_scale_window,
+        "delayed_shift": fp16.hysteresis,
+        "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        "min_scale": fp16.min_loss_scale,
+    }
 
 
 def _from_config(path: str) -> Callable[[Any], Any]:

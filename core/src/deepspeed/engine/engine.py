@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.compatibility import ENGINE_METHODS, FEATURES
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data import DeepSpeedDataLoader
-from deepspeed.engine.accessors import NOT_HERE, EngineAccessors
+from deepspeed.engine.accessors import EngineAccessors
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.observers import Observers
 from deepspeed.engine.saving import Saving, create_checkpointer
@@ -277,10 +278,8 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
             try:
                 return getattr(module, name)
             except AttributeError:
-                if name in NOT_HERE:
-                    raise AttributeError(
-                        f"{name}: DeepSpeed's engine has it, and it is not in this version; {NOT_HERE[name]}"
-                    ) from None
+                if name in ENGINE_METHODS:
+                    raise AttributeError(ENGINE_METHODS[name].explain()) from None
                 raise AttributeError(
                     f"neither {type(self).__name__} nor the wrapped {type(module).__name__} has {name!r}"
                 ) from None
@@ -302,7 +301,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
             ConfigError: for a DeepCompile `schedule` or compiled autograd, which are not in this version.
         """
         if schedule is not None or compiled_autograd_enabled:
-            raise ConfigError("compile: schedule and compiled_autograd_enabled are not in this version; leave them out")
+            raise ConfigError(FEATURES["DeepCompile"].explain("compile: schedule and compiled_autograd_enabled"))
         self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {}))
         self._is_compiled = True
 
@@ -337,6 +336,14 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
             shuffle=route == "train",
             drop_last=self._config.dataloader_drop_last,
         )
+
+    def is_map_style_dataset(self, obj: Any) -> bool:
+        """Whether `obj` has `__getitem__` and `__len__`, as `torch.utils.data.Dataset` may."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    def is_iterable_style_dataset(self, obj: Any) -> bool:
+        """Whether `obj` is a `torch.utils.data.IterableDataset`."""
+        return isinstance(obj, IterableDataset)
 
     def destroy(self) -> None:
         """Remove the hooks, drop gradients, optimizer states and communication buffers, and end the monitors.

@@ -10,7 +10,10 @@ and its reference), then `registry.py` (where a kernel comes from), `op_builder/
 import importlib
 from typing import Any
 
-_PACKAGES = ("adagrad", "adam", "lamb", "lion", "muon", "op_builder", "quantizer", "registry", "transformer")
+_PACKAGES = (
+    *("adagrad", "adam", "fp_quantizer", "lamb", "lion", "muon", "op_builder", "quantizer", "registry"),
+    *("sparse_attention", "transformer"),
+)
 
 __all__ = list(_PACKAGES)
 

@@ -7,47 +7,86 @@ from deepspeed._forward import forward
 if TYPE_CHECKING:
     from deepspeed.runtime import activation_checkpointing as activation_checkpointing
     from deepspeed.runtime import base_optimizer as base_optimizer
+    from deepspeed.runtime import bf16_optimizer as bf16_optimizer
+    from deepspeed.runtime import checkpoint_engine as checkpoint_engine
+    from deepspeed.runtime import compiler as compiler
     from deepspeed.runtime import config as config
     from deepspeed.runtime import config_utils as config_utils
     from deepspeed.runtime import constants as constants
+    from deepspeed.runtime import data_pipeline as data_pipeline
     from deepspeed.runtime import dataloader as dataloader
+    from deepspeed.runtime import domino as domino
+    from deepspeed.runtime import eigenvalue as eigenvalue
     from deepspeed.runtime import engine as engine
     from deepspeed.runtime import fp16 as fp16
+    from deepspeed.runtime import hybrid_engine as hybrid_engine
     from deepspeed.runtime import lr_schedules as lr_schedules
+    from deepspeed.runtime import pipe as pipe
     from deepspeed.runtime import precision_config as precision_config
+    from deepspeed.runtime import progressive_layer_drop as progressive_layer_drop
+    from deepspeed.runtime import quantize as quantize
     from deepspeed.runtime import sequence_parallel as sequence_parallel
+    from deepspeed.runtime import sparse_tensor as sparse_tensor
+    from deepspeed.runtime import tensor_parallel as tensor_parallel
     from deepspeed.runtime import utils as utils
+    from deepspeed.runtime import weight_quantizer as weight_quantizer
     from deepspeed.runtime import zero as zero
 
 _NAMES: dict[str, str] = {
     "activation_checkpointing": "deepspeed.runtime.activation_checkpointing",
     "base_optimizer": "deepspeed.runtime.base_optimizer",
+    "bf16_optimizer": "deepspeed.runtime.bf16_optimizer",
+    "checkpoint_engine": "deepspeed.runtime.checkpoint_engine",
+    "compiler": "deepspeed.runtime.compiler",
     "config": "deepspeed.runtime.config",
     "config_utils": "deepspeed.runtime.config_utils",
     "constants": "deepspeed.runtime.constants",
+    "data_pipeline": "deepspeed.runtime.data_pipeline",
     "dataloader": "deepspeed.runtime.dataloader",
+    "domino": "deepspeed.runtime.domino",
+    "eigenvalue": "deepspeed.runtime.eigenvalue",
     "engine": "deepspeed.runtime.engine",
     "fp16": "deepspeed.runtime.fp16",
+    "hybrid_engine": "deepspeed.runtime.hybrid_engine",
     "lr_schedules": "deepspeed.runtime.lr_schedules",
+    "pipe": "deepspeed.runtime.pipe",
     "precision_config": "deepspeed.runtime.precision_config",
+    "progressive_layer_drop": "deepspeed.runtime.progressive_layer_drop",
+    "quantize": "deepspeed.runtime.quantize",
     "sequence_parallel": "deepspeed.runtime.sequence_parallel",
+    "sparse_tensor": "deepspeed.runtime.sparse_tensor",
+    "tensor_parallel": "deepspeed.runtime.tensor_parallel",
     "utils": "deepspeed.runtime.utils",
+    "weight_quantizer": "deepspeed.runtime.weight_quantizer",
     "zero": "deepspeed.runtime.zero",
 }
 
 __all__ = [
     "activation_checkpointing",
     "base_optimizer",
+    "bf16_optimizer",
+    "checkpoint_engine",
+    "compiler",
     "config",
     "config_utils",
     "constants",
+    "data_pipeline",
     "dataloader",
+    "domino",
+    "eigenvalue",
     "engine",
     "fp16",
+    "hybrid_engine",
     "lr_schedules",
+    "pipe",
     "precision_config",
+    "progressive_layer_drop",
+    "quantize",
     "sequence_parallel",
+    "sparse_tensor",
+    "tensor_parallel",
     "utils",
+    "weight_quantizer",
     "zero",
 ]
 

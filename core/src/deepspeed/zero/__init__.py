@@ -10,6 +10,9 @@ from deepspeed._forward import forward
 _NAMES = {
     "GatheredParameters": "deepspeed.zero.gather:GatheredParameters",
     "Init": "deepspeed.zero.construct:Init",
+    "MiCS_Init": "deepspeed.runtime.zero.mics:MiCS_Init",
+    "TiledLinear": "deepspeed.runtime.zero.tiling:TiledLinear",
+    "TiledLinearReturnBias": "deepspeed.runtime.zero.tiling:TiledLinearReturnBias",
     "register_external_parameter": "deepspeed.zero.gather:register_external_parameter",
     "unregister_external_parameter": "deepspeed.zero.gather:unregister_external_parameter",
 }

@@ -4,6 +4,7 @@ For inference and for layers whose backward is elsewhere: the compiled operators
 input requires one runs the torch reference, which has. May import `errors` and `ops.operators`. Read `norm.py` first.
 """
 
+from deepspeed._forward import forward
 from deepspeed.ops.transformer.gelu import bias_gelu, gelu
 from deepspeed.ops.transformer.norm import layer_norm, layer_norm_residual, rms_norm, rms_norm_residual
 from deepspeed.ops.transformer.rotary import apply_rotary, rotary_table
@@ -18,3 +19,14 @@ __all__ = [
     "rms_norm_residual",
     "rotary_table",
 ]
+
+# The fused layers are not in this version; their names refuse when they are used.
+__getattr__, __dir__ = forward(
+    __name__,
+    {
+        "DeepSpeedInferenceConfig": "deepspeed.inference.config:DeepSpeedInferenceConfig",
+        "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer:DeepSpeedTransformerConfig",
+        "DeepSpeedTransformerInference": "deepspeed.ops.transformer.inference:DeepSpeedTransformerInference",
+        "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer:DeepSpeedTransformerLayer",
+    },
+)

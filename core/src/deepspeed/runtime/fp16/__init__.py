@@ -5,14 +5,23 @@ from typing import TYPE_CHECKING
 from deepspeed._forward import forward
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.fp16 import fused_optimizer as fused_optimizer
     from deepspeed.runtime.fp16 import loss_scaler as loss_scaler
+    from deepspeed.runtime.fp16 import onebit as onebit
+    from deepspeed.runtime.fp16 import unfused_optimizer as unfused_optimizer
 
 _NAMES: dict[str, str] = {
+    "fused_optimizer": "deepspeed.runtime.fp16.fused_optimizer",
     "loss_scaler": "deepspeed.runtime.fp16.loss_scaler",
+    "onebit": "deepspeed.runtime.fp16.onebit",
+    "unfused_optimizer": "deepspeed.runtime.fp16.unfused_optimizer",
 }
 
 __all__ = [
+    "fused_optimizer",
     "loss_scaler",
+    "onebit",
+    "unfused_optimizer",
 ]
 
 __getattr__, __dir__ = forward(__name__, _NAMES)

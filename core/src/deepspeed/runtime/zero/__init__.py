@@ -6,9 +6,18 @@ from deepspeed._forward import forward
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero import config as config
+    from deepspeed.runtime.zero import linear as linear
+    from deepspeed.runtime.zero import local_access as local_access
+    from deepspeed.runtime.zero import mics as mics
     from deepspeed.runtime.zero import offload_config as offload_config
+    from deepspeed.runtime.zero import parameter_offload as parameter_offload
     from deepspeed.runtime.zero import partition_parameters as partition_parameters
+    from deepspeed.runtime.zero import stage3 as stage3
     from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2
+    from deepspeed.runtime.zero import tiling as tiling
+    from deepspeed.runtime.zero.mics import MiCS_Init as MiCS_Init
+    from deepspeed.runtime.zero.tiling import TiledLinear as TiledLinear
+    from deepspeed.runtime.zero.tiling import TiledLinearReturnBias as TiledLinearReturnBias
     from deepspeed.zero.construct import Init as Init
     from deepspeed.zero.gather import GatheredParameters as GatheredParameters
     from deepspeed.zero.gather import register_external_parameter as register_external_parameter
@@ -18,24 +27,42 @@ if TYPE_CHECKING:
 _NAMES: dict[str, str] = {
     "GatheredParameters": "deepspeed.zero.gather:GatheredParameters",
     "Init": "deepspeed.zero.construct:Init",
+    "MiCS_Init": "deepspeed.runtime.zero.mics:MiCS_Init",
+    "TiledLinear": "deepspeed.runtime.zero.tiling:TiledLinear",
+    "TiledLinearReturnBias": "deepspeed.runtime.zero.tiling:TiledLinearReturnBias",
     "ZeroParamStatus": "deepspeed.zero.param_state:ZeroParamStatus",
     "config": "deepspeed.runtime.zero.config",
+    "linear": "deepspeed.runtime.zero.linear",
+    "local_access": "deepspeed.runtime.zero.local_access",
+    "mics": "deepspeed.runtime.zero.mics",
     "offload_config": "deepspeed.runtime.zero.offload_config",
+    "parameter_offload": "deepspeed.runtime.zero.parameter_offload",
     "partition_parameters": "deepspeed.runtime.zero.partition_parameters",
     "register_external_parameter": "deepspeed.zero.gather:register_external_parameter",
+    "stage3": "deepspeed.runtime.zero.stage3",
     "stage_1_and_2": "deepspeed.runtime.zero.stage_1_and_2",
+    "tiling": "deepspeed.runtime.zero.tiling",
     "unregister_external_parameter": "deepspeed.zero.gather:unregister_external_parameter",
 }
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "ZeroParamStatus",
     "config",
+    "linear",
+    "local_access",
+    "mics",
     "offload_config",
+    "parameter_offload",
     "partition_parameters",
     "register_external_parameter",
+    "stage3",
     "stage_1_and_2",
+    "tiling",
     "unregister_external_parameter",
 ]
 

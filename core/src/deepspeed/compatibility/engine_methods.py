@@ -1,0 +1,45 @@
+"""DeepSpeed's public engine methods that are not here yet, with what to do instead.
+
+`hasattr(engine, name)` is False for them; looking one up raises an `AttributeError` with the sentence. Methods that
+only read a value are in `engine/accessors.py`.
+"""
+
+from deepspeed.compatibility.records import EngineMethod
+
+_REDUCES = "backward and step reduce the gradients themselves; no_sync() postpones the reduction"
+_SPARSE = 'gradients of torch.nn.Embedding(sparse=True) need "sparse_gradients": true and no call'
+_HOST = '"zero_optimization": {"offload_optimizer": ...} keeps optimizer states in host memory'
+_DATA = "pass a sampler to deepspeed_io(data_sampler=...)"
+_COMPILE = "call engine.compile(), which uses torch.compile"
+
+_INSTEAD = {
+    "all_gather_scalar": "call deepspeed.comm.all_gather",
+    "allreduce_and_copy": _REDUCES,
+    "allreduce_and_scatter": _REDUCES,
+    "allreduce_bucket": _REDUCES,
+    "allreduce_gradients": _REDUCES,
+    "allreduce_no_retain": _REDUCES,
+    "buffered_allreduce_fallback": _REDUCES,
+    "checkpoint_engine": "save_checkpoint writes through engine.checkpointer.store",
+    "clip_fp32_gradients": 'set "gradient_clipping" in the configuration',
+    "create_deepcompile_backend": _COMPILE,
+    "eval_batch": "it belongs to pipeline parallelism; call engine.eval() and the engine itself",
+    "generate": "it belongs to inference and the hybrid engine; call engine.module.generate",
+    "launch_compile_passes": _COMPILE,
+    "load_moe_state_dict": "it belongs to mixture of experts; call load_checkpoint",
+    "offload_states": _HOST,
+    "quantize_training": "it belongs to compression; use torch.ao.quantization",
+    "random_ltd_initialize": _DATA,
+    "register_compile_pass": _COMPILE,
+    "reload_states": _HOST,
+    "set_custom_curriculum_learning_schedule": _DATA,
+    "set_data_post_process_func": "pass collate_fn to deepspeed.initialize",
+    "sparse_all_gather": _SPARSE,
+    "sparse_allreduce": _SPARSE,
+    "sparse_allreduce_bucket": _SPARSE,
+    "sparse_allreduce_no_retain": _SPARSE,
+    "train_batch": "it belongs to pipeline parallelism; call the engine, backward and step",
+    "update_optimizer_step": "load_checkpoint restores the step counts of the optimizer",
+}
+
+ENGINE_METHODS = {name: EngineMethod(name, instead) for name, instead in _INSTEAD.items()}

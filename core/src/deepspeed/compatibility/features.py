@@ -1,0 +1,50 @@
+"""The features that are not here yet."""
+
+from deepspeed.compatibility.records import Feature
+
+FEATURES = {
+    "1-bit optimizers": Feature("1-bit Adam and LAMB", "use the optimizer AdamW or Lamb"),
+    "autotuning": Feature("autotuning", "choose the stage and the micro-batch by hand"),
+    "checkpoint engines": Feature(
+        "another checkpoint engine",
+        "save_checkpoint writes through engine.checkpointer.store, which a plugin can replace",
+    ),
+    "compression": Feature("compression", "use torch.ao.quantization or torch.nn.utils.prune"),
+    "data efficiency": Feature(
+        "the data efficiency library", "pass a sampler to engine.deepspeed_io(data_sampler=...)"
+    ),
+    "DeepCompile": Feature("DeepCompile", "call engine.compile(), which uses torch.compile"),
+    "Domino": Feature("Domino", "use data parallelism"),
+    "eigenvalue": Feature("eigenvalue estimation", "leave eigenvalue out of the configuration"),
+    "elasticity": Feature("elasticity", "give train_batch_size and the micro-batch for the ranks at hand"),
+    "flops profiler": Feature("the flops profiler", "use torch.utils.flop_counter.FlopCounterMode"),
+    "fp8 quantizer": Feature("the floating-point quantizer", "use deepspeed.ops.quantizer"),
+    "hybrid engine": Feature("the hybrid engine", "generate with engine.module in engine.eval() mode"),
+    "inference": Feature("inference", "call the model itself, or a library made for serving"),
+    "kernel injection": Feature("replacement of a model's layers", "use the model as it is"),
+    "layer drop": Feature("progressive layer drop", "drop layers in the model's own forward"),
+    "LoRA": Feature("deepspeed.linear", "use torch.nn.Linear, or peft for LoRA"),
+    "mixture of experts": Feature(
+        "mixture of experts", "use a model without expert parameters, or replicate the experts"
+    ),
+    "Nebula": Feature("the Nebula service", "call save_checkpoint, which writes to a folder"),
+    "nvme": Feature("offload to NVMe", 'use "offload_optimizer": {"device": "cpu"}'),
+    "optimizer classes": Feature(
+        "one optimizer class per precision",
+        "use deepspeed.runtime.base_optimizer.ZeROOptimizer, the class of all of them",
+    ),
+    "pipeline parallelism": Feature("pipeline parallelism", "pass a torch.nn.Module to deepspeed.initialize"),
+    "sequence parallelism": Feature("sequence parallelism", "leave the sequence whole on each rank"),
+    "sparse attention": Feature("sparse attention", "use torch.nn.attention.flex_attention"),
+    "stage 3": Feature("ZeRO stage 3", "use zero_optimization.stage 2"),
+    "sparse gradient tensors": Feature(
+        "a sparse tensor type of its own", "use torch.sparse_coo_tensor and torch.nn.Embedding(sparse=True)"
+    ),
+    "tensor parallelism": Feature("tensor parallelism", "use data parallelism, or torch.distributed.tensor.parallel"),
+    "transformer layer": Feature("the fused transformer layer", "use torch.nn.TransformerEncoderLayer"),
+    "Ulysses": Feature("Ulysses sequence parallelism", "leave the sequence whole on each rank"),
+    "universal checkpoints": Feature(
+        "universal checkpoints", "load with the world size that saved, or use zero_to_fp32"
+    ),
+    "weight quantization": Feature("quantized weights", "use deepspeed.ops.quantizer on single tensors"),
+}

@@ -1,0 +1,254 @@
+"""DeepSpeed's documented modules of features that are not here yet; names are below `deepspeed`.
+
+docs/generate/old_addresses.py writes each of them as a file that takes its names from here.
+"""
+
+from collections.abc import Mapping
+
+from deepspeed.compatibility.records import Module
+
+
+def _absent(
+    feature: str, classes: str = "", functions: str = "", errors: str = "", forwards: Mapping[str, str] | None = None
+) -> Module:
+    """A record from names with spaces between; `forwards` maps a module to the names it has."""
+    return Module(
+        feature,
+        tuple(classes.split()),
+        tuple(functions.split()),
+        tuple(errors.split()),
+        {name: f"{where}:{name}" for where, names in (forwards or {}).items() for name in names.split()},
+    )
+
+
+_INSTRUCTIONS = (
+    "PipeInstruction OptimizerStep ReduceGrads ReduceTiedGrads BufferOpInstruction LoadMicroBatch "
+    "ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad"
+)
+_SPARSITY_CONFIGS = (
+    "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
+    "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig"
+)
+_MOE_FUNCTIONS = (
+    "has_moe_layers is_moe_param is_moe_param_group split_params_into_shared_and_expert_params "
+    "split_params_grads_into_shared_and_expert_params "
+    "split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups"
+)
+_LOCAL_ACCESS = (
+    "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
+    "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
+)
+_FLOPS_FORMATS = (
+    "number_to_string macs_to_string flops_to_string bytes_to_string params_to_string duration_to_string "
+    "get_module_flops get_module_macs get_module_duration"
+)
+MODULES = {
+    "autotuning": _absent("autotuning", forwards={"autotuning.autotuner": "Autotuner"}),
+    "autotuning.autotuner": _absent("autotuning", "Autotuner"),
+    "autotuning.scheduler": _absent("autotuning", "ResourceManager"),
+    "compression": _absent(
+        "compression",
+        forwards={
+            "compression.compress": "init_compression redundancy_clean student_initialization",
+            "compression.scheduler": "compression_scheduler",
+        },
+    ),
+    "compression.basic_layer": _absent(
+        "compression",
+        "Embedding_Compress LinearLayer_Compress Conv2dLayer_Compress BNLayer_Compress "
+        "ColumnParallelLinear_Compress RowParallelLinear_Compress QuantAct",
+    ),
+    "compression.compress": _absent(
+        "compression", functions="init_compression redundancy_clean student_initialization get_module_name"
+    ),
+    "compression.config": _absent("compression", functions="get_compression_config"),
+    "compression.helper": _absent(
+        "compression", functions="convert_conv1d_to_linear fix_compression module_replacement recursive_getattr"
+    ),
+    "compression.scheduler": _absent("compression", "compression_scheduler"),
+    "elasticity": _absent(
+        "elasticity",
+        forwards={
+            "elasticity.elasticity": (
+                "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config is_torch_elastic_compatible"
+            ),
+            "elasticity.elastic_agent": "DSElasticAgent",
+        },
+    ),
+    "elasticity.config": _absent(
+        "elasticity", "ElasticityConfig", errors="ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize"
+    ),
+    "elasticity.elastic_agent": _absent("elasticity", "DSElasticAgent"),
+    "elasticity.elasticity": _absent(
+        "elasticity",
+        functions="compute_elastic_config ensure_immutable_elastic_config get_compatible_gpus",
+        forwards={"config.elastic": "elasticity_enabled is_torch_elastic_compatible"},
+    ),
+    "inference": _absent(
+        "inference",
+        forwards={
+            "inference.config": "DeepSpeedInferenceConfig DeepSpeedTPConfig",
+            "inference.engine": "InferenceEngine",
+            "inference.v2": (
+                "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine build_engine_from_ds_checkpoint"
+            ),
+        },
+    ),
+    "inference.config": _absent(
+        "inference",
+        "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig InferenceCheckpointConfig",
+    ),
+    "inference.engine": _absent("inference", "InferenceEngine"),
+    "inference.entry": _absent("inference", functions="init_inference default_inference_config"),
+    "inference.v2": _absent(
+        "inference", "InferenceEngineV2 RaggedInferenceEngineConfig", "build_hf_engine build_engine_from_ds_checkpoint"
+    ),
+    "linear": _absent(
+        "LoRA",
+        forwards={
+            "linear.config": "LoRAConfig QuantizationConfig",
+            "linear.context_manager": "Init init_lora",
+            "linear.optimized_linear": "OptimizedLinear LoRAOptimizedLinear",
+            "linear.quantization": "QuantizedLinear QuantizedParameter",
+        },
+    ),
+    "linear.config": _absent("LoRA", "LoRAConfig QuantizationConfig"),
+    "linear.context_manager": _absent("LoRA", "Init", "init_lora"),
+    "linear.optimized_linear": _absent("LoRA", "OptimizedLinear LoRAOptimizedLinear"),
+    "linear.quantization": _absent("LoRA", "QuantizedLinear QuantizedParameter"),
+    "model_implementations": _absent(
+        "kernel injection",
+        forwards={
+            "model_implementations.transformers.ds_transformer": "DeepSpeedTransformerInference",
+            "inference.config": "DeepSpeedInferenceConfig",
+        },
+    ),
+    "model_implementations.transformers": _absent("kernel injection"),
+    "model_implementations.transformers.ds_transformer": _absent("kernel injection", "DeepSpeedTransformerInference"),
+    "module_inject": _absent(
+        "kernel injection",
+        "GroupQuantizer ReplaceWithTensorSlicing",
+        "generic_injection module_inject",
+        forwards={
+            "module_inject.auto_tp": "AutoTP",
+            "module_inject.layers": "EmbeddingLayer LinearAllreduce LinearLayer Normalize",
+            "module_inject.policy": "DSPolicy TransformerPolicy",
+            "module_inject.replace_module": "replace_transformer_layer revert_transformer_layer",
+            "module_inject.replace_policy": "HFBertLayerPolicy HFGPT2LayerPolicy HFGPTJLayerPolicy BLOOMLayerPolicy",
+        },
+    ),
+    "module_inject.auto_tp": _absent("tensor parallelism", "AutoTP"),
+    "module_inject.layers": _absent("tensor parallelism", "EmbeddingLayer LinearAllreduce LinearLayer Normalize"),
+    "module_inject.policy": _absent("kernel injection", "DSPolicy TransformerPolicy"),
+    "module_inject.replace_module": _absent(
+        "kernel injection", functions="replace_transformer_layer revert_transformer_layer replace_module"
+    ),
+    "module_inject.replace_policy": _absent(
+        "kernel injection", "HFBertLayerPolicy HFGPT2LayerPolicy HFGPTJLayerPolicy BLOOMLayerPolicy"
+    ),
+    "module_inject.tp_training": _absent("tensor parallelism", functions="tp_model_init"),
+    "moe": _absent("mixture of experts"),
+    "moe.experts": _absent("mixture of experts", "Experts"),
+    "moe.layer": _absent("mixture of experts", "MoE"),
+    "moe.mappings": _absent("mixture of experts", functions="drop_tokens gather_tokens"),
+    "moe.sharded_moe": _absent("mixture of experts", "MOELayer TopKGate", "top1gating top2gating topkgating"),
+    "moe.utils": _absent("mixture of experts", forwards={"parallel.expert_params": _MOE_FUNCTIONS}),
+    "nebula": _absent("Nebula"),
+    "nebula.config": _absent("Nebula", "DeepSpeedNebulaConfig"),
+    "ops.fp_quantizer": _absent("fp8 quantizer", "FP_Quantize Quantizer"),
+    "ops.sparse_attention": _absent(
+        "sparse attention", f"{_SPARSITY_CONFIGS} SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils"
+    ),
+    "ops.transformer.transformer": _absent("transformer layer", "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"),
+    "ops.transformer.inference": _absent(
+        "inference",
+        forwards={
+            "model_implementations.transformers.ds_transformer": "DeepSpeedTransformerInference",
+            "inference.config": "DeepSpeedInferenceConfig",
+        },
+    ),
+    "pipe": _absent("pipeline parallelism", forwards={"runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec"}),
+    "profiling.flops_profiler": _absent(
+        "flops profiler",
+        forwards={"profiling.flops_profiler.profiler": f"FlopsProfiler get_model_profile {_FLOPS_FORMATS}"},
+    ),
+    "profiling.flops_profiler.profiler": _absent(
+        "flops profiler", "FlopsProfiler", f"get_model_profile {_FLOPS_FORMATS}"
+    ),
+    "runtime.bf16_optimizer": _absent("optimizer classes", "BF16_Optimizer"),
+    "runtime.fp16.fused_optimizer": _absent("optimizer classes", "FP16_Optimizer"),
+    "runtime.fp16.unfused_optimizer": _absent("optimizer classes", "FP16_UnfusedOptimizer"),
+    "runtime.checkpoint_engine": _absent("checkpoint engines"),
+    "runtime.checkpoint_engine.checkpoint_engine": _absent("checkpoint engines", "CheckpointEngine"),
+    "runtime.checkpoint_engine.torch_checkpoint_engine": _absent("checkpoint engines", "TorchCheckpointEngine"),
+    "runtime.data_pipeline": _absent("data efficiency"),
+    "runtime.data_pipeline.curriculum_scheduler": _absent("data efficiency", "CurriculumScheduler"),
+    "runtime.data_pipeline.data_routing": _absent("data efficiency"),
+    "runtime.data_pipeline.data_routing.basic_layer": _absent("data efficiency", "RandomLayerTokenDrop"),
+    "runtime.data_pipeline.data_routing.helper": _absent(
+        "data efficiency", functions="convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict"
+    ),
+    "runtime.data_pipeline.data_sampling": _absent("data efficiency"),
+    "runtime.data_pipeline.data_sampling.data_analyzer": _absent(
+        "data efficiency", "DataAnalyzer DistributedDataAnalyzer"
+    ),
+    "runtime.data_pipeline.data_sampling.data_sampler": _absent("data efficiency", "DeepSpeedDataSampler"),
+    "runtime.data_pipeline.data_sampling.indexed_dataset": _absent(
+        "data efficiency", "MMapIndexedDataset MMapIndexedDatasetBuilder", "make_builder make_dataset"
+    ),
+    "runtime.domino": _absent("Domino"),
+    "runtime.domino.transformer": _absent("Domino", "DominoTransformerLayer DominoTransformer"),
+    "runtime.eigenvalue": _absent("eigenvalue", "Eigenvalue"),
+    "runtime.fp16.onebit": _absent(
+        "1-bit optimizers",
+        forwards={
+            "runtime.fp16.onebit.adam": "OnebitAdam",
+            "runtime.fp16.onebit.lamb": "OnebitLamb",
+            "runtime.fp16.onebit.zoadam": "ZeroOneAdam",
+        },
+    ),
+    "runtime.fp16.onebit.adam": _absent("1-bit optimizers", "OnebitAdam"),
+    "runtime.fp16.onebit.lamb": _absent("1-bit optimizers", "OnebitLamb"),
+    "runtime.fp16.onebit.zoadam": _absent("1-bit optimizers", "ZeroOneAdam"),
+    "runtime.hybrid_engine": _absent("hybrid engine", "DeepSpeedHybridEngine"),
+    "runtime.pipe": _absent(
+        "pipeline parallelism",
+        forwards={
+            "runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
+            "runtime.pipe.topology": "ProcessTopology",
+        },
+    ),
+    "runtime.pipe.engine": _absent("pipeline parallelism", "PipelineEngine"),
+    "runtime.pipe.module": _absent("pipeline parallelism", "LayerSpec PipelineModule TiedLayerSpec"),
+    "runtime.pipe.schedule": _absent(
+        "pipeline parallelism", f"PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule {_INSTRUCTIONS}"
+    ),
+    "runtime.pipe.topology": _absent(
+        "pipeline parallelism",
+        "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
+    ),
+    "runtime.progressive_layer_drop": _absent("layer drop", "ProgressiveLayerDrop"),
+    "runtime.quantize": _absent("weight quantization", "Quantizer"),
+    "runtime.sequence_parallel.ulysses_sp": _absent(
+        "Ulysses",
+        "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter SequenceTiledCompute TiledMLP TiledFusedLogitsLoss",
+        "sequence_tiled_compute",
+    ),
+    "runtime.sparse_tensor": _absent("sparse gradient tensors", "SparseTensor"),
+    "runtime.tensor_parallel": _absent("tensor parallelism", "TPTrainingConfig TpTrainingManager"),
+    "runtime.weight_quantizer": _absent("weight quantization", "WeightQuantization"),
+    "runtime.zero.linear": _absent(
+        "stage 3", "LinearFunctionForZeroStage3 LinearModuleForZeroStage3", "zero3_linear_wrap"
+    ),
+    "runtime.zero.local_access": _absent("stage 3", functions=_LOCAL_ACCESS),
+    "runtime.zero.mics": _absent("stage 3", "MiCS_Init MiCS_Offload MiCS_Optimizer"),
+    "runtime.zero.parameter_offload": _absent("stage 3", "DeepSpeedZeRoOffload"),
+    "runtime.zero.stage3": _absent("stage 3", "DeepSpeedZeroOptimizer_Stage3"),
+    "runtime.zero.tiling": _absent("stage 3", "TiledLinear TiledLinearReturnBias"),
+    "sequence": _absent("sequence parallelism"),
+    "sequence.cross_entropy": _absent("sequence parallelism", functions="vocab_sequence_parallel_cross_entropy"),
+    "sequence.fpdt_layer": _absent(
+        "sequence parallelism", "FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct"
+    ),
+    "sequence.layer": _absent("sequence parallelism", "DistributedAttention", "single_all_to_all"),
+}

@@ -1,0 +1,133 @@
+"""The documented interface of stages 0 to 2, accelerator, builders, comm and the launcher on one host, line by line.
+
+The areas are the pages of DeepSpeed's API documentation. Engine methods, modules of features and configuration keys
+have tables of their own.
+"""
+
+from deepspeed.compatibility.records import Row, State
+
+W, D, N = State.WORKS, State.DIFFERS, State.NOT_YET
+
+_AREAS: dict[str, list[tuple[str, State, str]]] = {
+    "Setup and launcher": [
+        ("deepspeed.initialize", D, "A `PipelineModule`, model or sequence parallelism and stage 3 are refused."),
+        ("deepspeed.init_distributed", W, "gloo and the accelerator's library; MPI discovery with the extra `mpi`."),
+        ("deepspeed.add_config_arguments", W, "`--deepspeed`, `--deepspeed_config`."),
+        ("deepspeed.add_tuning_arguments", W, "The arguments of the learning rate schedules."),
+        (
+            "deepspeed.DeepSpeedConfig",
+            D,
+            "Unknown keys inside a section are errors; see the page on the configuration.",
+        ),
+        ("deepspeed.DeepSpeedConfigError", W, "It is `deepspeed.errors.ConfigError`, also a `ValueError`."),
+        ("deepspeed.ADAM_OPTIMIZER", W, "Its name in the configuration; `LAMB_OPTIMIZER` likewise."),
+        ("deepspeed.OnDevice", D, "Sets torch's default device and dtype; an explicit `dtype=` is kept."),
+        ("deepspeed.__version__", D, "DeepSpeed's version with a local part, `+core...`."),
+        ("deepspeed.git_version_info", D, "No op counts as installed; builders look for libraries themselves."),
+        ("deepspeed (launcher), one host", W, "The flags are in the page on the launcher."),
+        ("deepspeed (launcher), several hosts", D, "OpenSSH starts the hosts; the page on the launcher has the flags."),
+        ("deepspeed --version", W, "Prints the version."),
+        ("ds_report, python -m deepspeed.env_report", W, "Accelerators, ops, versions and paths."),
+        ("ds_ssh, dsr", W, "As in DeepSpeed."),
+        ("ds_bench, ds_io, ds_nvme_tune, ds_elastic", N, "These command line tools do not exist here."),
+    ],
+    "Training": [
+        ("deepspeed.DeepSpeedEngine", W, "Its methods are listed below."),
+        ("deepspeed.DeepSpeedEngine.forward", W, "Attributes that the engine lacks are the module's."),
+        ("deepspeed.DeepSpeedEngine.backward", W, "`scale_wrt_gas` and `retain_graph` included."),
+        ("deepspeed.DeepSpeedEngine.step", W, "One optimizer step at an accumulation boundary."),
+        ("deepspeed.DeepSpeedEngine.is_gradient_accumulation_boundary", W, "As documented."),
+        ("deepspeed.DeepSpeedEngine.no_sync", W, "Stages 0 and 1; stage 2 refuses it, as documented."),
+        ("deepspeed.DeepSpeedEngine.compile", W, "`torch.compile` of the module; DeepCompile's schedule is refused."),
+        ("deepspeed.runtime.compiler.is_compile_supported", W, "`disable`, `enable`, `is_compiling` too."),
+        ("deepspeed.runtime.dataloader.RepeatingLoader", W, "Also in `deepspeed.utils`."),
+        ("deepspeed.utils.logger", W, "With `log_dist`; `DS_LOG_LEVEL` sets the level."),
+    ],
+    "Optimizers and schedules": [
+        ("deepspeed.ops.adam.FusedAdam", W, "Kernels come from the extension, else torch."),
+        ("deepspeed.ops.adam.DeepSpeedCPUAdam", W, "Kernels come from ds-ext-cpu, else torch."),
+        ("deepspeed.ops.adagrad.DeepSpeedCPUAdagrad", W, "Kernels come from ds-ext-cpu, else torch."),
+        ("deepspeed.ops.lion.FusedLion", W, "`DeepSpeedCPULion` too."),
+        ("deepspeed.ops.lamb.FusedLamb", W, "Kernels come from the extension, else torch."),
+        ("deepspeed.runtime.fp16.onebit.OnebitAdam", N, "`OnebitLamb` and `ZeroOneAdam` neither."),
+        ("deepspeed.runtime.lr_schedules.LRRangeTest", W, "As documented."),
+        ("deepspeed.runtime.lr_schedules.OneCycle", W, "As documented."),
+        ("deepspeed.runtime.lr_schedules.WarmupLR", W, "As documented."),
+        ("deepspeed.runtime.lr_schedules.WarmupDecayLR", W, "As documented."),
+        ("deepspeed.runtime.lr_schedules.WarmupCosineLR", W, "As documented."),
+    ],
+    "ZeRO": [
+        ("stages 0, 1 and 2", W, "The same losses as plain torch; ranges of ranks are read as a file layout only."),
+        ("stage 3", N, "Parameters are whole on every rank."),
+        ("offload of optimizer states to host memory", W, "Stages 1 and 2."),
+        ("offload to NVMe", N, "The configuration is refused."),
+        ("deepspeed.zero.Init", D, "Does nothing below stage 3, as documented; stage 3 is refused."),
+        ("deepspeed.zero.GatheredParameters", W, "Parameters are whole anyway."),
+        ("deepspeed.zero.register_external_parameter", W, "Checks its argument; parameters are whole anyway."),
+        ("deepspeed.zero.TiledLinear", N, "It belongs to stage 3."),
+        ("deepspeed.runtime.zero.mics.MiCS_Init", N, "It belongs to stage 3."),
+        ("deepspeed.utils.set_z3_leaf_modules", W, "The marks matter to stage 3 only."),
+        ("deepspeed.utils.safe_get_full_fp32_param", W, "`..._grad` and `..._optimizer_state`, get and set, too."),
+        ("deepspeed.utils.safe_get_local_fp32_param", N, "Stage 3; use the `safe_get_full_...` functions."),
+    ],
+    "Checkpoints": [
+        ("deepspeed.DeepSpeedEngine.save_checkpoint", W, "DeepSpeed's file layout."),
+        ("deepspeed.DeepSpeedEngine.load_checkpoint", D, "Never unpickles arbitrary objects."),
+        ("deepspeed.DeepSpeedEngine.save_16bit_model", W, "`save_fp16_model` too."),
+        (
+            "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
+            W,
+            "Eagerly; `lazy_mode` is accepted.",
+        ),
+        ("deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint", W, "As documented."),
+        ("deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict", W, "As documented."),
+        ("universal checkpoints, ds_to_universal", N, "Load with the world size that saved, or use zero_to_fp32."),
+        ("deepspeed.checkpoint.utils.clone_tensors_for_torch_save", W, "As documented."),
+    ],
+    "Activation checkpointing": [
+        ("deepspeed.checkpointing.configure", D, "Partitioned, contiguous and host activations are refused."),
+        ("deepspeed.checkpointing.is_configured", W, "As documented."),
+        ("deepspeed.checkpointing.checkpoint", W, "By torch.utils.checkpoint."),
+        ("deepspeed.checkpointing.reset", W, "As documented."),
+        ("deepspeed.checkpointing.get_rng_tracker", N, "The random state tracker of model parallelism."),
+        ("deepspeed.checkpointing.model_parallel_reseed", N, "It belongs to tensor parallelism."),
+    ],
+    "Monitoring and profiling": [
+        ("deepspeed.monitor.monitor.MonitorMaster", W, "TensorBoard, W&B, Comet and CSV; plugins add others."),
+        ("deepspeed.utils.timer.ThroughputTimer", W, "With `SynchronizedWallClockTimer`."),
+        ("deepspeed.runtime.utils.see_memory_usage", W, "As documented."),
+        ("deepspeed.profiling.flops_profiler.get_model_profile", N, "`FlopsProfiler` neither."),
+        ("deepspeed.autotuning.Autotuner", N, "`--autotuning` of the launcher neither."),
+        ("estimate_zero2_model_states_mem_needs_all_live", N, "The memory estimators do not exist here."),
+    ],
+    "Communication": [
+        ("deepspeed.comm.all_reduce", W, "Through torch.distributed, like all collectives of this package."),
+        ("deepspeed.comm.all_gather_into_tensor", W, "`reduce_scatter_tensor`, `all_to_all_single` too."),
+        ("deepspeed.comm.barrier", W, "As documented."),
+        ("deepspeed.comm.log_summary", W, "Sizes, counts and times of each collective."),
+        ("deepspeed.comm.comm.CommsLogger().comms_dict", W, "It has DeepSpeed's shape."),
+        ("deepspeed.comm.initialize_mesh_device", W, "A mesh of data and sequence parallel ranks."),
+        ("compressed collectives", N, "1-bit and quantized collectives."),
+    ],
+    "Accelerator and builders": [
+        ("deepspeed.accelerator.get_accelerator", W, "Devices come from extensions; `DS_ACCELERATOR` names one."),
+        ("deepspeed.accelerator.set_accelerator", W, "None is refused."),
+        ("deepspeed.accelerator.DeepSpeedAccelerator", W, "The abstract methods are DeepSpeed's."),
+        ("deepspeed.ops.op_builder.OpBuilder", W, "Compiled libraries are private to the user."),
+        ("deepspeed.ops.__compatible_ops__", D, "Computed when it is read."),
+        ("deepspeed.ops.transformer.DeepSpeedTransformerLayer", N, "`DeepSpeedTransformerConfig` neither."),
+        ("deepspeed.ops.sparse_attention", N, "Use torch.nn.attention.flex_attention."),
+    ],
+    "Parallelism and inference": [
+        ("deepspeed.PipelineModule", N, "`deepspeed.pipe` imports; building one is refused."),
+        ("deepspeed.moe.layer.MoE", N, "`deepspeed.moe.utils` answers that a model has no experts."),
+        ("deepspeed.moe.utils.has_moe_layers", W, "`(False, 0)`."),
+        ("deepspeed.sequence.layer.DistributedAttention", N, "Ulysses attention neither."),
+        ("deepspeed.tp_model_init", N, "Raises `ConfigError`."),
+        ("deepspeed.init_inference", N, "Raises `ConfigError`."),
+        ("deepspeed.DeepSpeedHybridEngine", N, "Raises `ConfigError`."),
+        ("deepspeed.utils.groups", W, "Data-parallel groups, and the caller's `mpu`; there are no expert groups."),
+    ],
+}
+
+ROWS = [Row(area, name, state, sentence) for area, rows in _AREAS.items() for name, state, sentence in rows]
