@@ -78,6 +78,13 @@ COLLECTIONS = {
     },
     "runtime.zero.stage_1_and_2": {
         "DeepSpeedZeroOptimizer": "zero.optimizer:ZeroOptimizer",
+        "estimate_zero2_model_states_mem_needs": "zero.memory_estimate:estimate_zero2_model_states_mem_needs",
+        "estimate_zero2_model_states_mem_needs_all_cold": (
+            "zero.memory_estimate:estimate_zero2_model_states_mem_needs_all_cold"
+        ),
+        "estimate_zero2_model_states_mem_needs_all_live": (
+            "zero.memory_estimate:estimate_zero2_model_states_mem_needs_all_live"
+        ),
     },
     "runtime.config_utils": {
         "DeepSpeedConfigModel": "config.base:Section",

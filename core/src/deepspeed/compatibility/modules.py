@@ -243,7 +243,12 @@ MODULES = {
     "runtime.zero.local_access": _absent("stage 3", functions=_LOCAL_ACCESS),
     "runtime.zero.mics": _absent("stage 3", "MiCS_Init MiCS_Offload MiCS_Optimizer"),
     "runtime.zero.parameter_offload": _absent("stage 3", "DeepSpeedZeRoOffload"),
-    "runtime.zero.stage3": _absent("stage 3", "DeepSpeedZeroOptimizer_Stage3"),
+    "runtime.zero.offload_states": _absent("offload states", "OffloadStateTypeEnum"),
+    "runtime.zero.stage3": _absent(
+        "stage 3",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live",
+    ),
     "runtime.zero.tiling": _absent("stage 3", "TiledLinear TiledLinearReturnBias"),
     "sequence": _absent("sequence parallelism"),
     "sequence.cross_entropy": _absent("sequence parallelism", functions="vocab_sequence_parallel_cross_entropy"),

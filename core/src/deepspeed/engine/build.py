@@ -37,8 +37,10 @@ from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.synchronize import synchronize_module
 
 Parameters = Iterable[Parameter] | Iterable[dict[str, Any]]
-OptimizerLike = Optimizer | Callable[[Any], Optimizer]
-SchedulerLike = Any | Callable[[Optimizer], Any]
+DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
+DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
+OptimizerLike = Optimizer | DeepSpeedOptimizerCallable
+SchedulerLike = Any | DeepSpeedSchedulerCallable
 
 
 def initialize(

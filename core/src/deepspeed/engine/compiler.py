@@ -1,7 +1,7 @@
 """`torch.compile` for code that must also run without it. This is `deepspeed.runtime.compiler`."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from packaging.version import Version
@@ -33,7 +33,11 @@ def enable(min_version: str | None = None) -> Callable[[Function], Function]:
     """
     if min_version is not None and Version(torch.__version__.split("+", maxsplit=1)[0]) < Version(min_version):
         return dummy_decorator
-    return torch.compile
+    return _compiled
+
+
+def _compiled(func: Function) -> Function:
+    return cast(Function, torch.compile(func))
 
 
 def dummy_decorator(func: Function) -> Function:

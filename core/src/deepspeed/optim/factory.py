@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.config.optim import OptimizerConfig
 from deepspeed.errors import ConfigError
 from deepspeed.optim.arguments import construct, suggestion
 from deepspeed.plugins.manager import plugin_manager
@@ -22,7 +23,6 @@ LAMB_OPTIMIZER = "lamb"
 _OPTIMIZER_PATH = "optimizer.params"
 _SCHEDULER_PATH = "scheduler.params"
 _ADAM_KEYS = ("torch_adam", "adam_w_mode")  # they choose the class
-_NOT_YET = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
 _REFUSED = {
     "LBFGS": "its step needs a closure, which the engine does not give",
     "ReduceLROnPlateau": "its step needs a metric, which the engine does not have; step it yourself",
@@ -147,7 +147,7 @@ def _class_of_torch(name: str, module: Any, base: type, path: str, ours: Sequenc
     for known, why in _REFUSED.items():
         if key == known.lower():
             raise ConfigError(f"{path}: found {name!r}, which cannot be used by name: {why}")
-    if path == "optimizer.type" and key in {word.lower() for word in _NOT_YET}:
+    if path == "optimizer.type" and OptimizerConfig(type=str(name)).refusal():
         raise ConfigError(f"{path}: found {name!r}, which is not in this version; use Adam, AdamW or Lamb")
     torch_names = sorted(value.__name__ for value in usable.values())
     others = [word for word in torch_names if word not in ours]

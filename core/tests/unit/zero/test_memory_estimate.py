@@ -1,0 +1,30 @@
+"""The memory estimator prints the table of DeepSpeed's documentation."""
+
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+)
+
+DOCUMENTED = """\
+Estimated memory needed for params, optim states and gradients for a:
+HW: Setup with 1 node, 8 GPUs per node.
+SW: Model with 2851M total params.
+  per CPU  |  per GPU |   Options
+  127.48GB |   5.31GB | offload_optimizer=cpu
+  127.48GB |  15.93GB | offload_optimizer=none
+"""
+
+
+def test_the_documented_example(capsys):
+    estimate_zero2_model_states_mem_needs_all_cold(2_851_598_336, num_gpus_per_node=8, num_nodes=1)
+    assert capsys.readouterr().out == DOCUMENTED
+
+
+def test_a_shared_parameter_counts_once(capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(1000, 1000, bias=False), torch.nn.Linear(1000, 1000, bias=False))
+    estimate_zero2_model_states_mem_needs_all_live(model)
+    model[1].weight = model[0].weight
+    estimate_zero2_model_states_mem_needs_all_live(model)
+    out = capsys.readouterr().out
+    assert ("Model with 2M" in out, "Model with 1M" in out) == (True, True)
