@@ -9,7 +9,7 @@ from deepspeed._version import DEEPSPEED_API, __version__
 
 # public name -> where it is; what belongs to a feature that is not here yet refuses when it is used
 _NAMES = {
-    "ADAM_OPTIMIZER": "deepspeed.optim.factory:ADAM_OPTIMIZER",
+    "ADAM_OPTIMIZER": "deepspeed.config.constants:ADAM_OPTIMIZER",
     "DeepSpeedConfig": "deepspeed.config.root:DeepSpeedConfig",
     "DeepSpeedConfigError": "deepspeed.errors:ConfigError",
     "DeepSpeedEngine": "deepspeed.engine.engine:DeepSpeedEngine",
@@ -21,7 +21,7 @@ _NAMES = {
     "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer:DeepSpeedTransformerConfig",
     "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer:DeepSpeedTransformerLayer",
     "InferenceEngine": "deepspeed.inference.engine:InferenceEngine",
-    "LAMB_OPTIMIZER": "deepspeed.optim.factory:LAMB_OPTIMIZER",
+    "LAMB_OPTIMIZER": "deepspeed.config.constants:LAMB_OPTIMIZER",
     "OnDevice": "deepspeed.zero.on_device:OnDevice",
     "PipelineEngine": "deepspeed.runtime.pipe.engine:PipelineEngine",
     "PipelineModule": "deepspeed.runtime.pipe.module:PipelineModule",

@@ -11,6 +11,7 @@ The room receives plain dicts and gives plain dicts: it knows neither the engine
 its former version), `consolidate.py`.
 """
 
+from deepspeed._forward import forward
 from deepspeed.checkpoint.checkpointer import Checkpointer
 from deepspeed.checkpoint.layout import MODEL_STATE_KEYS
 from deepspeed.checkpoint.load import LoadedCheckpoint
@@ -32,3 +33,8 @@ __all__ = [
     "save_state_dict_file",
     "validate_tag",
 ]
+
+# Universal checkpoints are not in this version; the name refuses when it is used.
+__getattr__, __dir__ = forward(
+    __name__, {"DeepSpeedCheckpoint": "deepspeed.checkpoint.deepspeed_checkpoint:DeepSpeedCheckpoint"}
+)

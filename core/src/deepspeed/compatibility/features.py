@@ -29,9 +29,6 @@ FEATURES = {
     ),
     "Nebula": Feature("the Nebula service", "call save_checkpoint, which writes to a folder"),
     "nvme": Feature("offload to NVMe", 'use "offload_optimizer": {"device": "cpu"}'),
-    "offload states": Feature(
-        "offloading states between steps", 'use "offload_optimizer", which keeps optimizer states in host memory'
-    ),
     "optimizer classes": Feature(
         "one optimizer class per precision",
         "use deepspeed.runtime.base_optimizer.ZeROOptimizer, the class of all of them",

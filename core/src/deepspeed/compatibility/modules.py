@@ -46,6 +46,13 @@ MODULES = {
     "autotuning": _absent("autotuning", forwards={"autotuning.autotuner": "Autotuner"}),
     "autotuning.autotuner": _absent("autotuning", "Autotuner"),
     "autotuning.scheduler": _absent("autotuning", "ResourceManager"),
+    "checkpoint.deepspeed_checkpoint": _absent("universal checkpoints", "DeepSpeedCheckpoint"),
+    "checkpoint.ds_to_universal": _absent("universal checkpoints", functions="main ds_to_universal"),
+    "checkpoint.universal_checkpoint": _absent(
+        "universal checkpoints", functions="enable_universal_checkpoint load_hp_checkpoint_state"
+    ),
+    "compile": _absent("DeepCompile"),
+    "compile.backend": _absent("DeepCompile", functions="make_backend register_compile_pass"),
     "compression": _absent(
         "compression",
         forwards={
@@ -235,6 +242,12 @@ MODULES = {
         "sequence_tiled_compute",
     ),
     "runtime.sparse_tensor": _absent("sparse gradient tensors", "SparseTensor"),
+    "runtime.state_dict_factory": _absent("inference", "MegatronSDLoader SDLoaderBase SDLoaderFactory"),
+    "runtime.swap_tensor": _absent("nvme"),
+    "runtime.swap_tensor.partitioned_optimizer_swapper": _absent("nvme", "PartitionedOptimizerSwapper"),
+    "runtime.swap_tensor.partitioned_param_swapper": _absent(
+        "nvme", "AsyncPartitionedParameterSwapper PartitionedParamStatus"
+    ),
     "runtime.tensor_parallel": _absent("tensor parallelism", "TPTrainingConfig TpTrainingManager"),
     "runtime.weight_quantizer": _absent("weight quantization", "WeightQuantization"),
     "runtime.zero.linear": _absent(
@@ -243,7 +256,6 @@ MODULES = {
     "runtime.zero.local_access": _absent("stage 3", functions=_LOCAL_ACCESS),
     "runtime.zero.mics": _absent("stage 3", "MiCS_Init MiCS_Offload MiCS_Optimizer"),
     "runtime.zero.parameter_offload": _absent("stage 3", "DeepSpeedZeRoOffload"),
-    "runtime.zero.offload_states": _absent("offload states", "OffloadStateTypeEnum"),
     "runtime.zero.stage3": _absent(
         "stage 3",
         "DeepSpeedZeroOptimizer_Stage3",

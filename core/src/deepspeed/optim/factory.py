@@ -16,10 +16,6 @@ from deepspeed.errors import ConfigError
 from deepspeed.optim.arguments import construct, suggestion
 from deepspeed.plugins.manager import plugin_manager
 
-# the names in lower case, for scripts that compare with `engine.optimizer_name()`
-ADAM_OPTIMIZER = "adam"
-LAMB_OPTIMIZER = "lamb"
-
 _OPTIMIZER_PATH = "optimizer.params"
 _SCHEDULER_PATH = "scheduler.params"
 _ADAM_KEYS = ("torch_adam", "adam_w_mode")  # they choose the class

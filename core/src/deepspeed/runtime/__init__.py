@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from deepspeed.runtime import quantize as quantize
     from deepspeed.runtime import sequence_parallel as sequence_parallel
     from deepspeed.runtime import sparse_tensor as sparse_tensor
+    from deepspeed.runtime import state_dict_factory as state_dict_factory
+    from deepspeed.runtime import swap_tensor as swap_tensor
     from deepspeed.runtime import tensor_parallel as tensor_parallel
     from deepspeed.runtime import utils as utils
     from deepspeed.runtime import weight_quantizer as weight_quantizer
@@ -55,6 +57,8 @@ _NAMES: dict[str, str] = {
     "quantize": "deepspeed.runtime.quantize",
     "sequence_parallel": "deepspeed.runtime.sequence_parallel",
     "sparse_tensor": "deepspeed.runtime.sparse_tensor",
+    "state_dict_factory": "deepspeed.runtime.state_dict_factory",
+    "swap_tensor": "deepspeed.runtime.swap_tensor",
     "tensor_parallel": "deepspeed.runtime.tensor_parallel",
     "utils": "deepspeed.runtime.utils",
     "weight_quantizer": "deepspeed.runtime.weight_quantizer",
@@ -84,6 +88,8 @@ __all__ = [
     "quantize",
     "sequence_parallel",
     "sparse_tensor",
+    "state_dict_factory",
+    "swap_tensor",
     "tensor_parallel",
     "utils",
     "weight_quantizer",
