@@ -35,6 +35,10 @@ _OPTIMIZER_NAMES = {
 
 # Old module -> its names, from several new modules or under another name: old name -> "new.module:name".
 COLLECTIONS = {
+    "constants": {
+        "TORCH_DISTRIBUTED_DEFAULT_PORT": "comm.start:DEFAULT_PORT",
+        "default_pg_timeout": "comm.start:DEFAULT_TIMEOUT",
+    },
     "profiling.config": {
         "DeepSpeedFlopsProfilerConfig": "config.monitor:FlopsProfilerConfig",
     },
@@ -75,6 +79,9 @@ COLLECTIONS = {
         "DeepSpeedZeroOffloadParamConfig": "config.zero:OffloadParamConfig",
         "OffloadDeviceEnum": "config.enums:OffloadDeviceEnum",
         "OffloadStateTypeEnum": "config.enums:OffloadStateTypeEnum",
+    },
+    "runtime.zero.utils": {
+        "is_zero_supported_optimizer": "optim.traits:is_tested_with_zero",
     },
     "runtime.zero.stage_1_and_2": {
         "DeepSpeedZeroOptimizer": "zero.optimizer:ZeroOptimizer",

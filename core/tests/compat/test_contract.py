@@ -38,12 +38,14 @@ IMPORTS = {
     "deepspeed.accelerator.abstract_accelerator": "DeepSpeedAccelerator",
     "deepspeed.accelerator.real_accelerator": "get_accelerator set_accelerator",
     "deepspeed.checkpoint.utils": "clone_tensors_for_torch_save",
+    "deepspeed.constants": "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
     "deepspeed.comm": "init_distributed is_initialized get_rank get_world_size barrier all_reduce all_gather broadcast",
     "deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
     "deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
     "deepspeed.ops.lion": "DeepSpeedCPULion",
     "deepspeed.runtime.activation_checkpointing.checkpointing": "checkpoint configure is_configured",
     "deepspeed.runtime.base_optimizer": "DeepSpeedOptimizer",
+    "deepspeed.runtime.compiler": "disable dummy_decorator enable is_compile_supported is_compiling",
     "deepspeed.runtime.config": "DeepSpeedConfig DeepSpeedConfigError",
     "deepspeed.runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "deepspeed.runtime.engine": "DeepSpeedEngine",
@@ -54,6 +56,7 @@ IMPORTS = {
     "deepspeed.runtime.zero.config": "DeepSpeedZeroConfig",
     "deepspeed.runtime.zero.partition_parameters": "Init GatheredParameters ZeroParamStatus get_accelerator "
     "zero_wrapper_for_fp_tensor_constructor _orig_torch_arange register_external_parameter",
+    "deepspeed.runtime.zero.utils": "is_zero_supported_optimizer",
     "deepspeed.utils": "RepeatingLoader groups logger log_dist safe_get_full_fp32_param safe_get_full_grad "
     "safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
     "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module",

@@ -42,6 +42,21 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.runtime.dataloader.RepeatingLoader", W, "Also in `deepspeed.utils`."),
         ("deepspeed.utils.logger", W, "With `log_dist`; `DS_LOG_LEVEL` sets the level."),
     ],
+    "Helpers": [
+        (
+            "deepspeed.runtime.utils",
+            D,
+            "The functions in old-addresses.md; not `CheckOverflow`, `PartitionedTensor`, `partition_balanced` or "
+            "`partition_uniform`.",
+        ),
+        (
+            "deepspeed.utils",
+            D,
+            "The names in old-addresses.md; not the functions that link parameters with their master weights, such as "
+            "`link_hp_params`.",
+        ),
+        ("deepspeed.utils.logging", D, "`logger` and `log_dist`; not `print_json_dist` and `LoggerFactory`."),
+    ],
     "Optimizers and schedules": [
         ("deepspeed.ops.adam.FusedAdam", W, "Kernels come from the extension, else torch."),
         ("deepspeed.ops.adam.DeepSpeedCPUAdam", W, "Kernels come from ds-ext-cpu, else torch."),

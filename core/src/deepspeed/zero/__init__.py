@@ -13,6 +13,7 @@ _NAMES = {
     "MiCS_Init": "deepspeed.runtime.zero.mics:MiCS_Init",
     "TiledLinear": "deepspeed.runtime.zero.tiling:TiledLinear",
     "TiledLinearReturnBias": "deepspeed.runtime.zero.tiling:TiledLinearReturnBias",
+    "ZeroParamStatus": "deepspeed.zero.param_state:ZeroParamStatus",
     "register_external_parameter": "deepspeed.zero.gather:register_external_parameter",
     "unregister_external_parameter": "deepspeed.zero.gather:unregister_external_parameter",
 }

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero import stage3 as stage3
     from deepspeed.runtime.zero import stage_1_and_2 as stage_1_and_2
     from deepspeed.runtime.zero import tiling as tiling
+    from deepspeed.runtime.zero import utils as utils
     from deepspeed.runtime.zero.mics import MiCS_Init as MiCS_Init
     from deepspeed.runtime.zero.tiling import TiledLinear as TiledLinear
     from deepspeed.runtime.zero.tiling import TiledLinearReturnBias as TiledLinearReturnBias
@@ -43,6 +44,7 @@ _NAMES: dict[str, str] = {
     "stage_1_and_2": "deepspeed.runtime.zero.stage_1_and_2",
     "tiling": "deepspeed.runtime.zero.tiling",
     "unregister_external_parameter": "deepspeed.zero.gather:unregister_external_parameter",
+    "utils": "deepspeed.runtime.zero.utils",
 }
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "stage_1_and_2",
     "tiling",
     "unregister_external_parameter",
+    "utils",
 ]
 
 __getattr__, __dir__ = forward(__name__, _NAMES)
