@@ -112,8 +112,8 @@ class DeepSpeedConfig(Section):
     )
     sparse_gradients: Flag = key(
         False,
-        "Exchange the gradients of sparse embeddings as indices and values.",
-        support=warned("gradients of sparse embeddings are right, but exchanged densely"),
+        "Reduce the gradients of sparse embeddings as indices and values.",
+        support=warned("gradients of sparse embeddings are right, with SparseAdam too, but reduced as dense tensors"),
     )
     seq_parallel_communication_data_type: DType = key(
         "fp32", "Type of sequence-parallel reductions.", support=quiet("sequence parallelism only")

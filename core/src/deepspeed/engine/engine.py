@@ -74,6 +74,8 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         self._loss_is_scaled = False
         self._had_backward = False  # since the last step
         self._arguments = dict(arguments or {})  # what initialize was given, for the accessors
+        #: weights of embeddings, whose gradients may be sparse; none without the key `sparse_gradients`
+        self.sparse_tensor_module_names = _embedding_weights(module) if config.sparse_gradients else set()
         self._observers = observers
         self.monitor = observers.monitor
         self.timers = observers.breakdown.timers
@@ -355,3 +357,8 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         self.sharding.backend.release()
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
         self._arguments.clear()  # a given optimizer holds states
+
+
+def _embedding_weights(module: torch.nn.Module) -> set[str]:
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {f"{name}.weight".lstrip(".") for name, part in module.named_modules() if isinstance(part, kinds)}

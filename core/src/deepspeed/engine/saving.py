@@ -29,6 +29,7 @@ class Saving(Export):
     optimizer: Optimizer | None
     lr_scheduler: Any
     config: dict[str, Any]
+    sparse_tensor_module_names: set[str]
     global_steps: int
     global_samples: int
     skipped_steps: int
@@ -167,7 +168,7 @@ def _model_state(engine: "Saving", exclude_frozen: bool) -> dict[str, Any]:
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
         "data_sampler": None,
         "random_ltd": None,
-        "sparse_tensor_module_names": [],
+        "sparse_tensor_module_names": engine.sparse_tensor_module_names,
         "skipped_steps": engine.skipped_steps,
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,

@@ -11,6 +11,7 @@ _NAMES = {
     "is_elementwise": "deepspeed.optim.traits:is_elementwise",
     "is_host_front": "deepspeed.optim.traits:is_host_front",
     "is_tested_with_zero": "deepspeed.optim.traits:is_tested_with_zero",
+    "takes_only_sparse": "deepspeed.optim.traits:takes_only_sparse",
 }
 
 __all__ = sorted(_NAMES)  # noqa: PLE0605

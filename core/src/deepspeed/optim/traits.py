@@ -61,6 +61,11 @@ def is_tested_with_zero(optimizer: Any) -> bool:
     return any(_is_a(_unwrapped(optimizer), each) for each in known)
 
 
+def takes_only_sparse(optimizer: Any) -> bool:
+    """Whether the optimizer refuses dense gradients."""
+    return isinstance(_unwrapped(optimizer), torch.optim.SparseAdam)
+
+
 def is_host_front(optimizer: Any) -> bool:
     """Whether the optimizer is one of ours for state in host memory, which offload wants to be given.
 

@@ -31,12 +31,14 @@ from torch.utils.hooks import RemovableHandle
 from deepspeed.comm.backend import Backend, Work
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import warn_once
+from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.holding import Holding, ShardingOptions
+from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.update import Batch, OptimizerUpdate
 
 
@@ -69,6 +71,7 @@ class Sharding(Holding):
         self._is_launched = True  # no gradient waits on this rank for its exchange
         self._factor = 1.0
         self._norm: float | None = None
+        self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
         self._updates: OptimizerUpdate | None = None
         self._hooks: list[RemovableHandle] = []
         average = options.predivide_factor or float(self.world_size)
@@ -164,8 +167,12 @@ class Sharding(Holding):
             for index, param in enumerate(self.params)
         ]
         managed.register(self)
+        if takes_only_sparse(self.optimizer) and self.params:
+            self._rows = TouchedRows(self.params, self.backend.allocate)
         if self.optimizer is not None:
-            self._updates = OptimizerUpdate(self.optimizer, list(self._batches()), self._used_anywhere, self.placement)
+            self._updates = OptimizerUpdate(
+                self.optimizer, list(self._batches()), self._used_anywhere, self.placement, self._rows
+            )
         if len(self._gradients) == len(self.groups):
             self._connect_units()
 
@@ -203,6 +210,8 @@ class Sharding(Holding):
             self.window.open_from_autograd()
         if grad.requires_grad:  # of a backward with create_graph=True; the step needs no graph
             grad = grad.detach()
+        if self._rows is not None:
+            self._rows.note(index, grad, self._name_of(param))
         if grad.is_sparse:  # of an embedding with sparse=True; its bucket is dense
             grad = grad.to_dense()
         self._used[index] = True
@@ -273,6 +282,8 @@ class Sharding(Holding):
                 if is_late:
                     bucket.is_late = False
                     bucket.launch(partial(self._exchange, bucket))
+        if self._rows is not None:
+            self.backend.reduce(self._rows.marks, self.group).wait()
         if not (self.options.allows_unused or all(self._used_anywhere)):
             self._refuse_unused()
         if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
@@ -281,14 +292,16 @@ class Sharding(Holding):
         self._after_reduce()
 
     def _refuse_unused(self) -> None:
-        names = {id(param): name for name, param in self._named}
         unused = [
-            names.get(id(param), "?") for param, used in zip(self.params, self._used_anywhere, strict=True) if not used
+            self._name_of(param) for param, used in zip(self.params, self._used_anywhere, strict=True) if not used
         ]
         raise StateError(
             f"zero_optimization.ignore_unused_parameters is false and {len(unused)} parameters got no gradient: "
             f"{', '.join(unused[:10])}; let the loss depend on them, freeze them, or set the key to true"
         )
+
+    def _name_of(self, param: Tensor) -> str:
+        return next((name for name, other in self._named if other is param), "?")
 
     def _after_reduce(self) -> None:
         """Stage 0 shows the averaged gradients as `param.grad`, as plain data parallelism does."""
@@ -338,6 +351,8 @@ class Sharding(Holding):
         for bucket in self.buckets:
             bucket.clear()
         self.placement.forget()
+        if self._rows is not None:
+            self._rows.clear()
         for index, param in enumerate(self.params):
             param.grad = None
             self._used[index] = False
@@ -363,7 +378,7 @@ class Sharding(Holding):
             bucket.release()
         self.placement.release()
         managed.release(self)
-        self.optimizer = self._updates = None
+        self.optimizer = self._updates = self._rows = None
         self.groups, self.params, self.buckets, self._slots = [], [], [], []
         self._gradients, self._reduced = [], []
 
@@ -405,6 +420,8 @@ class Sharding(Holding):
         """The reduced gradient of an attached parameter was written from outside, on all ranks alike."""
         self._used[index] = True
         self._norm = None
+        if self._rows is not None:
+            self._rows.note_all(index)
         self.placement.gradients_changed()
 
 

@@ -17,6 +17,7 @@ from deepspeed.comm.backend import Piece
 from deepspeed.ops.reference_optimizer import OnePass, ReferenceOptimizer
 from deepspeed.zero.flat_group import Unit
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.touched_rows import TouchedRows
 
 
 @dataclass(slots=True)
@@ -35,11 +36,18 @@ class OptimizerUpdate:
         used: by parameter, whether any rank has a gradient for it; written by the owner before each step. A unit
             without gradient is left alone, as torch's optimizers do with `grad = None`.
         placement: where masters live, and how the new weights get from there into the model.
+        rows: for an optimizer that takes sparse gradients only.
     """
 
     def __init__(
-        self, optimizer: Optimizer, batches: list[Batch], used: list[bool], placement: Placement | None = None
+        self,
+        optimizer: Optimizer,
+        batches: list[Batch],
+        used: list[bool],
+        placement: Placement | None = None,
+        rows: TouchedRows | None = None,
     ) -> None:
+        self._rows = rows
         self._optimizer = optimizer
         self._placement = placement or Placement()
         self._batches = batches
@@ -105,6 +113,8 @@ class OptimizerUpdate:
             grad = _grad(unit)
             if grad.dtype == unit.master.dtype:
                 unit.master.grad = grad if scale == 1.0 else grad.mul_(scale)
+            if self._rows is not None and unit.master.grad is not None:
+                unit.master.grad = self._rows.pick(unit.index, unit.master.grad)
         return widened
 
 
