@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed import comm, log
+from deepspeed.comm.values import all_gather_values
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.events import tell
 from deepspeed.engine.step import StepStats
@@ -116,8 +117,7 @@ class Observers:
         window = self.breakdown.take_window()
         by_rank = [window.times_ms]
         if self._group is not None:
-            by_rank = [{} for _ in range(comm.get_world_size(self._group))]
-            comm.all_gather_object(by_rank, window.times_ms, group=self._group)
+            by_rank = all_gather_values(window.times_ms, self._group)
         if is_writer():
             log.report(f"time and memory by phase\n{step_table(window, by_rank)}")
 
@@ -140,10 +140,8 @@ def _ranks_of_table(config: DeepSpeedConfig, group: ProcessGroup | None) -> Proc
     """The group whose ranks all print the table at the same steps. A rank with a configuration of its own (people
     silence ranks that way) would leave the others waiting for its times."""
     group = comm.get_world_group() if group is None else group
-    world_size = comm.get_world_size(group)
-    if world_size == 1:
+    if comm.get_world_size(group) == 1:
         return None
-    mine = (config.wall_clock_breakdown, float(config.steps_per_print))
-    found: list[tuple[bool, float] | None] = [None] * world_size
-    comm.all_gather_object(found, mine, group=group)
+    mine = [config.wall_clock_breakdown, float(config.steps_per_print)]
+    found = all_gather_values(mine, group)
     return group if config.wall_clock_breakdown and all(theirs == mine for theirs in found) else None

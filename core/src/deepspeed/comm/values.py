@@ -1,0 +1,51 @@
+"""`all_gather_values`: small plain values from every rank, as JSON text in tensors. Nothing is pickled.
+
+Called where ranks must agree on something that is no tensor: what failed in a save, tags, measured times.
+"""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.torch_backend import no_group_error
+
+
+def all_gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value`, in rank order. A collective: every rank of `group` calls it.
+
+    Args:
+        value: what JSON can hold: None, booleans, numbers (infinity and NaN too), strings, lists, dicts with string
+            keys. Tuples arrive as lists.
+        group: default: all ranks.
+
+    Raises:
+        TypeError: `value` holds something else; raised before the collective begins.
+        CommError: there is no process group.
+    """
+    text = json.dumps(value).encode()
+    group = torch_dist.group.WORLD if group is None else group
+    if group is None:
+        raise no_group_error("all_gather_values")
+    sizes = [int(size) for size in _all_gather(torch.tensor([len(text)]), group)]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    texts = _all_gather(padded, group)
+    return [json.loads(bytes(theirs[:size].tolist())) for theirs, size in zip(texts, sizes, strict=True)]
+
+
+def _all_gather(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
+    """Every rank's tensor of one shape, on the host."""
+    tensor = tensor.to(_device(group))
+    gathered = [torch.empty_like(tensor) for _ in range(torch_dist.get_world_size(group))]
+    torch_dist.all_gather(gathered, tensor, group=group)
+    return [theirs.cpu() for theirs in gathered]
+
+
+def _device(group: ProcessGroup) -> torch.device:
+    """Host memory where the group has a library for it, else this rank's device."""
+    host = torch.device("cpu")
+    return host if host in group._device_types else torch.device(get_accelerator().current_device_name())
