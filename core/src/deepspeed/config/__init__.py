@@ -6,6 +6,7 @@ Read `root.py` first, then `base.py` (what a key declares) and `intake.py` (what
 """
 
 from deepspeed.config.read import read_config
+from deepspeed.config.redact import redacted
 from deepspeed.config.root import DeepSpeedConfig
 
-__all__ = ["DeepSpeedConfig", "read_config"]
+__all__ = ["DeepSpeedConfig", "read_config", "redacted"]

@@ -8,6 +8,7 @@
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,6 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typing_extensions import Self
+
+from deepspeed.config.redact import redacted
 
 AUTO = "auto"
 """Hugging Face's placeholder: its Trainer or Accelerate fills the value before DeepSpeed sees it."""
@@ -152,6 +155,10 @@ class Section(BaseModel):
     def normalize(cls, value: Any) -> Any:
         """Turn an old spelling of the whole section into its object, for example `"zero_optimization": true`."""
         return value
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, redacted(value, name or "")
 
     @classmethod
     def from_dict(cls, value: Any, path: str = "") -> Self:

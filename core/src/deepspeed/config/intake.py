@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from deepspeed.config.base import AUTO, Section, default_of
 from deepspeed.config.bounds import brief, shown_key
+from deepspeed.config.redact import redacted
 from deepspeed.config.unknown import unknown_key
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
@@ -35,7 +36,7 @@ def take_in(model: type[Section], data: Any, path: str = "") -> Intake:
     """Prepare `data`, the user's value for a section of type `model` at dotted key `path`. Raises ConfigError."""
     data = model.normalize(data)
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path or 'config'}: found {brief(data)}; allowed: an object, as in {{...}}")
+        raise ConfigError(f"{path or 'config'}: found {brief(redacted(data, path))}; allowed: an object, as in {{...}}")
     data = _moved(model, data, path)
     names = json_keys(model)
     intake = Intake()

@@ -60,7 +60,7 @@ class MonitorConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     comet: CometConfig = field(default_factory=CometConfig)
     csv_monitor: CSVConfig = field(default_factory=CSVConfig)
-    plugins: Mapping[str, Free] = field(default_factory=dict)  # `monitor_plugins`
+    plugins: Mapping[str, Free] = field(default_factory=dict, repr=False)  # `monitor_plugins`; may hold secrets
 
     def asked_for(self) -> dict[str, Section | Free]:
         """Name -> section of every monitor that is switched on. One of a plugin is on unless it says otherwise."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.config.bounds import MAX_CHARACTERS, MAX_DIGITS, brief, check_bounds, cut, too_deep
+from deepspeed.config.redact import redacted
 from deepspeed.errors import ConfigError
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -47,7 +48,7 @@ def _read(source: ConfigSource) -> dict[str, Any]:
             return _read_file(source)
         return _read_base64(source)
     raise ConfigError(
-        f"config: found {type(source).__name__} {brief(source)}; give a dict, a path, JSON text or its base64"
+        f"config: found {type(source).__name__} {brief(redacted(source))}; give a dict, a path, JSON text or its base64"
     )
 
 
@@ -83,7 +84,7 @@ def _parse(text: str, what: str) -> dict[str, Any]:
     except RecursionError:
         raise too_deep(f"config: {what}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"config: {what} holds {type(value).__name__} {brief(value)}; "
+        raise ConfigError(f"config: {what} holds {type(value).__name__} {brief(redacted(value))}; "
                           "the outermost value must be {...}")  # fmt: skip
     return value
 
@@ -117,8 +118,7 @@ def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise _RefusedError(
-                f"the key {brief(name)} appears twice ({brief(result[name])} and {brief(value)}); keep one"
-            )
+            first, second = (brief(redacted(one, name)) for one in (result[name], value))
+            raise _RefusedError(f"the key {brief(name)} appears twice ({first} and {second}); keep one")
         result[name] = value
     return result

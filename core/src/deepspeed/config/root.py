@@ -44,6 +44,7 @@ from deepspeed.config.parallel import (
 )
 from deepspeed.config.precision import AmpConfig, BF16Config, DataTypesConfig, DType, FP16Config, TorchAutocastConfig
 from deepspeed.config.read import ConfigSource, read_config
+from deepspeed.config.redact import redacted
 from deepspeed.config.supported import check_supported, shown
 from deepspeed.config.wording import validated
 from deepspeed.config.zero import ZeroConfig
@@ -253,14 +254,17 @@ class DeepSpeedConfig(Section):
         check_supported(self)
 
     def describe(self) -> str:
-        """All resolved values, one "dotted.key  value" per line; what `dump_state` prints. `*` marks the user's own."""
+        """All resolved values, one "dotted.key  value" per line; what `dump_state` prints. `*` marks the user's own.
+
+        Secrets are replaced, see `redacted`.
+        """
         lines = list(_lines(self, ""))
         width = max(len(name) for name, _, _ in lines)
         return "\n".join(f"{'*' if mine else ' '} {name:<{width}}  {value}" for name, value, mine in lines)
 
     def print_user_config(self) -> None:
-        """Log the user's own JSON on rank 0 (level INFO)."""
-        log_dist(f"  json = {json.dumps(self.raw, sort_keys=True, indent=4, default=str)}")
+        """Log the user's own JSON on rank 0 (level INFO), secrets replaced."""
+        log_dist(f"  json = {json.dumps(redacted(self.raw), sort_keys=True, indent=4, default=str)}")
 
     def print(self, name: str) -> None:
         """Log all values under the title `name` on rank 0 (level INFO)."""
@@ -354,5 +358,5 @@ def _lines(section: Section, path: str) -> list[tuple[str, str, bool]]:
         if isinstance(value, Section):
             lines += _lines(value, where)
         else:
-            lines.append((where, shown(value), name in section.model_fields_set))
+            lines.append((where, shown(redacted(value, where)), name in section.model_fields_set))
     return lines

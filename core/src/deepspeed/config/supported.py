@@ -12,6 +12,7 @@ from deepspeed.config.base import Section, Support, declared, default_of
 from deepspeed.config.bounds import cut
 from deepspeed.config.data import switched_on
 from deepspeed.config.optim import OptimizerConfig
+from deepspeed.config.redact import redacted
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 
@@ -28,16 +29,18 @@ class Objection:
     def sentence(self) -> str:
         """ "key: found X, but ...; what to do"."""
         remedy = "" if ";" in self.support.note else f"; leave it at {shown(self.default)}"
-        return f"{self.where}: found {cut(shown(self.found))}, but {self.support.note}{remedy}"
+        found = cut(shown(redacted(self.found, self.where)))
+        return f"{self.where}: found {found}, but {self.support.note}{remedy}"
 
 
 def check_supported(root: Section) -> None:
     """Warn once per ignored key; raise ConfigError if a key must not be ignored."""
-    found = list(objections(root))
-    for objection in found:
+    objected = list(objections(root))
+    for objection in objected:
         if objection.support.action == "warned":
-            warn_once(f"{objection.where}: found {cut(shown(objection.found))}, ignored: {objection.support.note}")
-    refusals = [objection for objection in found if objection.support.action == "refused"]
+            found = cut(shown(redacted(objection.found, objection.where)))
+            warn_once(f"{objection.where}: found {found}, ignored: {objection.support.note}")
+    refusals = [objection for objection in objected if objection.support.action == "refused"]
     if refusals:
         others = ", ".join(objection.where for objection in refusals[1:])
         raise ConfigError(refusals[0].sentence() + (f" (not in this version either: {others})" if others else ""))

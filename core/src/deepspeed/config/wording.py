@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from deepspeed.config.base import AUTO, Says, Section, default_of
 from deepspeed.config.bounds import brief
 from deepspeed.config.intake import json_keys, section_of
+from deepspeed.config.redact import redacted
 from deepspeed.errors import ConfigError
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ def _first_complaint(path: str, model: type[Section], error: ValidationError) ->
     if first["type"] == "missing":
         return f"{where}: is missing; write {allowed(info)}"
     hint = "; write it without quotes" if isinstance(first["input"], str) and _takes_number(info) else ""
-    return f"{where}: found {brief(first['input'])}; allowed: {allowed(info)}{hint}"
+    return f"{where}: found {brief(redacted(first['input'], where))}; allowed: {allowed(info)}{hint}"
 
 
 def _takes_number(info: FieldInfo) -> bool:
