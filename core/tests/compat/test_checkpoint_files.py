@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from pathlib import Path
 
+import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
@@ -83,6 +84,16 @@ def test_lightnings_way_to_fp32_weights(tmp_path):
     client_state = torch.load(get_model_state_file(folder, stage), weights_only=True)
     assert client_state["epoch"] == 1
     assert torch.equal(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))["w"], torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("prefix", ["", "bf16_"])
+def test_optimizer_files_are_in_the_order_of_ranks(tmp_path, prefix):
+    from deepspeed.utils.zero_to_fp32 import get_optim_files
+
+    expected = [f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt" for rank in range(12) for mp in (0, 1)]
+    for name in sorted(expected):
+        (tmp_path / name).touch()
+    assert [Path(path).name for path in get_optim_files(str(tmp_path))] == expected
 
 
 def test_accelerate_clones_a_state_dict_before_it_saves(tmp_path):

@@ -107,12 +107,14 @@ def run_rank(rank, peer, directory, first_step, tag, kill_at, progress):
         if touches == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def gather(failure):
-        peer.sendall(b"\1" if failure is None else b"\0")
-        answer = peer.recv(1)
+    answers = peer.makefile()
+
+    def gather(text):
+        peer.sendall(json.dumps(text).encode() + b"\n")
+        answer = answers.readline()
         if not answer:
             raise CheckpointError("the other rank is gone")
-        return [failure, None if answer == b"\1" else "it failed"]
+        return [text, json.loads(answer)] if rank == 0 else [json.loads(answer), text]
 
     checkpointer = Checkpointer(gather=gather, dp_rank=rank, dp_world_size=WORLD_SIZE)
     watch_file_system(touch)
@@ -163,7 +165,7 @@ def kill_once(directory, first_step, tag, kill_at=None, kill_upon=None):
                 os.kill(pid, signal.SIGKILL)
     os.close(read)
     exits = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    unfinished = any(layout.leftovers_in(directory))
+    unfinished = bool(layout.unfinished_in(directory))
     by_rank = look(directory)
     return {
         "completed": completed,

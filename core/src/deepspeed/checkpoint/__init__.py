@@ -3,7 +3,7 @@
     <save_dir>/latest                                               the tag of the newest whole checkpoint
     <save_dir>/zero_to_fp32.py                                      makes plain fp32 weights of it, without this package
     <save_dir>/<tag>/mp_rank_00_model_states.pt                     module, scheduler, counters, the user's client state
-    <save_dir>/<tag>/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt   one rank's shard of masters and optimizer state
+    <save_dir>/<tag>/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt   one rank's shard of the optimizer
 
 The room receives plain dicts and gives plain dicts: it knows neither the engine nor the config. May import `errors`,
 `log` and `plugins`, and torch. Read next: `checkpointer.py` (the order of a save and of a load), then `layout.py`
@@ -18,7 +18,7 @@ from deepspeed.checkpoint.load import LoadedCheckpoint
 from deepspeed.checkpoint.save import save_state_dict_file
 from deepspeed.checkpoint.store import Store
 from deepspeed.checkpoint.stores import create_store
-from deepspeed.checkpoint.tags import validate_tag
+from deepspeed.checkpoint.tags import check_new_tag, validate_tag
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
@@ -28,6 +28,7 @@ __all__ = [
     "LoadedCheckpoint",
     "Store",
     "TorchStore",
+    "check_new_tag",
     "clone_tensors_for_torch_save",
     "create_store",
     "save_state_dict_file",

@@ -1,9 +1,11 @@
 """`Checkpointer`: the order in which ranks save and load one checkpoint together.
 
-After each step of a save the ranks tell each other what failed. When one cannot write, all raise with its reason,
-nothing is committed and `latest` stays where it was; nobody waits in a barrier for a rank that has already failed.
+After each step of a save the ranks gather what failed. When one cannot write, all raise with its reason, nothing is
+committed and `latest` stays where it was; no rank waits in a collective for one that has already failed.
 """
 
+import json
+import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +24,7 @@ from deepspeed.checkpoint.load import (
 from deepspeed.checkpoint.loadable import make_loadable
 from deepspeed.checkpoint.save import merge_client_state, write_script
 from deepspeed.checkpoint.store import Store
-from deepspeed.checkpoint.tags import check_tag, read_latest, write_latest
+from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest, write_latest
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.log import logger
@@ -38,8 +40,8 @@ class Checkpointer:
     """Saves and loads this rank's part of a checkpoint. Made once by the engine; every rank has one.
 
     Args:
-        gather: a collective over all ranks that share a checkpoint: gets this rank's text or None, returns every
-            rank's, in rank order. It is the only communication here. Left out, there is one rank.
+        gather: a collective over all ranks that share a checkpoint: takes this rank's text or None, returns every
+            rank's, in rank order. It is the only communication here. Default: one rank.
         store: where bytes go; default `TorchStore`.
         prefix: of the shard files: `"bf16_"` when the model trains in bf16, else empty.
         partitioned_model: every data parallel rank has a model file of its own (ZeRO stage 3).
@@ -90,37 +92,54 @@ class Checkpointer:
             client_state: the user's dict, which lies beside the own keys in the model file.
             save_latest: let `latest` name this tag.
 
-        Order: checks and an empty staging folder; every rank writes and fsyncs its files; one rank puts the folder in
-        its place, and last of all moves `latest`. A tag that exists is replaced, and stays whole until then.
-        Errors: `ConfigError` for what cannot be saved, `CheckpointError` for the disk, on every rank.
+        Order: checks; an empty staging folder; every rank writes and fsyncs its files; one rank checks that all of
+        them are there, puts the folder in its place and last of all updates `latest`. A tag that exists is replaced,
+        and stays whole until then. After a failure the staging folder is removed.
+        Errors: on every rank. The failing rank raises `ConfigError` for what cannot be saved, `CheckpointError` for the
+        disk; the others a `CheckpointError` that names it and its reason.
         """
-        folder = Path(save_dir) / str(tag)
-        files: dict[str, Any] = {}
+        what = f"save {os.path.join(str(save_dir), str(tag))}"
 
-        def prepare() -> None:
-            check_tag(tag)
+        def prepare() -> tuple[Path, dict[str, Any]]:
+            folder, files = Path(save_dir) / check_new_tag(tag), {}
             if model_state is not None:
                 files[self._model_file] = merge_client_state(model_state, client_state or {})
             if shard_state is not None:
                 files[self._shard_file] = make_loadable(dict(shard_state), "the optimizer shard")
+            return folder, files
+
+        folder, files = self.together(prepare, what)
+        try:
+            self._write(folder, files, what, save_latest)
+        except Exception:
+            if self.is_publisher:
+                self.store.discard(folder)
+            raise
+        return folder
+
+    def _write(self, folder: Path, files: Mapping[str, Any], what: str, save_latest: bool) -> None:
+        """The steps of a save that touch the disk."""
+
+        def create() -> None:
             if self.is_publisher:
                 self.store.create(folder)
 
-        def write() -> None:
-            for name, state in files.items():
-                self.store.save(state, folder, name)
+        def write() -> dict[str, int | None]:
+            sizes = {name: self.store.save(state, folder, name) for name, state in files.items()}
             self.store.wait()
+            return sizes
 
-        def publish() -> None:
+        def commit() -> None:
             if self.is_publisher:
                 write_script(folder.parent)
-                self.store.commit(folder)
+                self.store.commit(folder, sizes_by_name)
                 if save_latest:
                     write_latest(folder.parent, folder.name)
 
-        for step in (prepare, write, publish):
-            self.together(step, f"save {folder}")
-        return folder
+        self.together(create, what)
+        sizes = self._gather(json.dumps(self.together(write, what)))
+        sizes_by_name = {name: size for text in sizes if text for name, size in json.loads(text).items()}
+        self.together(commit, what)
 
     def load(
         self,
@@ -142,8 +161,8 @@ class Checkpointer:
         Raises `CheckpointError` on every rank when a rank finds a file missing, damaged, refused or of another shape of
         job; nothing of the caller was changed then.
         """
+        name = self._agreed_tag(load_dir, tag)
         directory = Path(load_dir)
-        name = self._latest(directory) if tag is None else check_tag(tag)
         if name is None:
             logger.warning(
                 "no checkpoint was loaded, everything is as it was: there is no file %s. %s",
@@ -167,22 +186,26 @@ class Checkpointer:
 
         return self.together(read, f"load {directory / name}")
 
-    def _latest(self, directory: Path) -> str | None:
-        name = self.together(lambda: read_latest(directory), f"read {directory / layout.LATEST_FILE}")
+    def _agreed_tag(self, load_dir: str | Path, tag: str | None) -> str | None:
+        """The tag to load, the same on all ranks: `tag`, or what `latest` names; None if there is no such file."""
+        name = self.together(
+            lambda: read_latest(Path(load_dir)) if tag is None else check_tag(tag),
+            f"read {os.path.join(str(load_dir), layout.LATEST_FILE)}" if tag is None else f"load {load_dir}/{tag}",
+        )
         names = self._gather(name)
         if len(set(names)) > 1:
             found = ", ".join(f"rank {rank}: {each or 'no such file'}" for rank, each in enumerate(names))
             raise CheckpointError(
-                f"the ranks do not see the same file {directory / layout.LATEST_FILE} ({found}). Load from a directory "
-                "that all ranks share."
+                f"the ranks do not see the same file {Path(load_dir) / layout.LATEST_FILE}, or were given different "
+                f"tags ({found}). Load one tag from a directory that all ranks share."
             )
         return name
 
     def together(self, step: Callable[[], T], what: str) -> T:
-        """Run `step` on every rank; raise on every rank when it failed on one.
+        """Run `step`, which is no collective, on every rank; raise on every rank when it failed on one.
 
         The rank that failed raises its own error, the others a `CheckpointError` with that error's text: whichever
-        traceback is the last on the screen says what is wrong.
+        traceback is the last on the screen says what is wrong. `what` completes "cannot ...".
         """
         try:
             result = step()

@@ -118,16 +118,25 @@ def _rank_order(path: Path) -> list[int]:
 
 def _tag_folder(checkpoint_dir: str | Path, tag: str | None) -> Path:
     root = Path(checkpoint_dir)
-    if tag is None:
-        latest = root / "latest"
-        if not latest.is_file():
-            raise CheckpointError(f"{latest} is missing. Pass the directory that holds it, or a tag (-t).")
-        tag = latest.read_text(encoding="utf-8").strip()
-    # A save that was killed between its two renames leaves the former version under the second name.
-    for folder in (root / tag, root / f".{tag}.former"):
-        if folder.is_dir():
-            return folder
-    raise CheckpointError(f"{root / tag} is missing: there is no checkpoint with the tag {tag!r}.")
+    names = _latest_names(root) if tag is None else [tag]
+    for name in names:
+        # A save that was killed between its two renames leaves the former version under the second name.
+        for folder in (root / name, root / f".{name}.former"):
+            if name.strip("/") and folder.is_dir():
+                return folder
+    raise CheckpointError(f"{root / names[-1]} is missing: there is no checkpoint with the tag {names[-1]!r}.")
+
+
+def _latest_names(root: Path) -> list[str]:
+    """The tag that `latest` names: exactly, or without the white space that an editor may have put around it."""
+    latest = root / "latest"
+    if not latest.is_file():
+        raise CheckpointError(f"{latest} is missing. Pass the directory that holds it, or a tag (-t).")
+    text = latest.read_text(encoding="utf-8")
+    name = text.strip()
+    if not name or name.startswith(".") or any(c in text.rstrip("\n") for c in "/\\\0\n"):
+        raise CheckpointError(f"{latest} holds {text[:200]!r}, which is no tag. Correct it, or pass a tag (-t).")
+    return [text.rstrip("\n"), name]
 
 
 def _read(path: str | Path) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from typing import Any, BinaryIO
 from deepspeed.errors import CheckpointError
 
 
-def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> int:
     """Write `path` through `write(file)` so that a crash leaves either its former content or the whole new one.
+
+    Returns the number of bytes.
 
     The temporary name is always the same, so what a killed process left is overwritten by the next one. The *name*
     is durable only after `sync_folder(path.parent)`, which the caller runs once for all files of a folder.
@@ -23,7 +25,9 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+            size = os.fstat(file.fileno()).st_size
         os.replace(temporary, path)
+        return size
     except (OSError, RuntimeError) as error:  # torch.save turns the file's OSError into a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

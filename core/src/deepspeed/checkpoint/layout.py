@@ -34,8 +34,7 @@ MODEL_STATE_KEYS = frozenset(
     }
 )
 
-_STAGING = re.compile(r"\.(?P<name>.+)\.staging")
-_FORMER = re.compile(r"\.(?P<name>.+)\.former")
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|lock)")
 _SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 
 
@@ -51,12 +50,12 @@ def shard_file(dp_rank: int, mp_rank: int, prefix: str = "") -> str:
 
 
 def shards_in(folder: Path) -> dict[tuple[int, int], Path]:
-    """The optimizer shards that lie in `folder`, by (data parallel rank, model parallel rank)."""
+    """The optimizer shards in `folder`, by (data parallel rank, model parallel rank), in the order of these numbers."""
     found = {}
-    for path in sorted(folder.iterdir()):
+    for path in folder.iterdir():
         if match := _SHARD.fullmatch(path.name):
             found[int(match["dp"]), int(match["mp"])] = path
-    return found
+    return dict(sorted(found.items()))
 
 
 def is_checkpoint_file(name: str) -> bool:
@@ -74,15 +73,15 @@ def former_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.former")
 
 
-def leftovers_in(save_dir: Path) -> tuple[list[Path], list[tuple[Path, Path]]]:
-    """What a killed save may have left: the staging folders, and pairs of (former folder, its place)."""
-    staging, former = [], []
-    for path in sorted(save_dir.iterdir()):
-        if _STAGING.fullmatch(path.name):
-            staging.append(path)
-        elif match := _FORMER.fullmatch(path.name):
-            former.append((path, path.with_name(match["name"])))
-    return staging, former
+def lock_file(folder: Path) -> Path:
+    """By what the process that is saving `folder` keeps others from it."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def unfinished_in(save_dir: Path) -> list[Path]:
+    """The folders whose save is going on, or was killed and left something behind."""
+    names = {match["name"] for path in save_dir.iterdir() if (match := _UNFINISHED.fullmatch(path.name))}
+    return [save_dir / name for name in sorted(names)]
 
 
 def whole_folder(folder: Path) -> Path | None:
@@ -99,9 +98,15 @@ def tags_in(save_dir: Path) -> list[str]:
     if not save_dir.is_dir():
         return []
     places = {path for path in save_dir.iterdir() if not path.name.startswith(".")}
-    places.update(place for _, place in leftovers_in(save_dir)[1])
-    return sorted(
+    places.update(unfinished_in(save_dir))
+    tags = [
         place.name
         for place in places
         if (whole := whole_folder(place)) and any(is_checkpoint_file(path.name) for path in whole.iterdir())
-    )
+    ]
+    return sorted(tags, key=_numbers_by_value)
+
+
+def _numbers_by_value(name: str) -> list[tuple[int, str]]:
+    """A sort key by which global_step9 comes before global_step10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

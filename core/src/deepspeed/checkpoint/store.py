@@ -1,5 +1,6 @@
 """`Store`: where a checkpoint's bytes go. What another kind of storage, or another way of writing, implements."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,9 +11,12 @@ class Store(Protocol):
     Saving, where "one" is the publishing rank and "all" is every rank that has something to write:
 
     1. `create(folder)`             one: an empty place for a new version of `folder`; a former version stays whole
-    2. `save(state, folder, name)`  all: one file of the new version
+    2. `save(state, folder, name)`  all: one file of the new version; returns its bytes, None if not known yet
     3. `wait()`                     all: everything this process saved is durable now
-    4. `commit(folder)`             one: the new version takes the former one's place
+    4. `commit(folder, sizes)`      one: the new version takes the former one's place, if it holds every file of every
+                                    rank (`sizes`: name -> what `save` returned there); else `CheckpointError`
+    5. `discard(folder)`            one, only after a failure, in place of the remaining steps: remove the new version;
+                                    the former one stays. Does not raise: the failure is what users must see
 
     Between the steps the ranks agree that all of them succeeded; after a failure `commit` is not called. `save` may
     take a snapshot and return before it is written: `wait` is where that must be finished. Errors are
@@ -27,11 +31,13 @@ class Store(Protocol):
 
     def create(self, folder: Path) -> None: ...
 
-    def save(self, state: Any, folder: Path, name: str) -> None: ...
+    def save(self, state: Any, folder: Path, name: str) -> int | None: ...
 
     def wait(self) -> None: ...
 
-    def commit(self, folder: Path) -> None: ...
+    def commit(self, folder: Path, sizes: Mapping[str, int | None]) -> None: ...
+
+    def discard(self, folder: Path) -> None: ...
 
     def load(self, path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
         """The object in `path`, read without running any code that may lie in it.

@@ -10,7 +10,7 @@ from deepspeed.plugins import plugin_manager
 
 BUILT_IN = "torch"
 
-_METHODS = ("create", "save", "wait", "commit", "load")
+_METHODS = ("create", "save", "wait", "commit", "discard", "load")
 
 
 def create_store(name: str, arguments: Mapping[str, Any]) -> Store:
@@ -39,7 +39,7 @@ def create_store(name: str, arguments: Mapping[str, Any]) -> Store:
         return TorchStore()
     missing = [method for method in _METHODS if not callable(getattr(store, method, None))]
     if isinstance(store, type) or missing:
-        lacks = f"it lacks {', '.join(missing)}" if missing else "an object is meant, not the class"
+        lacks = f"it lacks {', '.join(missing)}" if missing else "an object is expected, not the class"
         raise ConfigError(
             f"{where}.type: a plugin gave {store!r} as the store {name!r}; {lacks} (see deepspeed.checkpoint.store)"
         )

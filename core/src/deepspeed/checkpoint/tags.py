@@ -9,10 +9,11 @@ from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import logger
 
 _RESERVED = (layout.LATEST_FILE, layout.SCRIPT_FILE)
+_MAX_TAG_BYTES = 200  # file systems allow 255, of which `.<tag>.staging` needs some
 
 
 def check_tag(tag: object) -> str:
-    """The tag as a string that can name a folder; `ConfigError` when it cannot."""
+    """The tag as a string that can name a folder; `ConfigError` when it cannot. Called before a load."""
     name = str(tag)
     if not name or name.startswith(".") or name in _RESERVED or any(c in name for c in "/\\\0\n"):
         raise ConfigError(
@@ -22,20 +23,39 @@ def check_tag(tag: object) -> str:
     return name
 
 
+def check_new_tag(tag: object) -> str:
+    """`check_tag` for a save, which also refuses names that would be hard to load again."""
+    name = check_tag(tag)
+    if name != name.strip() or not name.isprintable():
+        raise ConfigError(
+            f"tag: {name!r} begins or ends with a space, or has characters that cannot be printed; the file "
+            f"{layout.LATEST_FILE!r} could not name it safely. Use a plain name such as 'global_step100'."
+        )
+    size = len(name.encode())
+    if size > _MAX_TAG_BYTES:
+        raise ConfigError(f"tag: {name[:40]!r}... has {size} bytes; use at most {_MAX_TAG_BYTES}.")
+    return name
+
+
 def read_latest(load_dir: Path) -> str | None:
-    """The tag in `<load_dir>/latest`, or None when there is no such file."""
+    """The tag in `<load_dir>/latest`, or None when there is no such file.
+
+    White space around it is an editor's, except where a folder has exactly that name.
+    """
     path = load_dir / layout.LATEST_FILE
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}. Correct it, or pass a tag.") from error
     try:
-        return check_tag(text)
+        stripped, exact = check_tag(text.strip()), text.rstrip("\n")
+        return exact if exact != stripped and layout.whole_folder(load_dir / check_tag(exact)) else stripped
     except ConfigError as error:
         raise CheckpointError(
-            f"{path} holds {text!r}, which is no tag. Write one of {layout.tags_in(load_dir)} into it, or pass a tag."
+            f"{path} holds {text[:200]!r}, which is no tag. Write one of {layout.tags_in(load_dir)} into it, or pass a "
+            "tag."
         ) from error
 
 
@@ -58,7 +78,7 @@ def validate_tag(tag: object, mode: str, all_gather: Callable[[str], Sequence[st
 
     Returns the tag as a string.
     """
-    name = check_tag(tag)
+    name = check_new_tag(tag)
     wanted = mode.upper()
     if wanted not in ("IGNORE", "WARN", "FAIL"):
         raise ConfigError(f"checkpoint.tag_validation: found {mode!r}, allowed are 'Ignore', 'Warn' and 'Fail'.")

@@ -9,56 +9,86 @@ fsynced, and takes its place by renames. Where a former version of the same tag 
 
 A process killed before the first rename leaves the former version in its place; between the two it leaves it under its
 second name, where loading finds it (`layout.whole_folder`); after the second the new version is in place. The next
-`create` in the same directory puts everything in order. So at every moment one whole version can be loaded.
+`create` in the same directory puts everything in order, except for saves that another job may still be making
+(`claim.py`). So at every moment one whole version can be loaded.
+
+A tag that is a symbolic link (`best -> global_step10`) is replaced by a folder; what it pointed to is left alone.
 """
 
 import os
 import pickle
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.claim import Claim, abandoned
 from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
 from deepspeed.checkpoint.tensors import compact
 from deepspeed.errors import CheckpointError, first_line
+from deepspeed.log import warn_once
 
 
 class TorchStore:
     """Files in a directory that all ranks share. Synchronous: `save` returns when the bytes are on disk."""
 
+    _claim: Claim | None = None  # of the save that is going on; here, so that subclasses need no super().__init__()
+
     def create(self, folder: Path) -> None:
         try:
+            self._release()  # of a save that an interrupt ended
+            if folder.is_file() and not folder.is_symlink():
+                raise CheckpointError(f"cannot save {folder}: it is a file. Move it away, or use another tag.")
             folder.parent.mkdir(parents=True, exist_ok=True)
-            _tidy(folder.parent)
+            self._claim = Claim.take(folder)
+            _tidy(folder)
             layout.staging_folder(folder).mkdir()
         except OSError as error:
             raise disk_error("prepare", folder, error) from error
 
-    def save(self, state: Any, folder: Path, name: str) -> None:
+    def save(self, state: Any, folder: Path, name: str) -> int:
         compacted = compact(state)
         with _without_checksums:
-            write_file(layout.staging_folder(folder) / name, lambda file: torch.save(compacted, file))
+            return write_file(layout.staging_folder(folder) / name, lambda file: torch.save(compacted, file))
 
     def wait(self) -> None:
         """Nothing is pending: `save` wrote and fsynced."""
 
-    def commit(self, folder: Path) -> None:
+    def commit(self, folder: Path, sizes: Mapping[str, int | None]) -> None:
         """Move the staged version to `folder`; see [Note: how a folder is replaced]."""
         staging, former = layout.staging_folder(folder), layout.former_folder(folder)
+        assert self._claim is not None, "commit without create"
+        self._claim.check()
+        _check_complete(staging, sizes)
         try:
             sync_folder(staging)
-            if folder.exists():
+            if os.path.lexists(folder):
                 os.rename(folder, former)
             os.rename(staging, folder)
             sync_folder(folder.parent)
-            if former.exists():
+            if os.path.lexists(former):
                 _retire(former, folder)
+            self._release()
         except OSError as error:
             raise disk_error("replace", folder, error) from error
+
+    def discard(self, folder: Path) -> None:
+        if self._claim is None:
+            return  # `create` failed before it had made anything
+        try:
+            _settle(folder)
+            self._release()
+        except OSError as error:  # the failure that led here is the one to raise
+            _warn(f"cannot remove what a failed save left of {folder}: {error}. The next save tries again.")
+
+    def _release(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.release()
 
     def load(self, path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
         try:
@@ -101,24 +131,64 @@ class _WithoutChecksums:
 _without_checksums = _WithoutChecksums()
 
 
-def _tidy(save_dir: Path) -> None:
-    """Put in order what a killed save left in `save_dir`: finish or undo its renames, delete its staging folders."""
-    staging, former = layout.leftovers_in(save_dir)
-    for folder, place in former:
-        if place.exists():
-            _retire(folder, place)
+def _check_complete(staging: Path, sizes: Mapping[str, int | None]) -> None:
+    """Refuse to commit a version in which the publishing rank does not see every rank's file as it was written."""
+    for name, size in sizes.items():
+        path = staging / name
+        found = path.stat().st_size if path.is_file() else None
+        if found is None or size not in (None, found):
+            seen = "it is missing" if found is None else f"it has {found} bytes"
+            raise CheckpointError(
+                f"{path} was written with {size} bytes, and {seen} where the save is completed. The former checkpoint "
+                "is untouched. Save into a folder that every rank sees and that no other job saves into."
+            )
+
+
+def _tidy(folder: Path) -> None:
+    """Put in order what ended saves left of `folder`, which this process has claimed, and beside it."""
+    _settle(folder)
+    for place in layout.unfinished_in(folder.parent):
+        if place == folder:
+            continue
+        try:
+            with abandoned(place) as is_over:
+                if is_over:
+                    _settle(place)
+        except OSError as error:  # not this save's: perhaps of another user, or another job is removing it
+            _warn(f"cannot remove what an earlier save left of {place}: {error}. Remove it by hand.")
+
+
+def _warn(message: str) -> None:
+    warn_once(message, (-1,))
+
+
+def _settle(place: Path) -> None:
+    """Finish or undo the renames of a save of `place` that has ended, and delete its staging folder."""
+    staging, former = layout.staging_folder(place), layout.former_folder(place)
+    if os.path.lexists(former):
+        if os.path.lexists(place):
+            _retire(former, place)
         else:
-            os.rename(folder, place)
-    for folder in staging:
-        shutil.rmtree(folder)
+            os.rename(former, place)
+    if os.path.lexists(staging):
+        _remove(staging)
 
 
 def _retire(former: Path, place: Path) -> None:
     """Delete a replaced version. What somebody else had put into it moves to the new version."""
-    for path in former.iterdir():
-        if not layout.is_checkpoint_file(path.name) and not (place / path.name).exists():
-            os.rename(path, place / path.name)
-    shutil.rmtree(former)
+    if former.is_dir() and not former.is_symlink():
+        for path in former.iterdir():
+            if not layout.is_checkpoint_file(path.name) and not os.path.lexists(place / path.name):
+                os.rename(path, place / path.name)
+    _remove(former)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder with its files, or a link without what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _refusal(path: Path) -> str:

@@ -108,11 +108,11 @@ class FailingStore(TorchStore):
 
     def save(self, state, folder, name):
         self.fail("save")
-        super().save(state, folder, name)
+        return super().save(state, folder, name)
 
-    def commit(self, folder):
+    def commit(self, folder, sizes):
         self.fail("commit")
-        super().commit(folder)
+        super().commit(folder, sizes)
 
 
 @pytest.mark.parametrize(("step", "rank"), [("create", 0), ("save", 0), ("save", 1), ("commit", 0)])
@@ -133,7 +133,8 @@ def test_when_one_rank_fails_all_raise_and_the_former_checkpoint_stays(
     reason = f"cannot save {tmp_path / 'global_step3'}: rank {rank}: cannot {step}: the disk is full"
     assert str(outcomes[1 - rank]) == reason, "every rank says what is wrong: any of them may be the last on the screen"
     assert ranks.load(tmp_path)[1].model_state["global_steps"] == 3
-    ranks.save(training, tmp_path, "global_step8")  # and saving goes on, without remains
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "zero_to_fp32.py", "global_step3"}
+    ranks.save(training, tmp_path, "global_step8")  # and saving goes on
     assert {path.name for path in tmp_path.iterdir()} == {"latest", "zero_to_fp32.py", "global_step3", "global_step8"}
 
 

@@ -13,7 +13,7 @@ def test_names():
 def test_shards_are_found_with_and_without_prefix(tmp_path):
     for name in (layout.shard_file(10, 0), layout.shard_file(2, 1, "bf16_"), layout.model_file(0, 1), "other.pt"):
         (tmp_path / name).touch()
-    assert set(layout.shards_in(tmp_path)) == {(10, 0), (2, 1)}
+    assert list(layout.shards_in(tmp_path)) == [(2, 1), (10, 0)]
 
 
 def test_the_whole_version_is_found_under_either_name(tmp_path):
@@ -32,5 +32,7 @@ def test_tags_hides_what_is_unfinished_or_foreign(tmp_path):
             (tmp_path / name / layout.model_file(0)).touch()
     (tmp_path / "latest").touch()
     assert layout.tags_in(tmp_path) == ["global_step1", "global_step3"]
+    (tmp_path / "global_step1").rename(tmp_path / "global_step10")
+    assert layout.tags_in(tmp_path) == ["global_step3", "global_step10"], "by number"
     assert layout.tags_in(tmp_path / "absent") == []
     assert not list(tmp_path.glob("global_step2*")), "libraries look for checkpoints with this pattern"

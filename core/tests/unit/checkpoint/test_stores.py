@@ -1,6 +1,7 @@
 """A store by its name: a plugin's, the built-in one, or a refusal that says what was asked."""
 
 import os
+import shutil
 
 import pytest
 from deepspeed.checkpoint import Checkpointer, TorchStore, create_store
@@ -29,8 +30,12 @@ class SealedStore:
     def wait(self):
         pass
 
-    def commit(self, folder):
+    def commit(self, folder, sizes):
+        assert set(sizes) == {path.name for path in folder.with_suffix(".new").iterdir()}
         os.rename(folder.with_suffix(".new"), folder)
+
+    def discard(self, folder):
+        shutil.rmtree(folder.with_suffix(".new"))
 
     def load(self, path, map_location="cpu", mmap=False):
         import io
@@ -82,8 +87,8 @@ def test_the_built_in_store():
     ("name", "message"),
     [
         ("nosuch", r"type: found 'nosuch', which no plugin knows \(asked: deepspeed.plugins:stores\); use 'torch'"),
-        ("no store", "as the store 'no store'; it lacks create, save, wait, commit, load"),
-        ("a class", "an object is meant, not the class"),
+        ("no store", "as the store 'no store'; it lacks create, save, wait, commit, discard, load"),
+        ("a class", "an object is expected, not the class"),
     ],
 )
 def test_what_is_no_store_is_refused(name, message):

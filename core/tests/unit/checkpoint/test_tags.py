@@ -3,7 +3,9 @@
 import logging
 
 import pytest
-from deepspeed.checkpoint.tags import check_tag, read_latest, validate_tag, write_latest
+from deepspeed.checkpoint import Checkpointer
+from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest, validate_tag, write_latest
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import logger
 
@@ -12,6 +14,49 @@ from deepspeed.log import logger
 def test_a_tag_must_be_a_plain_name(tag):
     with pytest.raises(ConfigError, match="tag: "):
         check_tag(tag)
+
+
+@pytest.mark.parametrize(
+    "tag", ["", "a/b", "..", "a ", " a", "a\t", "a\r", "a\x1b[2J", "a\udcff", "a\u2028b", "x" * 201, "é" * 101]
+)
+def test_a_new_tag_must_be_easy_to_load(tag):
+    with pytest.raises(ConfigError, match="tag: "):
+        check_new_tag(tag)
+
+
+@pytest.mark.parametrize("tag", ["a b", "épreuve-7", "日本", "x" * 200, "-rf", "a.staging"])
+def test_other_tags_are_saved_and_found(tag, make_training, tmp_path):
+    training = make_training(world_size=1)
+    Checkpointer().save(tmp_path, tag, model_state=training.model_state(), shard_state=training.shard_state(0))
+    assert Checkpointer().load(tmp_path).tag == tag
+    assert get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["old ", " old"])
+def test_a_checkpoint_of_an_earlier_version_with_a_space_at_its_end_loads(tag, make_training, tmp_path):
+    training = make_training(world_size=1)
+    Checkpointer().save(tmp_path, "new", model_state=training.model_state(), shard_state=training.shard_state(0))
+    (tmp_path / "new").rename(tmp_path / tag)
+    (tmp_path / "latest").write_text(tag)
+    assert Checkpointer().load(tmp_path).tag == tag
+    assert Checkpointer().load(tmp_path, tag).tag == tag
+    assert get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["new\n", "new \r\n", " new\n\n", "new\t"])
+def test_white_space_around_latest_is_an_editors(content, make_training, tmp_path):
+    training = make_training(world_size=1)
+    Checkpointer().save(tmp_path, "new", model_state=training.model_state(), shard_state=training.shard_state(0))
+    (tmp_path / "latest").write_text(content)
+    assert Checkpointer().load(tmp_path).tag == "new"
+    assert get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "\n", "..", "../elsewhere", "a\nb", "/etc"])
+def test_zero_to_fp32_refuses_a_foreign_latest(content, tmp_path):
+    (tmp_path / "latest").write_text(content)
+    with pytest.raises(CheckpointError, match="which is no tag"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
 
 
 def test_numbers_are_tags():
@@ -32,7 +77,7 @@ def test_latest_from_an_editor_may_end_with_a_newline(tmp_path):
     assert read_latest(tmp_path) == "global_step3"
 
 
-@pytest.mark.parametrize("content", [b"", b"../../etc", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"", b"../../etc", b"\xff\xfe", b"a\nb"])
 def test_a_foreign_latest_is_refused(tmp_path, content):
     (tmp_path / "latest").write_bytes(content)
     with pytest.raises(CheckpointError, match="latest"):

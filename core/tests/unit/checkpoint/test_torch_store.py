@@ -13,13 +13,12 @@ from deepspeed.errors import CheckpointError
 NAME = layout.model_file(0)
 
 
-def save_version(folder, value, extra=()):
-    store = TorchStore()
+def save_version(folder, value, extra=(), store=None):
+    store = store or TorchStore()
     store.create(folder)
-    for name in (NAME, *extra):
-        store.save({"module": value}, folder, name)
+    sizes = {name: store.save({"module": value}, folder, name) for name in (NAME, *extra)}
     store.wait()
-    store.commit(folder)
+    store.commit(folder, sizes)
 
 
 def value_in(folder):
@@ -31,7 +30,7 @@ def test_a_version_is_invisible_until_it_is_committed(tmp_path):
     store.create(folder)
     store.save({"module": 1}, folder, NAME)
     assert layout.whole_folder(folder) is None
-    store.commit(folder)
+    store.commit(folder, {})
     assert value_in(folder) == 1
     assert [p.name for p in folder.parent.iterdir()] == ["tag"]
 
@@ -55,7 +54,7 @@ def test_a_commit_that_stops_at_a_rename_leaves_a_whole_version(tmp_path, monkey
     folder = tmp_path / "tag"
     save_version(folder, 1)
     (folder / "notes.txt").write_text("mine")
-    calls = 0
+    calls, store = 0, TorchStore()
     rename = os.rename
 
     def stop(*args):
@@ -68,13 +67,14 @@ def test_a_commit_that_stops_at_a_rename_leaves_a_whole_version(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", stop)
         with pytest.raises(Killed):
-            save_version(folder, 2)
+            save_version(folder, 2, store=store)
+    os.close(store._claim._descriptor)  # as the system does when a process is killed
     assert value_in(folder) == (1 if moment < 3 else 2)
     TorchStore().create(tmp_path / "other")  # the next save puts all in order
     assert folder.is_dir()
     assert value_in(folder) == (1 if moment < 3 else 2)
     assert (folder / "notes.txt").read_text() == "mine"
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".other.staging", "tag"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".other.lock", ".other.staging", "tag"]
 
 
 def test_a_full_disk_names_the_file_and_leaves_the_former_version(tmp_path):
