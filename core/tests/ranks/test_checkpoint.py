@@ -1,5 +1,6 @@
 """`engine.save_checkpoint` and `load_checkpoint` on two ranks: a resumed run is the uninterrupted one, bit for bit."""
 
+import errno
 import os
 import pickle
 from pathlib import Path
@@ -218,7 +219,7 @@ def parts_job(folder, stage, precision):
 
     missing = fresh()
     before = snapshot(missing)
-    assert missing.load_checkpoint(folder + "/nowhere") == (None, {})
+    assert missing.load_checkpoint(folder + "/nowhere") == (None, None)
     with pytest.raises(CheckpointError, match="global_step5"):
         missing.load_checkpoint(folder, tag="global_step6")
     assert_same(snapshot(missing), before)
@@ -304,6 +305,135 @@ def test_every_rank_says_what_failed_on_one(tmp_path):
     assert second in first
     assert first.startswith(f"cannot save {tmp_path}/0/global_step0: rank 1: ")
     assert f"{tmp_path}/1/.global_step0.staging" in second
+
+
+def broken(*_, **__):
+    raise RuntimeError("planted")
+
+
+# What fails in a save or a load -> the rank on which it does, and the words by which the error names it.
+SAVE_FAULTS = {
+    "module hook": (0, "planted"),
+    "scheduler": (0, "planted"),
+    "optimizer": (1, "planted"),
+    "optimizer content": (1, "builtins.object"),
+    "client_state": (0, "client_state['f'] is a builtins.function"),
+    "tag": (1, "tag: '' cannot name"),
+    "save_dir": (1, "not NoneType"),
+    "mkdir": (0, "cannot prepare"),
+    "disk full": (1, "No space left on device"),
+}
+LOAD_FAULTS = {
+    "tag": (1, "tag: '' cannot name"),
+    "load_dir": (1, "not NoneType"),
+    "custom_load_fn": (1, "planted"),
+    "module hook": (1, "planted"),
+    "optimizer": (1, "planted"),
+    "scheduler": (1, "planted"),
+}
+
+
+def break_save(engine, fault, patch, arguments):
+    if fault == "module hook":
+        engine.module.register_state_dict_post_hook(broken)
+    elif fault == "scheduler":
+        patch.setattr(engine.lr_scheduler, "state_dict", broken)
+    elif fault == "optimizer":
+        patch.setattr(engine.sharding, "state_dict", broken)
+    elif fault == "optimizer content":
+        engine.basic_optimizer.param_groups[0]["odd"] = object()
+    elif fault == "client_state":
+        arguments["client_state"] = {"f": broken}
+    elif fault == "tag":
+        arguments["tag"] = ""
+    elif fault == "save_dir":
+        arguments["save_dir"] = None
+    elif fault == "mkdir":
+        arguments["save_dir"] = __file__
+    elif fault == "disk full":
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+
+
+def break_load(engine, fault, patch, arguments):
+    if fault == "tag":
+        arguments["tag"] = ""
+    elif fault == "load_dir":
+        arguments["load_dir"] = None
+    elif fault == "custom_load_fn":
+        arguments["custom_load_fn"] = broken
+    elif fault == "module hook":
+        engine.module.register_load_state_dict_post_hook(broken)
+    elif fault == "optimizer":
+        patch.setattr(torch.Tensor, "copy_", broken)
+    elif fault == "scheduler":
+        patch.setattr(engine.lr_scheduler, "load_state_dict", broken)
+
+
+def fails_on_one_rank(call, break_it, engine, fault, failing_rank, **arguments):
+    """The error that this rank raises when `fault` is planted on `failing_rank` only."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == failing_rank:
+            break_it(engine, fault, patch, arguments)
+        with pytest.raises(Exception) as raised:  # noqa: PT011 - the failing rank raises the cause itself
+            call(**arguments)
+    return str(raised.value)
+
+
+def failing_save_job(folder, fault, failing_rank):
+    engine = create_engine(2, "bf16")
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder)
+    said = fails_on_one_rank(engine.save_checkpoint, break_save, engine, fault, failing_rank, save_dir=folder, tag="x")
+    dist.barrier()
+    left = sorted(os.listdir(folder))
+    other = create_engine(2, "bf16", seed=1)
+    path, _ = other.load_checkpoint(folder)
+    return said, left, path
+
+
+@pytest.mark.parametrize("fault", SAVE_FAULTS)
+def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path, fault):
+    rank, words = SAVE_FAULTS[fault]
+    outcomes = run_ranks(2, failing_save_job, str(tmp_path), fault, rank, timeout_s=60)
+    cause = outcomes[rank][0]
+    assert words in cause
+    assert f"rank {rank}: " in outcomes[1 - rank][0]
+    assert cause in outcomes[1 - rank][0]
+    for _, left, path in outcomes:
+        assert left == ["global_step1", "latest", "zero_to_fp32.py"], "nothing of the failed save takes up room"
+        assert path == str(tmp_path / "global_step1" / "mp_rank_00_model_states.pt")
+
+
+def failing_load_job(folder, fault, failing_rank):
+    engine = create_engine(2, "bf16")
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder)
+    said = fails_on_one_rank(engine.load_checkpoint, break_load, engine, fault, failing_rank, load_dir=folder)
+    assert create_engine(2, "bf16", seed=1).load_checkpoint(folder)[0], "the ranks still answer each other"
+    return said
+
+
+@pytest.mark.parametrize("fault", LOAD_FAULTS)
+def test_a_load_that_fails_on_one_rank_fails_on_all(tmp_path, fault):
+    rank, words = LOAD_FAULTS[fault]
+    said = run_ranks(2, failing_load_job, str(tmp_path), fault, rank, timeout_s=60)
+    assert words in said[rank]
+    assert f"rank {rank}: " in said[1 - rank]
+    assert said[rank] in said[1 - rank]
+
+
+def other_tag_job(folder):
+    engine = create_engine(1, "fp32")
+    engine.save_checkpoint(folder, tag="a")
+    engine.save_checkpoint(folder, tag="b")
+    with pytest.raises(CheckpointError, match="rank 0: a, rank 1: b"):
+        engine.load_checkpoint(folder, tag="ab"[dist.get_rank()])
+    with pytest.raises(CheckpointError, match="rank 0: a, rank 1: b"):
+        engine.load_checkpoint(folder, tag=None if dist.get_rank() else "a")
+
+
+def test_ranks_that_load_different_tags_load_nothing(tmp_path):
+    run_ranks(2, other_tag_job, str(tmp_path), timeout_s=60)
 
 
 def save_job(folder, stage, precision="bf16"):

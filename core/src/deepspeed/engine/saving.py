@@ -8,8 +8,9 @@ from torch.optim import Optimizer
 
 from deepspeed import comm
 from deepspeed._version import __version__
-from deepspeed.checkpoint import Checkpointer, LoadedCheckpoint, create_store, validate_tag
-from deepspeed.config import DeepSpeedConfig
+from deepspeed.checkpoint import Checkpointer, LoadedCheckpoint, check_new_tag, create_store, validate_tag
+from deepspeed.comm.values import all_gather_values
+from deepspeed.config import DeepSpeedConfig, redacted
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.events import tell
 from deepspeed.engine.export import Export
@@ -54,19 +55,26 @@ class Saving(Export):
         Returns:
             True. Failures raise CheckpointError on every rank, and the former checkpoint stays.
         """
-        tag = validate_tag(
-            f"global_step{self.global_steps}" if tag is None else tag, self._config.checkpoint.tag_validation, _gather
-        )
         writes_model = self.checkpointer.writes_model
+
+        def collect() -> tuple[str, dict[str, Any] | None, dict[str, Any] | None]:
+            return (
+                check_new_tag(f"global_step{self.global_steps}" if tag is None else tag),
+                _model_state(self, exclude_frozen_parameters) if writes_model else None,
+                _shard_state(self),
+            )
+
+        name, model_state, shard_state = self.checkpointer.together(collect, f"save a checkpoint in {save_dir}")
+        validate_tag(name, self._config.checkpoint.tag_validation, _gather)
         self.checkpointer.save(
             save_dir,
-            tag,
-            model_state=_model_state(self, exclude_frozen_parameters) if writes_model else None,
-            shard_state=_shard_state(self),
+            name,
+            model_state=model_state,
+            shard_state=shard_state,
             client_state=client_state,
             save_latest=save_latest,
         )
-        tell("ds_checkpoint_saved", directory=save_dir, tag=tag)
+        tell("ds_checkpoint_saved", directory=save_dir, tag=name)
         return True
 
     def load_checkpoint(
@@ -78,30 +86,33 @@ class Saving(Export):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any]]:
+    ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what `save_checkpoint` saved; every rank calls it.
 
         Args:
             tag: default: the one that `latest` names.
             load_module_strict: the module's names must match exactly; shapes under common names must in any case.
-            load_optimizer_states: False leaves the optimizer's state as it is; fp32 masters start from the loaded
-                weights.
+            load_optimizer_states: False leaves the optimizer's state as it is; fp32 master weights start from the
+                loaded weights.
             load_lr_scheduler_states: False leaves the schedule.
             load_module_only: weights only; counters stay too.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of `load_state_dict`.
 
         Returns:
-            The model file's path and the client state; (None, {}) if there is no checkpoint.
+            The model file's path and the client state; (None, None), with a warning, if `tag` is None and there is no
+            file `latest`.
 
         Raises:
-            CheckpointError: on every rank, for a checkpoint that does not fit; nothing was changed.
+            CheckpointError: on every rank, for a checkpoint that is missing or does not fit; nothing was changed.
+            Exception: what the module, the scheduler or `custom_load_fn` raises while it takes its state; on the other
+                ranks a CheckpointError with that reason. The model may then be loaded in part.
         """
         with_optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
         loaded = self.checkpointer.load(
             load_dir, tag, load_shard=with_optimizer and self.sharding.stage > 0, zero_stages=self._loadable_stages()
         )
         if loaded is None:
-            return None, {}
+            return None, None
         state = loaded.model_state
 
         def check() -> None:
@@ -110,23 +121,23 @@ class Saving(Export):
             if with_optimizer:
                 _check_optimizer(self, loaded)
 
-        self.checkpointer.together(check, f"load {loaded.path}")
-        self.sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights
-        if custom_load_fn is not None:
-            custom_load_fn(src=state["module"], dst=self.module)
-        else:
-            self.module.load_state_dict(state["module"], strict=load_module_strict)
-        if with_optimizer:
-            _restore_optimizer(self, loaded)
-        else:
-            self.sharding.masters_from_weights()
-        if not load_module_only:
-            self.global_steps = int(state["global_steps"])
-            self.global_samples = int(state["global_samples"])
-            self.skipped_steps = int(state["skipped_steps"])
-            self.schedule.micro_steps = self.global_steps * self.schedule.num_steps
-            if load_lr_scheduler_states and self.lr_scheduler is not None and state.get("lr_scheduler") is not None:
-                self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        def restore() -> None:
+            self.sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights
+            if custom_load_fn is not None:
+                custom_load_fn(src=state["module"], dst=self.module)
+            else:
+                self.module.load_state_dict(state["module"], strict=load_module_strict)
+            if with_optimizer:
+                _restore_optimizer(self, loaded)
+            else:
+                self.sharding.masters_from_weights()
+            if not load_module_only:
+                _restore_progress(self, state, load_lr_scheduler_states)
+
+        for step in (check, restore):
+            self.checkpointer.together(step, f"load {loaded.path}")
+        if with_optimizer and loaded.shard_state is not None:
+            self.sharding.publish_all()  # a collective: only after every rank has restored its shard
         return loaded.path, loaded.client_state
 
     def _loadable_stages(self) -> tuple[int, ...]:
@@ -174,7 +185,7 @@ def _model_state(engine: "Saving", exclude_frozen: bool) -> dict[str, Any]:
         "global_samples": engine.global_samples,
         "dp_world_size": sharding.world_size,
         "mp_world_size": 1,
-        "ds_config": engine.config,
+        "ds_config": redacted(engine.config),
         "ds_version": __version__,
     }
 
@@ -192,7 +203,7 @@ def _shard_state(engine: "Saving") -> dict[str, Any] | None:
         "clip_grad": engine.precision.clip_norm,
         "ds_version": __version__,
     }
-    return {"optimizer_state_dict": optimizer_state, "ds_config": engine.config, "ds_version": __version__}
+    return {"optimizer_state_dict": optimizer_state, "ds_config": redacted(engine.config), "ds_version": __version__}
 
 
 def _check_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:
@@ -236,14 +247,21 @@ def _restore_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:
         engine.optimizer.load_state_dict(loaded.model_state["optimizer"])
         return
     saved = loaded.shard_state["optimizer_state_dict"]
-    engine.sharding.load_state_dict(saved)
+    states.restore(engine.sharding, saved, load_optimizer_states=True)
     if isinstance(saved.get("loss_scaler"), dict):
         engine.precision.loss_scaler.load_state_dict(saved["loss_scaler"])
 
 
+def _restore_progress(engine: "Saving", state: Mapping[str, Any], with_scheduler: bool) -> None:
+    """Counters and, with `with_scheduler`, the learning rate schedule."""
+    engine.global_steps = int(state["global_steps"])
+    engine.global_samples = int(state["global_samples"])
+    engine.skipped_steps = int(state["skipped_steps"])
+    engine.schedule.micro_steps = engine.global_steps * engine.schedule.num_steps
+    if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+
+
 def _gather(value: Any) -> list[Any]:
-    """Every rank's small value, in rank order."""
-    values: list[Any] = [value] * comm.get_world_size()
-    if len(values) > 1:
-        comm.all_gather_object(values, value)
-    return values
+    """Every rank's text, in rank order."""
+    return all_gather_values(value) if comm.get_world_size() > 1 else [value]

@@ -306,6 +306,21 @@ def test_dump_state(make_engine, lines):
     assert not any("gradient_clipping" in text for _, text in lines)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_secrets_are_neither_printed_nor_saved(make_engine, lines, tmp_path, stage):
+    secret = "hunter2-hunter2"
+    sections = {"comet": {"api_key": secret}, "monitor_plugins": {"mine": {"enabled": False, "key": secret}}}
+    engine = make_engine(Net(), dump_state=True, zero_optimization={"stage": stage}, **sections)
+    engine.save_checkpoint(str(tmp_path), tag="a")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(path.suffix == ".pt" for path in files) == (2 if stage else 1)
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+    assert secret not in "".join(text for _, text in lines)
+    assert engine.config["comet"]["api_key"] == secret
+    model = torch.load(tmp_path / "a" / "mp_rank_00_model_states.pt", weights_only=True)
+    assert model["ds_config"]["comet"] == {"api_key": "<redacted>"}
+
+
 # ---- data, weights, the end -------------------------------------------------------------------------------------
 
 
