@@ -326,6 +326,7 @@ SAVE_FAULTS = {
 LOAD_FAULTS = {
     "tag": (1, "tag: '' cannot name"),
     "load_dir": (1, "not NoneType"),
+    "load_dir with a tag": (1, "not NoneType"),
     "custom_load_fn": (1, "planted"),
     "module hook": (1, "planted"),
     "optimizer": (1, "planted"),
@@ -359,6 +360,8 @@ def break_load(engine, fault, patch, arguments):
         arguments["tag"] = ""
     elif fault == "load_dir":
         arguments["load_dir"] = None
+    elif fault == "load_dir with a tag":
+        arguments.update(load_dir=None, tag="global_step1")
     elif fault == "custom_load_fn":
         arguments["custom_load_fn"] = broken
     elif fault == "module hook":

@@ -188,9 +188,13 @@ class Checkpointer:
 
     def _agreed_tag(self, load_dir: str | Path, tag: str | None) -> str | None:
         """The tag to load, the same on all ranks: `tag`, or what `latest` names; None if there is no such file."""
+
+        def find() -> str | None:
+            directory = Path(load_dir)
+            return read_latest(directory) if tag is None else check_tag(tag)
+
         name = self.together(
-            lambda: read_latest(Path(load_dir)) if tag is None else check_tag(tag),
-            f"read {os.path.join(str(load_dir), layout.LATEST_FILE)}" if tag is None else f"load {load_dir}/{tag}",
+            find, f"load {os.path.join(str(load_dir), layout.LATEST_FILE if tag is None else str(tag))}"
         )
         names = self._gather(name)
         if len(set(names)) > 1:

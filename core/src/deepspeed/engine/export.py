@@ -61,14 +61,14 @@ class Export:
         Returns:
             True: whole weights were saved.
         """
-        path = Path(save_dir) / save_filename
 
         def write() -> None:
+            path = Path(save_dir) / save_filename
             if comm.get_rank() == 0:
                 state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
                 save_state_dict_file(state, path)
 
-        self.checkpointer.together(write, f"save {path}")
+        self.checkpointer.together(write, f"save {save_filename} in {save_dir}")
         return True
 
     save_fp16_model = save_16bit_model  # the documented older name
