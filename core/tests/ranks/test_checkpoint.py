@@ -397,7 +397,7 @@ def failing_save_job(folder, fault, failing_rank):
 @pytest.mark.parametrize("fault", SAVE_FAULTS)
 def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path, fault):
     rank, words = SAVE_FAULTS[fault]
-    outcomes = run_ranks(2, failing_save_job, str(tmp_path), fault, rank, timeout_s=60)
+    outcomes = run_ranks(2, failing_save_job, str(tmp_path), fault, rank)
     cause = outcomes[rank][0]
     assert words in cause
     assert f"rank {rank}: " in outcomes[1 - rank][0]
@@ -419,7 +419,7 @@ def failing_load_job(folder, fault, failing_rank):
 @pytest.mark.parametrize("fault", LOAD_FAULTS)
 def test_a_load_that_fails_on_one_rank_fails_on_all(tmp_path, fault):
     rank, words = LOAD_FAULTS[fault]
-    said = run_ranks(2, failing_load_job, str(tmp_path), fault, rank, timeout_s=60)
+    said = run_ranks(2, failing_load_job, str(tmp_path), fault, rank)
     assert words in said[rank]
     assert f"rank {rank}: " in said[1 - rank]
     assert said[rank] in said[1 - rank]
@@ -436,7 +436,7 @@ def other_tag_job(folder):
 
 
 def test_ranks_that_load_different_tags_load_nothing(tmp_path):
-    run_ranks(2, other_tag_job, str(tmp_path), timeout_s=60)
+    run_ranks(2, other_tag_job, str(tmp_path))
 
 
 def save_job(folder, stage, precision="bf16"):
