@@ -47,6 +47,7 @@ CAUSE_GRACE_S = 5.0  # how long a rank whose failure is another's may be ahead o
 # preemption with it, and a rank may want to save; torch's agent waits 30 s as well.
 INTERRUPT_STEPS = ((signal.SIGINT, 3.0), (signal.SIGTERM, 3.0))
 TERMINATE_STEPS = ((signal.SIGTERM, 30.0),)
+_REPORT_INTERVAL_S = 0.1  # how often a look is taken for a report, which comes before its rank ends
 _MONITOR_INTERVAL_S = 0.001  # the agent insists on a sleep between two calls; the waiting is done in _monitor_workers
 _RENDEZVOUS_TIMEOUT_S = 900
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -147,31 +148,27 @@ class NodeAgent(SimpleElasticAgent):
         Then it is the next one with a reason of its own, that ends within `CAUSE_GRACE_S` or has reported an uncaught
         exception; `first` if there is none.
         """
+        if not may_be_a_consequence(self._end_of(first)):
+            return first
         deadline = time.monotonic() + CAUSE_GRACE_S
-        candidate: int | None = first
-        while candidate is not None:
-            if _peek(self._processes[candidate]) == 0:
-                self._processes[candidate].wait()
-            elif not may_be_a_consequence(self._end_of(candidate)):
-                return candidate
-            for local_rank in self._running:
+        while self._running and time.monotonic() < deadline:
+            for local_rank in [*self._running, *self._next_end(_REPORT_INTERVAL_S)]:
                 end = self._end_of(local_rank)
-                if end.uncaught is not None and not may_be_a_consequence(end):
+                if (end.return_code != 0 or end.uncaught is not None) and not may_be_a_consequence(end):
                     return local_rank
-            candidate = self._next_end(deadline)
         return first
 
-    def _next_end(self, deadline_s: float) -> int | None:
-        """The next local rank to end; None if none does in time."""
-        left = deadline_s - time.monotonic()
-        if not self._running or left <= 0:
-            return None
+    def _next_end(self, seconds: float) -> list[int]:
+        """The next local rank to end; none if none does in time."""
         try:
-            local_rank = self._ended.get(timeout=left)
+            local_rank = self._ended.get(timeout=seconds)
         except queue.Empty:
-            return None
+            return []
         self._running.discard(local_rank)
-        return local_rank
+        process = self._processes[local_rank]
+        if _peek(process) == 0:
+            process.wait()
+        return [local_rank]
 
     def _blame(self, local_rank: int) -> None:
         """Stop the job because of this rank."""

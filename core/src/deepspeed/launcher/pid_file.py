@@ -10,7 +10,7 @@ from pathlib import Path
 from deepspeed.errors import ConfigError
 from deepspeed.launcher.console import write_console
 
-FOLDER = Path("/tmp")  # noqa: S108 - a documented address; the file is made anew and never followed as a link
+FOLDER = Path("/tmp")  # noqa: S108 - a documented address; the file is created and never followed as a link
 
 
 @contextmanager
