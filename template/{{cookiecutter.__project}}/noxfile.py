@@ -1,12 +1,22 @@
 """Every task of this repository; CI only calls it. `nox -s tests -- -k lion` passes words on to pytest."""
 
-{% if cookiecutter.__has_kernels -%}
+import os
+{%- if cookiecutter.__has_kernels %}
 from pathlib import Path
+{%- endif %}
 
-{% endif -%}
 import nox
 
 nox.options.sessions = ["lint", "types", "tests"]
+
+# The repository of ds-core as pip takes it, "git+https://host/owner/ds-core@main"; empty where an index has ds-core.
+DS_CORE_URL = os.environ.get("DS_CORE_URL", "")
+
+
+def _ds_core() -> list[str]:
+    """ds-core and the kernels for host memory as requirements, from `DS_CORE_URL` if it is set."""
+    folders = {"ds-core": "core", "ds-ext-cpu": "extensions/ds-ext-cpu"}
+    return [f"{name} @ {DS_CORE_URL}#subdirectory={folder}" for name, folder in folders.items() if DS_CORE_URL]
 
 
 @nox.session
@@ -24,21 +34,21 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Types, by mypy as pyproject.toml sets it up."""
-    session.install("mypy", ".[test]")
+    session.install("mypy", *_ds_core(), ".[test]")
     session.run("mypy")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything in tests/, the conformance suite among it, on this machine's device."""
-    session.install(".[test,host-ops]")
+    session.install(*_ds_core(), ".[test,host-ops]")
     session.run("pytest", *session.posargs)
 
 
 @nox.session
 def conformance(session: nox.Session) -> None:
     """A report for users: what the accelerator can do, and how it passed."""
-    session.install(".[test,host-ops]")
+    session.install(*_ds_core(), ".[test,host-ops]")
     session.run("ds_conformance", *session.posargs, env={"DS_ACCELERATOR": "{{ cookiecutter.device_name }}"})
 
 
