@@ -1,6 +1,7 @@
 """What cookiecutter makes of the choices: refused with a reason, or code that is clean and short whatever the name."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,25 @@ def succeeds(project, tool, *words):
     command = [str(Path(sys.executable).with_name(tool)), *words]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{tool}:\n{done.stdout}\n{done.stderr}"
+
+
+def test_ds_core_may_come_from_a_repository(tmp_path):
+    """It is on no index: nox and CI take it from `DS_CORE_URL`."""
+    project = rendered(tmp_path)
+    assert "DS_CORE_URL: ${{ vars.DS_CORE_URL }}" in (project / ".github/workflows/ci.yml").read_text()
+    program = "import noxfile; print(*noxfile._ds_core(), sep='\\n')"
+    for url, wanted in (
+        ("", [""]),
+        (
+            "git+https://host/owner/ds-core@main",
+            [
+                "ds-core @ git+https://host/owner/ds-core@main#subdirectory=core",
+                "ds-ext-cpu @ git+https://host/owner/ds-core@main#subdirectory=extensions/ds-ext-cpu",
+            ],
+        ),
+    ):
+        environment = {**os.environ, "DS_CORE_URL": url}
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=project, env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.rstrip("\n").split("\n") == wanted

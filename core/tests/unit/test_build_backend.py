@@ -11,7 +11,7 @@ import pytest
 CORE = Path(__file__).parents[2]
 # what pip calls, each in a process of its own
 HOOKS = ("get_requires_for_build_wheel", "prepare_metadata_for_build_wheel", "build_wheel")
-CALL = "import sys; sys.path.insert(0, ''); import build_backend; print(getattr(build_backend, sys.argv[1])(*sys.argv[2:]))"
+CALL = "import sys; sys.path[0] = ''; import build_backend; print(getattr(build_backend, sys.argv[1])(*sys.argv[2:]))"
 
 
 @pytest.mark.skipif(not (CORE / "build_backend.py").is_file(), reason="not a checkout")
