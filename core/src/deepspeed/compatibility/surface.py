@@ -17,19 +17,40 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.DeepSpeedConfig",
             D,
-            "Unknown keys inside a section are errors; see the page on the configuration.",
+            "An unknown key inside a section is an error; at the top level a warning, or an error with "
+            "`DS_CONFIG_STRICT=1`.",
         ),
+        ("zero_optimization.overlap_comm", D, "True by default at every stage; DeepSpeed has false at 0 to 2."),
+        (
+            "zero_optimization: allgather_bucket_size, reduce_scatter, contiguous_gradients, round_robin_gradients",
+            D,
+            "Accepted without effect: the communication backend chooses.",
+        ),
+        ("optimizer.params of Muon", D, "`torch_adam`, `adam_w_mode` and `per_head_muon` are refused."),
         ("deepspeed.DeepSpeedConfigError", W, "It is `deepspeed.errors.ConfigError`, also a `ValueError`."),
         ("deepspeed.ADAM_OPTIMIZER", W, "Its name in the configuration; `LAMB_OPTIMIZER` likewise."),
-        ("deepspeed.runtime.constants", W, "Keys and defaults of the configuration."),
+        ("deepspeed.runtime.constants", D, "Keys and defaults of the configuration; not the `SPARSE_*` details."),
         ("deepspeed.OnDevice", D, "Sets torch's default device and dtype; an explicit `dtype=` is kept."),
         ("deepspeed.__version__", D, "DeepSpeed's version with a local part, `+core...`."),
         ("deepspeed.git_version_info", W, "Each name is computed when it is read."),
         ("deepspeed (launcher), one host", W, "The flags are in the page on the launcher."),
         ("deepspeed (launcher), several hosts", D, "OpenSSH starts the hosts; the page on the launcher has the flags."),
-        ("deepspeed --version", W, "Prints the version."),
-        ("ds_report, python -m deepspeed.env_report", W, "Accelerators, ops, versions and paths."),
-        ("ds_ssh, dsr", W, "As in DeepSpeed."),
+        ("deepspeed.pt, deepspeed --version", W, "The launcher's other name, and its version."),
+        ("--save_pid", W, "`/tmp/<pid>.ds`, removed at the end."),
+        (
+            "errors of a job under the launcher",
+            D,
+            "The cause once and last, a ConfigError in one line; DeepSpeed prints every rank's traceback.",
+        ),
+        ("SIGUSR1, SIGUSR2, SIGQUIT to the launcher", D, "Passed on to the ranks."),
+        ("ds_report, dsr, python -m deepspeed.env_report", W, "Accelerators, ops, versions and paths."),
+        ("deepspeed.env_report.main", W, "`cli_main` too; `op_report` and `debug_report` are not there."),
+        (
+            "ds_ssh",
+            D,
+            "Runs a command on every host of a hostfile, by pdsh if there is one, else by ssh; the exit code is the "
+            "largest of the hosts'.",
+        ),
         ("ds_bench, ds_io, ds_nvme_tune, ds_elastic", N, "These command line tools do not exist here."),
     ],
     "Training": [
@@ -95,6 +116,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
     "Checkpoints": [
         ("deepspeed.DeepSpeedEngine.save_checkpoint", W, "DeepSpeed's file layout."),
         ("deepspeed.DeepSpeedEngine.load_checkpoint", D, "Never unpickles arbitrary objects."),
+        (
+            "tags of checkpoints",
+            D,
+            "No slash, control character, leading dot or white space at an end; at most 200 bytes.",
+        ),
+        ("ds_config in checkpoint files", D, "Secrets are replaced by `<redacted>`."),
         ("deepspeed.DeepSpeedEngine.save_16bit_model", W, "`save_fp16_model` too."),
         (
             "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
@@ -141,8 +168,21 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
     ],
     "Accelerator and builders": [
         ("deepspeed.accelerator.get_accelerator", W, "Devices come from extensions; `DS_ACCELERATOR` names one."),
-        ("deepspeed.accelerator.set_accelerator", W, "None is refused."),
-        ("deepspeed.accelerator.DeepSpeedAccelerator", W, "The abstract methods are DeepSpeed's."),
+        (
+            "deepspeed.accelerator.set_accelerator",
+            D,
+            "An object of another class is wrapped, where DeepSpeed raises; None raises.",
+        ),
+        ("deepspeed.accelerator.real_accelerator.ds_accelerator", D, "For reading only; None before the choice."),
+        ("deepspeed.accelerator.is_current_accelerator_supported", D, "Asks whether the device is available."),
+        (
+            "deepspeed.accelerator.DeepSpeedAccelerator",
+            W,
+            "All documented methods; none is abstract, torch answers what a class omits.",
+        ),
+        ("get_op_builder of an unknown name, on the CPU", D, "None; DeepSpeed returns `NotImplementedBuilder`."),
+        ("Stream, Event and current_stream of the CPU", D, "Objects that do nothing; DeepSpeed returns None."),
+        ("deepspeed.accelerator.<device>_accelerator", D, "The classes are in `ds_ext_<device>.accelerator`."),
         ("deepspeed.ops.op_builder.OpBuilder", W, "Compiled libraries are private to the user."),
         ("deepspeed.ops.__compatible_ops__", D, "Computed when it is read."),
         ("deepspeed.ops.transformer.DeepSpeedTransformerLayer", N, "`DeepSpeedTransformerConfig` neither."),
