@@ -1,6 +1,8 @@
 """Exchanges by reading each other's memory: when they are taken, and what is said when a rank does not come."""
 
 import os
+import re
+import threading
 
 import deepspeed
 import deepspeed.comm as dist
@@ -44,19 +46,23 @@ def board_job():
     number = queue._first
     slot = boards._slot(number)
     assert peer.announced(number) is None
-    queue.board.announce(number, 4096, 7)
-    assert peer.announced(number) == (4096, 7)
-    for word in (1, 2, 3):
+    queue.board.announce(number, 4096, (7, 8))
+    assert peer.announced(number) == (4096, (7, 8))
+    for word in (1, 2, 3, 4):
         queue.board._words[slot + word] += 1
         assert peer.announced(number) is None
         queue.board._words[slot + word] -= 1
-    queue.board.announce(number + boards.NUM_SLOTS, 4096, 7)
+    queue.board.announce(number + boards.NUM_SLOTS, 4096, (7, 8))
     assert peer.announced(number) is None
     assert not peer.is_done(number)
     queue.board._words[0] = number
     assert not peer.is_done(number)
     queue.board.set_done(number + 1)
     assert peer.is_done(number)
+    queue.board.leave(number + 1, number + (1 << boards.EPOCH_BITS))
+    assert peer.is_done(number + 1)
+    with pytest.raises(boards.PeerLeft):
+        peer.is_done(number + 2)
     return True
 
 
@@ -83,20 +89,6 @@ def reuse_job(kind):
     return read.unique().tolist()
 
 
-def finish_job():
-    """`finish` ends when peers have read, not when this rank has nothing left to read."""
-    queue, rank = connected(), dist.get_rank()
-    flat = torch.full((1000,), rank + 1.0)
-    if rank == 1:
-        queue.reduce_to_owners(flat, WHOLE)
-        dist.barrier()
-        queue.finish()
-        return queue.peers[0]._done == queue._next - 1
-    dist.barrier()
-    queue.reduce_to_owners(flat, WHOLE).wait()
-    return bool((flat == 3).all())
-
-
 def crossed_groups_job():
     """Rank 0 waits in the second group, and must go on with the first, for which rank 1 waits."""
     first, second, rank = connected(), connected(), dist.get_rank()
@@ -113,21 +105,81 @@ def crossed_groups_job():
     return bool((x == 2).all() and (y == 2).all())
 
 
-def mismatch_job(numel, dtype, kind):
-    """Rank 1 makes another exchange than rank 0, which says so, and says so again, and can leave the group."""
+def threads_job():
+    """A thread with a group of its own each, all in one backend. They start together, on every rank."""
+    backend, world_size = TorchBackend("gloo"), dist.get_world_size()
+    groups = [dist.new_group(range(world_size)) for _ in range(3)]
+    for group in groups:
+        backend.connect(group)
+    start, wrong = threading.Barrier(len(groups)), []
+
+    def train(place, group):
+        start.wait()
+        try:
+            for number in range(300):
+                flat = torch.full((64,), float(place + number))
+                backend.reduce(flat, group).wait()
+                if not (flat == world_size * (place + number)).all():
+                    wrong.append((place, number))
+        except CommError as error:
+            wrong.append((place, repr(error)))
+
+    threads = [threading.Thread(target=train, args=item) for item in enumerate(groups)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def crossed_threads_job():
+    """Rank 0 issues in the second group when it waits in the first, and rank 1 the other way round."""
+    queues, flats = [connected(), connected()], [torch.ones(1000), torch.ones(1000)]
+    is_issued, rank = threading.Event(), dist.get_rank()
+
+    def run(place):
+        if place != rank:
+            is_issued.wait()
+        work = queues[place].reduce(flats[place])
+        is_issued.set()
+        work.wait()
+
+    thread = threading.Thread(target=run, args=(1,))
+    thread.start()
+    run(0)
+    thread.join()
+    return bool((flats[0] == 2).all() and (flats[1] == 2).all())
+
+
+def other_groups_failure_job():
+    """Rank 0 comes upon a mismatch in the first group when it waits in the second, which goes on."""
+    first, second, rank = connected(), connected(), dist.get_rank()
+    flat, other = torch.ones(1000 - rank), torch.ones(10)
+    if rank == 0:
+        work = first.gather_from_owners(flat, [Piece(0, 10, 1)])
+        dist.barrier()
+        second.reduce(other).wait()
+        with pytest.raises(CommError, match="rank 0 makes a copy of 1000 float32"):
+            work.wait()
+    else:
+        dist.barrier()
+        with pytest.raises(CommError, match="rank 0 makes a copy of 1000 float32"):
+            first.reduce_to_owners(flat, [Piece(0, 10, 1)]).wait()
+        second.reduce(other).wait()
+    return bool((other == 2).all())
+
+
+def mismatch_job(numel, dtype, kind, pieces):
+    """Rank 1 makes another exchange than rank 0. Both say so, and say so again, and can leave the group."""
     backend = TorchBackend("gloo")
     backend.connect()
-    if dist.get_rank() == 1:
-        flat = torch.zeros(numel, dtype=dtype)
-        (backend.gather_from_owners if kind == "copy" else backend.reduce_to_owners)(flat, [Piece(0, numel, 0)])
-        dist.barrier()
-        return None
-    dist.barrier()
-    flat = torch.zeros(1000)
+    mine = (1000, torch.float32, "sum", WHOLE) if dist.get_rank() == 0 else (numel, dtype, kind, pieces)
+    numel, dtype, kind, pieces = mine
+    exchange = backend.gather_from_owners if kind == "copy" else backend.reduce_to_owners
     messages = []
     for _ in range(2):
         with pytest.raises(CommError) as caught:
-            backend.reduce_to_owners(flat, WHOLE)
+            exchange(torch.zeros(numel, dtype=dtype), pieces).wait()
         messages.append(str(caught.value))
     backend.release()
     assert messages[0] == messages[1]
@@ -151,10 +203,11 @@ def interrupted_job():
             patch.setattr(direct, "add_in_rank_order", interrupt_the_second)
             with pytest.raises(KeyboardInterrupt):
                 queue.reduce_to_owners(flat, [Piece(0, flat.numel(), 0)]).wait()
-        with pytest.raises(CommError, match="an exchange was broken off: KeyboardInterrupt"):
+        with pytest.raises(CommError, match="a collective was interrupted: KeyboardInterrupt"):
             queue.gather_from_owners(flat, [Piece(0, flat.numel(), 0)])
     else:
-        queue.reduce_to_owners(flat, [Piece(0, flat.numel(), 0)]).wait()  # rank 0 will not read any more
+        with pytest.raises(CommError, match="^rank 0 left a collective of this group unfinished"):
+            queue.reduce_to_owners(flat, [Piece(0, flat.numel(), 0)]).wait()
     return True
 
 
@@ -193,10 +246,11 @@ def late_job():
         with pytest.raises(CommError) as caught:
             work.wait()
         message = str(caught.value)
-        queue.finish()  # does not wait again
     dist.barrier()
     if dist.get_rank() == 1:
-        assert queue.peers[0].is_done(queue._next)  # nobody waits for a rank that has given up
+        queue.gather_from_owners(flat, WHOLE).wait()  # rank 0 announced it before it gave up
+        with pytest.raises(boards.PeerLeft):
+            queue.reduce_to_owners(flat, WHOLE).wait()
     return message if dist.get_rank() == 0 else None
 
 
@@ -267,12 +321,21 @@ def test_a_buffer_is_free_when_it_was_read(kind, expected):
     assert second == ([2.0] if kind == "to owners" else expected)
 
 
-def test_finish_waits_for_the_readers():
-    assert run_ranks(2, finish_job) == [True, True]
-
-
 def test_a_wait_in_one_group_goes_on_with_the_other():
     assert run_ranks(2, crossed_groups_job) == [True, True]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_threads_with_a_group_each(world_size):
+    assert run_ranks(world_size, threads_job, timeout_s=60) == [[]] * world_size
+
+
+def test_threads_that_wait_in_opposite_orders():
+    assert run_ranks(2, crossed_threads_job, timeout_s=60) == [True, True]
+
+
+def test_a_failure_is_raised_to_the_callers_of_its_group():
+    assert run_ranks(2, other_groups_failure_job) == [True, True]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -281,16 +344,19 @@ def test_more_exchanges_than_places_on_the_board(world_size):
 
 
 @pytest.mark.parametrize(
-    ("numel", "dtype", "kind", "said"),
+    ("numel", "dtype", "kind", "pieces", "said"),
     [
-        (999, torch.float32, "sum", "a sum of 999 float32"),
-        (1000, torch.bfloat16, "sum", "a sum of 1000 bfloat16"),
-        (1000, torch.float32, "copy", "a copy of 1000 float32"),
+        (999, torch.float32, "sum", [Piece(0, 999, 0)], "a sum of 999 float32"),
+        (1000, torch.bfloat16, "sum", WHOLE, "a sum of 1000 bfloat16"),
+        (1000, torch.float32, "copy", WHOLE, "a copy of 1000 float32"),
+        (1000, torch.float32, "sum", [Piece(0, 500, 0)], "a sum of 1000 float32"),
+        (1000, torch.float32, "sum", [Piece(0, 500, 0), Piece(500, 1000, 1)], "a sum of 1000 float32"),
     ],
 )
-def test_ranks_that_exchange_different_things(numel, dtype, kind, said):
-    message = run_ranks(2, mismatch_job, numel, dtype, kind)[0]
-    assert message.startswith(f"rank 0 makes a sum of 1000 float32 where rank 1 makes {said}; all ranks")
+def test_ranks_that_exchange_different_things(numel, dtype, kind, pieces, said):
+    first, second = run_ranks(2, mismatch_job, numel, dtype, kind, pieces)
+    assert re.match(rf"rank 0 makes a sum of 1000 float32 \(.*\) where rank 1 makes {said} \(.*\); all ranks", first)
+    assert re.match(rf"rank 1 makes {said} \(.*\) where rank 0 makes a sum of 1000 float32 \(.*\); all ranks", second)
 
 
 def test_a_sum_that_was_interrupted_is_not_begun_again():

@@ -45,7 +45,8 @@ class Backend(Protocol):
 
     Call order: `connect` once per engine; `preferred_bucket_bytes` and `allocate` while buffers are built; then
     `reduce*` in backward, one `reduce` of a few fp64 or fp32 numbers per step, and `gather_from_owners` after the
-    update, each followed by `Work.wait`; `release` when an engine is destroyed.
+    update, each followed by `Work.wait`, or all by one `abandon` where a rank cannot go on; `release` when an engine is
+    destroyed.
 
     The exchanges do not wait for peers. All ranks of `group` (None: every rank) call them in the same order with the
     same sizes and pieces, and wait for them at the same places among the collectives of the program: an exchange may
@@ -88,5 +89,13 @@ class Backend(Protocol):
     ) -> Work:
         """Copy each piece from its owner's `flat_N` into everyone's."""
 
+    def abandon(self, works: Sequence[Work], group: ProcessGroup | None = None, *, failed: bool) -> None:
+        """Leave the collectives `works` of `group` unfinished; their buffers are not used any more. Waits for nobody.
+
+        `failed`: an exception is the reason, so peers that wait for this rank in `group` are to raise, and to name it.
+        Otherwise all ranks abandon the same collectives, and go on. Afterwards a collective in `group` works where that
+        is safe, and raises `CommError` where it is not.
+        """
+
     def release(self) -> None:
-        """Give back memory that is kept between exchanges. Exchanges in flight are finished first."""
+        """Give back memory that is kept between exchanges. Waits for nobody."""

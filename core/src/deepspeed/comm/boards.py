@@ -8,24 +8,34 @@ import ctypes
 import os
 import platform
 import secrets
+import zlib
+from array import array
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
+from deepspeed.comm.backend import Piece
 from deepspeed.comm.peer_memory import is_supported, read_memory
 from deepspeed.errors import CommError
 from deepspeed.log import logger
 
 #: exchanges of one group that a rank may have announced and a peer not yet done
 NUM_SLOTS = 256
+#: numbers of exchanges in one epoch: [Note: epochs] in direct.py
+EPOCH_BITS = 32
 
 #: Boards outlive their groups: a peer may look at one after the group has gone here, to know that all is done.
 _boards: list["Board"] = []
 #: by which a board names a dtype; the same on all ranks, which have the same torch
 _DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
 _KINDS = ("sum", "copy")
+_HEAD_WORDS, _SLOT_WORDS = 3, 5
+#: what the slot of a nonce announces, of which no exchange is made
+_NONCE = (0, 0)
 
 
 class What(NamedTuple):
@@ -34,33 +44,47 @@ class What(NamedTuple):
     kind: str
     numel: int
     dtype: torch.dtype
-
-    def encode(self) -> int:
-        """As one word for the board."""
-        return (self.numel << 16) | (_DTYPES.index(self.dtype) << 8) | _KINDS.index(self.kind)
+    pieces: int  # a checksum of them
 
     @classmethod
-    def decode(cls, word: int) -> "What":
+    def of(cls, kind: str, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> "What":
+        """What an exchange of these pieces of a buffer is."""
+        return cls(kind, flat_N.numel(), flat_N.dtype, zlib.crc32(array("q", chain.from_iterable(pieces))))
+
+    def encode(self) -> tuple[int, int]:
+        """As two words for the board."""
+        return (self.numel << 16) | (_DTYPES.index(self.dtype) << 8) | _KINDS.index(self.kind), self.pieces
+
+    @classmethod
+    def decode(cls, words: tuple[int, int]) -> "What":
         """The inverse of `encode`."""
-        return cls(_KINDS[word & 0xFF], word >> 16, _DTYPES[(word >> 8) & 0xFF])
+        word, pieces = words
+        return cls(_KINDS[word & 0xFF], word >> 16, _DTYPES[(word >> 8) & 0xFF], pieces)
 
     def __str__(self) -> str:
-        return f"a {self.kind} of {self.numel} {str(self.dtype).removeprefix('torch.')}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"a {self.kind} of {self.numel} {dtype} (checksum of its pieces {self.pieces:08x})"
+
+
+def epoch_of(number: int) -> int:
+    """The epoch of an exchange: [Note: epochs] in direct.py."""
+    return number >> EPOCH_BITS
 
 
 def _slot(number: int) -> int:
     """The index of the first word of an exchange's slot on a board."""
-    return 2 + 4 * (number % NUM_SLOTS)
+    return _HEAD_WORDS + _SLOT_WORDS * (number % NUM_SLOTS)
 
 
 class Board:
-    """What a rank tells its peers. Words of 64 bits: done, ~done, and per slot number, address, what, check.
+    """What a rank tells its peers. Words of 64 bits: done, left, check, and per slot number, address, what (2), check.
 
-    `~done` and `check`, which is number ^ address ^ what, show to a reader that what it saw was written together.
+    `left` is what was done of the epoch that the rank left last. A check, made of the words before it by xor, shows a
+    reader that what it saw was written together.
     """
 
     def __init__(self) -> None:
-        self._words = (ctypes.c_int64 * (2 + 4 * NUM_SLOTS))()
+        self._words = (ctypes.c_int64 * (_HEAD_WORDS + _SLOT_WORDS * NUM_SLOTS))()
         self.set_done(0)
         _boards.append(self)
 
@@ -68,18 +92,31 @@ class Board:
     def address(self) -> int:
         return ctypes.addressof(self._words)
 
-    def announce(self, number: int, address: int, what: int) -> None:
+    def announce(self, number: int, address: int, what: tuple[int, int]) -> None:
         """The buffer of this exchange is ready to be read there."""
-        slot = _slot(number)
-        self._words[slot : slot + 4] = [number, address, what, number ^ address ^ what]
+        slot, (kind, pieces) = _slot(number), what
+        self._words[slot : slot + _SLOT_WORDS] = [number, address, kind, pieces, number ^ address ^ kind ^ pieces]
 
     def set_done(self, number: int) -> None:
         """Nothing of the peers is needed any more for the exchanges up to this one."""
-        self._words[0:2] = [number, ~number]
+        left = self._words[1]
+        self._words[0:_HEAD_WORDS] = [number, left, ~(number ^ left)]
+
+    def leave(self, done: int, number: int) -> None:
+        """As `set_done(number)` of another epoch, when the last one was `done` of this one."""
+        self._words[0:_HEAD_WORDS] = [number, done, ~(number ^ done)]
 
 
 class PeerGone(CommError):
     """The process of a rank has ended."""
+
+
+class PeerLeft(CommError):
+    """A rank left its collectives unfinished, or cannot go on. `done` is what its board says."""
+
+    def __init__(self, rank: int, done: int) -> None:
+        super().__init__(f"rank {rank} left a collective of this group unfinished; its own output says why")
+        self.done = done
 
 
 class Peer:
@@ -93,33 +130,53 @@ class Peer:
         self.rank = rank
         self._process = process
         self._board = board
-        self._words = (ctypes.c_int64 * 4)()
-        self._done = 0
+        self._words = (ctypes.c_int64 * _SLOT_WORDS)()
+        self._done = self._left = 0
 
     def read(self, address: int, into: torch.Tensor) -> None:
         """Fill `into` with what lies at `address` there."""
         self._read(address, into.data_ptr(), into.numel() * into.element_size())
 
-    def announced(self, number: int) -> tuple[int, int] | None:
+    def announced(self, number: int) -> tuple[int, tuple[int, int]] | None:
         """The address of its buffer for this exchange and what it exchanges; None while it has not announced it."""
-        self._read(self._board + 8 * _slot(number), ctypes.addressof(self._words), 32)
-        found, address, what, check = self._words
-        return (address, what) if found == number and check == found ^ address ^ what else None
+        self._read(self._board + 8 * _slot(number), ctypes.addressof(self._words), 8 * _SLOT_WORDS)
+        found, address, kind, pieces, check = self._words
+        is_whole = check == found ^ address ^ kind ^ pieces
+        return (address, (kind, pieces)) if found == number and is_whole else None
 
     def is_done(self, number: int) -> bool:
         """Whether it has read what it needs for the exchanges up to this one.
 
         One whose process has ended needs nothing any more. If it crashed, the next read from it says so.
+
+        Raises:
+            PeerLeft: it has not, and is in a later epoch.
         """
+        try:
+            self._look_for(number)
+        except PeerGone:
+            return True
+        if epoch_of(self._done) <= epoch_of(number):
+            return self._done >= number
+        if epoch_of(self._left) == epoch_of(number) and self._left >= number:
+            return True
+        raise PeerLeft(self.rank, self._done)
+
+    def is_beyond(self, number: int) -> bool:
+        """Whether it is in a later epoch, or has ended: it reads nothing any more of the epoch of `number`."""
+        try:
+            self._look_for((epoch_of(number) + 1) << EPOCH_BITS)
+        except PeerGone:
+            return True
+        return epoch_of(self._done) > epoch_of(number)
+
+    def _look_for(self, number: int) -> None:
+        """Read up to where it is done, if it was not done with `number` when we last looked."""
         if self._done < number:
-            try:
-                self._read(self._board, ctypes.addressof(self._words), 16)
-            except PeerGone:
-                return True
-            done, check, *_ = self._words
-            if check == ~done:
-                self._done = done
-        return self._done >= number
+            self._read(self._board, ctypes.addressof(self._words), 8 * _HEAD_WORDS)
+            done, left, check, *_ = self._words
+            if check == ~(done ^ left):
+                self._done, self._left = done, left
 
     def _read(self, source: int, target: int, num_bytes: int) -> None:
         try:
@@ -151,7 +208,7 @@ class Meeting(NamedTuple):
 
     board: Board
     peers: dict[int, Peer]  # by rank in the group
-    first: int  # number of the first exchange
+    first_epoch: int
 
 
 def meet(group: ProcessGroup) -> Meeting | None:
@@ -161,7 +218,7 @@ def meet(group: ProcessGroup) -> Meeting | None:
     """
     rank, world_size = torch_dist.get_rank(group), torch_dist.get_world_size(group)
     board, nonce = Board(), secrets.randbits(60)
-    board.announce(nonce, board.address, 0)
+    board.announce(nonce, board.address, _NONCE)
     wanted = os.environ.get("DS_COMM_DIRECT", "1") != "0" and is_supported()
     mine = torch.tensor(_Facts(wanted, os.getpid(), board.address, nonce), device="cpu")
     told = [torch.empty_like(mine) for _ in range(world_size)]
@@ -181,7 +238,7 @@ def meet(group: ProcessGroup) -> Meeting | None:
         reason = refusals[0] if refusals else "another rank cannot"
         logger.debug("ranks do not read each other's memory, but send: %s", reason)
         return None
-    return Meeting(board, peers, first=facts[0].nonce + 1)
+    return Meeting(board, peers, first_epoch=epoch_of(facts[0].nonce) + 1)
 
 
 def _blindness(peer: Peer, facts: _Facts) -> str | None:
@@ -190,4 +247,4 @@ def _blindness(peer: Peer, facts: _Facts) -> str | None:
         found = peer.announced(facts.nonce)
     except CommError as error:  # the kernel forbids it, or the process is another machine's
         return str(error)
-    return None if found == (facts.board, 0) else f"rank {peer.rank} is on another machine"
+    return None if found == (facts.board, _NONCE) else f"rank {peer.rank} is on another machine"

@@ -14,23 +14,36 @@ exchanges in the order of issue, and looks at the boards whenever it issues one 
 between. So a wait ends when the peers have come to that exchange *and* issue or wait for one after it, as ranks of one
 program do that wait at the same places.
 
+[Note: threads] A wait advances the queues of all groups, in whatever thread it runs: autograd may run hooks in a thread
+of its own. One lock serves all queues. It is held for one look at the boards, never while a thread pauses: a thread
+that waits for peers does not keep another one from issuing what those peers wait for. A failure in the queue of another
+group is raised to the callers of that group, not to the thread that saw it.
+
+[Note: epochs] A rank that leaves its collectives unfinished (`abandon`) begins an epoch: its numbers continue at the
+next multiple of 2**32, and its `done` says so. A peer that needs anything of the old epoch from it raises `PeerLeft` at
+once and joins the epoch. When all ranks are in it they can go on: every buffer of the old epoch was dropped.
+
 Shape legend: N numel of a flat buffer, W ranks of the group.
 """
 
+import contextlib
 import itertools
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Piece, Work
-from deepspeed.comm.boards import NUM_SLOTS, Meeting, What, meet
+from deepspeed.comm.boards import EPOCH_BITS, NUM_SLOTS, Meeting, Peer, PeerLeft, What, epoch_of, meet
+from deepspeed.comm.failure import FailureRecord
 from deepspeed.comm.pieces import even_pieces, view
 from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.summing import add_in_rank_order
@@ -38,7 +51,7 @@ from deepspeed.errors import CommError, first_line
 
 #: elements that are read and added at a time: what a core's cache holds
 _READ_NUMEL = 1 << 17
-#: what a rank that cannot go on says it has done: it reads from nobody any more
+#: what a rank that cannot go on says it has done: an epoch that no peer can join
 _NOTHING_MORE = 2**62
 #: looks at the boards before a wait gives the processor away; the pauses then grow with the time waited, to a limit
 _NUM_LOOKS = 50
@@ -47,6 +60,8 @@ _MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
 
 #: queues in use; a wait in one group goes on with the exchanges of all
 _queues: "weakref.WeakSet[DirectQueue]" = weakref.WeakSet()
+#: guards all queues, what they know of their peers, and their staging: [Note: threads]
+_lock = threading.RLock()
 
 
 def connect(group: ProcessGroup, staging: StagingPool) -> "DirectQueue | None":
@@ -55,103 +70,176 @@ def connect(group: ProcessGroup, staging: StagingPool) -> "DirectQueue | None":
     return None if meeting is None else DirectQueue(group, staging, meeting)
 
 
+class _Abandoned(NamedTuple):
+    """Collectives that a rank left unfinished; a peer in an epoch before `number` may still read their buffers."""
+
+    number: int
+    peers: list[Peer]
+    works: list[Work]
+
+
+#: Outlives the queues, as boards do.
+_abandoned: list[_Abandoned] = []
+
+
 class DirectQueue:
     """The exchanges of one group, in the order of issue, which is the same on all ranks.
 
     An exchange that failed cannot be made again, since part of a sum may be in its buffer. So from then on every call
-    raises the first failure, at once.
+    raises the first failure, at once; after `PeerLeft` only until `abandon`.
     """
 
     def __init__(self, group: ProcessGroup, staging: StagingPool, meeting: Meeting) -> None:
         self.rank = torch_dist.get_rank(group)
         self.world_size = torch_dist.get_world_size(group)
         self.staging = staging
-        self.board, self.peers, self._first = meeting
+        self.board, self.peers, first_epoch = meeting
         self._timeout_s = _timeout_of(group).total_seconds()
-        self._next = self._first
-        self.done = self._first - 1  # the last exchange for which this rank has read
+        self.done = 0  # the last exchange for which this rank has read
         self._open: deque[_Exchange] = deque()
         self._failure: CommError | None = None
-        _queues.add(self)
+        self._left_epoch = first_epoch  # in which a peer left, where that is the failure
+        self._failures = FailureRecord(group)
+        with _lock:
+            self._begin_epoch(first_epoch)
+            _queues.add(self)
 
     def reduce(self, flat_N: torch.Tensor) -> Work:
         """Sum into every rank: each sums one piece, and reads the others' when they are summed."""
         pieces = [piece for piece in even_pieces(flat_N.numel(), self.world_size) if piece.numel > 0]
-        self._issue(_Sum(self, flat_N, pieces), announce=True)
-        return self._issue(_Copy(self, flat_N, pieces), announce=False)
+        self._issue(_Sum, flat_N, pieces, announce=True)
+        return self._issue(_Copy, flat_N, pieces, announce=False)
 
     def reduce_to_owners(self, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> Work:
         """Sum each piece into its owner."""
-        return self._issue(_Sum(self, flat_N, pieces), announce=True)
+        return self._issue(_Sum, flat_N, pieces, announce=True)
 
     def gather_from_owners(self, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> Work:
         """Copy each piece from its owner."""
-        return self._issue(_Copy(self, flat_N, pieces), announce=True)
+        return self._issue(_Copy, flat_N, pieces, announce=True)
 
-    def finish(self) -> None:
-        """Return when every exchange that was issued is over, here and for the peers; at once after a failure."""
-        if self._failure is None:
-            self._wait_for_all(self._next - 1)
-
-    def next_number(self) -> int:
-        """One per exchange; waits while the one whose slot on the board it takes is not over everywhere."""
-        number = self._next
-        self._next += 1
-        self._wait_for_all(number - NUM_SLOTS)
-        return number
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+        """Leave what is in flight unfinished; waits for nothing. See [Note: epochs] and `Backend.abandon`."""
+        if not (failed or works):
+            return
+        with _lock:
+            has_joined = isinstance(self._failure, PeerLeft)
+            epoch = self._left_epoch if has_joined else epoch_of(self._next)
+            self._keep(works)
+            if has_joined:
+                self._failure = None
+            elif self._failure is None:
+                self._begin_epoch(epoch + 1)
+        if failed:
+            self._failures.record(epoch)
 
     def wait_until(self, is_over: Callable[[], bool], number: int) -> None:
         """Go on with the exchanges of all groups until `is_over`, which is about the exchange `number`."""
         start_s = time.monotonic()
         for look in itertools.count():
-            self._advance()
-            if is_over():
-                return
-            for queue in list(_queues):
-                if queue is not self and queue._failure is None:
-                    queue._advance()
+            with _lock:
+                if self._look(is_over, number):
+                    return
+                self._advance_others()
             if look < _NUM_LOOKS:
                 continue
             waited_s = time.monotonic() - start_s
             if waited_s > self._timeout_s:
-                raise self._fail(self._late(number))
+                with _lock:
+                    raise self._fail(self._late(number))
             time.sleep(min(max(waited_s * _PAUSE_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
 
-    def _wait_for_all(self, number: int) -> None:
-        if number >= self._first:
-            self.wait_until(
-                lambda: self.done >= number and all(peer.is_done(number) for peer in self.peers.values()), number
-            )
+    def _issue(
+        self, kind: "type[_Exchange]", flat_N: torch.Tensor, pieces: Sequence[Piece], *, announce: bool
+    ) -> "_Exchange":
+        """Append an exchange; waits while the one whose slot on the board it takes is not over everywhere."""
+        issued: list[_Exchange] = []
 
-    def _issue(self, exchange: "_Exchange", *, announce: bool) -> "_Exchange":
-        if announce:
-            exchange.announce()
-        self._open.append(exchange)
-        self._advance()
-        return exchange
+        def has_issued() -> bool:
+            if not self._has_free_slot():
+                return False
+            exchange = kind(self, self._next, flat_N, pieces)
+            self._next += 1
+            if announce:
+                exchange.announce()
+            self._open.append(exchange)
+            issued.append(exchange)
+            self._advance()
+            return True
 
-    def _advance(self) -> None:
-        """Do the exchanges whose turn it is and whose peers are ready; waits for none."""
+        self.wait_until(has_issued, self._next)
+        return issued[0]
+
+    def _has_free_slot(self) -> bool:
+        number = self._next - NUM_SLOTS
+        return number < self._first or (
+            self.done >= number and all(peer.is_done(number) for peer in self.peers.values())
+        )
+
+    def _look(self, is_over: Callable[[], bool], number: int) -> bool:
+        """Advance, and ask `is_over`. Called under the lock; what fails here fails the queue."""
         if self._failure is not None:
             raise self._failure
+        if number < self._first:
+            raise CommError("this collective was abandoned after a failure; its buffer holds no result")
         try:
-            while self._open and self._open[0].run():
-                self.done = self._open.popleft().number
-                self.board.set_done(self.done)
+            self._advance()
+            return is_over()
+        except PeerLeft as error:
+            self._join_epoch_of(error)
+            raise
         except CommError as error:
             self._fail(error)
             raise
         except BaseException as error:
             self._fail(
-                CommError(f"an exchange was broken off: {first_line(error)}; end the process group and join anew")
+                CommError(
+                    f"a collective was interrupted: {first_line(error)}; destroy the process group and initialize it "
+                    "again"
+                )
             )
             raise
 
+    def _advance(self) -> None:
+        """Do the exchanges whose turn it is and whose peers are ready; waits for none."""
+        while self._open and self._open[0].run():
+            self.done = self._open.popleft().number
+            self.board.set_done(self.done)
+
+    def _advance_others(self) -> None:
+        for queue in list(_queues):
+            if queue is not self and queue._open and queue._failure is None:
+                with contextlib.suppress(CommError):  # that queue keeps it, for its own callers
+                    queue._look(lambda: True, queue._next)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._open.clear()
+        left, self.done = self.done, epoch << EPOCH_BITS
+        self._first = self._next = self.done + 1
+        self.board.leave(left, self.done)
+
+    def _join_epoch_of(self, error: PeerLeft) -> None:
+        """Let the other peers know, too. Calls raise `error` until this rank has dropped its buffers."""
+        self._failure, self._left_epoch = error, epoch_of(self._next)
+        self._keep([])
+        if error.done < _NOTHING_MORE:
+            self._begin_epoch(epoch_of(error.done))
+        else:
+            self._fail(CommError(str(error)))
+
+    def _keep(self, works: Sequence[Work]) -> None:
+        """Keep buffers that peers may be reading, and drop those that they cannot."""
+        _abandoned[:] = [old for old in _abandoned if not all(p.is_beyond(old.number) for p in old.peers)]
+        kept = [*works, *self._open]
+        if kept:
+            _abandoned.append(_Abandoned(self._next, list(self.peers.values()), kept))
+
     def _fail(self, failure: CommError) -> CommError:
-        """From now on every call raises `failure`; the peers need not wait for this rank to read."""
+        """From now on every call raises `failure`, and peers that need this rank raise, too."""
+        self._keep([])
         self._failure = failure
         self._open.clear()
-        self.board.set_done(_NOTHING_MORE)
+        self.board.leave(self.done, _NOTHING_MORE)
         return failure
 
     def _late(self, number: int) -> CommError:
@@ -170,12 +258,12 @@ class _Exchange(ABC):
     sources: list[int]  # ranks of the group that it reads from, in order
     readers: list[int]  # ranks of the group that read from it
 
-    def __init__(self, queue: DirectQueue, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        self.number = queue.next_number()
+    def __init__(self, queue: DirectQueue, number: int, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        self.number = number
         self._queue = queue
         self._flat_N = flat_N
         self._pieces = pieces
-        self._what = What(self.kind, flat_N.numel(), flat_N.dtype).encode()
+        self._what = What.of(self.kind, flat_N, pieces).encode()
         self._addresses: dict[int, int] = {}
         self._is_announced = False
 
@@ -192,6 +280,7 @@ class _Exchange(ABC):
             if rank not in self._addresses:
                 announced = self._queue.peers[rank].announced(self.number)
                 if announced is None:
+                    self._has_read(rank)  # raises if the peer has left
                     return False
                 self._addresses[rank], what = announced
                 if what != self._what:
@@ -204,8 +293,17 @@ class _Exchange(ABC):
         self._queue.wait_until(self._is_over, self.number)
 
     def _is_over(self) -> bool:
-        queue = self._queue
-        return queue.done >= self.number and all(queue.peers[rank].is_done(self.number) for rank in self.readers)
+        return self._queue.done >= self.number and all(map(self._has_read, self.readers))
+
+    def _has_read(self, rank: int) -> bool:
+        peer = self._queue.peers[rank]
+        try:
+            return peer.is_done(self.number)
+        except PeerLeft:  # because we two do not do the same?
+            announced = peer.announced(self.number)
+            if announced is not None and announced[1] != self._what:
+                raise self._mismatch(rank, announced[1]) from None
+            raise
 
     @abstractmethod
     def _read_all(self) -> None:
@@ -215,12 +313,12 @@ class _Exchange(ABC):
         """The elements of that rank's buffer from `start` on."""
         self._queue.peers[rank].read(self._addresses[rank] + start * into.element_size(), into)
 
-    def _mismatch(self, rank: int, found: int) -> CommError:
+    def _mismatch(self, rank: int, found: tuple[int, int]) -> CommError:
         ours, theirs = What.decode(self._what), What.decode(found)
         return CommError(
             f"rank {torch_dist.get_rank()} makes {ours} where rank {self._queue.peers[rank].rank} makes {theirs}; all "
-            "ranks of a group make the same exchanges in the same order. Have they the same model, and the same "
-            "parameters that require a gradient?"
+            "ranks of a group make the same exchanges, with the same pieces, in the same order. Have they the same "
+            "model, and the same parameters that require a gradient?"
         )
 
 
@@ -229,8 +327,8 @@ class _Sum(_Exchange):
 
     kind = "sum"
 
-    def __init__(self, queue: DirectQueue, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        super().__init__(queue, flat_N, pieces)
+    def __init__(self, queue: DirectQueue, number: int, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        super().__init__(queue, number, flat_N, pieces)
         owners = {piece.owner for piece in pieces}
         self.sources = list(queue.peers) if queue.rank in owners else []
         self.readers = [rank for rank in queue.peers if rank in owners]
@@ -258,8 +356,8 @@ class _Copy(_Exchange):
 
     kind = "copy"
 
-    def __init__(self, queue: DirectQueue, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        super().__init__(queue, flat_N, pieces)
+    def __init__(self, queue: DirectQueue, number: int, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        super().__init__(queue, number, flat_N, pieces)
         owners = {piece.owner for piece in pieces}
         self.sources = [rank for rank in queue.peers if rank in owners]
         self.readers = list(queue.peers) if queue.rank in owners else []

@@ -158,6 +158,11 @@ class RecordedBackend:
             "gather_from_owners", flat_N, lambda: self.recorded.gather_from_owners(flat_N, pieces, group)
         )
 
+    def abandon(self, works: Sequence[Work], group: ProcessGroup | None = None, *, failed: bool) -> None:
+        """The recorded backend's; what was abandoned is not recorded."""
+        works = [work.recorded if isinstance(work, _RecordedWork) else work for work in works]
+        self.recorded.abandon(works, group, failed=failed)
+
     def release(self) -> None:
         """The recorded backend's."""
         self.recorded.release()
@@ -167,7 +172,7 @@ class _RecordedWork:
     """An exchange in flight that is recorded when it was waited for."""
 
     def __init__(self, work: Work, op: str, num_bytes: int, started_s: float) -> None:
-        self._work = work
+        self.recorded = work
         self._op = op
         self._num_bytes = num_bytes
         self._spent_s: float | None = started_s
@@ -175,7 +180,7 @@ class _RecordedWork:
     def wait(self) -> None:
         """Wait; the first time counts."""
         start = time.perf_counter()
-        self._work.wait()
+        self.recorded.wait()
         spent_s, self._spent_s = self._spent_s, None
         if spent_s is not None:
             comms_logger.add(self._op, self._num_bytes, spent_s + time.perf_counter() - start)

@@ -4,6 +4,8 @@
 memory would cost a page fault per 4 KiB at every bucket, which is as long as the sum itself.
 """
 
+import threading
+
 import torch
 
 _ROUND_BYTES = 1 << 12
@@ -16,6 +18,7 @@ class StagingPool:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()  # groups share the pool, and threads may have a group each
         self._free: list[torch.Tensor] = []
         self._taken_bytes = 0
 
@@ -33,6 +36,11 @@ class StagingPool:
         if numel == 0:
             return None, torch.empty(0, dtype=dtype, device=device)
         num_bytes = numel * dtype.itemsize
+        with self._lock:
+            buffer = self._take(num_bytes, device)
+        return buffer, buffer[:num_bytes].view(dtype)
+
+    def _take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         fitting = [
             b
             for b in self._free
@@ -47,19 +55,21 @@ class StagingPool:
             rounded = -(-num_bytes // _ROUND_BYTES) * _ROUND_BYTES
             buffer = torch.empty(rounded, dtype=torch.uint8, device=device)
         self._taken_bytes += buffer.numel()
-        return buffer, buffer[:num_bytes].view(dtype)
+        return buffer
 
     def give_back(self, buffer: torch.Tensor | None) -> None:
         """Return a buffer from `take`; it is kept if the limit allows."""
         if buffer is None:
             return
-        self._taken_bytes -= buffer.numel()
-        if self.held_bytes + buffer.numel() <= self.limit_bytes:
-            self._free.append(buffer)
+        with self._lock:
+            self._taken_bytes -= buffer.numel()
+            if self.held_bytes + buffer.numel() <= self.limit_bytes:
+                self._free.append(buffer)
 
     def release(self) -> None:
         """Drop the free buffers."""
-        self._free.clear()
+        with self._lock:
+            self._free.clear()
 
     def _make_space(self, num_bytes: int) -> None:
         """Drop free buffers, the oldest first, so that a new one stays within the limit."""

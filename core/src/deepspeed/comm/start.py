@@ -5,6 +5,7 @@ MPI, Slurm, none. `environment.py` reads them; nothing here imports mpi4py unles
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -81,11 +82,16 @@ def init_distributed(
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """End `group`, or all groups; staging memory of the backend is given back."""
+    """End `group`, or all groups; staging memory of the backend is given back.
+
+    Waits for nobody. While an exception is being handled, as in a `finally`, peers that wait for this rank raise.
+    """
     global _backend, _backend_world
     ends_all = group is None or group is torch_dist.group.WORLD
     try:
         if ends_all and _backend is not None:
+            if sys.exc_info()[1] is not None and isinstance(_backend, TorchBackend):
+                _backend.close()
             _backend.release()
     finally:
         if ends_all:

@@ -104,9 +104,7 @@ class TorchBackend:
             return DONE
         if queue := member.direct(flat_N):
             return queue.reduce(flat_N)
-        if member.world_size > 2 and member.sums_by_messages(flat_N):
-            return member.messages.reduce(flat_N)
-        return as_work(torch_dist.all_reduce(flat_N, group=member.group, async_op=True))
+        return member.start(flat_N, lambda: _reduce(member, flat_N))
 
     def reduce_to_owners(
         self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
@@ -118,17 +116,7 @@ class TorchBackend:
             return DONE
         if queue := member.direct(flat_N):
             return queue.reduce_to_owners(flat_N, pieces)
-        if member.sums_by_messages(flat_N):
-            return member.messages.reduce_to_owners(flat_N, pieces)
-        if member.only_broadcast_and_all_reduce(flat_N):
-            return _each(pieces, lambda p: torch_dist.all_reduce(view(flat_N, p), group=member.group, async_op=True))
-        if is_even_cover(flat_N, pieces, member.world_size) and member.has_tensor_collectives(flat_N):
-            own = view(flat_N, pieces[member.rank])
-            return as_work(reduce_scatter_tensor(own, flat_N, group=member.group, async_op=True))
-        return _each(
-            pieces,
-            lambda p: torch_dist.reduce(view(flat_N, p), group=member.group, async_op=True, group_dst=p.owner),
-        )
+        return member.start(flat_N, lambda: _reduce_to_owners(member, flat_N, pieces))
 
     def gather_from_owners(
         self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
@@ -140,23 +128,22 @@ class TorchBackend:
             return DONE
         if queue := member.direct(flat_N):
             return queue.gather_from_owners(flat_N, pieces)
-        if member.world_size == 2 and member.is_gloo_on_host(flat_N):
-            return member.messages.gather_from_owners(flat_N, pieces)
-        if is_even_cover(flat_N, pieces, member.world_size) and member.has_tensor_collectives(flat_N):
-            own = view(flat_N, pieces[member.rank])
-            return as_work(all_gather_into_tensor(flat_N, own, group=member.group, async_op=True))
-        return _each(
-            pieces,
-            lambda p: torch_dist.broadcast(view(flat_N, p), group=member.group, async_op=True, group_src=p.owner),
-        )
+        return member.start(flat_N, lambda: _gather_from_owners(member, flat_N, pieces))
+
+    def abandon(self, works: Sequence[Work], group: ProcessGroup | None = None, *, failed: bool) -> None:
+        """Leave `works` unfinished. Ranks that read memory can go on if all of them abandon; see `messages.py` else."""
+        self._member(group).abandon(works, failed=failed)
 
     def release(self) -> None:
-        """Finish what is in flight and drop the staging memory; the connections stay, for engines that go on."""
-        try:
-            for member in self._members.values():
-                member.finish()
-        finally:
-            self._staging.release()
+        """Drop the staging memory; the connections stay, for engines that go on."""
+        self._staging.release()
+
+    def close(self) -> None:
+        """This rank leaves all groups because it failed. Called by `destroy_process_group`."""
+        for member in self._members.values():
+            member.abandon([], failed=True)
+            if member.library("cpu") == "gloo":
+                member.messages.close()
 
     def _member(self, group: ProcessGroup | None) -> "_Member":
         resolved = group if group is not None else torch_dist.group.WORLD
@@ -216,11 +203,13 @@ class _Member:
         """True where reduce_scatter and all_gather of one tensor exist and may work in place (torch's MPI has none)."""
         return self.library(tensor.device.type) not in ("gloo", "mpi")
 
-    def finish(self) -> None:
-        """Finish what is in flight."""
-        self.messages.finish()
-        if self._direct is not None:
-            self._direct.finish()
+    def start(self, tensor: torch.Tensor, collective: Callable[[], Work]) -> Work:
+        """Start a collective of the group's library; over gloo its errors name the rank that failed."""
+        return self.messages.watched(collective) if self.library(tensor.device.type) == "gloo" else collective()
+
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+        """Leave `works` unfinished."""
+        (self._direct or self.messages).abandon(works, failed=failed)
 
 
 def no_group_error(asked: str) -> CommError:
@@ -248,6 +237,38 @@ def _library_by_device(group: ProcessGroup) -> dict[str, str]:
     config = str(torch_dist.get_backend_config(group))
     libraries = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     return libraries or {"": str(torch_dist.get_backend(group))}
+
+
+def _reduce(member: _Member, flat_N: torch.Tensor) -> Work:
+    if member.world_size > 2 and member.sums_by_messages(flat_N):
+        return member.messages.reduce(flat_N)
+    return as_work(torch_dist.all_reduce(flat_N, group=member.group, async_op=True))
+
+
+def _reduce_to_owners(member: _Member, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> Work:
+    if member.sums_by_messages(flat_N):
+        return member.messages.reduce_to_owners(flat_N, pieces)
+    if member.only_broadcast_and_all_reduce(flat_N):
+        return _each(pieces, lambda p: torch_dist.all_reduce(view(flat_N, p), group=member.group, async_op=True))
+    if is_even_cover(flat_N, pieces, member.world_size) and member.has_tensor_collectives(flat_N):
+        own = view(flat_N, pieces[member.rank])
+        return as_work(reduce_scatter_tensor(own, flat_N, group=member.group, async_op=True))
+    return _each(
+        pieces,
+        lambda p: torch_dist.reduce(view(flat_N, p), group=member.group, async_op=True, group_dst=p.owner),
+    )
+
+
+def _gather_from_owners(member: _Member, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> Work:
+    if member.world_size == 2 and member.is_gloo_on_host(flat_N):
+        return member.messages.gather_from_owners(flat_N, pieces)
+    if is_even_cover(flat_N, pieces, member.world_size) and member.has_tensor_collectives(flat_N):
+        own = view(flat_N, pieces[member.rank])
+        return as_work(all_gather_into_tensor(flat_N, own, group=member.group, async_op=True))
+    return _each(
+        pieces,
+        lambda p: torch_dist.broadcast(view(flat_N, p), group=member.group, async_op=True, group_src=p.owner),
+    )
 
 
 def _each(pieces: Sequence[Piece], start: Callable[[Piece], torch_dist.Work | None]) -> Work:

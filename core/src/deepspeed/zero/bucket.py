@@ -3,7 +3,7 @@
 A `Bucket` is written by the gradient hooks (`strategy.py`), launched when it is full or when the backward ends, and
 finished before its values are read. A `Slot` is the place of one fragment in it.
 
-    FILLING --launch--> REDUCING --finish--> FILLING
+    FILLING --launch--> REDUCING --finish | abandon--> FILLING
 
 After a reduction only the *holder* of a bucket (its owner; rank 0 in stage 0) goes on adding to what is there; for
 all others the next write overwrites. So a second backward before the step adds up correctly: the holder
@@ -146,6 +146,16 @@ class Bucket:
     def clear(self) -> None:
         """Forget all gradients; called after the step."""
         self.finish()
+        self._forget()
+
+    def abandon(self) -> Work | None:
+        """Forget all gradients and the reduction under way, without waiting; returns its work, for the backend."""
+        work, self._work, self._wire = self._work, None, None
+        self.state = BucketState.FILLING
+        self._forget()
+        return work
+
+    def _forget(self) -> None:
         self.is_late = False
         for slot in self.slots:
             slot.holds = False

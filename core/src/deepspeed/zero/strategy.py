@@ -15,12 +15,14 @@ stage decides", here and in `holding.py`; `stage1.py` and `stage2.py` answer dif
 stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 """
 
+import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.backend import Backend, Work
-from deepspeed.errors import ConfigError, StateError
+from deepspeed.errors import ConfigError, StateError, first_line
 from deepspeed.log import warn_once
 from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
@@ -41,6 +43,8 @@ from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.update import Batch, OptimizerUpdate
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 
 @dataclass(frozen=True, slots=True)
 class BackwardPlan:
@@ -49,6 +53,20 @@ class BackwardPlan:
     reduces: bool  # whether the gradients are needed after it
     factor: float  # by which its gradients are multiplied, besides the averaging over ranks
     refusal: Exception | None = None  # raised if a parameter gets a gradient in it
+
+
+def _abandons_on_error(method: _F) -> _F:
+    """Decorator of a part of the step: if it fails on this rank, nothing waits for its collectives in flight."""
+
+    @functools.wraps(method)
+    def call(self: "Sharding", *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except BaseException:
+            self._abandon(failed=True)
+            raise
+
+    return call  # type: ignore[return-value]
 
 
 class Sharding(Holding):
@@ -72,6 +90,7 @@ class Sharding(Holding):
         self._factor = 1.0
         self._norm: float | None = None
         self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
+        self._broken_by: str | None = None  # the error that ended an update before all weights were updated
         self._updates: OptimizerUpdate | None = None
         self._hooks: list[RemovableHandle] = []
         average = options.predivide_factor or float(self.world_size)
@@ -179,6 +198,11 @@ class Sharding(Holding):
     # ---- one backward -------------------------------------------------------------------------------------------
 
     def _begin_backward(self, by_user: bool) -> None:
+        if self._broken_by is not None:
+            raise StateError(
+                f"backward: the last step failed inside its update ({self._broken_by}), so weights of this rank may be "
+                "of two steps; make a new engine and load a checkpoint"
+            )
         plan = self._plan(by_user)
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
@@ -230,7 +254,7 @@ class Sharding(Holding):
 
     def _end_backward(self) -> None:
         if self._reduces:
-            self._launch_rest()
+            self._launch_rest_or_abandon()
             self._after_launch()
         for name, param in self._others:
             if param.grad is not None:
@@ -248,9 +272,23 @@ class Sharding(Holding):
             self._launch_next()
         self._is_launched = True
 
+    _launch_rest_or_abandon = _abandons_on_error(_launch_rest)
+
     def _abort_backward(self) -> None:
-        """What a failed backward added to the gradients is unknown, so the step starts over."""
+        """A backward that failed leaves unknown gradients: the step starts again, without them."""
+        self._abandon(failed=True)
+
+    def _abandon(self, *works: Work, failed: bool) -> None:
+        """Forget every gradient, and the collectives in flight, `works` and those of buckets.
+
+        Waits for nobody: peers may be in another collective.
+
+        Peers that wait for this rank raise if it `failed`. All ranks that do so can go on where the backend says so.
+        """
+        works += tuple(work for bucket in self.buckets if (work := bucket.abandon()) is not None)
         self.zero_grad()
+        if self.world_size > 1:
+            self.backend.abandon(works, self.group, failed=failed)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -265,6 +303,17 @@ class Sharding(Holding):
             return
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
+        facts = self._finish_collectives()
+        if not (self.options.allows_unused or all(self._used_anywhere)):
+            self._refuse_unused()
+        if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
+            facts[0] = 0.0
+        self._norm = math.sqrt(facts[0]) * self._after_sum if facts[0] >= 0 else math.nan
+        self._after_reduce()
+
+    @_abandons_on_error
+    def _finish_collectives(self) -> list[float]:
+        """[sum of squares, ...] over the ranks, with every bucket reduced."""
         if not self._is_launched:  # the boundary was declared after the backward
             self._launch_rest()
         while True:
@@ -284,12 +333,7 @@ class Sharding(Holding):
                     bucket.launch(partial(self._exchange, bucket))
         if self._rows is not None:
             self.backend.reduce(self._rows.marks, self.group).wait()
-        if not (self.options.allows_unused or all(self._used_anywhere)):
-            self._refuse_unused()
-        if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
-            facts[0] = 0.0
-        self._norm = math.sqrt(facts[0]) * self._after_sum if facts[0] >= 0 else math.nan
-        self._after_reduce()
+        return facts
 
     def _refuse_unused(self) -> None:
         unused = [
@@ -339,15 +383,24 @@ class Sharding(Holding):
         assert self._updates is not None
         for param in self.params:
             param.grad = None  # the update points masters at their gradients, batch by batch
-        published = [
-            work for batch in self._updates.step(scale * self._after_sum) if (work := self._publish(batch)) is not None
-        ]
-        for work in published:
-            work.wait()
+        gathers: list[Work] = []
+        try:
+            for batch in self._updates.step(scale * self._after_sum):
+                if (work := self._publish(batch)) is not None:
+                    gathers.append(work)
+            for work in gathers:
+                work.wait()
+        except BaseException as error:
+            self._broken_by = first_line(error)
+            self._abandon(*gathers, failed=True)
+            raise
         self.placement.finish_sending()
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
+        if self.window.is_open:  # what is open was left by an exception inside autograd
+            self.window.abort()
+            return
         for bucket in self.buckets:
             bucket.clear()
         self.placement.forget()
@@ -373,7 +426,10 @@ class Sharding(Holding):
         if self.optimizer is not None:
             vars(self.optimizer).pop("add_param_group", None)
             vars(self.optimizer).pop("zero_grad", None)
-        self.zero_grad()
+        if self.window.is_open:
+            self.window.abort()
+        else:  # in a `finally` or `except` this rank failed; else all ranks leave the same collectives
+            self._abandon(failed=sys.exc_info()[1] is not None)
         for bucket in self.buckets:
             bucket.release()
         self.placement.release()
