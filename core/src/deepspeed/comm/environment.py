@@ -4,6 +4,7 @@
 if its starter did not start us; a half-set environment raises `CommError` at once with the names that are missing.
 """
 
+import ipaddress
 import os
 import re
 import socket
@@ -63,6 +64,16 @@ def find_placement(
     if found is None:
         found = _from_slurm(env, default_port)
     return found or Placement(0, 1, 0, _LOCALHOST, default_port, "no environment (a single process)")
+
+
+def loopback_address(host: str) -> str | None:
+    """`host` as a loopback address, if that is what it is: only this machine reaches it."""
+    if host == "localhost":
+        return _LOCALHOST
+    try:
+        return host if ipaddress.ip_address(host).is_loopback else None
+    except ValueError:  # another name
+        return None
 
 
 def first_slurm_host(nodelist: str) -> str:

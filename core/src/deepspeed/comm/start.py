@@ -4,7 +4,9 @@ The order in which an environment is looked for: arguments, torchrun and the `de
 MPI, Slurm, none. `environment.py` reads them; nothing here imports mpi4py unless MPI started us.
 """
 
+import errno
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm import comm
 from deepspeed.comm.backend import Backend
-from deepspeed.comm.environment import Placement, find_placement
+from deepspeed.comm.environment import Placement, find_placement, loopback_address
 from deepspeed.comm.exit import settle_at_exit
 from deepspeed.comm.record import RecordedBackend, comms_logger
 from deepspeed.comm.torch_backend import TorchBackend, no_group_error
@@ -197,6 +199,8 @@ def _join(library: str, placement: Placement, init_method: str | None, timeout: 
     if init_method is None and placement.world_size == 1:
         # Nobody to meet: a store in this process, so no port is taken and no network is needed.
         start = _starter(library, timeout, store=torch_dist.HashStore(), rank=0, world_size=1)
+    elif init_method is None and (address := loopback_address(placement.master_addr)) and not _has_agent_store():
+        start = _loopback_starter(library, timeout, placement, address)
     elif init_method is None:
         start = _starter(library, timeout, init_method="env://")
     else:
@@ -208,6 +212,42 @@ def _join(library: str, placement: Placement, init_method: str | None, timeout: 
         start()
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(_failure(library, placement, init_method, timeout, time.monotonic() - began, error)) from error
+
+
+def _has_agent_store() -> bool:
+    """Whether torchrun has a store for us already; `env://` finds it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _loopback_starter(library: str, timeout: timedelta, placement: Placement, address: str) -> Callable[[], None]:
+    """As `env://`, whose store listens on all interfaces; ours is reached from this machine only."""
+
+    def start() -> None:
+        is_master = placement.rank == 0
+        store = torch_dist.TCPStore(
+            address,
+            placement.master_port,
+            placement.world_size,
+            is_master,
+            timeout,
+            multi_tenant=True,
+            master_listen_fd=_listen(address, placement.master_port) if is_master else None,
+        )
+        _starter(library, timeout, store=store, rank=placement.rank, world_size=placement.world_size)()
+
+    return start
+
+
+def _listen(address: str, port: int) -> int | None:
+    """A listening socket, which the store takes over; None if the port is taken, maybe by a store of this process,
+    which torch then shares."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=1024).detach()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
 
 
 def _starter(library: str, timeout: timedelta, **kwargs: Any) -> Callable[[], None]:

@@ -1,12 +1,14 @@
 """`init_distributed` in a process of its own: no environment, half an environment, a master that is not there."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
 
 import deepspeed.comm as dist
 import pytest
+from deepspeed.comm.environment import loopback_address
 from deepspeed.errors import CommError
 
 _SINGLE = """
@@ -167,3 +169,45 @@ dist.init_distributed("gloo")
 print(dist.backend().name)
 """
     assert run_script(_PLUGIN + script, DS_ACCELERATOR="") == ["better gloo"]
+
+
+_LISTENING = """
+import os, sys
+import psutil, torch.distributed
+import deepspeed.comm as dist
+dist.init_distributed("gloo")
+if dist.get_rank() == 0:
+    port = int(os.environ["MASTER_PORT"])
+    listening = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == port]
+    print([address.ip for address in listening])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_the_store_of_a_loopback_address_is_reached_from_this_machine_only(address):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCAL_", "TORCHELASTIC_"))}
+    env = {**clean, "MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _LISTENING],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert outputs[0][0].splitlines()[-1] == "['127.0.0.1']"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("localhost", "127.0.0.1"), ("127.0.1.1", "127.0.1.1"), ("::1", "::1"), ("10.0.0.1", None)]
+)
+def test_what_a_loopback_address_is(host, expected):
+    assert loopback_address(host) == expected
