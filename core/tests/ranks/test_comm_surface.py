@@ -111,7 +111,7 @@ def recorded_job():
     dist.configure(enabled=True)
     dist.all_reduce(torch.ones(256))
     dist.all_gather_into_tensor(torch.empty(2 * 16), torch.ones(16))
-    return {op: list(rows) for op, rows in dist.comms_logger.rows.items()}
+    return {op: list(rows) for op, rows in dist.comms_logger.comms_dict.items()}
 
 
 def adopted_job():

@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, ReduceOp
 
 from deepspeed.comm import torch_backend
-from deepspeed.comm.record import comms_logger, recorded
+from deepspeed.comm.record import CommsLogger, comms_logger, recorded  # noqa: F401 - DeepSpeed has the class here
 from deepspeed.comm.work import as_work
 
 Handle = torch_dist.Work | None

@@ -9,35 +9,44 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Backend, Piece, Work
 from deepspeed.log import logger, report
 
+_COLUMNS = (
+    "Comm. Op",
+    "Message Size",
+    "Count",
+    "Total Latency(ms)",
+    "Avg Latency(ms)",
+    "tput_avg (Gbps)",
+    "busbw_avg (Gbps)",
+)
+
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+_ALL_REDUCES = frozenset({"all_reduce", "all_reduce_coalesced", "inference_all_reduce"})
+_WITH_PARTS = frozenset(
+    {
+        *("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "gather_from_owners"),
+        *("reduce_scatter", "reduce_scatter_tensor", "reduce_to_owners"),
+        *("all_to_all", "all_to_all_single"),
+    }
+)
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-@dataclass
-class OpRecord:
-    """One row: an operation at one message size."""
-
-    count: int = 0
-    total_s: float = 0.0
-    max_s: float = 0.0
-
-    def add(self, duration_s: float) -> None:
-        """Count one call."""
-        self.count += 1
-        self.total_s += duration_s
-        self.max_s = max(self.max_s, duration_s)
-
-
 class CommsLogger:
-    """What is recorded, and the rows so far: `rows[op][num_bytes]`."""
+    """What is recorded, and the record so far, in DeepSpeed's shape.
+
+    `comms_dict[op][num_bytes]` is `[count, latencies in ms, algorithm bandwidths in Gbit/s, bus bandwidths in Gbit/s]`,
+    with one entry of each list per call.
+    """
 
     def __init__(self) -> None:
         self.enabled = False
@@ -45,7 +54,7 @@ class CommsLogger:
         self.debug = False
         self.prof_all = True
         self.prof_ops: frozenset[str] = frozenset()
-        self.rows: dict[str, dict[int, OpRecord]] = {}
+        self.comms_dict: dict[str, dict[int, list[Any]]] = {}
 
     def configure(
         self,
@@ -68,25 +77,27 @@ class CommsLogger:
 
     def add(self, op: str, num_bytes: int, duration_s: float) -> None:
         """Record one call."""
-        self.rows.setdefault(op, {}).setdefault(num_bytes, OpRecord()).add(duration_s)
+        row = self.comms_dict.setdefault(op, {}).setdefault(num_bytes, [0, [], [], []])
+        row[0] += 1
+        for column, value in zip(row[1:], (duration_s * 1e3, *_bandwidths(op, num_bytes, duration_s)), strict=True):
+            column.append(value)
         if self.verbose:
             report(f"comm {op}: {num_bytes} bytes in {duration_s * 1e3:.3f} ms", ranks=[-1])
 
     def reset(self) -> None:
-        """Forget the rows."""
-        self.rows.clear()
+        """Forget the record."""
+        self.comms_dict.clear()
 
     def table(self) -> str:
-        """The rows as text, one line per operation and size."""
-        lines = [f"{'operation':<28}{'bytes':>14}{'count':>8}{'total ms':>12}{'mean ms':>10}{'max ms':>10}{'GB/s':>8}"]
-        for op in sorted(self.rows):
-            for num_bytes, row in sorted(self.rows[op].items()):
-                mean_s = row.total_s / row.count
-                rate = num_bytes / mean_s / 1e9 if mean_s > 0 else 0.0
-                lines.append(
-                    f"{op:<28}{num_bytes:>14}{row.count:>8}{row.total_s * 1e3:>12.2f}{mean_s * 1e3:>10.3f}"
-                    f"{row.max_s * 1e3:>10.3f}{rate:>8.2f}"
-                )
+        """The record as text, with DeepSpeed's columns: an operation, and below it one line per message size."""
+        lines = ["".join(f"{title: <20}" for title in _COLUMNS).rstrip()]
+        for op, sizes in self.comms_dict.items():
+            lines.append(op)
+            for num_bytes, (count, latencies_ms, tputs, busbws) in sorted(sizes.items()):
+                total_ms = sum(latencies_ms)
+                averages = (total_ms, total_ms / count, sum(tputs) / count, sum(busbws) / count)
+                cells = ["", _readable(num_bytes), str(count), *(f"{value:.2f}" for value in averages)]
+                lines.append("".join(f"{cell: <20}" for cell in cells).rstrip())
         return "\n".join(lines)
 
 
@@ -204,6 +215,29 @@ def log_summary(show_straggler: bool = False) -> str:
     table = comms_logger.table()
     report(f"communication so far\n{table}", ranks=[-1] if show_straggler else [0])
     return table
+
+
+def _bandwidths(op: str, num_bytes: int, duration_s: float) -> tuple[float, float]:
+    """Algorithm and bus bandwidth in Gbit/s. Bus bandwidth is what a link carries, to compare it with its peak.
+
+    With W ranks of the world, a link carries 2 (W - 1) / W of the bytes of an all-reduce, (W - 1) / W of those of a
+    collective with one part per rank, and all of the others'.
+    """
+    num_ranks = torch_dist.get_world_size() if torch_dist.is_initialized() else 1
+    rate = num_bytes * 8 / max(duration_s, 1e-9) / 1e9
+    name = op.partition(" ")[0]
+    if name in _ALL_REDUCES:
+        return 2 * rate, 2 * rate * (num_ranks - 1) / num_ranks
+    return rate, rate * (num_ranks - 1) / num_ranks if name in _WITH_PARTS else rate
+
+
+def _readable(num_bytes: int) -> str:
+    """In the largest unit that leaves at least 1: 98.25 MB."""
+    size, units = float(num_bytes), iter(_UNITS)
+    unit = next(units)
+    while size >= 1024 and unit != _UNITS[-1]:
+        size, unit = size / 1024, next(units)
+    return f"{round(size, 2)} {unit}"
 
 
 def _num_bytes(values: tuple[Any, ...]) -> int:

@@ -250,7 +250,7 @@ def comms_logger():
 def test_the_configuration_turns_the_comms_logger_on(make_engine, comms_logger, lines):
     engine = make_engine(Net(), zero_optimization={"stage": 1}, comms_logger={"enabled": True, "verbose": True})
     train(engine)
-    assert {"reduce_to_owners", "gather_from_owners"} <= set(comms_logger.rows)
+    assert {"reduce_to_owners", "gather_from_owners"} <= set(comms_logger.comms_dict)
     assert any(text.startswith("comm reduce_to_owners: ") for _, text in lines)
     lines.clear()
     assert dist.log_summary() in lines[0][1]
@@ -259,7 +259,7 @@ def test_the_configuration_turns_the_comms_logger_on(make_engine, comms_logger, 
 def test_the_caller_is_named_with_debug(make_engine, comms_logger):
     make_engine(Net(), comms_logger={"enabled": True, "debug": True})
     dist.barrier()
-    assert list(comms_logger.rows) == ["barrier | [Caller Func: test_the_caller_is_named_with_debug]"]
+    assert list(comms_logger.comms_dict) == ["barrier | [Caller Func: test_the_caller_is_named_with_debug]"]
 
 
 def test_a_comms_logger_that_the_user_turned_on_stays_on(make_engine, comms_logger):
