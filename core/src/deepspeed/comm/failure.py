@@ -27,6 +27,7 @@ class FailureRecord:
     def __init__(self, group: ProcessGroup) -> None:
         name = group.group_name
         self._prefix = f"deepspeed/failure/{name}/{_num_records[name]}"
+        self._logged = ""
         _num_records[name] += 1
 
     def record(self, epoch: int) -> None:
@@ -35,7 +36,8 @@ class FailureRecord:
         reason = f"{type(error).__name__}: {first_line(error)}" if error else "an exception that was caught"
         mine = f"rank {torch_dist.get_rank()} failed with {reason}"
         first = self._ask(lambda store: store.compare_set(f"{self._prefix}/{epoch}", "", mine))
-        if first and first != mine:
+        if first and first not in (mine, self._logged):
+            self._logged = first
             logger.error("%s; the failure of this rank follows from that", first)
 
     def first(self, epoch: int) -> str:
