@@ -156,6 +156,9 @@ class DirectQueue:
         issued: list[_Exchange] = []
 
         def has_issued() -> bool:
+            if _abandoned:
+                _drop_unread()
+            self._advance_unless_left()
             if not self._has_free_slot():
                 return False
             exchange = kind(self, self._next, flat_N, pieces)
@@ -164,8 +167,7 @@ class DirectQueue:
                 exchange.announce()
             self._open.append(exchange)
             issued.append(exchange)
-            self._advance()
-            return True
+            return self._advance_unless_left()
 
         self.wait_until(has_issued, self._next)
         return issued[0]
@@ -176,15 +178,14 @@ class DirectQueue:
             self.done >= number and all(peer.is_done(number) for peer in self.peers.values())
         )
 
-    def _look(self, is_over: Callable[[], bool], number: int) -> bool:
-        """Advance, and ask `is_over`. Called under the lock; what fails here fails the queue."""
+    def _look(self, look: Callable[[], bool], number: int) -> bool:
+        """What `look` answers, after it advanced. Called under the lock; what fails here fails the queue."""
         if self._failure is not None:
             raise self._failure
         if number < self._first:
             raise CommError("this collective was abandoned after a failure; its buffer holds no result")
         try:
-            self._advance()
-            return is_over()
+            return look()
         except PeerLeft as error:
             self._join_epoch_of(error)
             raise
@@ -200,7 +201,14 @@ class DirectQueue:
             )
             raise
 
-    def _advance(self) -> None:
+    def _advance_unless_left(self) -> bool:
+        """Advance; True. A peer that left is for a wait to raise: this rank may be about to fail by itself, like its
+        peer, and then its own exception is what the user expects."""
+        with contextlib.suppress(PeerLeft):
+            self.advance()
+        return True
+
+    def advance(self) -> None:
         """Do the exchanges whose turn it is and whose peers are ready; waits for none."""
         while self._open and self._open[0].run():
             self.done = self._open.popleft().number
@@ -210,7 +218,7 @@ class DirectQueue:
         for queue in list(_queues):
             if queue is not self and queue._open and queue._failure is None:
                 with contextlib.suppress(CommError):  # that queue keeps it, for its own callers
-                    queue._look(lambda: True, queue._next)
+                    queue._look(queue._advance_unless_left, queue._next)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._open.clear()
@@ -229,7 +237,7 @@ class DirectQueue:
 
     def _keep(self, works: Sequence[Work]) -> None:
         """Keep buffers that peers may be reading, and drop those that they cannot."""
-        _abandoned[:] = [old for old in _abandoned if not all(p.is_beyond(old.number) for p in old.peers)]
+        _drop_unread()
         kept = [*works, *self._open]
         if kept:
             _abandoned.append(_Abandoned(self._next, list(self.peers.values()), kept))
@@ -249,6 +257,11 @@ class DirectQueue:
             f"end ranks {behind} have not come. See what they are doing; if they are only slow, give "
             "init_distributed a longer timeout"
         )
+
+
+def _drop_unread() -> None:
+    """Drop the buffers of abandoned collectives that no peer reads any more."""
+    _abandoned[:] = [old for old in _abandoned if not all(peer.is_beyond(old.number) for peer in old.peers)]
 
 
 class _Exchange(ABC):
@@ -293,6 +306,7 @@ class _Exchange(ABC):
         self._queue.wait_until(self._is_over, self.number)
 
     def _is_over(self) -> bool:
+        self._queue.advance()
         return self._queue.done >= self.number and all(map(self._has_read, self.readers))
 
     def _has_read(self, rank: int) -> bool:
