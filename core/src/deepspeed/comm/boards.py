@@ -19,6 +19,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Piece
+from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.peer_memory import is_supported, read_memory
 from deepspeed.errors import CommError
 from deepspeed.log import logger
@@ -111,7 +112,7 @@ class PeerGone(CommError):
     """The process of a rank has ended."""
 
 
-class PeerLeft(CommError):
+class PeerLeft(PeerFailed):
     """A rank left its collectives unfinished, or cannot go on. `done` is what its board says."""
 
     def __init__(self, rank: int, done: int) -> None:

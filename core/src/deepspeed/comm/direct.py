@@ -122,16 +122,19 @@ class DirectQueue:
         """Leave what is in flight unfinished; waits for nothing. See [Note: epochs] and `Backend.abandon`."""
         if not (failed or works):
             return
+        if failed:  # first, so that peers which see this rank leave find the cause
+            self._failures.record(self._left_epoch if self._has_joined else epoch_of(self._next))
         with _lock:
-            has_joined = isinstance(self._failure, PeerLeft)
-            epoch = self._left_epoch if has_joined else epoch_of(self._next)
             self._keep(works)
-            if has_joined:
+            if self._has_joined:
                 self._failure = None
             elif self._failure is None:
-                self._begin_epoch(epoch + 1)
-        if failed:
-            self._failures.record(epoch)
+                self._begin_epoch(epoch_of(self._next) + 1)
+
+    @property
+    def _has_joined(self) -> bool:
+        """Whether a peer left, and this rank is in its epoch already."""
+        return isinstance(self._failure, PeerLeft)
 
     def wait_until(self, is_over: Callable[[], bool], number: int) -> None:
         """Go on with the exchanges of all groups until `is_over`, which is about the exchange `number`."""

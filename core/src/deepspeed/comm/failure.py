@@ -14,11 +14,15 @@ from collections.abc import Callable
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, Store
 
-from deepspeed.errors import first_line
+from deepspeed.errors import CommError, first_line
 from deepspeed.log import logger
 
 #: records made in this process by group name; ranks make them in the same order, so the count is part of the key
 _num_records: Counter[str] = Counter()
+
+
+class PeerFailed(CommError):
+    """A rank cannot go on because another one failed: a consequence, which is never recorded as a cause."""
 
 
 class FailureRecord:
@@ -35,7 +39,10 @@ class FailureRecord:
         error = sys.exc_info()[1]
         reason = f"{type(error).__name__}: {first_line(error)}" if error else "an exception that was caught"
         mine = f"rank {torch_dist.get_rank()} failed with {reason}"
-        first = self._ask(lambda store: store.compare_set(f"{self._prefix}/{epoch}", "", mine))
+        if isinstance(error, PeerFailed):
+            first = self.first(epoch)
+        else:
+            first = self._ask(lambda store: store.compare_set(f"{self._prefix}/{epoch}", "", mine))
         if first and first not in (mine, self._logged):
             self._logged = first
             logger.error("%s; the failure of this rank follows from that", first)

@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Piece, Work
-from deepspeed.comm.failure import FailureRecord
+from deepspeed.comm.failure import FailureRecord, PeerFailed
 from deepspeed.comm.pieces import even_pieces, view
 from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.summing import add_in_rank_order
@@ -59,7 +59,7 @@ class MessageQueue:
     def explained(self, error: RuntimeError) -> CommError:
         """What a collective that fails so is to raise."""
         cause = self._failures.first(self._num_failures)
-        return CommError(
+        return (PeerFailed if cause else CommError)(
             f"rank {torch_dist.get_rank()} cannot finish a collective: {cause or first_line(error)}. The output of the "
             "rank that failed first says why"
         )

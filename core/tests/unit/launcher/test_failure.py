@@ -3,6 +3,8 @@
 import signal
 
 import pytest
+from deepspeed.comm.boards import PeerLeft
+from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import CommError, ConfigError
 from deepspeed.launcher.failure import (
     RankEnd,
@@ -90,6 +92,8 @@ def end(rank, return_code=1, error=None, stderr=""):
     ("ended", "expected"),
     [
         (end(0, error=CommError("rank 1 is gone")), True),
+        (end(0, error=PeerFailed("rank 0 cannot finish a collective: rank 1 failed")), True),
+        (end(0, error=PeerLeft(1, 0)), True),
         (end(0, error=RuntimeError("[tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")), True),
         (end(0, stderr=SIMPLE.replace("ValueError: boom", "torch.distributed.DistBackendError: lost\n")), True),
         (end(0, -signal.SIGABRT, stderr="terminate called\n  what(): remote process exited\n"), True),
