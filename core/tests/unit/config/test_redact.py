@@ -10,10 +10,9 @@ SECRETS = {
     "train_batch_size": 1,
     "comet": {"api_key": SECRET, "project": "shown"},
     "monitor_plugins": {"mine": {"webhook": SECRET, "where": {"list": [SECRET]}, "every": 3}},
-    "wandb": {"apiKey": SECRET, "API-KEY": SECRET},
+    "of a library": {"apiKey": SECRET, "API-KEY": SECRET, "credentials": {"user": SECRET}, "password": 271828},
     "optimizer": {"type": "Adam", "params": {"auth_token": SECRET, "lr": 0.25}},
     "checkpoint": {"store": {"params": {"secret_access_key": SECRET, "url": f"s3://me:{SECRET}@host/b"}}},
-    "nebula": {"credentials": {"user": SECRET}, "password": 271828},
     "max_tokens": 512,
 }
 
