@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.engine.start_line import start_line
 from deepspeed.ops import registry
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -143,19 +144,25 @@ def test_a_checkpoint_goes_from_one_to_the_other(first, stage, precision, tmp_pa
 
 
 def one_rank_lacks_kernel(precision, stage):
-    """Rank 1 has only the reference; returns what it trained, and how far that is from kernels everywhere."""
+    """Rank 1 has only the reference; returns what it trained, how far that is from kernels everywhere, and the start
+    line."""
     found = {}
     for enabled in (True, dist.get_rank() != 1):
         with ops(enabled):
             engine = create_engine("AdamW", precision, stage)
+            line = start_line(engine)
             found[len(found)] = outcome(engine, train(engine, 0, 5), "exp_avg_sq")[1:]
             engine.destroy()
-    return found[1], difference(found[1], found[0])
+    return found[1], difference(found[1], found[0]), line
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_one_rank_without_the_kernel_trains_with_the_others(stage, precision):
-    (one, one_difference), (other, other_difference) = run_ranks(2, one_rank_lacks_kernel, precision, stage)
+    (one, one_difference, line), (other, other_difference, other_line) = run_ranks(
+        2, one_rank_lacks_kernel, precision, stage
+    )
+    assert line == other_line
+    assert line.endswith("FusedAdam on torch's operators")
     assert max(one_difference, other_difference) <= 1e-6
     assert all(map(torch.equal, one, other)), "replicas stay equal bit for bit"

@@ -8,6 +8,7 @@ from deepspeed import comm
 from deepspeed._version import __version__
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import registry
+from deepspeed.ops.kernel_optimizer import KernelOptimizer
 from deepspeed.precision import Autocast, Precision
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def start_line(engine: "DeepSpeedEngine") -> str:
     """Ranks, device, backend, ZeRO stage, dtype, number of parameters, and the optimizer with its kernel.
 
-    Nothing is compiled or loaded for it: an extension's kernel is named as the one that the first step will load.
+    Called when the sharding is attached: by then the kernel was loaded, and the ranks have agreed on whether to use it.
     """
     num_ranks = comm.get_world_size()
     facts = [
@@ -50,10 +51,10 @@ def _optimizer(engine: "DeepSpeedEngine") -> str:
     if optimizer is None:
         return "no optimizer"
     name = type(optimizer).__name__
-    op = getattr(optimizer, "kernel_op", None)
-    if op is None:
+    if not isinstance(optimizer, KernelOptimizer) or optimizer.kernel_op is None:
         return name
-    builder = registry.resolve(op).builder
+    op = optimizer.kernel_op
+    builder = registry.resolve(op).builder if optimizer.uses_kernel else None
     if builder is None:
         return f"{name} on torch's operators"
     return f"{name} by the kernel {op} of {type(builder).__module__.partition('.')[0]}"
