@@ -34,7 +34,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.__version__", D, "DeepSpeed's version with a local part, `+core...`."),
         ("deepspeed.git_version_info", W, "Each name is computed when it is read."),
         ("deepspeed (launcher), one host", W, "The flags are in the page on the launcher."),
-        ("deepspeed (launcher), several hosts", D, "OpenSSH starts the hosts; the page on the launcher has the flags."),
+        (
+            "deepspeed (launcher), several hosts",
+            N,
+            "Other hosts in a hostfile are refused unless a plugin gives the launcher; mpirun or srun may start ranks.",
+        ),
         ("deepspeed.pt, deepspeed --version", W, "The launcher's other name, and its version."),
         ("--save_pid", W, "`/tmp/<pid>.ds`, removed at the end."),
         (
