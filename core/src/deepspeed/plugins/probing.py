@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.errors import PluginError
+from deepspeed.errors import DeepSpeedError, PluginError
 
 TIMEOUT_VARIABLE = "DS_PROBE_TIMEOUT"
 DEFAULT_TIMEOUT_S = 10.0
@@ -49,11 +49,13 @@ def is_lent(lock: object) -> bool:
     return call is not None and call.lends is lock and call.awaited
 
 
-def timeout_s(variable: str = TIMEOUT_VARIABLE, default_s: float = DEFAULT_TIMEOUT_S) -> float:
+def timeout_s(
+    variable: str = TIMEOUT_VARIABLE, default_s: float = DEFAULT_TIMEOUT_S, error: type[DeepSpeedError] = PluginError
+) -> float:
     """How long the import of an accelerator's plugin may take, and its probe, in seconds: `DS_PROBE_TIMEOUT`, or 10.
 
     Args:
-        variable, default_s: another limit.
+        variable, default_s, error: another limit, and what is raised for it.
 
     Raises:
         PluginError: the variable holds no positive number.
@@ -66,7 +68,7 @@ def timeout_s(variable: str = TIMEOUT_VARIABLE, default_s: float = DEFAULT_TIMEO
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise PluginError(f"{variable}={stated}: a number of seconds above 0 is meant")
+        raise error(f"{variable}={stated}: it must be a number of seconds above 0")
     return seconds
 
 

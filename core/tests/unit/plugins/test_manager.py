@@ -322,7 +322,7 @@ def test_a_plugin_that_asks_for_other_plugins_as_it_is_imported_gets_an_error_an
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])
 def test_a_limit_that_is_no_number_of_seconds(monkeypatch, value):
     monkeypatch.setenv("DS_PROBE_TIMEOUT", value)
-    with pytest.raises(PluginError, match=f"DS_PROBE_TIMEOUT={value}: a number of seconds above 0"):
+    with pytest.raises(PluginError, match=f"DS_PROBE_TIMEOUT={value}: it must be a number of seconds above 0"):
         make_manager(Entry("a", make_plugin("a"))).probe("a")
 
 

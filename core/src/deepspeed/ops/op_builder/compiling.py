@@ -20,6 +20,7 @@ from pathlib import Path
 from deepspeed.errors import ConfigError, OpUnavailable
 from deepspeed.ops.op_builder.spec import BuildSpec
 from deepspeed.ops.op_builder.toolchain import Toolchain
+from deepspeed.plugins import probing
 
 TIMEOUT_VARIABLE = "DS_COMPILE_TIMEOUT"
 DEFAULT_TIMEOUT_S = 1800.0
@@ -93,14 +94,7 @@ def timeout_s() -> float:
     Raises:
         ConfigError: the variable holds no positive number.
     """
-    stated = os.environ.get(TIMEOUT_VARIABLE, "").strip()
-    try:
-        seconds = float(stated or DEFAULT_TIMEOUT_S)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise ConfigError(f"{TIMEOUT_VARIABLE}={stated}: it must be a number of seconds above 0")
-    return seconds
+    return probing.timeout_s(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, ConfigError)
 
 
 def run_commands(op: str, folder: Path, commands: list[list[str]]) -> None:
