@@ -2,7 +2,7 @@
 
 Ranks whose layouts differ would run different collectives, and wait for each other or mix up elements. So what the
 layout follows from is compared, and a rank that differs is named in one error, raised on every rank. What a rank would
-choose by itself (`gather_numbers`) is settled for all. Called by `synchronize.py` and `holding.py`.
+choose by itself is settled for all (`Holding.agree`). Called by `synchronize.py` and `holding.py`.
 """
 
 import hashlib
@@ -13,30 +13,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 
 
-def gather_numbers(
-    numbers: Sequence[int], device: torch.device | str, group: ProcessGroup | None = None
-) -> list[list[int]]:
-    """Every rank's integers (64 bits, equally many on all ranks), by rank of `group`; a collective on `device`."""
-    world_size = torch.distributed.get_world_size(group)
-    if world_size == 1:
-        return [list(numbers)]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    by_rank = [torch.empty_like(mine) for _ in range(world_size)]
-    torch.distributed.all_gather(by_rank, mine, group=group)
-    gathered: list[list[int]] = torch.stack(by_rank).tolist()
-    return gathered
-
-
-def check_same(facts: Mapping[str, str], device: torch.device | str, group: ProcessGroup | None = None) -> None:
-    """Compare texts with the other ranks, which give the same keys.
+def check_same(facts: Mapping[str, str], group: ProcessGroup | None = None) -> None:
+    """Compare texts with the other ranks, which give the same keys. A collective over `group`.
 
     Raises:
         ConfigError: on every rank, for the first key whose text differs; it names the ranks.
     """
-    by_rank = gather_numbers([_digest(text) for text in facts.values()], device, group)
+    by_rank = all_gather_values([_digest(text) for text in facts.values()], group)
     for (name, text), digests in zip(facts.items(), zip(*by_rank, strict=True), strict=True):
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
@@ -58,5 +45,5 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -16,11 +16,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed.comm.backend import Backend, Piece
+from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.ops.kernel_optimizer import KernelOptimizer
 from deepspeed.zero import state_dict as states
-from deepspeed.zero.agreement import check_same, described, gather_numbers, named_ranks
+from deepspeed.zero.agreement import check_same, described, named_ranks
 from deepspeed.zero.bucket import Bucket, Slot
 from deepspeed.zero.flat_group import FlatGroup, Unit
 from deepspeed.zero.layout import BucketSpec, Fragment, GroupLayout, cut_buckets, update_batches
@@ -119,9 +120,7 @@ class Holding:
 
     # ---- building -----------------------------------------------------------------------------------------------
 
-    def agree(
-        self, optimizer: Optimizer | None, param_groups: Sequence[Sequence[Parameter]], device: torch.device
-    ) -> None:
+    def agree(self, optimizer: Optimizer | None, param_groups: Sequence[Sequence[Parameter]]) -> None:
         """Compare with the other ranks what the layout follows from, and settle what each would choose by itself.
 
         Raises:
@@ -137,12 +136,12 @@ class Holding:
             "reduce_bucket_size": str(options.bucket_numel),
             "gradient_predivide_factor": str(options.predivide_factor),
         }
-        check_same(facts, device, self.group)
+        check_same(facts, self.group)
         has_kernel = not isinstance(optimizer, KernelOptimizer) or optimizer.has_kernel
-        # asked of the weights: where masters will be in another memory the host's kernel says no, and pieces are short
+        # of the weights as they are now: offloaded ones are not the host kernel's yet, and are widened in short pieces
         widens = options.model_dtype is not None and not takes_one_pass(optimizer)
         preferred = self.backend.preferred_bucket_bytes(self.world_size, to_owners=self._sums_to_owners)
-        by_rank = gather_numbers([has_kernel, widens, preferred], device, self.group)
+        by_rank = all_gather_values([has_kernel, widens, preferred], self.group)
         self._widens = any(numbers[1] for numbers in by_rank)
         self._bucket_bytes = min(numbers[2] for numbers in by_rank)
         lacking = [rank for rank, numbers in enumerate(by_rank) if not numbers[0]]

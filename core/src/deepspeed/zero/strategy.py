@@ -139,7 +139,7 @@ class Sharding(Holding):
         self._named = list(module.named_parameters())
         free = [param for param in module.parameters() if not managed.manager_of(param)]
         groups = optimizer.param_groups if optimizer is not None else [{"params": free}]
-        self.agree(optimizer, [group["params"] for group in groups], self._device)
+        self.agree(optimizer, [group["params"] for group in groups])
         for index, param_group in enumerate(groups):
             for param in param_group["params"]:
                 if param.requires_grad and id(param) not in self._positions:
@@ -153,11 +153,6 @@ class Sharding(Holding):
             optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
             optimizer.zero_grad = self._zero_grad_of_optimizer  # type: ignore[method-assign]
 
-    @property
-    def _device(self) -> torch.device:
-        """Where the few numbers go that ranks agree on."""
-        return self._named[0][1].device if self._named else torch.device("cpu")
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take over one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
         assert self.optimizer is not None
@@ -166,7 +161,7 @@ class Sharding(Holding):
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
         self._refuse_attached(len(self.optimizer.param_groups), given)
-        check_same({"the added group of parameters": self._described(given)}, self._device, self.group)
+        check_same({"the added group of parameters": self._described(given)}, self.group)
         type(self.optimizer).add_param_group(self.optimizer, {**param_group, "params": given})
         last = len(self.optimizer.param_groups) - 1
         for handle in self._hooks:
@@ -366,7 +361,7 @@ class Sharding(Holding):
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.world_size == 1:
             return values
-        device = self._device
+        device = self._named[0][1].device if self._named else torch.device("cpu")
         dtype = torch.float64 if device.type == "cpu" else torch.float32  # some devices lack fp64
         facts = self.backend.allocate(len(values), dtype, device).copy_(torch.tensor(values, dtype=dtype))
         self.backend.reduce(facts, self.group).wait()

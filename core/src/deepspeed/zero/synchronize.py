@@ -23,7 +23,7 @@ def synchronize_module(module: torch.nn.Module, group: ProcessGroup | None = Non
         return
     source = torch.distributed.get_global_rank(group, 0) if group is not None else 0
     named = [*module.named_parameters(), *module.named_buffers()]
-    check_same({"the module": described(named)}, named[0][1].device if named else "cpu", group)
+    check_same({"the module": described(named)}, group)
     tensors = [tensor.data for _, tensor in named if tensor.numel() > 0]
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     works = []
