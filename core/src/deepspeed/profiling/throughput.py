@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import psutil
-
 from deepspeed.accelerator import get_accelerator
 from deepspeed.log import log_dist
 from deepspeed.profiling.clock import Stopwatch, create_stopwatch
@@ -124,6 +122,8 @@ class ThroughputTimer:
                 f"MaxMemAllocated={accelerator.max_memory_allocated() / _GIB:.2f}GB"
             )
             if self.monitor_memory:
+                import psutil  # late: few runs ask for it
+
                 line += f", vm %: {psutil.virtual_memory().percent}, swap %: {psutil.swap_memory().percent}"
             self.logging(line)
         self._window_s, self._window_samples = 0.0, 0
