@@ -67,12 +67,12 @@ class FP16Config(Section):
     initial_scale_power: Int = key(16, "The dynamic scale begins at 2 to this power.", unit="log2", ge=0, le=127)
     loss_scale_window: Int = key(1000, "Steps without overflow before the scale doubles.", unit="steps", ge=1)
     hysteresis: Int = key(2, "Overflows that are borne before the scale halves.", unit="steps", ge=1)
-    consecutive_hysteresis: Flag = key(False, "Count anew after each step without overflow.")
+    consecutive_hysteresis: Flag = key(False, "Start to count again after each step without overflow.")
     min_loss_scale: Finite = key(1.0, "The dynamic scale never falls below this.", ge=0)
     fp16_master_weights_and_grads: Flag = key(
         False,
-        "Keep masters in fp16 (offloaded optimizers).",
-        support=refused("masters are fp32 in this version"),
+        "Keep master weights in fp16 (offloaded optimizers).",
+        support=refused("master weights are fp32 in this version"),
     )
 
 
@@ -87,7 +87,7 @@ class BF16Config(Section):
         support=quiet("gradients are always added at once"),
     )
     bf16_master_weights_and_grads: Flag = key(
-        False, "Keep masters in bf16.", support=refused("masters are fp32 in this version")
+        False, "Keep master weights in bf16.", support=refused("master weights are fp32 in this version")
     )
     bf16_optimizer_states: Flag = key(
         False, "Keep optimizer states in bf16.", support=refused("optimizer states are fp32 in this version")

@@ -106,10 +106,10 @@ class DeepSpeedConfig(Section):
         support=refused("gradients are averaged; scale the loss instead"),
     )
     prescale_gradients: Flag = key(
-        False, "Divide gradients by the number of ranks before the exchange, whatever gradient_predivide_factor says."
+        False, "Divide gradients by the number of ranks before the reduction, whatever gradient_predivide_factor says."
     )
     gradient_predivide_factor: Finite = key(
-        1.0, "Divide by this before the exchange and by the rest after it; 1: all of it before.", gt=0
+        1.0, "Divide by this before the reduction and by the rest after it; 1: all of it before.", gt=0
     )
     sparse_gradients: Flag = key(
         False,

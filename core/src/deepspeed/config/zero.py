@@ -96,7 +96,7 @@ class ZeroConfig(Section):
         "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are partitioned over the ranks.",
         support=refused("stage 3 is not yet in this version; use stage 2", off=(0, 1, 2)),
     )
-    reduce_bucket_size: Int = key(500_000_000, "Gradients reduced in one exchange, at most.", unit="elements", ge=1)
+    reduce_bucket_size: Int = key(500_000_000, "Gradients reduced in one collective, at most.", unit="elements", ge=1)
     overlap_comm: Flag = key(
         True, "Reduce gradients while backward runs. DeepSpeed's own default is false at stages 0 to 2."
     )
@@ -104,7 +104,7 @@ class ZeroConfig(Section):
         True, "Copy gradients into one buffer as they are produced.", support=quiet("they always are")
     )
     reduce_scatter: Flag = key(
-        True, "Reduce to the owner of a shard, not to every rank.", support=quiet("the backend chooses the exchange")
+        True, "Reduce to the owner of a shard, not to every rank.", support=quiet("the backend chooses the collective")
     )
     ignore_unused_parameters: Flag = key(True, "Accept parameters that got no gradient; false: raise and name them.")
     offload_optimizer: OffloadOptimizerConfig | None = key(None, "Keep and update optimizer states elsewhere.")
@@ -115,13 +115,13 @@ class ZeroConfig(Section):
     )
     allgather_bucket_size: Int = key(
         500_000_000,
-        "Elements gathered in one exchange, at most.",
+        "Elements gathered in one collective, at most.",
         unit="elements",
         ge=1,
         support=quiet("buckets have the size of reduce_bucket_size"),
     )
     use_multi_rank_bucket_allreduce: Flag = key(
-        True, "Reduce a bucket for several owners in one exchange.", support=quiet("the backend chooses")
+        True, "Reduce a bucket for several owners in one collective.", support=quiet("the backend chooses")
     )
     round_robin_gradients: Flag = key(
         False,

@@ -38,7 +38,7 @@ class Placement:
     """Beside the weights, in the accelerator's memory.
 
     Args:
-        memory: for an accelerator whose memory is the host's: page-locks masters and reduced gradients on request.
+        memory: for an accelerator whose memory is the host's: page-locks what the optimizer keeps, on request.
     """
 
     #: whether it is another memory than the weights'
