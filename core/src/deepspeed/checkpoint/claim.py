@@ -136,10 +136,13 @@ def _machine() -> str:
 
 
 def _idle_s(folder: Path) -> float:
-    """Seconds since anything of an unfinished save was touched."""
+    """Seconds since anything of an unfinished save was touched; what another job is just renaming does not count."""
     staging = layout.staging_folder(folder)
     paths = [staging, layout.former_folder(folder), layout.lock_file(folder)]
-    if staging.is_dir():
-        paths += staging.iterdir()
-    touched = [path.lstat().st_mtime for path in paths if os.path.lexists(path)]
-    return time.time() - max(touched, default=0.0)
+    with contextlib.suppress(FileNotFoundError):
+        paths += staging.iterdir() if staging.is_dir() else ()
+    touched = [0.0]
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            touched.append(path.lstat().st_mtime)
+    return time.time() - max(touched)

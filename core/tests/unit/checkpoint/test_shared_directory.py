@@ -142,6 +142,26 @@ def test_without_locks_only_what_is_old_is_removed(tmp_path, monkeypatch):
     assert value_in(tmp_path / "third") == 4
 
 
+def test_a_save_that_another_job_completes_meanwhile_is_no_leftover(tmp_path, lines, monkeypatch):
+    _, commit_first = stage(tmp_path / "first")
+    commits = [commit_first]
+
+    class Watched(type(tmp_path)):
+        """A staging folder that is renamed right after it was seen."""
+
+        def is_dir(self):
+            is_there = super().is_dir()
+            if commits:
+                commits.pop()()
+            return is_there
+
+    staging_folder = layout.staging_folder
+    monkeypatch.setattr("deepspeed.checkpoint.claim.layout.staging_folder", lambda path: Watched(staging_folder(path)))
+    save(tmp_path / "second", 2)
+    assert lines == []
+    assert names(tmp_path) == ["first", "second"]
+
+
 def test_leftovers_that_cannot_be_removed_do_not_stop_a_save(tmp_path, lines, monkeypatch):
     killed_save(tmp_path / "a")
 
