@@ -131,7 +131,7 @@ class Checkpointer:
 
         def commit() -> None:
             if self.is_publisher:
-                write_script(folder.parent)
+                write_script(folder)
                 self.store.commit(folder, sizes_by_name)
                 if save_latest:
                     write_latest(folder.parent, folder.name)

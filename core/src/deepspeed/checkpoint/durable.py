@@ -10,16 +10,20 @@ from typing import Any, BinaryIO
 from deepspeed.errors import CheckpointError
 
 
-def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> int:
+def write_file(path: Path, write: Callable[[BinaryIO], Any], temporary: Path | None = None) -> int:
     """Write `path` through `write(file)` so that a crash leaves either its former content or the whole new one.
+
+    Args:
+        temporary: where it is written first, on the same file system, and by no other process at the same time;
+            default: `.<name>.tmp` beside it. The name does not vary, so that a later save overwrites what a killed
+            process left.
 
     Returns the number of bytes.
 
-    The temporary name is always the same, so what a killed process left is overwritten by the next one. The *name*
-    is durable only after `sync_folder(path.parent)`, which the caller runs once for all files of a folder.
+    The *name* is durable only after `sync_folder(path.parent)`, which the caller runs once for all files of a folder.
     `CheckpointError` when the disk refuses; nothing is then left behind.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp") if temporary is None else temporary
     try:
         with open(temporary, "wb") as file:
             write(file)

@@ -34,7 +34,7 @@ MODEL_STATE_KEYS = frozenset(
     }
 )
 
-_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|lock)")
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|lock|latest)")
 _SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 
 
@@ -76,6 +76,12 @@ def former_folder(folder: Path) -> Path:
 def lock_file(folder: Path) -> Path:
     """By what the process that is saving `folder` keeps others from it."""
     return folder.with_name(f".{folder.name}.lock")
+
+
+def draft_file(folder: Path) -> Path:
+    """Where a save of `folder` writes a file that all tags share, before it takes its place: one per tag, since jobs
+    that share a directory save under different tags at the same time."""
+    return folder.with_name(f".{folder.name}.latest")
 
 
 def unfinished_in(save_dir: Path) -> list[Path]:

@@ -32,13 +32,13 @@ def merge_client_state(model_state: Mapping[str, Any], client_state: Mapping[str
     }
 
 
-def write_script(save_dir: Path) -> None:
-    """Put `zero_to_fp32.py` into `save_dir`: a copy of `consolidate.py`, which needs nothing of this package."""
+def write_script(folder: Path) -> None:
+    """Put `zero_to_fp32.py` beside the tag's `folder`: a copy of `consolidate.py`, which needs nothing of this package."""
     source = Path(__file__).with_name("consolidate.py").read_bytes()
-    target = save_dir / layout.SCRIPT_FILE
+    target = folder.with_name(layout.SCRIPT_FILE)
     if target.is_file() and target.read_bytes() == source:
         return
-    write_file(target, lambda file: file.write(source))
+    write_file(target, lambda file: file.write(source), layout.draft_file(folder))
     try:
         target.chmod(0o755)
     except OSError as error:

@@ -61,7 +61,8 @@ def read_latest(load_dir: Path) -> str | None:
 
 def write_latest(save_dir: Path, tag: str) -> None:
     """Let `<save_dir>/latest` name `tag`: the last act of a save, and atomic."""
-    write_file(save_dir / layout.LATEST_FILE, lambda file: file.write(tag.encode()))
+    draft = layout.draft_file(save_dir / tag)
+    write_file(save_dir / layout.LATEST_FILE, lambda file: file.write(tag.encode()), draft)
     try:
         sync_folder(save_dir)
     except OSError as error:

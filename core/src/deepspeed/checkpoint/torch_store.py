@@ -170,8 +170,9 @@ def _settle(place: Path) -> None:
             _retire(former, place)
         else:
             os.rename(former, place)
-    if os.path.lexists(staging):
-        _remove(staging)
+    for left in (staging, layout.draft_file(place)):
+        if os.path.lexists(left):
+            _remove(left)
 
 
 def _retire(former: Path, place: Path) -> None:

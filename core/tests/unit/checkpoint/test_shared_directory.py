@@ -8,6 +8,8 @@ import signal
 import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, layout
+from deepspeed.checkpoint.save import write_script
+from deepspeed.checkpoint.tags import write_latest
 from deepspeed.errors import CheckpointError
 
 NAME = layout.model_file(0)
@@ -87,6 +89,41 @@ def test_two_jobs_save_into_one_directory(tmp_path):
     with pytest.raises(AssertionError):
         commit_second()
     assert value_in(tmp_path / "first") == 1
+
+
+@pytest.mark.parametrize("write", [lambda folder: write_latest(folder.parent, folder.name), write_script])
+def test_two_jobs_write_a_file_that_their_tags_share(tmp_path, monkeypatch, write):
+    """The second writes it from beginning to end while the first is about to move its own into place."""
+    real_fsync, others = os.fsync, [tmp_path / "second"]
+
+    def fsync(descriptor):
+        real_fsync(descriptor)
+        if others:
+            write(others.pop())
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(tmp_path / "first")
+    assert not others
+    assert names(tmp_path) in (["latest"], ["zero_to_fp32.py"])
+    if (tmp_path / "latest").exists():
+        assert (tmp_path / "latest").read_text() == "first"
+
+
+def test_a_save_that_goes_on_is_no_leftover(tmp_path, lines, monkeypatch):
+    """The files of another job's save come and go while this one looks through the directory."""
+    killed_save(tmp_path / "a")
+    real_lexists = os.path.lexists
+
+    def lexists(path):
+        is_there = real_lexists(path)
+        if str(path).endswith(".a.lock"):
+            path.unlink(missing_ok=True)
+        return is_there
+
+    monkeypatch.setattr(os.path, "lexists", lexists)
+    save(tmp_path / "b")
+    assert "b" in names(tmp_path)
+    assert not lines
 
 
 def killed_save(folder):
