@@ -33,7 +33,7 @@ def merge_client_state(model_state: Mapping[str, Any], client_state: Mapping[str
 
 
 def write_script(folder: Path) -> None:
-    """Put `zero_to_fp32.py` beside the tag's `folder`: a copy of `consolidate.py`, which needs nothing of this package."""
+    """Put `zero_to_fp32.py` beside the tag's `folder`: a copy of `consolidate.py`, which runs without this package."""
     source = Path(__file__).with_name("consolidate.py").read_bytes()
     target = folder.with_name(layout.SCRIPT_FILE)
     if target.is_file() and target.read_bytes() == source:

@@ -70,6 +70,7 @@ class Holding:
         self.groups: list[FlatGroup] = []
         self.params: list[Parameter] = []
         self.buckets: list[Bucket] = []
+        self._given_params: list[list[Parameter]] = []  # by group of the optimizer, before it held masters
         self._is_whole = False  # the optimizer looks at whole matrices: fragments are whole parameters
         self._widens = False  # gradients are copied to fp32 before the update, piece by piece
         self._bucket_bytes = 0  # that the backend prefers
@@ -189,7 +190,18 @@ class Holding:
             if self.optimizer is not None:
                 states.adopt(self.optimizer, group)
         if self.optimizer is not None:
+            self._given_params.append(list(params))
             self.optimizer.param_groups[index]["params"] = [unit.master for unit in units]
+
+    def _give_back(self, optimizer: Optimizer) -> None:
+        """Let the optimizer hold the parameters that it was given, without the states of what it held instead."""
+        given = {id(param) for params in self._given_params for param in params}
+        for unit in (unit for group in self.groups for unit in group.units):
+            if id(unit.master) not in given:
+                optimizer.state.pop(unit.master, None)
+        for param_group, params in zip(optimizer.param_groups, self._given_params, strict=False):
+            param_group["params"] = params
+        self._given_params = []
 
     def _refuse_attached(self, index: int, params: Sequence[Parameter]) -> None:
         attached = {id(param) for param in self.params}

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -142,16 +143,25 @@ class Sharding(Holding):
         self.agree(optimizer, [group["params"] for group in groups])
         for index, param_group in enumerate(groups):
             for param in param_group["params"]:
-                if param.requires_grad and id(param) not in self._positions:
-                    raise ConfigError(
-                        f"optimizer.param_groups[{index}]: a parameter of shape {tuple(param.shape)} is not in the "
-                        "model given to initialize(); hand over parameters of that model"
-                    )
+                self._refuse_foreign(index, param)
+        for index, param_group in enumerate(groups):
             self.hold_group(index, param_group["params"])
         self._finish_groups()
         if optimizer is not None:  # a group that only the optimizer knew would train without averaging
             optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
             optimizer.zero_grad = self._zero_grad_of_optimizer  # type: ignore[method-assign]
+
+    def _refuse_foreign(self, index: int, param: Tensor) -> None:
+        if id(param) in self._positions:
+            return
+        where = f"optimizer.param_groups[{index}]: a parameter of shape {tuple(param.shape)}"
+        if not isinstance(param, Parameter):  # a fragment of a parameter
+            raise ConfigError(
+                f"{where} is what an engine that was not destroyed left there; call destroy() on that engine, or build "
+                "a new optimizer"
+            )
+        if param.requires_grad:
+            raise ConfigError(f"{where} is not in the model given to initialize(); give parameters of that model")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take over one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
@@ -413,14 +423,15 @@ class Sharding(Holding):
         self.zero_grad()
 
     def destroy(self) -> None:
-        """Remove the hooks and drop all buffers and states; the module can then be used without the engine, or in
-        another one. Idempotent."""
+        """Remove the hooks and drop all buffers and states; the module and the optimizer can then be used without the
+        engine, or in another one. Idempotent."""
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
         if self.optimizer is not None:
             vars(self.optimizer).pop("add_param_group", None)
             vars(self.optimizer).pop("zero_grad", None)
+            self._give_back(self.optimizer)
         if self.window.is_open:
             self.window.abort()
         else:  # in a `finally` or `except` this rank failed; else all ranks leave the same collectives

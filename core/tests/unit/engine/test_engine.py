@@ -380,6 +380,44 @@ def test_destroy_leaves_a_plain_module(make_engine, stage):
     assert torch.allclose(model.layer.weight, before - 0.1)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_optimizer_outlives_its_engine(make_engine, stage, bf16):
+    """After destroy() the given optimizer trains the model, by itself and in the next engine."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    keys = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}, "zero_allow_untested_optimizer": True}
+    keys |= {"train_batch_size": 1, "optimizer": None}
+
+    def moves(step):
+        before = model.layer.weight.detach().clone()
+        step()
+        return not torch.equal(model.layer.weight, before)
+
+    def engine_step(engine):
+        engine.backward(engine(X.to(model.layer.weight.dtype)).sum())
+        engine.step()
+
+    for _ in range(2):
+        engine = make_engine(model, arguments={"optimizer": optimizer}, **keys)
+        assert moves(lambda engine=engine: engine_step(engine))
+        engine.destroy()
+        assert [id(param) for param in optimizer.param_groups[0]["params"]] == list(map(id, model.parameters()))
+        assert set(optimizer.state) <= set(model.parameters())
+    model(X.to(model.layer.weight.dtype)).sum().backward()
+    assert moves(optimizer.step)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_optimizer_that_an_engine_left_is_refused(single_rank, stage):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    deepspeed.initialize(model=model, optimizer=optimizer, config=config)  # dropped, and collected by the next one
+    with pytest.raises(ConfigError, match=r"param_groups\[0\].* an engine that was not destroyed left there"):
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_step_without_a_backward_is_told_and_counted(make_engine, lines, stage):
     warn_once.cache_clear()
