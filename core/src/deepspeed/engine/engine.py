@@ -350,9 +350,9 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
     def destroy(self) -> None:
         """Remove the hooks, drop gradients, optimizer states and communication buffers, and end the monitors.
 
-        The module keeps its weights, and can be used without an engine or given to `initialize` again. So can an optimizer
-        that was given to `initialize`: it holds the model's parameters again, and keeps only the states of those that it
-        held all the time (stage 0 without fp32 masters).
+        The module keeps its weights, and can be used without an engine or given to `initialize` again. So can an
+        optimizer that was given to `initialize`: it holds the model's parameters again, and keeps only the states of
+        those that it held all the time (stage 0 without fp32 masters).
         """
         self._observers.close()
         self.sharding.destroy()
