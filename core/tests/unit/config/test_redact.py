@@ -1,6 +1,7 @@
 """No secret of a config is printed or saved."""
 
 import pytest
+import torch
 from deepspeed.config import DeepSpeedConfig, redacted
 from deepspeed.errors import ConfigError
 
@@ -18,7 +19,8 @@ SECRETS = {
 
 
 @pytest.mark.parametrize("key", ["api_key", "apiKey", "API-KEY", "hf_token", "password", "client_secret", "credentials",
-                                 "AWS_SECRET_ACCESS_KEY", "private_key", "connection_string", "dsn"])  # fmt: skip
+                                 "AWS_SECRET_ACCESS_KEY", "private_key", "connection_string", "dsn",
+                                 "token_value", "auth", "jwt", "cookie", "session_key", "ssh_key"])  # fmt: skip
 def test_keys_that_say_so(key):
     assert redacted({"a": [{key: SECRET}]}) == {"a": [{key: "<redacted>"}]}
     assert redacted(SECRET, f"some.section.{key}") == "<redacted>"
@@ -39,6 +41,26 @@ def test_keys_that_say_so(key):
 )
 def test_what_is_no_secret_stays(key, value):
     assert redacted({key: value}) == {key: value}
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (f"https://me:p@{SECRET}@host/path", "https://<redacted>@host/path"),
+        (f"https://host/x?a=1&api_key={SECRET}", "https://host/x?a=1&api_key=<redacted>"),
+        (f"https://host/x?token={SECRET}&a=1#b", "https://host/x?token=<redacted>&a=1#b"),
+        (f"https://blob/x?sv=1&sig={SECRET}", "https://blob/x?sv=1&sig=<redacted>"),
+        (f"https://s3/x?X-Amz-Signature={SECRET}", "https://s3/x?X-Amz-Signature=<redacted>"),
+        ("https://host/@team?page=2", "https://host/@team?page=2"),
+    ],
+)
+def test_secrets_in_urls(url, shown):
+    assert redacted({"where": [url]}) == {"where": [shown]}
+
+
+def test_values_that_are_no_json_pass():
+    array = torch.ones(2)  # `in` compares, which has no single truth value here
+    assert redacted({"mine": {"weights": array}})["mine"]["weights"] is array
 
 
 def test_the_users_dict_is_not_changed():
