@@ -1,8 +1,8 @@
 """An uncaught exception of a rank goes to the `deepspeed` launcher, which prints the cause of a failed job, once.
 
 Without it every rank prints a traceback, and the first cause stands somewhere among its consequences. `initialize` and
-`init_distributed` call `report_to_launcher`; it does nothing unless the launcher gave this process a pipe, and under
-`DS_LOG_LEVEL=debug` it gives none. May import `errors`.
+`init_distributed` call `report_to_launcher`. Under `DS_LOG_LEVEL=debug` the launcher gives no pipe. Without a launcher,
+`python train.py`, only a `ConfigError` is treated specially: one line without a traceback. May import `errors`.
 """
 
 import json
@@ -81,11 +81,24 @@ class _Hook:
 
 
 def report_to_launcher() -> None:
-    """From now on an uncaught exception of this process goes to the launcher that started it; the first call counts."""
+    """From now on an uncaught exception of this process goes to the launcher that started it; the first call counts.
+
+    Without a launcher a `ConfigError` is printed in one line, unless the script has an excepthook of its own or
+    `DS_LOG_LEVEL` is debug.
+    """
     address = os.environ.pop(PIPE_VARIABLE, "")  # not for processes that this one starts
     fd, _, inode = address.partition(":")
     if fd.isdecimal() and inode.isdecimal() and _is_pipe(int(fd), int(inode)):
         sys.excepthook = _Hook(int(fd), int(inode), sys.excepthook)
+    elif sys.excepthook is sys.__excepthook__ and os.environ.get("DS_LOG_LEVEL", "").upper() != "DEBUG":
+        sys.excepthook = _print_uncaught
+
+
+def _print_uncaught(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    if isinstance(error, ConfigError):
+        sys.stderr.write(f"deepspeed: error: {error}\n")
+    else:
+        sys.__excepthook__(kind, error, frames)
 
 
 def _is_pipe(fd: int, inode: int) -> bool:

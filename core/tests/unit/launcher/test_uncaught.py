@@ -61,9 +61,32 @@ def test_without_a_reader_or_for_ctrl_c_the_previous_hook_is_asked(pipe):
 @pytest.mark.parametrize("address", ["", "x", "7", "-1:5", "0:1", "99999:1"])
 def test_an_address_that_is_no_pipe_of_ours_is_left_alone(monkeypatch, address):
     monkeypatch.setenv(PIPE_VARIABLE, address)
-    previous = sys.excepthook
+
+    def previous(kind, error, frames):
+        raise AssertionError("the script's own hook, not called here")
+
+    monkeypatch.setattr(sys, "excepthook", previous)
     report_to_launcher()
     assert sys.excepthook is previous
+
+
+@pytest.mark.parametrize(
+    ("level", "error", "printed"),
+    [
+        ("", ConfigError("stage: found 9"), "deepspeed: error: stage: found 9\n"),
+        ("debug", ConfigError("stage: found 9"), "Traceback (most"),
+        ("", ValueError("boom"), "Traceback (most"),
+    ],
+)
+def test_without_a_launcher_a_config_error_is_one_line(monkeypatch, capsys, level, error, printed):
+    monkeypatch.delenv(PIPE_VARIABLE, raising=False)
+    monkeypatch.setenv("DS_LOG_LEVEL", level)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    report_to_launcher()
+    fail(error)
+    text = capsys.readouterr().err
+    assert text.startswith(printed)
+    assert text.count("\n") == 1 or not printed.endswith("\n")
 
 
 @pytest.mark.parametrize("line", [b"", b"x", b"{}", b'["a", "b", "c", "d"]', b'["a"]', b"\xff"])
