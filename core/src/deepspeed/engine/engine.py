@@ -93,7 +93,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
             try:
                 outputs = self.module(*inputs, **kwargs)
             except (RuntimeError, ValueError) as error:
-                add_dtype_hint(error, self.precision.model_dtype, inputs, kwargs)
+                add_dtype_hint(error, self.precision.model_dtype, self.module.parameters(), inputs, kwargs)
                 raise
         if torch.is_grad_enabled():
             self.sharding.window.saw_forward(outputs)

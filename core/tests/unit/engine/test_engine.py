@@ -461,6 +461,16 @@ def test_an_input_of_another_dtype_gets_a_hint(make_engine, key, remedy):
     assert f"the config's {key}" in str(caught.value)
 
 
+def test_an_input_of_another_dtype_gets_a_hint_without_a_dtype_in_the_config(make_engine):
+    engine = make_engine(Net())
+    with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
+        engine(torch.randn(2, 4, dtype=torch.bfloat16))
+    assert str(caught.value).endswith(
+        "; the model's parameters are float32, and this forward got inputs of bfloat16; cast them before the call "
+        "(x.to(torch.float32))"
+    )
+
+
 def test_other_errors_of_a_forward_stay_as_they_are(make_engine):
     engine = make_engine(nn.Linear(4, 1), bf16={"enabled": True})
     with pytest.raises(RuntimeError) as caught:
