@@ -130,7 +130,7 @@ def _what_went_wrong(code: int, output: str, options: argparse.Namespace) -> str
     if told:
         return _named_by_flag(told.removeprefix("ERROR: "), options.accelerator)
     if code == 5:
-        return f"no test matches -k {options.k!r}; a name or a theme of deepspeed.testing.suite is meant"
+        return f"no test matches -k {options.k!r}; give part of the name or theme of a test in deepspeed.testing.suite"
     if code < 0:  # the stack that Python writes as it dies has the test in it
         name = signal.Signals(-code).name
         at = next((found[1] for line in lines if (found := re.search(r" in (test_\w+)$", line))), "no test")

@@ -84,7 +84,7 @@ def initialize(
     """
     report_to_launcher()
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"initialize: model is {type(model).__name__}; hand over a torch.nn.Module")
+        raise ConfigError(f"initialize: model is {type(model).__name__}; pass a torch.nn.Module")
     source = _config_source(args, config, config_params)
     _start_communication(dist_init_required, distributed_port)
     group = _lay_out_ranks(mpu, mesh_param)

@@ -116,7 +116,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
                 "backward: asked for the gradients of one loss, found "
                 + (f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
                    if isinstance(loss, Tensor) else f"{type(loss).__name__}")
-                + "; hand over a scalar loss that was computed from the engine's output"
+                + "; pass a scalar loss that was computed from the engine's output"
             )  # fmt: skip
         if scale_wrt_gas and self.schedule.num_steps > 1:
             loss = loss / self.schedule.num_steps

@@ -17,11 +17,11 @@ LAUNCHERS = ("pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi")
 
 # flag -> what to do instead; these parse, and then raise
 _NOT_YET = {
-    "force_multi": "many nodes are a later feature; leave --force_multi away to run on this machine",
+    "force_multi": "many nodes are a later feature; omit --force_multi to run on this machine",
     "elastic_training": "elastic training is a later feature; start a fixed number of ranks with --num_accelerators",
     "min_elastic_nodes": "elastic training is a later feature; start a fixed number of ranks with --num_accelerators",
     "max_elastic_nodes": "elastic training is a later feature; start a fixed number of ranks with --num_accelerators",
-    "autotuning": "autotuning is a later feature; leave --autotuning away and set the values in the config",
+    "autotuning": "autotuning is a later feature; omit --autotuning and set the values in the config",
     "venv_script": "remote nodes are a later feature; activate the environment before calling deepspeed",
 }
 
@@ -201,7 +201,7 @@ def check_one_node(args: argparse.Namespace) -> None:
     if args.launcher is not None and args.launcher not in LAUNCHERS:
         raise ConfigError(
             f"--launcher {args.launcher}: no plugin gives this launcher, and it is none of {', '.join(LAUNCHERS)}; "
-            "install the plugin (`ds_report` lists those that are), or leave the flag away to run on this machine"
+            "install the plugin (`ds_report` lists those that are), or omit the flag to run on this machine"
         )
     if args.num_nodes is not None and args.num_nodes > 1:
         raise ConfigError(
@@ -210,7 +210,7 @@ def check_one_node(args: argparse.Namespace) -> None:
         )
     if args.node_rank not in (-1, 0):
         raise ConfigError(
-            f"--node_rank {args.node_rank}: this version runs on one node, whose rank is 0; leave the flag away"
+            f"--node_rank {args.node_rank}: this version runs on one node, whose rank is 0; omit the flag"
         )
 
 
@@ -282,7 +282,7 @@ def _count(text: str) -> int | None:
         number = 0
     if number < -1 or number == 0:
         raise argparse.ArgumentTypeError(
-            f"found {text!r}; give a whole number of 1 or more, or leave the flag away to use all"
+            f"found {text!r}; give a whole number of 1 or more, or omit the flag to use all"
         )
     return None if number == -1 else number
 

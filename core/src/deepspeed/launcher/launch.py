@@ -182,7 +182,7 @@ def choose_port(asked: int | None) -> int:
         return port
     if asked is not None:
         raise ConfigError(
-            f"--master_port {asked}: is in use on this machine; give another, or leave the flag away to get a free one"
+            f"--master_port {asked}: is in use on this machine; give another, or omit the flag to get a free one"
         )
     return find_free_port()
 

@@ -75,7 +75,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             if self._find_free_port is None:
                 raise ConfigError(
                     f"--master_addr {self.master_addr} --master_port {self.master_port}: cannot listen there "
-                    f"({first_line(error)}); give another port, or leave --master_port away to get a free one"
+                    f"({first_line(error)}); give another port, or omit --master_port to get a free one"
                 ) from error
             self.master_port = self._find_free_port()
             return super().next_rendezvous()

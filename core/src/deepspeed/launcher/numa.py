@@ -89,7 +89,7 @@ def format_cores(cores: Sequence[int]) -> str:
 
 def _allowed_cores() -> set[int]:
     if not hasattr(os, "sched_getaffinity"):
-        raise ConfigError("--bind_cores_to_rank: this system cannot bind a process to cores; leave the flag away")
+        raise ConfigError("--bind_cores_to_rank: this system cannot bind a process to cores; omit the flag")
     return os.sched_getaffinity(0)
 
 

@@ -128,7 +128,7 @@ def _slots_of_hostfile(args: "argparse.Namespace") -> int | None:
     if remote and not (one_node and len(remote) < len(hosts)):
         raise ConfigError(
             f"--hostfile {path}: names {', '.join(remote)}; this version runs on this machine alone, many nodes are a "
-            "later feature. Name only localhost, or leave the hostfile away"
+            "later feature. Name only localhost, or omit the hostfile"
         )
     return next(slots for host, slots in hosts.items() if is_local(host))
 

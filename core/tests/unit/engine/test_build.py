@@ -49,7 +49,7 @@ def test_a_step_without_an_optimizer():
 
 @pytest.mark.parametrize("model", [None, lambda x: x, nn.Linear])
 def test_no_model(model):
-    with pytest.raises(ConfigError, match=r"initialize: model is \w+; hand over a torch\.nn\.Module"):
+    with pytest.raises(ConfigError, match=r"initialize: model is \w+; pass a torch\.nn\.Module"):
         deepspeed.initialize(model=model, config=SGD)
 
 

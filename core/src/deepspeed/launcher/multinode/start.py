@@ -42,7 +42,7 @@ def make_command(kind: Any, args: "argparse.Namespace", environment: Mapping[str
         raise PluginError(f"{where}: a plugin gave {kind!r}; a class with the methods of MultiNodeRunner is meant")
     for attribute, flag in PER_NODE_FLAGS:
         if getattr(args, attribute) and attribute not in getattr(kind, "flags", ()):
-            raise ConfigError(f"{flag}: {kind.__name__} of {where} does not do this; leave the flag away")
+            raise ConfigError(f"{flag}: {kind.__name__} of {where} does not do this; omit the flag")
     hosts = choose_hosts(args)
     runner = kind(args, encode_world_info(hosts))
     if not getattr(runner, "backend_exists", lambda: True)():
