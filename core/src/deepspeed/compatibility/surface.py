@@ -83,6 +83,18 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "The names in old-addresses.md; not the functions that link parameters with their master weights, such as "
             "`link_hp_params`.",
         ),
+        (
+            "deepspeed.utils.numa, .debug, .types, .bwc, deepspeed.checkpoint.constants",
+            N,
+            "Internal helpers of DeepSpeed; these modules do not exist.",
+        ),
+        (
+            "deepspeed.launcher.constants, .multinode_runner, deepspeed.launcher.runner.parse_args",
+            N,
+            "Internals of DeepSpeed's launcher; the flags are the interface.",
+        ),
+        ("deepspeed.ops.op_builder.cpu_adam and the like", N, "Import the builder from `deepspeed.ops.op_builder`."),
+        ("deepspeed.ops.aio", N, "It comes with offload to NVMe."),
         ("deepspeed.utils.logging", D, "`logger` and `log_dist`; not `print_json_dist` and `LoggerFactory`."),
     ],
     "Optimizers and schedules": [
