@@ -29,7 +29,8 @@ class FailureRecord:
     """Who failed first in `group`, and why, per epoch: ranks that go on after a failure begin the next one."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        name = group.group_name
+        # group.group_name raises for a group that a plugin wrote in Python
+        name = torch_dist.distributed_c10d._get_process_group_name(group)
         self._prefix = f"deepspeed/failure/{name}/{_num_records[name]}"
         self._logged = ""
         _num_records[name] += 1
