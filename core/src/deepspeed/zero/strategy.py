@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.backend import Backend, Work
 from deepspeed.errors import ConfigError, StateError, first_line
-from deepspeed.log import warn_once
+from deepspeed.log import logger, warn_once
 from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
 from deepspeed.zero import state_dict as states
@@ -84,6 +84,7 @@ class Sharding(Holding):
         self._used_anywhere: list[bool] = []
         self._launched = 0
         self._reduces = False
+        self._adds_up = False  # there are gradients of an earlier backward of this step
         self._refusal: Exception | None = None
         self._shows_gradients = False  # param.grad is a view of bucket memory
         self._max_in_flight = self.placement.max_in_flight
@@ -211,6 +212,7 @@ class Sharding(Holding):
         plan = self._plan(by_user)
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
+        self._adds_up = any(self._used)
         self._refusal = plan.refusal
         self._reduces = plan.reduces or self.reduces_always
         self._factor = plan.factor * self._before_sum
@@ -281,6 +283,11 @@ class Sharding(Holding):
 
     def _abort_backward(self) -> None:
         """A backward that failed leaves unknown gradients: the step starts again, without them."""
+        if self._adds_up:
+            logger.warning(
+                "backward: an exception ended it, and the gradients of the backwards before it in the same step are "
+                "dropped too; repeat those micro-batches, or omit the step"
+            )
         self._abandon(failed=True)
 
     def _abandon(self, *works: Work, failed: bool) -> None:

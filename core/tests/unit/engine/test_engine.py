@@ -2,6 +2,7 @@
 
 import logging
 import re
+from contextlib import nullcontext
 
 import deepspeed
 import pytest
@@ -172,6 +173,38 @@ def test_an_exception_in_a_backward_leaves_nothing_behind(make_engine):
     engine.backward(engine(X).sum())
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(10**0.5)
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_that_an_exception_drops_are_named(make_engine, lines, stage, by_user):
+    """A script that catches the error of one micro-batch and goes on hears that the others are gone too."""
+    keys = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    engine = make_engine(Net(), **keys)
+
+    def fail(grad):
+        raise RuntimeError("in the middle")
+
+    def backward(fails):
+        x = X.clone().requires_grad_()
+        if fails:
+            x.register_hook(fail)
+        loss = engine(x).sum()
+        loss.backward() if by_user else engine.backward(loss)
+
+    def step(*fails):
+        for micro_fails in fails:
+            with pytest.raises(RuntimeError, match="in the middle") if micro_fails else nullcontext():
+                backward(micro_fails)
+            engine.step()
+        return [text for level, text in lines if level == "WARNING" and "are dropped too" in text]
+
+    before = engine.module.layer.weight.detach().clone()
+    assert len(step(True, False)) == 0
+    assert not torch.equal(engine.module.layer.weight, before)
+    assert len(step(False, True)) == 1
+    assert len(step(False, True)) == 2
+    assert len(step(False, False)) == 2
 
 
 def test_zero_grad_forgets(make_engine):
