@@ -86,7 +86,8 @@ class Sharding(Holding):
         self._reduces = False
         self._adds_up = False  # there are gradients of an earlier backward of this step
         self._refusal: Exception | None = None
-        self._shows_gradients = False  # param.grad is a view of bucket memory
+        self._shown: dict[int, Tensor] = {}  # by parameter: param.grad, a view of bucket memory
+        self._shown_versions: list[int] = []  # of that memory, by group: torch counts what is written into it
         self._max_in_flight = self.placement.max_in_flight
         self._is_launched = True  # no gradient waits on this rank for its exchange
         self._factor = 1.0
@@ -210,6 +211,8 @@ class Sharding(Holding):
                 "of two steps; make a new engine and load a checkpoint"
             )
         plan = self._plan(by_user)
+        self._take_shown()
+        self._shown = {}
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
         self._adds_up = any(self._used)
@@ -217,7 +220,7 @@ class Sharding(Holding):
         self._reduces = plan.reduces or self.reduces_always
         self._factor = plan.factor * self._before_sum
         self._launched = 0
-        self._is_launched = self._shows_gradients = False
+        self._is_launched = False
         self._norm = None
         for bucket in self.buckets:
             bucket.begin_backward()
@@ -233,7 +236,7 @@ class Sharding(Holding):
         param.grad = None
         self.window.abort_if_left()
         if not self.window.is_open:
-            if self._shows_gradients:  # autograd has just added into the bucket's own memory
+            if self._shown:  # autograd has just added into the bucket's own memory
                 raise StateError(
                     "backward: found a second backward before step() that does not pass through the engine's outputs; "
                     "add the losses up and call engine.backward(loss) once"
@@ -311,6 +314,7 @@ class Sharding(Holding):
         gradient came after its launch]. Late gradients (a block that a checkpoint runs twice in one backward) are
         then exchanged in a second round, on all ranks alike.
         """
+        self._take_shown()
         if self._norm is not None:
             return
         if len(self._gradients) < len(self.groups):
@@ -369,8 +373,30 @@ class Sharding(Holding):
             for index, param in enumerate(group.params):
                 if self._used_anywhere[group.first_index + index]:
                     offset = group.layout.offsets[index]
-                    param.grad = gradients.narrow(0, offset, param.numel()).view(param.shape)
-                    self._shows_gradients = True
+                    shown = gradients.narrow(0, offset, param.numel()).view(param.shape)
+                    param.grad = self._shown[group.first_index + index] = shown
+        self._shown_versions = [gradients._version for gradients in self._gradients]
+
+    def _take_shown(self) -> None:
+        """The step takes what the user made of the shown gradients: other values, another tensor, or None.
+
+        Every rank has all of them, so no communication is needed; the user does the same on every rank.
+        """
+        for index, shown in self._shown.items():
+            grad = self.params[index].grad
+            if grad is None:
+                shown.zero_()
+                self._used[index] = self._used_anywhere[index] = False
+                for slot in self._slots[index]:
+                    slot.holds = False
+            elif grad is not shown:
+                shown.copy_(grad)
+        if self._shown and self._norm is not None:
+            versions = [gradients._version for gradients in self._gradients]
+            if versions != self._shown_versions:
+                self._shown_versions = versions
+                square_sum = self.placement.square_sum(self._reduced)
+                self._norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
 
     def _local_square_sum(self) -> float:
         return self.placement.square_sum(self._norm_part())
@@ -393,6 +419,7 @@ class Sharding(Holding):
     def update(self, scale: float = 1.0) -> None:
         """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
         assert self._updates is not None
+        self._shown = {}
         for param in self.params:
             param.grad = None  # the update points masters at their gradients, batch by batch
         gathers: list[Work] = []
@@ -422,7 +449,7 @@ class Sharding(Holding):
             param.grad = None
             self._used[index] = False
         self._is_launched = True
-        self._shows_gradients = False
+        self._shown = {}
         self._norm = None
 
     def _zero_grad_of_optimizer(self, set_to_none: bool = True) -> None:
