@@ -184,8 +184,8 @@ class Peer:
             read_memory(self._process, source, target, num_bytes)
         except ProcessLookupError:
             raise PeerGone(
-                f"rank {self.rank} (process {self._process}) ended before a collective with it was over; its own output "
-                "says why"
+                f"rank {self.rank} (process {self._process}) ended before a collective with it was over; its own "
+                "output says why"
             ) from None
         except OSError as error:
             raise CommError(
