@@ -61,6 +61,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.DeepSpeedEngine", W, "Its methods are listed below."),
         ("deepspeed.DeepSpeedEngine.forward", W, "Attributes that the engine lacks are the module's."),
         ("deepspeed.DeepSpeedEngine.backward", W, "`scale_wrt_gas` and `retain_graph` included."),
+        (
+            "param.grad between backward and step",
+            D,
+            "Stage 0 shows it and takes changes; in stages 1 and 2 it is None, use `safe_get_full_grad` and "
+            "`safe_set_full_grad`.",
+        ),
         ("two engines on one module", D, "A second one that trains is refused until the first is destroyed."),
         ("deepspeed.DeepSpeedEngine.step", W, "One optimizer step at an accumulation boundary."),
         ("deepspeed.DeepSpeedEngine.is_gradient_accumulation_boundary", W, "As documented."),
