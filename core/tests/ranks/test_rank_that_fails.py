@@ -15,7 +15,7 @@ import pytest
 LIMIT_S = 100
 
 TRAIN = """
-import os, sys, time
+import os, sys
 import deepspeed, torch
 import deepspeed.comm as dist
 from deepspeed.zero.bucket import BucketState
@@ -49,7 +49,6 @@ class Net(torch.nn.Module):
 
 def boom():
     say("in flight", sum(bucket.state is BucketState.REDUCING for bucket in engine.sharding.buckets))
-    say("failed at", time.monotonic())
     raise Boom("the batch is bad")
 
 def own_collective():
@@ -82,8 +81,7 @@ try:
     elif case == "caught":  # by all, at places that differ; nothing is launched at place 3
         places = [1, 0] if sys.argv[3] == "late" else [3, 3]
         train_step(places[rank], boom)
-except Boom as error:
-    say("raised at", time.monotonic())
+except Boom:
     if case == "stays alive":
         sys.stdin.read()
     if case != "caught":
@@ -138,9 +136,6 @@ def test_an_exception_is_not_withheld(start, path, case):
     assert failed.returncode == 1, output
     assert float(after("in flight", output)) > 0
     assert "Boom: the batch is bad" in output
-    assert (
-        float(after("raised at", output)) - float(after("failed at", output)) < 10
-    )  # a second where nothing else runs
     output, _ = peer.communicate(timeout=LIMIT_S)
     assert peer.returncode == 1, output
     assert "rank 1 failed with Boom: the batch is bad" in output
