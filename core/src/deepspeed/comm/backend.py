@@ -98,4 +98,4 @@ class Backend(Protocol):
         """
 
     def release(self) -> None:
-        """Give back memory that is kept between exchanges. Waits for nobody."""
+        """Give back memory that is kept between collectives. Waits for nobody."""

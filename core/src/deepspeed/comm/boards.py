@@ -26,7 +26,7 @@ from deepspeed.log import logger
 
 #: exchanges of one group that a rank may have announced and a peer not yet done
 NUM_SLOTS = 256
-#: numbers of exchanges in one epoch: [Note: epochs] in direct.py
+#: numbers of collectives in one epoch: [Note: epochs] in direct.py
 EPOCH_BITS = 32
 
 #: Boards outlive their groups: a peer may look at one after the group has gone here, to know that all is done.
@@ -49,7 +49,7 @@ class What(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> "What":
-        """What an exchange of these pieces of a buffer is."""
+        """What a collective over these pieces of a buffer is."""
         return cls(kind, flat_N.numel(), flat_N.dtype, zlib.crc32(array("q", chain.from_iterable(pieces))))
 
     def encode(self) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class What(NamedTuple):
 
 
 def epoch_of(number: int) -> int:
-    """The epoch of an exchange: [Note: epochs] in direct.py."""
+    """The epoch of a collective: [Note: epochs] in direct.py."""
     return number >> EPOCH_BITS
 
 

@@ -155,7 +155,7 @@ class DirectQueue:
     def _issue(
         self, kind: "type[_Exchange]", flat_N: torch.Tensor, pieces: Sequence[Piece], *, announce: bool
     ) -> "_Exchange":
-        """Append an exchange; waits while the one whose slot on the board it takes is not over everywhere."""
+        """Append a collective; waits while the one whose slot on the board it takes is not over everywhere."""
         issued: list[_Exchange] = []
 
         def has_issued() -> bool:
@@ -212,7 +212,7 @@ class DirectQueue:
         return True
 
     def advance(self) -> None:
-        """Do the exchanges whose turn it is and whose peers are ready; waits for none."""
+        """Do the collectives whose turn it is and whose peers are ready; waits for none."""
         while self._open and self._open[0].run():
             self.done = self._open.popleft().number
             self.board.set_done(self.done)
@@ -334,7 +334,7 @@ class _Exchange(ABC):
         ours, theirs = What.decode(self._what), What.decode(found)
         return CommError(
             f"rank {torch_dist.get_rank()} makes {ours} where rank {self._queue.peers[rank].rank} makes {theirs}; all "
-            "ranks of a group make the same exchanges, with the same pieces, in the same order. Have they the same "
+            "ranks of a group issue the same collectives, with the same pieces, in the same order. Have they the same "
             "model, and the same parameters that require a gradient?"
         )
 
