@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.accelerator.abstract_accelerator import documented_names
-from deepspeed.errors import ConfigError, PluginError, StateError
+from deepspeed.errors import ConfigError, PluginError
 from deepspeed.testing import requirements, suite
 from deepspeed.testing.suite.expected_failures import FILE_NAME, read_expected_failures
 from ds_ext_mps.accelerator import MPS_Accelerator
@@ -110,8 +110,8 @@ def test_every_documented_method_answers_sanely(mps, monkeypatch, name):
 
 
 def test_no_graph_is_recorded(mps):
-    with pytest.raises(StateError, match="records no graphs"):
-        mps.replay_graph(mps.create_graph())
+    assert mps.create_graph() is None
+    mps.replay_graph(None)  # nothing was recorded, and nothing happens
 
 
 def test_a_second_rank_is_told_what_it_can_do(mps, monkeypatch):

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from deepspeed.accelerator.torch_module import TorchModule
+from deepspeed.errors import StateError
 
 
 class StreamFace(TorchModule):
@@ -70,6 +71,13 @@ class StreamFace(TorchModule):
 
         With `graph=None`, from a device whose `create_graph` returns None, nothing happens: `capture_to_graph(None)`
         recorded nothing.
+
+        Raises:
+            StateError: `graph` is None, and this device records graphs.
         """
         if graph is not None:
             graph.replay()
+        elif self.create_graph() is not None:
+            raise StateError(
+                f"replay_graph got None, and {self._name!r} records graphs; pass the graph that create_graph() gave"
+            )

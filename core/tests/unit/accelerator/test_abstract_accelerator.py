@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from deepspeed.accelerator.abstract_accelerator import ANY_TIME, FACES, DeepSpeedAccelerator, documented_names
-from deepspeed.errors import ConfigError, PluginError
+from deepspeed.errors import ConfigError, PluginError, StateError
 
 # The interface as DeepSpeed documents it; a name may be added here, and none taken away.
 DOCUMENTED = set(
@@ -224,6 +224,8 @@ def test_graphs_are_recorded_where_torch_can(sim):
         assert captured == (graph, 1, 2)
     acc.replay_graph(graph)
     assert replayed == [graph]
+    with pytest.raises(StateError, match="pass the graph that create_graph"):
+        acc.replay_graph(None)
 
 
 def test_a_device_that_torch_does_not_know():
