@@ -131,14 +131,29 @@ def answer(number, frame):
     os.write(1, f"{os.environ['RANK']} {signal.Signals(number).name}\\n".encode())
     if number == signal.SIGQUIT:
         sys.exit(0)
+arrived, wake = os.pipe()  # signal.pause() would miss a signal that comes just before it
+os.set_blocking(wake, False)
+signal.set_wakeup_fd(wake)
 for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
     signal.signal(number, answer)
 os.write(1, b"ready\\n")
 while True:
-    signal.pause()
+    os.read(arrived, 1)
 """
 
 
+@pytest.fixture
+def default_signals():
+    """A shell's background job ignores SIGQUIT, and so do its children; the launcher leaves such a signal ignored."""
+    kept = {
+        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+    }
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("default_signals")
 def test_signals_that_ask_for_a_save_reach_every_rank(folder):
     job = start(ANSWERS)
     for name in ("SIGUSR1", "SIGUSR2", "SIGQUIT"):
@@ -148,6 +163,7 @@ def test_signals_that_ask_for_a_save_reach_every_rank(folder):
     assert job.returncode == 0
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_signal_that_nobody_handles_is_named(folder):
     job = start("import os, signal\nos.write(1, b'ready\\n')\nsignal.pause()\n", stderr=subprocess.PIPE)
     job.send_signal(signal.SIGUSR1)
