@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.engine.start_line import start_line
 from deepspeed.ops import registry
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
@@ -166,3 +167,21 @@ def test_one_rank_without_the_kernel_trains_with_the_others(stage, precision):
     assert line.endswith("FusedAdam on torch's operators")
     assert max(one_difference, other_difference) <= 1e-6
     assert all(map(torch.equal, one, other)), "replicas stay equal bit for bit"
+
+
+def an_optimizer_in_two_engines():
+    """Whether it steps with its kernel in each: rank 1 has only the reference in the first."""
+    net = nn.Linear(8, 8)
+    optimizer = FusedAdam(net.parameters())
+    uses = []
+    for enabled in (dist.get_rank() != 1, True):
+        with ops(enabled):
+            config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+            engine = deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
+            uses.append(optimizer.uses_kernel)
+            engine.destroy()
+    return uses
+
+
+def test_an_optimizer_gets_its_kernel_back_in_the_next_engine():
+    assert run_ranks(2, an_optimizer_in_two_engines) == [[False, True], [False, True]]

@@ -138,6 +138,8 @@ class Holding:
             "gradient_predivide_factor": str(options.predivide_factor),
         }
         check_same(facts, self.group)
+        if isinstance(optimizer, KernelOptimizer):
+            optimizer.uses_kernel = True  # whatever it was in an engine before this one
         has_kernel = not isinstance(optimizer, KernelOptimizer) or optimizer.has_kernel
         # of the weights as they are now: offloaded ones are not the host kernel's yet, and are widened in short pieces
         widens = options.model_dtype is not None and not takes_one_pass(optimizer)
