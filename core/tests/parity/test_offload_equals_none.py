@@ -132,10 +132,10 @@ def check_places(engine):
     weights = {group.flat_N.untyped_storage().data_ptr() for group in sharding.groups}
     buckets = {gradients.untyped_storage().data_ptr() for gradients in sharding._gradients}
     for group in sharding.groups:
-        for unit in group.units:
-            assert unit.weight.untyped_storage().data_ptr() in weights
-            assert unit.master.untyped_storage().data_ptr() not in weights
-            assert unit.grad.untyped_storage().data_ptr() not in buckets
+        for shard in group.shards:
+            assert shard.weight.untyped_storage().data_ptr() in weights
+            assert shard.master.untyped_storage().data_ptr() not in weights
+            assert shard.grad.untyped_storage().data_ptr() not in buckets
     if sharding.stage == 2:
         assert sum(gradients.numel() for gradients in sharding._gradients) == 0
 

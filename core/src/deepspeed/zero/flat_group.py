@@ -15,7 +15,7 @@ from deepspeed.zero.placement import Placement
 
 
 @dataclass(slots=True)
-class Unit:
+class ParamShard:
     """What the optimizer updates as one tensor: the owned fragment of one parameter."""
 
     index: int  # of the parameter among all attached ones
@@ -42,7 +42,7 @@ class FlatGroup:
         rank: this process within the data-parallel group (0 in stage 0).
         model_dtype: dtype that the parameters get, or None to leave them.
         is_flat: whether the parameters become views of one buffer, so that they can be gathered in one go.
-        is_whole: whether units keep the shape of their parameter; needs cuts between parameters.
+        is_whole: whether shards keep the shape of their parameter; needs cuts between parameters.
         has_optimizer: without one there are no masters.
         placement: where the masters live.
         allocate: gives a 1-D buffer for the flat weights.
@@ -96,19 +96,19 @@ class FlatGroup:
                 param.data = param.data.to(self.dtype).contiguous()
             elif not param.is_contiguous():  # fused optimizers want weight and gradient laid out alike
                 param.data = param.data.contiguous()
-        self.units = [self._create_unit(fragment, is_whole) for fragment in layout.owned_by(rank)]
+        self.shards = [self._create_shard(fragment, is_whole) for fragment in layout.owned_by(rank)]
 
-    def _create_unit(self, fragment: Fragment, is_whole: bool) -> Unit:
+    def _create_shard(self, fragment: Fragment, is_whole: bool) -> ParamShard:
         param = self.params[fragment.param]
         index = self.first_index + fragment.param
         if self.flat_N is None and self.master_S is None:  # fp32 without sharding: the parameter is the master
-            return Unit(index, self.param_group, fragment, param.data, param, None)
+            return ParamShard(index, self.param_group, fragment, param.data, param, None)
         weight = _piece(param, fragment)
         master = weight if self.master_S is None else self._slice(self.master_S, fragment)
         if is_whole:
             assert fragment.numel == param.numel(), fragment
             master = master.view(param.shape)
-        return Unit(index, self.param_group, fragment, weight, master.detach(), None)
+        return ParamShard(index, self.param_group, fragment, weight, master.detach(), None)
 
     def _slice(self, buffer_S: Tensor, fragment: Fragment) -> Tensor:
         return buffer_S.narrow(0, fragment.start - self.partition_start, fragment.numel)
@@ -124,15 +124,15 @@ class FlatGroup:
 
     def masters_from_weights(self) -> None:
         """Start the masters anew from the model's weights, after these were loaded."""
-        for unit in self.units:
-            if unit.has_master:
-                unit.master.view(-1).copy_(unit.weight.view(-1))
+        for shard in self.shards:
+            if shard.has_master:
+                shard.master.view(-1).copy_(shard.weight.view(-1))
 
     def weights_from_masters(self) -> None:
         """Round the masters into the model's weights."""
-        for unit in self.units:
-            if unit.has_master:
-                unit.weight.view(-1).copy_(unit.master.view(-1))
+        for shard in self.shards:
+            if shard.has_master:
+                shard.weight.view(-1).copy_(shard.master.view(-1))
 
 
 def _piece(param: Parameter, fragment: Fragment) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from deepspeed.comm.backend import Piece
 from deepspeed.errors import StateError
-from deepspeed.zero.flat_group import FlatGroup, Unit
+from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.strategy import Sharding
 
@@ -22,7 +22,7 @@ from deepspeed.zero.strategy import Sharding
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     """The fp32 weight that the optimizer updates, with the parameter's shape, on every rank."""
     found = _find(param)
-    return None if found is None else _assemble(*found, param, lambda unit: unit.master)
+    return None if found is None else _assemble(*found, param, lambda shard: shard.master)
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
@@ -34,7 +34,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     sharding.reduce()
     if not sharding.was_used(group.first_index + index):
         return None
-    gradient = _assemble(sharding, group, index, param, lambda unit: unit.grad)
+    gradient = _assemble(sharding, group, index, param, lambda shard: shard.grad)
     return gradient if gradient is None or sharding.average_factor == 1.0 else gradient.mul_(sharding.average_factor)
 
 
@@ -43,12 +43,12 @@ def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Ten
     found = _find(param)
     if found is None or (optimizer := found[0].optimizer) is None:
         return None
-    return _assemble(*found, param, lambda unit: optimizer.state.get(unit.master, {}).get(optim_state_key))
+    return _assemble(*found, param, lambda shard: optimizer.state.get(shard.master, {}).get(optim_state_key))
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     """Replace the weight, in fp32 and in the model's dtype, on every rank."""
-    _scatter(param, value, "safe_set_full_fp32_param", lambda sharding, unit: unit.master)
+    _scatter(param, value, "safe_set_full_fp32_param", lambda sharding, shard: shard.master)
     with torch.no_grad():
         param.copy_(value)
 
@@ -60,8 +60,8 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
         StateError: if the optimizer has no such state yet, as before the first step.
     """
 
-    def pick(sharding: Sharding, unit: Unit) -> Tensor:
-        state = sharding.optimizer.state.get(unit.master, {}) if sharding.optimizer is not None else {}
+    def pick(sharding: Sharding, shard: ParamShard) -> Tensor:
+        state = sharding.optimizer.state.get(shard.master, {}) if sharding.optimizer is not None else {}
         if optim_state_key not in state:
             raise StateError(
                 f"safe_set_full_optimizer_state: found no state {optim_state_key!r}, only {sorted(state)}; states "
@@ -78,7 +78,7 @@ def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     if found is not None:
         found[0].reduce()
         value = value / found[0].average_factor
-    _scatter(param, value, "safe_set_full_grad", lambda sharding, unit: unit.grad)
+    _scatter(param, value, "safe_set_full_grad", lambda sharding, shard: shard.grad)
     if found is not None:
         sharding, group, index = found
         sharding.gradient_was_replaced(group.first_index + index)
@@ -92,17 +92,17 @@ def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
 def _assemble(sharding: Sharding, group: FlatGroup, index: int, param: Parameter, pick: Any) -> Tensor | None:
     """Collect the owners' fragments of one parameter into a new tensor of its shape.
 
-    `pick` gives a unit's tensor, or None if it has none; either all ranks have one or none has.
+    `pick` gives a shard's tensor, or None if it has none; either all ranks have one or none has.
     """
     fragments = [fragment for fragment in group.layout.fragments if fragment.param == index]
-    mine = [(unit, pick(unit)) for unit in group.units if unit.fragment.param == index]
+    mine = [(shard, pick(shard)) for shard in group.shards if shard.fragment.param == index]
     picked = [value for _, value in mine if value is not None]
     dtype = _agree_on_dtype(sharding, picked[0].dtype if picked else None, param.device)
     if dtype is None:
         return None
     whole_N = torch.zeros(param.numel(), dtype=dtype, device=param.device)
-    for unit, value in mine:
-        whole_N.narrow(0, unit.fragment.param_start, unit.fragment.numel).copy_(value.detach().reshape(-1))
+    for shard, value in mine:
+        whole_N.narrow(0, shard.fragment.param_start, shard.fragment.numel).copy_(value.detach().reshape(-1))
     if group.flat_N is not None:
         pieces = [Piece(f.param_start, f.param_start + f.numel, f.owner) for f in fragments]
         sharding.backend.gather_from_owners(whole_N, pieces, sharding.group).wait()
@@ -123,7 +123,9 @@ def _agree_on_dtype(sharding: Sharding, dtype: torch.dtype | None, device: torch
     return None if code.item() < 0 else _DTYPES[int(code.item())]
 
 
-def _scatter(param: Parameter, value: Tensor, asked: str, pick: Callable[[Sharding, Unit], Tensor | None]) -> None:
+def _scatter(
+    param: Parameter, value: Tensor, asked: str, pick: Callable[[Sharding, ParamShard], Tensor | None]
+) -> None:
     """Copy this rank's fragments of `value` to where `pick` says."""
     found = _find(param)
     if found is None:
@@ -134,8 +136,8 @@ def _scatter(param: Parameter, value: Tensor, asked: str, pick: Callable[[Shardi
             f"{asked}: found a value of shape {tuple(value.shape)}, the parameter has {tuple(param.shape)}"
         )
     flat = value.detach().reshape(-1)
-    for unit in group.units:
-        target = pick(sharding, unit) if unit.fragment.param == index else None
+    for shard in group.shards:
+        target = pick(sharding, shard) if shard.fragment.param == index else None
         if target is not None:
-            start = unit.fragment.param_start
-            target.data.view(-1).copy_(flat[start : start + unit.fragment.numel])
+            start = shard.fragment.param_start
+            target.data.view(-1).copy_(flat[start : start + shard.fragment.numel])

@@ -23,7 +23,7 @@ from deepspeed.ops.kernel_optimizer import KernelOptimizer
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.agreement import check_same, described, named_ranks
 from deepspeed.zero.bucket import Bucket, Slot
-from deepspeed.zero.flat_group import FlatGroup, Unit
+from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.layout import BucketSpec, Fragment, GroupLayout, cut_buckets, update_batches
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.update import Batch, takes_one_pass
@@ -171,7 +171,7 @@ class Holding:
         for param in params:
             if param.requires_grad and param.numel() > 0:
                 by_dtype.setdefault(param.dtype, []).append(param)
-        units: list[Unit] = []
+        shards: list[ParamShard] = []
         for same_dtype in by_dtype.values():
             group = FlatGroup(
                 same_dtype,
@@ -188,19 +188,19 @@ class Holding:
             )
             self.groups.append(group)
             self.params.extend(same_dtype)
-            units.extend(group.units)
+            shards.extend(group.shards)
             if self.optimizer is not None:
                 states.adopt(self.optimizer, group)
         if self.optimizer is not None:
             self._given_params.append(list(params))
-            self.optimizer.param_groups[index]["params"] = [unit.master for unit in units]
+            self.optimizer.param_groups[index]["params"] = [shard.master for shard in shards]
 
     def _give_back(self, optimizer: Optimizer) -> None:
         """Let the optimizer hold the parameters that it was given, without the states of what it held instead."""
         given = {id(param) for params in self._given_params for param in params}
-        for unit in (unit for group in self.groups for unit in group.units):
-            if id(unit.master) not in given:
-                optimizer.state.pop(unit.master, None)
+        for shard in (shard for group in self.groups for shard in group.shards):
+            if id(shard.master) not in given:
+                optimizer.state.pop(shard.master, None)
         for param_group, params in zip(optimizer.param_groups, self._given_params, strict=False):
             param_group["params"] = params
         self._given_params = []
@@ -235,7 +235,7 @@ class Holding:
         for group, owned_S in zip(self.groups[first:], self._owned_gradients()[first:], strict=True):
             self._reduced.append(self.placement.home_of_gradients(group, owned_S))
             group.clear_padding(self._reduced[-1])
-        self._connect_units()
+        self._connect_shards()
 
     def cut_buckets(self) -> None:
         """Cut all groups into buckets, in the order in which a backward fills them; again after a group was added."""
@@ -253,21 +253,21 @@ class Holding:
 
     def _batches(self) -> Iterator[Batch]:
         if not self._is_flat() and not self._widens:  # nothing to publish
-            yield Batch(None, [unit for group in self.groups for unit in group.units], [])
+            yield Batch(None, [shard for group in self.groups for shard in group.shards], [])
             return
         for index, group in enumerate(self.groups):
-            unit_of = {unit.fragment: unit for unit in group.units}
+            shard_of = {shard.fragment: shard for shard in group.shards}
             for per_rank in update_batches(group.layout, self._batch_numel()):
-                mine = [unit_of[fragment] for fragment in per_rank[self._owner_rank]]
+                mine = [shard_of[fragment] for fragment in per_rank[self._owner_rank]]
                 yield Batch(index, mine, [_span(fragments) for fragments in per_rank if fragments])
 
-    def _connect_units(self) -> None:
-        """Tell each unit where its reduced gradient is."""
+    def _connect_shards(self) -> None:
+        """Tell each shard where its reduced gradient is."""
         for group, reduced_S in zip(self.groups, self._reduced, strict=True):
-            for unit in group.units:
-                start = unit.fragment.start - group.partition_start
-                grad = reduced_S.narrow(0, start, unit.fragment.numel)
-                unit.grad = grad.view(unit.master.shape)
+            for shard in group.shards:
+                start = shard.fragment.start - group.partition_start
+                grad = reduced_S.narrow(0, start, shard.fragment.numel)
+                shard.grad = grad.view(shard.master.shape)
 
     @property
     def exchange_bytes(self) -> int:

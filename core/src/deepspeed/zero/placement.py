@@ -25,7 +25,7 @@ from deepspeed.comm.backend import Work
 from deepspeed.optim.norm import tensor_norm
 
 if TYPE_CHECKING:
-    from deepspeed.zero.flat_group import FlatGroup, Unit
+    from deepspeed.zero.flat_group import FlatGroup, ParamShard
     from deepspeed.zero.layout import BucketSpec
     from deepspeed.zero.offload.buffers import HostMemory
 
@@ -88,15 +88,15 @@ class Placement:
     def gradients_changed(self) -> None:
         """Reduced gradients were written from outside."""
 
-    def copies(self, units: Sequence[Unit]) -> list[Tensor]:
-        """Where the update of `units` writes the weights rounded to the model's dtype, each in its master's shape.
+    def copies(self, shards: Sequence[ParamShard]) -> list[Tensor]:
+        """Where the update of `shards` writes the weights rounded to the model's dtype, each in its master's shape.
 
         Empty where the masters themselves are what the weights become.
         """
-        return [unit.weight.view_as(unit.master) for unit in units if unit.has_master]
+        return [shard.weight.view_as(shard.master) for shard in shards if shard.has_master]
 
-    def send(self, units: Sequence[Unit], copies: Sequence[Tensor]) -> None:
-        """The masters of `units` and their `copies` are final: bring them into the weights."""
+    def send(self, shards: Sequence[ParamShard], copies: Sequence[Tensor]) -> None:
+        """The masters of `shards` and their `copies` are final: bring them into the weights."""
 
     def finish_sending(self) -> None:
         """Return when masters and copies may be written again."""

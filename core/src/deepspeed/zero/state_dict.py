@@ -23,7 +23,7 @@ from deepspeed.optim.saved_state import check_saved_state
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from deepspeed.zero.flat_group import FlatGroup, Unit
+    from deepspeed.zero.flat_group import FlatGroup, ParamShard
     from deepspeed.zero.strategy import Sharding
 
 
@@ -80,8 +80,8 @@ def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states:
     """Put a collected state back: masters, and with `load_optimizer_states` also moments and param_groups."""
     check(sharding, saved)
     for group, master in zip(sharding.groups, saved["single_partition_of_fp32_groups"], strict=True):
-        for unit in group.units:
-            unit.master.data.view(-1).copy_(_cut(master, group, unit.fragment.start, unit.fragment.numel))
+        for shard in group.shards:
+            shard.master.data.view(-1).copy_(_cut(master, group, shard.fragment.start, shard.fragment.numel))
     optimizer = sharding.optimizer
     if optimizer is None or not load_optimizer_states:
         return
@@ -93,24 +93,24 @@ def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states:
 
 
 def adopt(optimizer: Optimizer, group: FlatGroup) -> None:
-    """Give each unit its share of the state that the user's optimizer has for the whole parameter, if any.
+    """Give each shard its share of the state that the user's optimizer has for the whole parameter, if any.
 
     Adagrad makes state when it is built; others have it when they stepped before `initialize`.
     """
     whole = {id(param): optimizer.state.pop(param) for param in group.params if param in optimizer.state}
-    for unit in group.units:
-        state = whole.get(id(group.params[unit.fragment.param]))
+    for shard in group.shards:
+        state = whole.get(id(group.params[shard.fragment.param]))
         if state:
-            shape = group.params[unit.fragment.param].shape
-            optimizer.state[unit.master] = {name: _share(value, unit, shape) for name, value in state.items()}
+            shape = group.params[shard.fragment.param].shape
+            optimizer.state[shard.master] = {name: _share(value, shard, shape) for name, value in state.items()}
 
 
-def _share(value: Any, unit: Unit, shape: torch.Size) -> Any:
+def _share(value: Any, shard: ParamShard, shape: torch.Size) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != shape:
-        return _owned(value, unit.master.device)
-    start = unit.fragment.param_start
-    piece = value.detach().reshape(-1)[start : start + unit.fragment.numel]
-    return piece.to(unit.master.dtype, copy=True).view(unit.master.shape)
+        return _owned(value, shard.master.device)
+    start = shard.fragment.param_start
+    piece = value.detach().reshape(-1)[start : start + shard.fragment.numel]
+    return piece.to(shard.master.dtype, copy=True).view(shard.master.shape)
 
 
 def _master_partition(group: FlatGroup) -> Tensor:
@@ -126,10 +126,10 @@ def _flatten_group(sharding: Sharding, group: FlatGroup) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     if optimizer is None:
         return flat
-    held = [optimizer.state.get(unit.master, {}) for unit in group.units]
+    held = [optimizer.state.get(shard.master, {}) for shard in group.shards]
     for name in {name: None for state in held for name in state}:  # each once, in order
         values = [state.get(name) for state in held]
-        if _has_the_masters_shape(values, group.units):
+        if _has_the_masters_shape(values, group.shards):
             flat[name] = _lay_end_to_end(values, group)
         elif all(_is_scalar(value) for value in values):
             flat[name] = next((value for value in values if value is not None), None)
@@ -141,18 +141,18 @@ def _flatten_group(sharding: Sharding, group: FlatGroup) -> dict[str, Any]:
 
 
 def _by_parameter(values: list[Any], group: FlatGroup) -> dict[int, Any]:
-    """The values of the units keyed by parameter; the units of one parameter are always updated together."""
-    return {unit.fragment.param: value for unit, value in zip(group.units, values, strict=True)}
+    """The values of the shards keyed by parameter; the shards of one parameter are always updated together."""
+    return {shard.fragment.param: value for shard, value in zip(group.shards, values, strict=True)}
 
 
-def _has_the_masters_shape(values: list[Any], units: list[Unit]) -> bool:
-    """Whether a state has one number per element, for every unit that has it.
+def _has_the_masters_shape(values: list[Any], shards: list[ParamShard]) -> bool:
+    """Whether a state has one number per element, for every shard that has it.
 
-    One unit does not tell: a moment per row of a matrix has the size of the matrix's bias. Nor does a parameter of no
+    One shard does not tell: a moment per row of a matrix has the size of the matrix's bias. Nor does a parameter of no
     dimensions, whose `step` looks like its moments.
     """
-    present = [(value, unit) for value, unit in zip(values, units, strict=True) if value is not None]
-    fits = all(isinstance(value, Tensor) and value.shape == unit.master.shape for value, unit in present)
+    present = [(value, shard) for value, shard in zip(values, shards, strict=True) if value is not None]
+    fits = all(isinstance(value, Tensor) and value.shape == shard.master.shape for value, shard in present)
     return fits and any(value.dim() > 0 for value, _ in present)
 
 
@@ -160,9 +160,9 @@ def _lay_end_to_end(values: list[Any], group: FlatGroup) -> Tensor:
     start, stop = group.layout.partition(group.rank)
     like = next(value for value in values if value is not None)
     flat_S = torch.zeros(stop - start, dtype=like.dtype, device=like.device)
-    for value, unit in zip(values, group.units, strict=True):
+    for value, shard in zip(values, group.shards, strict=True):
         if value is not None:
-            _cut(flat_S, group, unit.fragment.start, unit.fragment.numel).copy_(value.reshape(-1))
+            _cut(flat_S, group, shard.fragment.start, shard.fragment.numel).copy_(value.reshape(-1))
     return flat_S
 
 
@@ -171,8 +171,8 @@ def _unflatten_group(sharding: Sharding, group: FlatGroup, flat: dict[str, Any])
     assert optimizer is not None
     scalars = flat.get("parameter_scalars", {})
     odd = flat.get("parameter_states", {})
-    for unit in group.units:
-        param = unit.fragment.param
+    for shard in group.shards:
+        param = shard.fragment.param
         state: dict[str, Any] = {}
         for name, value in flat.items():
             if name in ("parameter_scalars", "parameter_states"):
@@ -180,17 +180,17 @@ def _unflatten_group(sharding: Sharding, group: FlatGroup, flat: dict[str, Any])
             if name in scalars:
                 value = scalars[name].get(param)
             elif isinstance(value, Tensor) and value.dim() > 0:
-                value = _cut(value, group, unit.fragment.start, unit.fragment.numel).view(unit.master.shape)
+                value = _cut(value, group, shard.fragment.start, shard.fragment.numel).view(shard.master.shape)
             if value is not None:
-                state[name] = _owned(value, unit.master.device)
+                state[name] = _owned(value, shard.master.device)
         for name, values in odd.items():
             if values.get(param) is not None:
-                state[name] = _owned(values[param], unit.master.device)
+                state[name] = _owned(values[param], shard.master.device)
         if any(values.get(param) is None for values in scalars.values()):
             state = {}  # this parameter had never been updated
-        optimizer.state.pop(unit.master, None)  # of steps that this run made before the load
+        optimizer.state.pop(shard.master, None)  # of steps that this run made before the load
         if state:
-            optimizer.state[unit.master] = state
+            optimizer.state[shard.master] = state
 
 
 def _is_scalar(value: Any) -> bool:

@@ -200,7 +200,7 @@ class Sharding(Holding):
                 self.optimizer, list(self._batches()), self._used_anywhere, self.placement, self._rows
             )
         if len(self._gradients) == len(self.groups):
-            self._connect_units()
+            self._connect_shards()
 
     # ---- one backward -------------------------------------------------------------------------------------------
 

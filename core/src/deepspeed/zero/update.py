@@ -1,4 +1,4 @@
-"""The optimizer's step in batches of units, so that little is alive at once and results can be published early.
+"""The optimizer's step in batches of shards, so that little is alive at once and results can be published early.
 
 Called by `Sharding.update`. An optimizer with a one-pass kernel reads the gradients as they are, and writes masters
 and the model's weights in the same pass. For any other, a batch's low-precision gradients are widened to fp32 in one
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from deepspeed.comm.backend import Piece
 from deepspeed.ops.reference_optimizer import OnePass, ReferenceOptimizer
-from deepspeed.zero.flat_group import Unit
+from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.touched_rows import TouchedRows
 
@@ -25,7 +25,7 @@ class Batch:
     """Units that are updated in one optimizer call, and what each rank then publishes."""
 
     group: int | None  # the flat group they belong to; None when nothing is published
-    units: list[Unit]
+    shards: list[ParamShard]
     pieces: list[Piece]  # of that group, one per rank that has something in this batch
 
 
@@ -33,7 +33,7 @@ class OptimizerUpdate:
     """Steps a torch optimizer batch by batch.
 
     Args:
-        used: by parameter, whether any rank has a gradient for it; written by the owner before each step. A unit
+        used: by parameter, whether any rank has a gradient for it; written by the owner before each step. A shard
             without gradient is left alone, as torch's optimizers do with `grad = None`.
         placement: where masters live, and how the new weights get from there into the model.
         rows: for an optimizer that takes sparse gradients only.
@@ -56,7 +56,7 @@ class OptimizerUpdate:
     def step(self, scale: float) -> Iterator[Batch]:
         """Update one batch after the other and yield it when its weights are final.
 
-        While a batch is updated the optimizer's groups hold its units only, so that the optimizer does not look
+        While a batch is updated the optimizer's groups hold its shards only, so that the optimizer does not look
         through all the others each time.
         """
         groups = self._optimizer.param_groups
@@ -65,56 +65,58 @@ class OptimizerUpdate:
         widened: Tensor | None = None
         try:
             for batch in self._batches:
-                units = [unit for unit in batch.units if self._used[unit.index]]
-                if units:
-                    by_group = [[unit for unit in units if unit.param_group == index] for index in range(len(groups))]
-                    for group, its_units in zip(groups, by_group, strict=True):
-                        group["params"] = [unit.master for unit in its_units]
-                    copies = [self._placement.copies(its_units) for its_units in by_group]
+                shards = [shard for shard in batch.shards if self._used[shard.index]]
+                if shards:
+                    by_group = [
+                        [shard for shard in shards if shard.param_group == index] for index in range(len(groups))
+                    ]
+                    for group, its_shards in zip(groups, by_group, strict=True):
+                        group["params"] = [shard.master for shard in its_shards]
+                    copies = [self._placement.copies(its_shards) for its_shards in by_group]
                     if one_pass is not None:
                         one_pass.step(one_pass=_one_pass(by_group, copies, scale))
                     else:
                         widened = self._step_widened(by_group, copies, scale, widened)
-                    for its_units, its_copies in zip(by_group, copies, strict=True):
-                        self._placement.send(its_units, its_copies)
+                    for its_shards, its_copies in zip(by_group, copies, strict=True):
+                        self._placement.send(its_shards, its_copies)
                 yield batch
         finally:
             for group, params in zip(groups, all_params, strict=True):
                 group["params"] = params
 
     def _step_widened(
-        self, by_group: list[list[Unit]], copies: list[list[Tensor]], scale: float, widened: Tensor | None
+        self, by_group: list[list[ParamShard]], copies: list[list[Tensor]], scale: float, widened: Tensor | None
     ) -> Tensor | None:
         """The step of any torch optimizer, through `.grad`; returns the buffer for the next batch."""
-        widened = self._set_gradients([unit for units in by_group for unit in units], scale, widened)
+        widened = self._set_gradients([shard for shards in by_group for shard in shards], scale, widened)
         self._optimizer.step()
-        for units, its_copies in zip(by_group, copies, strict=True):
-            for unit in units:
-                unit.master.grad = None
-            for copy, unit in zip(its_copies, units, strict=bool(its_copies)):
-                copy.copy_(unit.master)
+        for shards, its_copies in zip(by_group, copies, strict=True):
+            for shard in shards:
+                shard.master.grad = None
+            for copy, shard in zip(its_copies, shards, strict=bool(its_copies)):
+                copy.copy_(shard.master)
         return widened
 
-    def _set_gradients(self, units: list[Unit], scale: float, widened: Tensor | None) -> Tensor | None:
+    def _set_gradients(self, shards: list[ParamShard], scale: float, widened: Tensor | None) -> Tensor | None:
         """Point every master's `.grad` at its gradient times `scale`; returns the buffer for the next batch."""
-        to_widen = [unit for unit in units if _grad(unit).dtype != unit.master.dtype]
+        to_widen = [shard for shard in shards if _grad(shard).dtype != shard.master.dtype]
         if to_widen:
-            numel = sum(unit.fragment.numel for unit in to_widen)
+            numel = sum(shard.fragment.numel for shard in to_widen)
             if widened is None or widened.numel() < numel:
                 widened = torch.empty(numel, dtype=to_widen[0].master.dtype, device=to_widen[0].master.device)
             start = 0
-            for unit in to_widen:
-                wide = widened.narrow(0, start, unit.fragment.numel).view(unit.master.shape)
-                unit.master.grad = wide.copy_(_grad(unit))
-                start += unit.fragment.numel
+            for shard in to_widen:
+                wide = widened.narrow(0, start, shard.fragment.numel).view(shard.master.shape)
+                shard.master.grad = wide.copy_(_grad(shard))
+                start += shard.fragment.numel
             if scale != 1.0:
                 widened[:start].mul_(scale)
-        for unit in units:
-            grad = _grad(unit)
-            if grad.dtype == unit.master.dtype:
-                unit.master.grad = grad if scale == 1.0 else grad.mul_(scale)
-            if self._rows is not None and unit.master.grad is not None:
-                unit.master.grad = self._rows.pick(unit.index, unit.master.grad)
+        for shard in shards:
+            grad = _grad(shard)
+            if grad.dtype == shard.master.dtype:
+                shard.master.grad = grad if scale == 1.0 else grad.mul_(scale)
+            if self._rows is not None and shard.master.grad is not None:
+                shard.master.grad = self._rows.pick(shard.index, shard.master.grad)
         return widened
 
 
@@ -123,12 +125,12 @@ def takes_one_pass(optimizer: Optimizer | None) -> TypeGuard[ReferenceOptimizer]
     return isinstance(optimizer, ReferenceOptimizer) and optimizer.takes_one_pass
 
 
-def _one_pass(by_group: list[list[Unit]], copies: list[list[Tensor]], scale: float) -> OnePass:
-    for its_copies, units in zip(copies, by_group, strict=True):
-        assert len(its_copies) in (0, len(units)), "masters are kept for all parameters of a model or for none"
-    return OnePass([[_grad(unit) for unit in units] for units in by_group], copies, scale)
+def _one_pass(by_group: list[list[ParamShard]], copies: list[list[Tensor]], scale: float) -> OnePass:
+    for its_copies, shards in zip(copies, by_group, strict=True):
+        assert len(its_copies) in (0, len(shards)), "masters are kept for all parameters of a model or for none"
+    return OnePass([[_grad(shard) for shard in shards] for shards in by_group], copies, scale)
 
 
-def _grad(unit: Unit) -> Tensor:
-    assert unit.grad is not None
-    return unit.grad
+def _grad(shard: ParamShard) -> Tensor:
+    assert shard.grad is not None
+    return shard.grad

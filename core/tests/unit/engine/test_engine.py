@@ -394,7 +394,7 @@ def test_loaded_weights_reach_the_masters(make_engine):
     weights = {name: torch.zeros_like(value) for name, value in engine.module_state_dict().items()}
     engine.load_module_state_dict({"module": weights})
     assert deepspeed.zero is not None
-    assert all(unit.master.abs().sum() == 0 for group in engine.sharding.groups for unit in group.units)
+    assert all(shard.master.abs().sum() == 0 for group in engine.sharding.groups for shard in group.shards)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -1,4 +1,4 @@
-"""One group's weights and masters: views of one buffer, fp32 copies of the user's weights, units per fragment."""
+"""One group's weights and masters: views of one buffer, fp32 copies of the user's weights, shards per fragment."""
 
 import pytest
 import torch
@@ -34,9 +34,9 @@ def test_without_sharding_in_fp32_the_parameter_is_the_master():
     params = make_params()
     homes = [param.data_ptr() for param in params]
     group = make_group(params, is_flat=False, is_whole=True)
-    assert [unit.master for unit in group.units] == params
+    assert [shard.master for shard in group.shards] == params
     assert [param.data_ptr() for param in params] == homes
-    assert not any(unit.has_master for unit in group.units)
+    assert not any(shard.has_master for shard in group.shards)
     assert (group.flat_N, group.master_S) == (None, None)
 
 
@@ -56,18 +56,18 @@ def test_a_master_starts_from_the_users_weights_before_they_are_rounded():
     params = make_params()
     before = [param.detach().clone() for param in params]
     group = make_group(params, model_dtype=torch.bfloat16)
-    for unit, param, old in zip(group.units, params, before):
-        assert (param.dtype, unit.master.dtype) == (torch.bfloat16, torch.float32)
-        assert torch.equal(unit.master, old.reshape(-1))
+    for shard, param, old in zip(group.shards, params, before):
+        assert (param.dtype, shard.master.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(shard.master, old.reshape(-1))
         assert torch.equal(param, old.bfloat16())
-        assert unit.has_master
+        assert shard.has_master
 
 
 @pytest.mark.parametrize("is_flat", [True, False])
 def test_low_precision_gets_masters_flat_or_not(is_flat):
     params = make_params()
     group = make_group(params, model_dtype=torch.float16, is_flat=is_flat, is_whole=True)
-    assert [unit.master.shape for unit in group.units] == [param.shape for param in params]
+    assert [shard.master.shape for shard in group.shards] == [param.shape for param in params]
     assert {param.dtype for param in params} == {torch.float16}
     assert group.master_S.numel() == 12
 
@@ -80,24 +80,24 @@ def test_a_rank_holds_masters_of_its_own_partition_only(rank):
     start, stop = group.layout.partition(rank)
     assert group.master_S.numel() == stop - start == 6
     assert torch.equal(group.master_S, flat[start:stop])
-    for unit in group.units:
-        assert torch.equal(unit.master, flat[unit.fragment.start : unit.fragment.stop])
-        assert unit.index == 10 + unit.fragment.param
+    for shard in group.shards:
+        assert torch.equal(shard.master, flat[shard.fragment.start : shard.fragment.stop])
+        assert shard.index == 10 + shard.fragment.param
 
 
 def test_a_fragment_of_a_sharded_fp32_group_shares_the_models_memory():
     params = make_params()
     group = make_group(params, rank=1, world_size=2)
-    (unit, *_) = group.units
-    unit.master.fill_(9.0)
-    assert not unit.has_master
-    assert params[unit.fragment.param].reshape(-1)[unit.fragment.param_start] == 9.0
+    (shard, *_) = group.shards
+    shard.master.fill_(9.0)
+    assert not shard.has_master
+    assert params[shard.fragment.param].reshape(-1)[shard.fragment.param_start] == 9.0
 
 
 def test_whole_units_keep_the_parameters_shape():
     params = make_params()
-    units = [unit for rank in (0, 1) for unit in make_group(params, rank=rank, world_size=2, is_whole=True).units]
-    assert [tuple(unit.master.shape) for unit in units] == SHAPES
+    shards = [shard for rank in (0, 1) for shard in make_group(params, rank=rank, world_size=2, is_whole=True).shards]
+    assert [tuple(shard.master.shape) for shard in shards] == SHAPES
 
 
 def test_masters_and_weights_follow_each_other():
@@ -106,8 +106,8 @@ def test_masters_and_weights_follow_each_other():
     with torch.no_grad():
         params[0].fill_(3.0)
     group.masters_from_weights()
-    assert group.units[0].master.tolist() == [3.0] * 6
-    group.units[1].master.fill_(1 / 3)
+    assert group.shards[0].master.tolist() == [3.0] * 6
+    group.shards[1].master.fill_(1 / 3)
     group.weights_from_masters()
     assert torch.equal(params[1], torch.full((5,), 1 / 3, dtype=torch.bfloat16))
 

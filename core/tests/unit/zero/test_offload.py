@@ -8,7 +8,7 @@ from deepspeed.config.zero import OffloadOptimizerConfig
 from deepspeed.errors import ConfigError
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import is_host_front
-from deepspeed.zero.flat_group import Unit
+from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.layout import Fragment
 from deepspeed.zero.offload import buffers, policy
 from deepspeed.zero.offload.buffers import BufferRing, HostMemory
@@ -79,7 +79,9 @@ def make_units(*starts, dtype=torch.bfloat16, numel=2):
     weights = torch.zeros(20, dtype=dtype)
     masters = torch.zeros(20)
     pieces = [(Fragment(i, 0, start, start + numel, 0), slice(start, start + numel)) for i, start in enumerate(starts)]
-    return weights, [Unit(fragment.param, 0, fragment, weights[cut], masters[cut], None) for fragment, cut in pieces]
+    return weights, [
+        ParamShard(fragment.param, 0, fragment, weights[cut], masters[cut], None) for fragment, cut in pieces
+    ]
 
 
 def test_the_lane_follows_the_computation_and_the_computation_the_mark():
@@ -144,14 +146,14 @@ def test_a_staging_buffer_is_taken_again_when_its_copy_is_done():
 def test_weights_are_sent_while_the_host_goes_on_and_waited_for_before_the_buffers_come_round():
     accelerator = Recorder()
     placement = HostPlacement(accelerator, pins=False)
-    weights, units = make_units(0, 2, 6)  # two of them neighbours
+    weights, shards = make_units(0, 2, 6)  # two of them neighbours
     seen = []
     for value in (1.0, 2.0, 3.0):
-        copies = placement.copies(units)
+        copies = placement.copies(shards)
         seen.append(copies[0].data_ptr())
         for copy in copies:
             copy.fill_(value)
-        placement.send(units, copies)
+        placement.send(shards, copies)
         assert weights.tolist() == [*[value] * 4, 0, 0, value, value, *[0] * 12]
     assert seen[0] == seen[2] != seen[1]
     placement.finish_sending()
@@ -167,10 +169,10 @@ def test_weights_are_sent_while_the_host_goes_on_and_waited_for_before_the_buffe
 
 def test_masters_of_the_models_dtype_are_sent_as_they_are():
     placement = HostPlacement(Recorder(), pins=False)
-    weights, units = make_units(0, 2, dtype=torch.float32)
-    units[1].master.fill_(5.0)
-    assert placement.copies(units) == []
-    placement.send(units, [])
+    weights, shards = make_units(0, 2, dtype=torch.float32)
+    shards[1].master.fill_(5.0)
+    assert placement.copies(shards) == []
+    placement.send(shards, [])
     assert weights[:4].tolist() == [0, 0, 5, 5]
     assert placement.held_bytes == 0
 

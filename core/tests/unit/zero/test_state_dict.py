@@ -199,7 +199,7 @@ def test_another_models_state_is_refused(make_engine):
 
 def _states(engine):
     optimizer = engine.basic_optimizer
-    return [optimizer.state.get(unit.master, {}) for group in engine.sharding.groups for unit in group.units]
+    return [optimizer.state.get(shard.master, {}) for group in engine.sharding.groups for shard in group.shards]
 
 
 def _copied(value):

@@ -35,7 +35,7 @@ from deepspeed.zero.offload.lane import CopyLane, Mark
 from deepspeed.zero.placement import Keep, Placement, exact_norm
 
 if TYPE_CHECKING:
-    from deepspeed.zero.flat_group import FlatGroup, Unit
+    from deepspeed.zero.flat_group import FlatGroup, ParamShard
     from deepspeed.zero.layout import BucketSpec
 
 #: sums on their way to the host at the same time, and so staging buffers for them; one more waits for the oldest,
@@ -46,7 +46,7 @@ MAX_LEAVING = 1
 
 
 @dataclass(slots=True)
-class _Shard:
+class _HostShard:
     """The reduced gradients of one flat group."""
 
     reduced: Tensor  # [S]
@@ -96,7 +96,7 @@ class HostPlacement(Placement):
         self._is_bounded = not accelerator.handles_memory_backpressure()
         self._incoming = BufferRing(self._memory, MAX_ARRIVING)
         self._outgoing = BufferRing(self._memory, 1 + MAX_LEAVING)
-        self._shards: list[_Shard] = []
+        self._host_shards: list[_HostShard] = []
         self._arrivals: deque[_Arrival] = deque()
         self._was_changed = False  # gradients were written from outside: norms of the device are void
         self._sent: Mark | None = None
@@ -113,8 +113,8 @@ class HostPlacement(Placement):
 
     def home_of_gradients(self, group: FlatGroup, own_S: Tensor) -> Tensor:
         start, stop = group.layout.partition(group.rank)
-        self._shards.append(_Shard(self._memory.allocate(stop - start, own_S.dtype), own_S, start))
-        return self._shards[-1].reduced
+        self._host_shards.append(_HostShard(self._memory.allocate(stop - start, own_S.dtype), own_S, start))
+        return self._host_shards[-1].reduced
 
     @property
     def held_bytes(self) -> int:
@@ -132,15 +132,15 @@ class HostPlacement(Placement):
         return partial(self._receive, adds)
 
     def _receive(self, adds: bool, spec: BucketSpec, work: Work, source: Tensor) -> Mark:
-        shard = self._shards[spec.group]
-        target = shard.view(spec)
-        adds = adds and spec in shard.norms
+        host_shard = self._host_shards[spec.group]
+        target = host_shard.view(spec)
+        adds = adds and spec in host_shard.norms
         is_straight = target.dtype == source.dtype and not adds
         while len(self._arrivals) >= MAX_ARRIVING and (self._is_bounded or not is_straight):
             self._arrivals.popleft().land()
         with self._lane.copying():
             work.wait()  # here: it is the lane that waits on a device, the computation goes on
-            shard.norms[spec] = exact_norm(source) if is_straight else None
+            host_shard.norms[spec] = exact_norm(source) if is_straight else None
             staged = None if is_straight else self._incoming.take(source.numel(), source.dtype)
             (target if staged is None else staged).copy_(source, non_blocking=True)
         done = self._lane.mark()
@@ -155,9 +155,9 @@ class HostPlacement(Placement):
         if self._was_changed:
             return super().square_sum(reduced)
         norms = [
-            norm if norm is not None else exact_norm(shard.view(spec))
-            for shard in self._shards
-            for spec, norm in shard.norms.items()
+            norm if norm is not None else exact_norm(host_shard.view(spec))
+            for host_shard in self._host_shards
+            for spec, norm in host_shard.norms.items()
         ]
         values = [float(norm) for norm in norms if norm.device.type == "cpu"]
         on_device = [norm for norm in norms if norm.device.type != "cpu"]
@@ -166,33 +166,33 @@ class HostPlacement(Placement):
 
     def gradients_changed(self) -> None:
         self._was_changed = True
-        for shard in self._shards:
-            if shard.own.numel() > 0:  # else the next backward would bring the former sums again
-                shard.own.copy_(shard.reduced)
+        for host_shard in self._host_shards:
+            if host_shard.own.numel() > 0:  # else the next backward would bring the former sums again
+                host_shard.own.copy_(host_shard.reduced)
 
     def forget(self) -> None:
         self.settle()
-        for shard in self._shards:
-            shard.norms.clear()
+        for host_shard in self._host_shards:
+            host_shard.norms.clear()
         self._was_changed = False
 
     # ---- weights leave ------------------------------------------------------------------------------------------
 
-    def copies(self, units: Sequence[Unit]) -> list[Tensor]:
-        if not units or units[0].weight.dtype == units[0].master.dtype:
+    def copies(self, shards: Sequence[ParamShard]) -> list[Tensor]:
+        if not shards or shards[0].weight.dtype == shards[0].master.dtype:
             return []
-        numels = [unit.fragment.numel for unit in units]
-        staged = self._outgoing.take(sum(numels), units[0].weight.dtype)
-        return [part.view(unit.master.shape) for part, unit in zip(staged.split(numels), units, strict=True)]
+        numels = [shard.fragment.numel for shard in shards]
+        staged = self._outgoing.take(sum(numels), shards[0].weight.dtype)
+        return [part.view(shard.master.shape) for part, shard in zip(staged.split(numels), shards, strict=True)]
 
-    def send(self, units: Sequence[Unit], copies: Sequence[Tensor]) -> None:
-        if not units:
+    def send(self, shards: Sequence[ParamShard], copies: Sequence[Tensor]) -> None:
+        if not shards:
             return
-        sources = list(copies) or [unit.master for unit in units]
+        sources = list(copies) or [shard.master for shard in shards]
         with self._lane.copying():
-            for start, stop in _runs(units):
-                numel = sum(unit.fragment.numel for unit in units[start:stop])
-                _stretched(units[start].weight, numel).copy_(_stretched(sources[start], numel), non_blocking=True)
+            for start, stop in _runs(shards):
+                numel = sum(shard.fragment.numel for shard in shards[start:stop])
+                _stretched(shards[start].weight, numel).copy_(_stretched(sources[start], numel), non_blocking=True)
         self._sent = self._lane.mark()
         if copies:
             self._outgoing.hold_last(self._sent)
@@ -204,10 +204,10 @@ class HostPlacement(Placement):
             self._sent = None
 
 
-def _runs(units: Sequence[Unit]) -> list[tuple[int, int]]:
-    """Ranges of `units` whose fragments follow each other in their flat group, each copied in one go."""
-    breaks = [i for i in range(1, len(units)) if units[i].fragment.start != units[i - 1].fragment.stop]
-    return list(zip([0, *breaks], [*breaks, len(units)], strict=True))
+def _runs(shards: Sequence[ParamShard]) -> list[tuple[int, int]]:
+    """Ranges of `shards` whose fragments follow each other in their flat group, each copied in one go."""
+    breaks = [i for i in range(1, len(shards)) if shards[i].fragment.start != shards[i - 1].fragment.stop]
+    return list(zip([0, *breaks], [*breaks, len(shards)], strict=True))
 
 
 def _stretched(first: Tensor, numel: int) -> Tensor:
