@@ -12,10 +12,9 @@ from pydantic import BeforeValidator
 from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, number, quiet, refused
 from deepspeed.config.enums import OffloadDeviceEnum
 
-_STAGE3 = quiet("stage 3 only")
 _NVME = quiet("offload to nvme only")
 _OFFLOAD = quiet("offload only")
-_QUANTIZED = quiet("stage 3 only (ZeRO++)")
+_LATER = refused("ZeRO++ and MiCS are not in this version")
 
 
 def _whole(value: Any) -> Any:
@@ -35,7 +34,10 @@ class OffloadParamConfig(Section):
     """`offload_param`: where stage 3 keeps the parameter shards it is not using."""
 
     device: Device = key(
-        "none", "Where parameter shards rest.", support=refused("parameters are offloaded by stage 3 only")
+        "none",
+        "Where parameter shards rest. cpu moves nothing where the accelerator's memory is the host's; elsewhere it is "
+        "not in this version.",
+        support=refused("offload to nvme is not in this version", off=("none", "cpu")),
     )
     nvme_path: Text | None = key(None, "Folder on the NVMe device.", support=_NVME)
     buffer_count: Int = key(5, "Buffers in the pool between memory and NVMe.", ge=0, support=_NVME)
@@ -50,7 +52,7 @@ class OffloadOptimizerConfig(Section):
 
     device: Device = key(
         "none",
-        "Where optimizer states rest and are updated; needs stage 1 or 2. cpu moves nothing where the accelerator's "
+        "Where optimizer states rest and are updated; needs stage 1, 2 or 3. cpu moves nothing where the accelerator's "
         "memory is the host's.",
         support=refused("offload to nvme is not in this version", off=("none", "cpu")),
     )
@@ -83,9 +85,9 @@ class OffloadOptimizerConfig(Section):
 class LeafModuleConfig(Section):
     """`leaf_module`: modules that stage 3 gathers as one."""
 
-    classes: Texts = key(list, "Class names.", support=_STAGE3)
-    names: Texts = key(list, "Module names.", support=_STAGE3)
-    name_suffixes: Texts = key(list, "Ends of module names.", support=_STAGE3)
+    classes: Texts = key(list, "Class names.")
+    names: Texts = key(list, "Module names.")
+    name_suffixes: Texts = key(list, "Ends of module names.")
 
 
 class ZeroConfig(Section):
@@ -94,7 +96,6 @@ class ZeroConfig(Section):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)] = key(
         0,
         "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are partitioned over the ranks.",
-        support=refused("stage 3 is not yet in this version; use stage 2", off=(0, 1, 2)),
     )
     reduce_bucket_size: Int = key(500_000_000, "Gradients reduced in one collective, at most.", unit="elements", ge=1)
     overlap_comm: Flag = key(
@@ -150,10 +151,16 @@ class ZeroConfig(Section):
     grad_hooks: Flag = key(True, "Deprecated: reduce from gradient hooks.", support=quiet("hooks are always used"))
     zenflow: Free | None = key(None, "ZenFlow.", support=refused("ZenFlow is not in this version"))
     save_muon_momentum_buffer_in_memory: Flag = key(False, "Keep Muon's momentum out of NVMe.", support=_NVME)
-    enable_sanity_checks: Flag = key(False, "Extra checks of stage 3's state.", support=_STAGE3)
+    enable_sanity_checks: Flag = key(
+        False, "Extra checks of stage 3's state.", support=quiet("illegal moves of a parameter always raise")
+    )
 
     sub_group_size: Int = key(
-        1_000_000_000, "Parameters updated at a time.", unit="elements", ge=0, support=_STAGE3
+        1_000_000_000,
+        "Parameters updated at a time, at most; smaller groups are updated in any case, as the cache prefers.",
+        unit="elements",
+        ge=0,
+        support=quiet("shards are updated in groups that fit the cache"),
     )  # Hugging Face's examples write 0 or 1e9; both mean "do not tile"
     prefetch_bucket_size: Int = key(
         50_000_000,
@@ -161,7 +168,6 @@ class ZeroConfig(Section):
         unit="elements",
         ge=0,
         json_key="stage3_prefetch_bucket_size",
-        support=_STAGE3,
     )
     param_persistence_threshold: Int = key(
         100_000,
@@ -169,7 +175,6 @@ class ZeroConfig(Section):
         unit="elements",
         ge=0,
         json_key="stage3_param_persistence_threshold",
-        support=_STAGE3,
     )
     model_persistence_threshold: Int = key(
         sys.maxsize,
@@ -177,7 +182,6 @@ class ZeroConfig(Section):
         unit="elements",
         ge=0,
         json_key="stage3_model_persistence_threshold",
-        support=_STAGE3,
     )
     max_live_parameters: Int = key(
         1_000_000_000,
@@ -185,7 +189,6 @@ class ZeroConfig(Section):
         unit="elements",
         ge=0,
         json_key="stage3_max_live_parameters",
-        support=_STAGE3,
     )
     max_reuse_distance: Int = key(
         1_000_000_000,
@@ -193,7 +196,6 @@ class ZeroConfig(Section):
         unit="elements",
         ge=0,
         json_key="stage3_max_reuse_distance",
-        support=_STAGE3,
     )
     gather_16bit_weights_on_model_save: Flag = key(
         False,
@@ -207,26 +209,39 @@ class ZeroConfig(Section):
         unit="elements",
         ge=0,
         json_key="stage3_module_granularity_threshold",
-        support=_STAGE3,
     )
     use_all_reduce_for_fetch_params: Flag = key(
-        False, "Fetch by all-reduce.", json_key="stage3_use_all_reduce_for_fetch_params", support=_STAGE3
+        False,
+        "Fetch by all-reduce.",
+        json_key="stage3_use_all_reduce_for_fetch_params",
+        support=quiet("the backend chooses the collective"),
     )
     allgather_sequential: Flag = key(
-        False, "Gather parameters one by one.", json_key="stage3_allgather_sequential", support=_STAGE3
+        False,
+        "Gather parameters one by one.",
+        json_key="stage3_allgather_sequential",
+        support=quiet("one all-gather serves all parameters of a module"),
     )
-    leaf_module: LeafModuleConfig = key(LeafModuleConfig, "Modules gathered as one.", support=_STAGE3)
-    memory_efficient_linear: Flag = key(True, "Save memory in linear layers.", support=_STAGE3)
-    pipeline_loading_checkpoint: Flag = key(False, "Load while partitioning.", support=_STAGE3)
-    override_module_apply: Flag = key(True, "Let Module.apply see whole parameters.", support=_STAGE3)
-    log_trace_cache_warnings: Flag = key(False, "Log when the recorded order of modules changes.", support=_STAGE3)
-    zero_hpz_partition_size: Int = key(1, "Ranks of the secondary partition.", unit="ranks", ge=1, support=_QUANTIZED)
-    zero_quantized_weights: Flag = key(False, "Gather weights in int8.", support=_QUANTIZED)
-    zero_quantized_nontrainable_weights: Flag = key(False, "Keep frozen weights in int8.", support=_QUANTIZED)
-    zero_quantized_gradients: Flag = key(False, "Reduce gradients in int4.", support=_QUANTIZED)
-    zeropp_loco_param: Free | None = key(None, "Error feedback of quantized gradients (LoCo).", support=_QUANTIZED)
-    mics_shard_size: Int = key(-1, "Ranks of a MiCS shard group; -1: off.", unit="ranks", support=_STAGE3)
-    mics_hierarchical_params_gather: Flag = key(False, "Gather inside a node first.", support=_STAGE3)
+    leaf_module: LeafModuleConfig = key(LeafModuleConfig, "Modules gathered as one.")
+    memory_efficient_linear: Flag = key(
+        True, "Save memory in linear layers.", support=quiet("no linear layer keeps a gathered weight")
+    )
+    pipeline_loading_checkpoint: Flag = key(
+        False, "Load while partitioning.", support=quiet("parts are loaded one after the other")
+    )
+    override_module_apply: Flag = key(
+        True, "Let Module.apply see whole parameters.", support=quiet("it always does inside zero.Init")
+    )
+    log_trace_cache_warnings: Flag = key(
+        False, "Log when the recorded order of modules changes.", support=quiet("a changed order costs one gather")
+    )
+    zero_hpz_partition_size: Int = key(1, "Ranks of the secondary partition.", unit="ranks", ge=1, support=_LATER)
+    zero_quantized_weights: Flag = key(False, "Gather weights in int8.", support=_LATER)
+    zero_quantized_nontrainable_weights: Flag = key(False, "Keep frozen weights in int8.", support=_LATER)
+    zero_quantized_gradients: Flag = key(False, "Reduce gradients in int4.", support=_LATER)
+    zeropp_loco_param: Free | None = key(None, "Error feedback of quantized gradients (LoCo).", support=_LATER)
+    mics_shard_size: Int = key(-1, "Ranks of a MiCS shard group; -1: off.", unit="ranks", support=_LATER)
+    mics_hierarchical_params_gather: Flag = key(False, "Gather inside a node first.", support=_LATER)
 
     moved: ClassVar[dict[str, tuple[str, str]]] = {
         "cpu_offload": ("offload_optimizer.device", "true means cpu"),

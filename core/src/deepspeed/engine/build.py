@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from deepspeed import comm, log
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.config.precision import torch_dtype
+from deepspeed.config.zero import ZeroConfig
 from deepspeed.engine.accumulation import Accumulation
 from deepspeed.engine.device import check_dtypes, claim_device, local_rank
 from deepspeed.engine.engine import DeepSpeedEngine
@@ -26,13 +27,14 @@ from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.holding import ShardingOptions
-from deepspeed.zero.managed import refuse_managed
-from deepspeed.zero.offload.policy import asks_for_host, choose_placement
+from deepspeed.zero.managed import refuse_managed, refuse_sharded
+from deepspeed.zero.offload.policy import asks_for_host, check_param_offload, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.stage0 import Stage0
 from deepspeed.zero.stage1 import Stage1
 from deepspeed.zero.stage2 import Stage2
+from deepspeed.zero.stage3 import Stage3, Stage3Options
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.synchronize import synchronize_module
 
@@ -96,15 +98,16 @@ def initialize(
     if "comms_logger" in settings.model_fields_set:
         comm.configure(settings)
 
-    module = model.to(device)
+    zero = settings.zero_optimization
+    check_param_offload(zero.offload_param, stage=zero.stage, device=device)
+    module = _move(model, device, zero.stage)
     precision = _create_precision(settings, device)
-    placement = choose_placement(
-        settings.zero_optimization.offload_optimizer, stage=settings.zero_optimization.stage, device=device
-    )
+    placement = choose_placement(zero.offload_optimizer, stage=zero.stage, device=device)
     params = _trainable(module, model_parameters)
     basic_optimizer = _create_optimizer(settings, optimizer, params, module)
     refuse_managed(module, basic_optimizer, precision.model_dtype)
-    sharding = _create_sharding(settings, precision, basic_optimizer, group, placement)
+    refuse_sharded(module, zero.stage)
+    sharding = _create_sharding(settings, precision, basic_optimizer, group, placement, device)
     engine = DeepSpeedEngine(
         module,
         config=settings,
@@ -297,7 +300,12 @@ def _refuse_nothing_to_train(name: str, params: list[Any], module: torch.nn.Modu
 
 
 def _create_sharding(
-    config: DeepSpeedConfig, precision: Precision, optimizer: Optimizer | None, group: Any, placement: Placement
+    config: DeepSpeedConfig,
+    precision: Precision,
+    optimizer: Optimizer | None,
+    group: Any,
+    placement: Placement,
+    device: torch.device,
 ) -> Sharding:
     zero = config.zero_optimization
     accumulation = config.data_types.grad_accum_dtype
@@ -316,17 +324,48 @@ def _create_sharding(
         predivide_factor=_predivide_factor(config),
         allows_unused=zero.ignore_unused_parameters,
         placement=placement if optimizer is not None else Placement(),
+        device=device,
     )
-    if optimizer is None:
+    if optimizer is None and zero.stage < 3:
         return Stage0(options, comm.backend(group), group)
-    if zero.stage > 0 and not is_tested_with_zero(optimizer) and not config.zero_allow_untested_optimizer:
+    if (
+        optimizer is not None
+        and zero.stage > 0
+        and not is_tested_with_zero(optimizer)
+        and not config.zero_allow_untested_optimizer
+    ):
         raise ConfigError(
             f"optimizer: found {type(optimizer).__name__} with zero_optimization.stage {zero.stage}, which was not "
             'tested together; set "zero_allow_untested_optimizer": true to use it, or stage 0'
         )
     stages: dict[int, type[Sharding]] = {0: Stage0, 1: Stage1, 2: Stage2}
-    stage = plugin_manager().hook.ds_sharding(name=str(zero.stage)) or stages[zero.stage]
+    offered = plugin_manager().hook.ds_sharding(name=str(zero.stage))
+    if offered is None and zero.stage == 3:
+        return Stage3(options, comm.backend(group), group, _stage3_options(zero))
+    stage = offered or stages[zero.stage]
     return stage(options, comm.backend(group), group)  # type: ignore[no-any-return]
+
+
+def _stage3_options(zero: ZeroConfig) -> Stage3Options:
+    return Stage3Options(
+        prefetch_numel=zero.prefetch_bucket_size,
+        max_live_numel=zero.max_live_parameters,
+        max_reuse_numel=zero.max_reuse_distance,
+        persistence_numel=zero.param_persistence_threshold,
+        model_persistence_numel=zero.model_persistence_threshold,
+        min_granularity=zero.module_granularity_threshold,
+    )
+
+
+def _move(model: torch.nn.Module, device: torch.device, stage: int) -> torch.nn.Module:
+    """Bring the model to its device. Stage 3 moves parameters itself, as it shards them; here go the buffers."""
+    if stage < 3:
+        return model.to(device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return model
 
 
 def _predivide_factor(config: DeepSpeedConfig) -> float | None:

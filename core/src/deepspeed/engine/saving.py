@@ -18,7 +18,7 @@ from deepspeed.engine.module_state import check_module_state
 from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
 from deepspeed.precision import Precision
-from deepspeed.zero import state_dict as states
+from deepspeed.zero.param_unit import saved_part, shape_of
 
 
 class Saving(Export):
@@ -107,7 +107,8 @@ class Saving(Export):
             Exception: what the module, the scheduler or `custom_load_fn` raises while it takes its state; on the other
                 ranks a CheckpointError with that reason. The model may then be loaded in part.
         """
-        with_optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
+        with_states = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
+        with_optimizer = with_states or self.sharding.stage == 3  # there the weights are in the optimizer's shards
         loaded = self.checkpointer.load(
             load_dir, tag, load_shard=with_optimizer and self.sharding.stage > 0, zero_stages=self._loadable_stages()
         )
@@ -122,13 +123,15 @@ class Saving(Export):
                 _check_optimizer(self, loaded)
 
         def restore() -> None:
+            self.sharding.before_load()
             self.sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights
             if custom_load_fn is not None:
                 custom_load_fn(src=state["module"], dst=self.module)
             else:
                 self.module.load_state_dict(state["module"], strict=load_module_strict)
+            self.sharding.load_frozen(state.get("frozen_param_fragments") or {})
             if with_optimizer:
-                _restore_optimizer(self, loaded)
+                _restore_optimizer(self, loaded, with_states=with_states)
             else:
                 self.sharding.masters_from_weights()
             if not load_module_only:
@@ -155,12 +158,14 @@ def create_checkpointer(engine: "Saving") -> Checkpointer:
         prefix="bf16_" if engine.precision.model_dtype == torch.bfloat16 else "",
         dp_rank=sharding.rank,
         dp_world_size=sharding.world_size,
+        partitioned_model=sharding.stage == 3,
     )
 
 
 def _model_state(engine: "Saving", exclude_frozen: bool) -> dict[str, Any]:
     """The content of `mp_rank_00_model_states.pt`."""
     module, sharding = engine.module, engine.sharding
+    sharding.before_load()  # what is gathered would be saved whole
     named = list(module.named_parameters())
     frozen = {} if exclude_frozen else {name: param for name, param in named if not param.requires_grad}
     names = {id(param): name for name, param in named}
@@ -168,9 +173,11 @@ def _model_state(engine: "Saving", exclude_frozen: bool) -> dict[str, Any]:
         "module": engine.module_state_dict(exclude_frozen_parameters=exclude_frozen),
         "buffer_names": [name for name, _ in module.named_buffers()],
         "optimizer": engine.optimizer.state_dict() if engine.optimizer is not None and sharding.stage == 0 else None,
-        "param_shapes": [{names[id(param)]: param.shape for param in group.params} for group in sharding.groups],
-        "frozen_param_shapes": {name: param.shape for name, param in frozen.items()},
-        "frozen_param_fragments": {name: param.detach() for name, param in frozen.items()},
+        "param_shapes": [
+            {names[id(param)]: shape_of(param) for param in params} for params in sharding.saved_parameters()
+        ],
+        "frozen_param_shapes": {name: shape_of(param) for name, param in frozen.items()},
+        "frozen_param_fragments": {name: saved_part(param) for name, param in frozen.items()},
         "shared_params": {
             name: names[id(param)]
             for name, param in module.named_parameters(remove_duplicate=False)
@@ -192,7 +199,7 @@ def _model_state(engine: "Saving", exclude_frozen: bool) -> dict[str, Any]:
 
 def _shard_state(engine: "Saving") -> dict[str, Any] | None:
     """The content of this rank's `*_optim_states.pt`; None without sharding, where the model file has it all."""
-    if engine.sharding.stage == 0 or engine.basic_optimizer is None:
+    if engine.sharding.stage == 0 or (engine.basic_optimizer is None and engine.sharding.stage < 3):
         return None
     scaler = engine.precision.loss_scaler
     optimizer_state = {
@@ -209,7 +216,7 @@ def _shard_state(engine: "Saving") -> dict[str, Any] | None:
 def _check_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:
     """Refuse an optimizer state that this run cannot take, before anything is changed."""
     if loaded.shard_state is not None:
-        states.check(engine.sharding, loaded.shard_state["optimizer_state_dict"])
+        engine.sharding.check_state(loaded.shard_state["optimizer_state_dict"])
         return
     saved = loaded.model_state.get("optimizer")
     if not saved:
@@ -228,7 +235,7 @@ def _check_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:
             "load_optimizer_states=False"
         )
     if wants_masters:
-        states.check(engine.sharding, saved)
+        engine.sharding.check_state(saved)
         return
     assert engine.basic_optimizer is not None
     check_saved_state(engine.basic_optimizer, saved["state"].values(), saved["param_groups"])
@@ -241,14 +248,14 @@ def _check_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:
         )
 
 
-def _restore_optimizer(engine: "Saving", loaded: LoadedCheckpoint) -> None:
+def _restore_optimizer(engine: "Saving", loaded: LoadedCheckpoint, *, with_states: bool = True) -> None:
     if loaded.shard_state is None:
         assert engine.optimizer is not None
         engine.optimizer.load_state_dict(loaded.model_state["optimizer"])
         return
     saved = loaded.shard_state["optimizer_state_dict"]
-    states.restore(engine.sharding, saved, load_optimizer_states=True)
-    if isinstance(saved.get("loss_scaler"), dict):
+    engine.sharding.restore_state(saved, load_optimizer_states=with_states)
+    if with_states and isinstance(saved.get("loss_scaler"), dict):
         engine.precision.loss_scaler.load_state_dict(saved["loss_scaler"])
 
 

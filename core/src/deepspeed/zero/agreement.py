@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
+from deepspeed.zero.param_unit import shape_of
 
 
 def check_same(facts: Mapping[str, str], group: ProcessGroup | None = None) -> None:
@@ -37,7 +38,7 @@ def check_same(facts: Mapping[str, str], group: ProcessGroup | None = None) -> N
 
 def described(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Names, shapes and dtypes as a text."""
-    return ", ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
+    return ", ".join(f"{name} {tuple(shape_of(tensor))} {tensor.dtype}" for name, tensor in tensors)
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

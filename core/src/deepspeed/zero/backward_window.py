@@ -123,7 +123,7 @@ class BackwardWindow:
 
     def watch(self, outputs: Any) -> None:
         """Open the window when a backward reaches one of the tensors in `outputs` (any nesting of containers)."""
-        for tensor in _tensors(outputs):
+        for tensor in tensors_in(outputs):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._see_output)
 
@@ -151,15 +151,15 @@ class _TaskEnd:
         self._window.close()
 
 
-def _tensors(outputs: Any) -> Iterator[Tensor]:
+def tensors_in(outputs: Any) -> Iterator[Tensor]:
     if isinstance(outputs, Tensor):
         yield outputs
     elif isinstance(outputs, dict):  # ModelOutput of transformers is one
         for value in outputs.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(outputs, (list, tuple)):
         for value in outputs:
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif hasattr(outputs, "__dataclass_fields__"):
         for name in outputs.__dataclass_fields__:
-            yield from _tensors(getattr(outputs, name))
+            yield from tensors_in(getattr(outputs, name))

@@ -1,21 +1,29 @@
-"""`zero.Init`: modules built inside it are partitioned as they are built (stage 3).
+"""`zero.Init`: modules built inside it are sharded as they are built (stage 3).
+
+Each module is built whole, in host memory and in the dtype that its code asks for, so that it draws the same random
+numbers as without the context. When its `__init__` is over, its parameters are made those of rank 0 and cut: the whole
+model never exists on a rank. `initialize` then lays the shards out in units, one unit at a time.
 
 This is also what `deepspeed.runtime.zero.partition_parameters` names: libraries replace
-`zero_wrapper_for_fp_tensor_constructor` here, so a context that wraps constructors must look it up when it is entered.
+`zero_wrapper_for_fp_tensor_constructor` here, so the context looks it up when it is entered.
 """
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 
+from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.errors import ConfigError
 from deepspeed.zero.gather import GatheredParameters, register_external_parameter, unregister_external_parameter
 from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_unit import ParamUnit, ShardGroup, unit_of
 
 __all__ = [
     "GatheredParameters",
@@ -30,14 +38,20 @@ __all__ = [
 # torch's own constructor, by which a replaced wrapper knows what it was asked to wrap
 _orig_torch_arange = torch.arange
 
+#: marks a module whose outermost `__init__` runs
+_UNDER_CONSTRUCTION = "_ds_under_construction"
+
 
 def zero_wrapper_for_fp_tensor_constructor(
-    fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, target_device: torch.device | str | None = None
+    fn: Callable[..., Tensor],
+    target_fp_dtype: torch.dtype | None,
+    target_device: torch.device | str | None = None,
 ) -> Callable[..., Tensor]:
-    """A tensor constructor whose results are on this rank's device, floating ones in `target_fp_dtype`.
+    """A tensor constructor whose results are on one device, floating ones in one dtype.
 
     Args:
         fn: such as `torch.empty` or `torch.arange`.
+        target_fp_dtype: of floating results; None leaves what the call gives.
         target_device: where tensors go if the caller names no device; default: this rank's device.
     """
 
@@ -45,7 +59,7 @@ def zero_wrapper_for_fp_tensor_constructor(
         if kwargs.get("device") is None:
             kwargs["device"] = target_device or get_accelerator().current_device_name()
         tensor = fn(*args, **kwargs)
-        if tensor.is_floating_point():
+        if target_fp_dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(target_fp_dtype)
         return tensor
 
@@ -53,24 +67,30 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 class Init(contextlib.AbstractContextManager["Init"]):
-    """Context in which modules are constructed for stage 3.
-
-    Parameters are whole in stages 0, 1 and 2, so with such a configuration, or with `enabled=False`, the context does
-    nothing, as documented. Stage 3 is not in this version and is refused when the context is made.
+    """Context in which the parameters of new modules are sharded over the ranks. Contexts may be nested.
 
     Args:
-        config_dict_or_path: the DeepSpeed configuration; its `zero_optimization.stage` decides.
+        module: an existing module, whose parameters are sharded at once; the context then has nothing more to do.
+        data_parallel_group: the ranks that share the parameters; default: `mpu`'s data parallel group, else all.
+        remote_device: "cpu" keeps the shards in host memory until `initialize`; None or "none": on this rank's device.
+        config_dict_or_path: the DeepSpeed configuration, also as `config`; values that are "auto" do not matter here.
         enabled: False turns the context off.
+        dtype: of the sharded weights; default: what the configuration enables (bf16, fp16), else their own.
+        mpu: gives the data parallel group.
 
-    The other arguments are DeepSpeed's documented ones; they matter to stage 3 only.
+    `mem_efficient_linear` and `pin_memory` are accepted: no linear layer keeps a gathered weight here, and shards are
+    page-locked where they are copied.
 
     Raises:
-        ConfigError: if enabled without a configuration, or with one that asks for stage 3.
+        ConfigError: if the configuration has another stage than 3, where nothing would be sharded, or if
+            `remote_device` is "nvme".
     """
+
+    _depth = 0  # contexts that are entered
 
     def __init__(
         self,
-        module: torch.nn.Module | None = None,
+        module: Module | None = None,
         data_parallel_group: Any = None,
         mem_efficient_linear: bool = True,
         remote_device: str | None = None,
@@ -80,21 +100,127 @@ class Init(contextlib.AbstractContextManager["Init"]):
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
-        **kwargs: Any,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
     ) -> None:
         self.enabled = enabled
-        source = config_dict_or_path if config_dict_or_path is not None else config
+        self._undo = contextlib.ExitStack()
         if not enabled:
             return
-        stage = (
-            3 if source is None else DeepSpeedConfig(read_config(source), batch_required=False).zero_optimization.stage
-        )
-        if stage == 3:
+        if remote_device not in (None, "none", "cpu"):
             raise ConfigError(
-                "zero.Init: asked to partition parameters (zero_optimization.stage 3"
-                + ("" if source is not None else ", the default without a configuration")
-                + "), which is not in this version; use stage 2, or enabled=False"
+                f"zero.Init: remote_device is {remote_device!r}; this version keeps shards in the accelerator's memory "
+                '(None) or in host memory ("cpu")'
             )
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        settings = None if source is None else DeepSpeedConfig(read_config(source), batch_required=False)
+        if settings is not None and settings.zero_optimization.stage != 3:
+            raise ConfigError(
+                f"zero.Init: zero_optimization.stage is {settings.zero_optimization.stage}, so no parameter would be "
+                "sharded; use stage 3, or enabled=False"
+            )
+        self.dtype = dtype if dtype is not None else _dtype_of(settings)
+        comm.init_distributed()
+        group = data_parallel_group or sequence_data_parallel_group
+        if group is None and mpu is not None:
+            group = mpu.get_data_parallel_group()
+        backend = comm.backend(group)
+        backend.connect(group)
+        self._ranks = ShardGroup.of(backend, group)
+        self._device = torch.device("cpu" if remote_device == "cpu" else get_accelerator().current_device_name())
+        if module is not None:
+            self._shard(module)
+
+    def __enter__(self) -> "Init":
+        if self.enabled:
+            Init._depth += 1
+            if Init._depth == 1:  # the outermost context shards
+                with contextlib.ExitStack() as undo:
+                    for cls in list(_subclasses(Module)):
+                        self._patch_class(undo, cls)
+                    _replace(undo, Module, "__init_subclass__", classmethod(self._see_new_class))
+                    _replace(undo, Module, "apply", _apply_to_whole)
+                    wrapped = zero_wrapper_for_fp_tensor_constructor(torch.arange, None, target_device="cpu")
+                    _replace(undo, torch, "arange", wrapped)
+                    self._undo = undo.pop_all()
+        return self
 
     def __exit__(self, *exc: object) -> None:
-        return None
+        if self.enabled:
+            Init._depth -= 1
+            self._undo.close()
+
+    def _see_new_class(self, cls: type[Module], **kwargs: Any) -> None:
+        super(Module, cls).__init_subclass__(**kwargs)
+        self._patch_class(self._undo, cls)
+
+    def _patch_class(self, undo: contextlib.ExitStack, cls: type[Module]) -> None:
+        """Let the outermost `__init__` of an object of the class end with the sharding of its parameters."""
+        init = vars(cls).get("__init__")
+        if init is None:
+            return
+
+        @functools.wraps(init)
+        def construct(module: Module, *args: Any, **kwargs: Any) -> None:
+            if module.__dict__.get(_UNDER_CONSTRUCTION):
+                init(module, *args, **kwargs)
+                return
+            module.__dict__[_UNDER_CONSTRUCTION] = True
+            try:
+                init(module, *args, **kwargs)
+            finally:
+                module.__dict__.pop(_UNDER_CONSTRUCTION, None)
+            self._shard(module)
+
+        _replace(undo, cls, "__init__", construct)
+
+    def _shard(self, module: Module) -> None:
+        for name, param in module.named_parameters():
+            if unit_of(param) is None and param.numel() > 0:
+                dtype = self.dtype if param.is_floating_point() else None
+                unit = ParamUnit([param], [name], self._ranks, device=self._device, dtype=dtype, from_first_rank=True)
+                unit.source_S = None
+
+
+def _dtype_of(settings: DeepSpeedConfig | None) -> torch.dtype | None:
+    if settings is not None and settings.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if settings is not None and settings.fp16.enabled else None
+
+
+def _apply_to_whole(module: Module, fn: Callable[[Module], Any]) -> Module:
+    """`Module.apply` for sharded modules: `fn` sees the module's own parameters whole, and its changes stay."""
+    for child in module.children():
+        child.apply(fn)
+    with GatheredParameters(_own(module), modifier_rank=comm.get_global_rank(None, 0)):
+        fn(module)
+    return module
+
+
+def _own(module: Module) -> list[Parameter]:
+    return [param for param in module._parameters.values() if param is not None]
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    seen: set[type] = set()
+    left: list[type] = [cls]
+    while left:
+        each: type
+        for each in type.__subclasses__(left.pop()):
+            if each not in seen:
+                seen.add(each)
+                left.append(each)
+                yield each
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, and note how to take that back."""
+    former = vars(owner).get(name)
+    setattr(owner, name, value)
+    if former is None:
+        undo.callback(delattr, owner, name)
+    else:
+        undo.callback(setattr, owner, name, former)

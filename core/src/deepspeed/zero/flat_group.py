@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.zero.layout import Fragment, GroupLayout
+from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.placement import Placement
 
 
@@ -46,6 +47,7 @@ class FlatGroup:
         has_optimizer: without one there are no masters.
         placement: where the masters live.
         allocate: gives a 1-D buffer for the flat weights.
+        unit: shards the weights themselves (stage 3); they are in the model's dtype already.
     """
 
     def __init__(
@@ -62,13 +64,15 @@ class FlatGroup:
         has_optimizer: bool = True,
         placement: Placement | None = None,
         allocate: Callable[[int, torch.dtype, torch.device], Tensor],
+        unit: ParamUnit | None = None,
     ) -> None:
         self.params = list(params)
+        self.unit = unit
         self.first_index = first_index
         self.param_group = param_group
         self.layout = layout
         self.rank = rank
-        source_dtype = params[0].dtype
+        source_dtype = unit.source_dtype if unit is not None else params[0].dtype
         self.dtype = model_dtype if model_dtype is not None and source_dtype.is_floating_point else source_dtype
         device = params[0].device
         self.partition_start, partition_stop = layout.partition(rank)
@@ -86,8 +90,10 @@ class FlatGroup:
             self.master_S = placement.allocate(partition_numel, dtype, device, crosses=not is_low)
             self.clear_padding(self.master_S)
             for fragment in layout.owned_by(rank):  # from the user's weights, before they are rounded
-                self._slice(self.master_S, fragment).copy_(_piece(self.params[fragment.param], fragment))
+                self._slice(self.master_S, fragment).copy_(self._initial(fragment))
         for param, offset in zip(self.params, layout.offsets, strict=False):
+            if unit is not None:
+                break
             if self.flat_N is not None:
                 home = self.flat_N.narrow(0, offset, param.numel()).view(param.shape)
                 home.copy_(param.data)
@@ -101,14 +107,23 @@ class FlatGroup:
     def _create_shard(self, fragment: Fragment, is_whole: bool) -> ParamShard:
         param = self.params[fragment.param]
         index = self.first_index + fragment.param
-        if self.flat_N is None and self.master_S is None:  # fp32 without sharding: the parameter is the master
+        if (
+            self.unit is None and self.flat_N is None and self.master_S is None
+        ):  # fp32 without sharding: the parameter is the master
             return ParamShard(index, self.param_group, fragment, param.data, param, None)
-        weight = _piece(param, fragment)
+        weight = _piece(param, fragment) if self.unit is None else self._slice(self.unit.shard_S, fragment)
         master = weight if self.master_S is None else self._slice(self.master_S, fragment)
         if is_whole:
             assert fragment.numel == param.numel(), fragment
             master = master.view(param.shape)
         return ParamShard(index, self.param_group, fragment, weight, master.detach(), None)
+
+    def _initial(self, fragment: Fragment) -> Tensor:
+        """The fragment's weights as the user gave them."""
+        if self.unit is None:
+            return _piece(self.params[fragment.param], fragment)
+        assert self.unit.source_S is not None
+        return self._slice(self.unit.source_S, fragment)
 
     def _slice(self, buffer_S: Tensor, fragment: Fragment) -> Tensor:
         return buffer_S.narrow(0, fragment.start - self.partition_start, fragment.numel)

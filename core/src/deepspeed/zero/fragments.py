@@ -16,6 +16,8 @@ from deepspeed.comm.backend import Piece
 from deepspeed.errors import StateError
 from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.managed import manager_of
+from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.strategy import Sharding
 
 
@@ -50,7 +52,10 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     """Replace the weight, in fp32 and in the model's dtype, on every rank."""
     _scatter(param, value, "safe_set_full_fp32_param", lambda sharding, shard: shard.master)
     with torch.no_grad():
-        param.copy_(value)
+        if (unit := unit_of(param)) is None or unit.status is ZeroParamStatus.AVAILABLE:
+            param.copy_(value)
+        if unit is not None and unit.is_sharded:
+            unit.set_shard_of(param, value)
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -100,13 +105,14 @@ def _assemble(sharding: Sharding, group: FlatGroup, index: int, param: Parameter
     dtype = _agree_on_dtype(sharding, picked[0].dtype if picked else None, param.device)
     if dtype is None:
         return None
-    whole_N = torch.zeros(param.numel(), dtype=dtype, device=param.device)
+    shape = shape_of(param)
+    whole_N = torch.zeros(shape.numel(), dtype=dtype, device=param.device)
     for shard, value in mine:
         whole_N.narrow(0, shard.fragment.param_start, shard.fragment.numel).copy_(value.detach().reshape(-1))
-    if group.flat_N is not None:
+    if len(group.layout.cuts) > 2:  # there are other owners
         pieces = [Piece(f.param_start, f.param_start + f.numel, f.owner) for f in fragments]
         sharding.backend.gather_from_owners(whole_N, pieces, sharding.group).wait()
-    return whole_N.view(param.shape)
+    return whole_N.view(shape)
 
 
 _DTYPES = (
@@ -129,11 +135,11 @@ def _scatter(
     """Copy this rank's fragments of `value` to where `pick` says."""
     found = _find(param)
     if found is None:
-        raise KeyError(f"{asked}: no engine manages this parameter of shape {tuple(param.shape)}")
+        raise KeyError(f"{asked}: no engine manages this parameter of shape {tuple(shape_of(param))}")
     sharding, group, index = found
-    if value.shape != param.shape:
+    if value.shape != shape_of(param):
         raise ValueError(
-            f"{asked}: found a value of shape {tuple(value.shape)}, the parameter has {tuple(param.shape)}"
+            f"{asked}: found a value of shape {tuple(value.shape)}, the parameter has {tuple(shape_of(param))}"
         )
     flat = value.detach().reshape(-1)
     for shard in group.shards:

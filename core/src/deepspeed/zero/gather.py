@@ -1,4 +1,4 @@
-"""`GatheredParameters`: partitioned parameters made whole for a while (stage 3).
+"""`GatheredParameters`: sharded parameters made whole for a while, and parameters that other modules read (stage 3).
 
 In stages 0, 1 and 2 every rank holds whole parameters, so the context gives them as they are, as documented.
 """
@@ -10,16 +10,24 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
+from deepspeed.zero.managed import manager_of
+from deepspeed.zero.module_hooks import EXTERNAL
+from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_unit import ParamUnit, unit_of
+
 
 class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]):
-    """Context in which parameters are whole.
+    """Context in which sharded parameters are whole. A collective: all ranks enter and leave it together.
 
     Args:
-        params: one parameter, or any iterable of them.
-        modifier_rank: global rank that may change them inside; the change is only broadcast for partitioned
-            parameters, as documented. None: nobody changes them.
-        fwd_module: module to which the parameters are external.
+        params: one parameter, or any iterable of them. A parameter brings those that are gathered with it.
+        modifier_rank: global rank whose changes count: on leaving it broadcasts the whole parameters, and every rank
+            keeps its shard of them, also of the fp32 master weights. None: the parameters are only read, and changes
+            are dropped.
+        fwd_module: a module whose forward reads the parameters, which are external to it.
         enabled: False turns the context off.
+
+    Contexts may be nested: what an outer one gathered stays whole when an inner one ends.
     """
 
     def __init__(
@@ -29,25 +37,62 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         fwd_module: Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self.params = [params] if isinstance(params, torch.Tensor) else list(params)
+        self.params: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
         self.enabled = enabled
+        self._modifier_rank = modifier_rank
+        self._gathered: list[ParamUnit] = []
+        if fwd_module is not None:
+            for param in self.params:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> "GatheredParameters":
+        if self.enabled:
+            for unit in self._units():
+                if unit.status is not ZeroParamStatus.AVAILABLE:
+                    unit.gather()
+                    self._gathered.append(unit)
+        return self
 
     def __exit__(self, *exc: object) -> None:
-        return None
+        gathered, self._gathered = self._gathered, []
+        if self.enabled and self._modifier_rank is not None and exc[0] is None:
+            self._keep_changes(self._modifier_rank)
+        for unit in gathered:
+            unit.release()
+
+    def _units(self) -> list[ParamUnit]:
+        return list(dict.fromkeys(unit for param in self.params if (unit := unit_of(param)) is not None))
+
+    def _keep_changes(self, source: int) -> None:
+        for unit in self._units():
+            unit.broadcast(unit.ranks.rank_of(source))
+            unit.take_from_full()
+        for sharding in {manager for param in self.params if (manager := manager_of(param)) is not None}:
+            sharding.weights_changed(self.params, source)
 
 
 def register_external_parameter(module: Module, parameter: Any) -> None:
-    """Say that `module`'s forward uses a parameter of another module.
+    """Say that `module`'s forward reads a parameter of another module.
 
-    Stage 3 gathers it with the module; in other stages it is whole anyway, and only the argument is checked.
+    Stage 3 gathers it with the module; in other stages it is whole anyway.
 
     Raises:
         TypeError: if `parameter` is not a Parameter.
     """
-    if not isinstance(parameter, Parameter):
-        raise TypeError(f"register_external_parameter: found {type(parameter).__name__}, wanted a torch.nn.Parameter")
+    _check(parameter)
+    module.__dict__.setdefault(EXTERNAL, {})[parameter] = None
 
 
 def unregister_external_parameter(module: Module, parameter: Any) -> None:
-    """Take `register_external_parameter` back."""
-    register_external_parameter(module, parameter)
+    """Take `register_external_parameter` back.
+
+    Raises:
+        TypeError: if `parameter` is not a Parameter.
+    """
+    _check(parameter)
+    module.__dict__.get(EXTERNAL, {}).pop(parameter, None)
+
+
+def _check(parameter: Any) -> None:
+    if not isinstance(parameter, Parameter):
+        raise TypeError(f"register_external_parameter: found {type(parameter).__name__}, wanted a torch.nn.Parameter")

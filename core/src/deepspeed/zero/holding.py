@@ -25,6 +25,7 @@ from deepspeed.zero.agreement import check_same, described, named_ranks
 from deepspeed.zero.bucket import Bucket, Slot
 from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.layout import BucketSpec, Fragment, GroupLayout, cut_buckets, update_batches
+from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.update import Batch, takes_one_pass
 
@@ -49,6 +50,7 @@ class ShardingOptions:
     overlap: bool = True  # launch a bucket when it is full, not when the backward is over
     allows_unused: bool = True  # a parameter without gradient is skipped; False: it is an error that names it
     predivide_factor: float | None = None  # gradients are divided by this before the sum and by W / this after it
+    device: torch.device | None = None  # that the parameters get (stage 3 moves them shard by shard)
     placement: Placement = field(default_factory=Placement)  # where masters, states and reduced gradients live
 
 
@@ -169,7 +171,7 @@ class Holding:
         self._refuse_attached(index, params)
         by_dtype: dict[torch.dtype, list[Parameter]] = {}
         for param in params:
-            if param.requires_grad and param.numel() > 0:
+            if param.requires_grad and shape_of(param).numel() > 0:
                 by_dtype.setdefault(param.dtype, []).append(param)
         shards: list[ParamShard] = []
         for same_dtype in by_dtype.values():
@@ -191,8 +193,8 @@ class Holding:
             shards.extend(group.shards)
             if self.optimizer is not None:
                 states.adopt(self.optimizer, group)
+        self._given_params.append(list(params))
         if self.optimizer is not None:
-            self._given_params.append(list(params))
             self.optimizer.param_groups[index]["params"] = [shard.master for shard in shards]
 
     def _give_back(self, optimizer: Optimizer) -> None:
@@ -242,14 +244,17 @@ class Holding:
         itemsize = max((self._accumulation_dtype(group).itemsize for group in self.groups), default=4)
         third = sum(group.layout.numel for group in self.groups) // 3
         wish = min(self._bucket_bytes // itemsize, max(MIN_BUCKET_NUMEL, third))
-        positions = [[self._positions.get(id(param), 0) for param in group.params] for group in self.groups]
-        specs = cut_buckets([group.layout for group in self.groups], positions, min(self.options.bucket_numel, wish))
-        self.buckets = [self._create_bucket(spec) for spec in specs]
+        self.buckets = [self._create_bucket(spec) for spec in self._specs(min(self.options.bucket_numel, wish))]
         self._slots = [[] for _ in self.params]
         for bucket in self.buckets:
             first = self.groups[bucket.spec.group].first_index
             for slot in bucket.slots:
                 self._slots[first + slot.fragment.param].append(slot)
+
+    def _specs(self, max_numel: int) -> list[BucketSpec]:
+        """Which elements each bucket has, in the order of reduction."""
+        positions = [[self._positions.get(id(param), 0) for param in group.params] for group in self.groups]
+        return cut_buckets([group.layout for group in self.groups], positions, max_numel)
 
     def _batches(self) -> Iterator[Batch]:
         if not self._is_flat() and not self._widens:  # nothing to publish

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed.errors import ConfigError
+from deepspeed.zero.param_unit import unit_of
 
 if TYPE_CHECKING:
     from deepspeed.zero.strategy import Sharding
@@ -66,4 +67,18 @@ def refuse_managed(module: torch.nn.Module, optimizer: Optimizer | None, model_d
         raise ConfigError(
             f"initialize: asked for a model in {model_dtype}, and another engine trains the parameter {name!r} in "
             f"{param.dtype}; use the same precision for both, or call destroy() on that engine first"
+        )
+
+
+def refuse_sharded(module: torch.nn.Module, stage: int) -> None:
+    """Called before an engine of `stage` is built around `module`, which `zero.Init` may have sharded.
+
+    Raises:
+        ConfigError: names a parameter and what to do.
+    """
+    sharded = [name for name, param in module.named_parameters() if unit_of(param) is not None]
+    if sharded and stage != 3:
+        raise ConfigError(
+            f"initialize: zero_optimization.stage is {stage}, and {len(sharded)} parameters of the model, such as "
+            f"{sharded[0]!r}, were sharded by zero.Init; use stage 3, or build the model outside of zero.Init"
         )

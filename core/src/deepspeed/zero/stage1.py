@@ -39,7 +39,7 @@ class Stage1(Sharding):
     def _exchange(self, bucket: Bucket, wire_N: Tensor) -> Work:
         return self.backend.reduce_to_owners(wire_N, [Piece(0, bucket.spec.numel, bucket.spec.owner)], self.group)
 
-    def _publish(self, batch: Batch) -> Work:
+    def _publish(self, batch: Batch) -> Work | None:
         assert batch.group is not None
         flat_N = self.groups[batch.group].flat_N
         assert flat_N is not None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.zero.param_unit import shape_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -101,7 +102,7 @@ def adopt(optimizer: Optimizer, group: FlatGroup) -> None:
     for shard in group.shards:
         state = whole.get(id(group.params[shard.fragment.param]))
         if state:
-            shape = group.params[shard.fragment.param].shape
+            shape = shape_of(group.params[shard.fragment.param])
             optimizer.state[shard.master] = {name: _share(value, shard, shape) for name, value in state.items()}
 
 

@@ -19,7 +19,7 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -486,13 +486,40 @@ class Sharding(Holding):
 
     def load_state_dict(self, state: dict[str, Any], *, load_optimizer_states: bool = True) -> None:
         """Take masters and optimizer state of a run with as many ranks and the same stage."""
-        states.restore(self, state, load_optimizer_states=load_optimizer_states)
+        self.check_state(state)
+        self.restore_state(state, load_optimizer_states=load_optimizer_states)
         self.publish_all()
+
+    def before_load(self) -> None:
+        """The module's weights are about to be saved or loaded, each rank's part by itself."""
+
+    def load_frozen(self, parts: dict[str, Tensor]) -> None:
+        """Load what `saved_part` gave for parameters that no optimizer has. Whole ones come with the module's."""
+
+    def saved_parameters(self) -> list[list[Parameter]]:
+        """Attached parameters in the order in which a checkpoint has them, in its groups."""
+        return [group.params for group in self.groups]
+
+    def check_state(self, saved: dict[str, Any]) -> None:
+        """Refuse a state that does not fit, before anything is changed.
+
+        Raises:
+            CheckpointError: says what was found.
+        """
+        states.check(self, saved)
+
+    def restore_state(self, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
+        """Put a state back that `check_state` let pass; `publish_all` is to follow."""
+        states.restore(self, saved, load_optimizer_states=load_optimizer_states)
 
     def masters_from_weights(self) -> None:
         """Start the masters anew after the module's weights were loaded or changed from outside."""
         for group in self.groups:
             group.masters_from_weights()
+
+    def weights_changed(self, params: Sequence[Parameter], source: int) -> None:
+        """`params` were changed inside `GatheredParameters` by the global rank `source`. Here every rank holds whole
+        weights, and the change is every rank's own."""
 
     def publish_all(self) -> None:
         """Bring the masters of all ranks into the model's weights."""

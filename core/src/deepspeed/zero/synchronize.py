@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.zero.agreement import check_same, described
+from deepspeed.zero.param_unit import unit_of
 
 #: tensors below this many bytes travel together
 _SMALL_BYTES = 2**20
@@ -24,7 +25,7 @@ def synchronize_module(module: torch.nn.Module, group: ProcessGroup | None = Non
     source = torch.distributed.get_global_rank(group, 0) if group is not None else 0
     named = [*module.named_parameters(), *module.named_buffers()]
     check_same({"the module": described(named)}, group)
-    tensors = [tensor.data for _, tensor in named if tensor.numel() > 0]
+    tensors = [tensor.data for _, tensor in named if tensor.numel() > 0 and unit_of(tensor) is None]
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     works = []
     for tensor in tensors:

@@ -116,6 +116,16 @@ MEGATRON = {
 }
 
 BUILDS = {
+    "Hugging Face, stage 3": {
+        **SIZES,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            **HF_ZERO3,
+            "reduce_bucket_size": 1_000_000,
+            "stage3_prefetch_bucket_size": 900_000,
+            "stage3_param_persistence_threshold": 10_000,
+        },
+    },
     "CIFAR": {
         "train_batch_size": 16,
         "steps_per_print": 2000,
@@ -223,10 +233,6 @@ REFUSED = {
     "Hugging Face, auto left": (
         {**HF_AUTO, "zero_optimization": HF_ZERO2},
         "train_batch_size: found 'auto', which only Hugging Face's Trainer",
-    ),
-    "Hugging Face, stage 3": (
-        {**SIZES, "bf16": {"enabled": True}, "zero_optimization": HF_ZERO3},
-        "zero_optimization.stage: found 3, but stage 3 is not yet in this version",
     ),
     "stage 2 to NVMe": (
         {

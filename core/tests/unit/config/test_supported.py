@@ -13,12 +13,16 @@ def check(**keys):
 
 ON = {"enabled": True}
 REFUSED = [
-    ("zero_optimization.stage", {"zero_optimization": {"stage": 3}}),
+    ("zero_optimization.mics_shard_size", {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}),
+    ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}),
     (
         "zero_optimization.offload_optimizer.device",
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
     ),
-    ("zero_optimization.offload_param.device", {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}),
+    (
+        "zero_optimization.offload_param.device",
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+    ),
     ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),
     ("curriculum_learning.enabled", {"curriculum_learning": ON}),
     ("data_efficiency.enabled", {"data_efficiency": ON}),
@@ -53,10 +57,10 @@ def test_what_would_change_the_result_is_refused(where, keys):
 
 def test_the_first_refusal_names_the_others():
     with pytest.raises(ConfigError) as caught:
-        check(zero_optimization={"stage": 3}, sequence_parallel_size=2)
+        check(zero_optimization={"parameter_alignment": True}, sequence_parallel_size=2)
     assert str(caught.value) == (
-        "zero_optimization.stage: found 3, but stage 3 is not yet in this version; use stage 2 "
-        "(not in this version either: sequence_parallel_size)"
+        "zero_optimization.parameter_alignment: found true, but flat buffers are dense in this version; leave it at "
+        "false (not in this version either: sequence_parallel_size)"
     )
 
 

@@ -21,10 +21,10 @@ MALFORMED = {
         "zero_optimization.stage",
         "0 or 1 or 2 or 3",
     ),
-    "a stage of a later version": (
-        {"train_batch_size": 4, "zero_optimization": {"stage": 3}, **ADAM},
-        "zero_optimization.stage",
-        "2",
+    "a feature of a later version": (
+        {"train_batch_size": 4, "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}, **ADAM},
+        "zero_optimization.zero_quantized_gradients",
+        "false",
     ),
     "two precisions": (
         {"train_batch_size": 4, "fp16": {"enabled": True}, "bf16": {"enabled": True}},

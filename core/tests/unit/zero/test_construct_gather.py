@@ -1,4 +1,4 @@
-"""`zero.Init` and `GatheredParameters` where parameters are whole, and the refusal of stage 3."""
+"""`zero.Init` and `GatheredParameters` where parameters are whole, and what `zero.Init` refuses."""
 
 import deepspeed
 import pytest
@@ -8,23 +8,23 @@ from torch import nn
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_init_leaves_modules_alone_below_stage_3(stage):
-    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": stage}}):
+def test_init_refuses_a_stage_that_would_leave_modules_alone(stage):
+    with pytest.raises(
+        ConfigError, match=rf"zero\.Init: zero_optimization\.stage is {stage}, so no parameter would be"
+    ):
+        deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": stage}})
+
+
+def test_init_can_be_turned_off():
+    with deepspeed.zero.Init(enabled=False, config={"zero_optimization": {"stage": 3}}) as context:
+        assert not context.enabled
         layer = nn.Linear(3, 2)
     assert layer.weight.shape == (2, 3)
 
 
-def test_init_takes_the_older_argument_and_can_be_turned_off():
-    with deepspeed.zero.Init(config={"zero_optimization": {"stage": 1}}):
-        pass
-    with deepspeed.zero.Init(enabled=False, config={"zero_optimization": {"stage": 3}}) as context:
-        assert not context.enabled
-
-
-@pytest.mark.parametrize("arguments", [{}, {"config_dict_or_path": {"zero_optimization": {"stage": 3}}}])
-def test_init_refuses_stage_3(arguments):
-    with pytest.raises(ConfigError, match=r"zero\.Init: asked to partition parameters .*stage 3.*not in this version"):
-        deepspeed.zero.Init(**arguments)
+def test_init_refuses_nvme():
+    with pytest.raises(ConfigError, match="remote_device is 'nvme'; this version keeps shards in"):
+        deepspeed.zero.Init(remote_device="nvme")
 
 
 def test_gathered_parameters_are_the_parameters():

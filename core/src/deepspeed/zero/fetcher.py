@@ -1,0 +1,183 @@
+"""`ParamFetcher`: which units are whole at which moment (stage 3).
+
+Modules call it through their hooks (`module_hooks.py`): `use` before a unit is read, `drop` when a module does not need
+it any more. The fetcher gathers, keeps what is needed again soon, gathers ahead, and releases.
+
+[Note: the order of use] Prefetching needs to know what comes next. Each use is noted as the successor of the two uses
+before it. The next time these two follow each other, the noted unit is gathered ahead, then its own successor, and so
+on, up to `prefetch_numel` elements. Where the flow of control has changed, the note is corrected: a wrong guess costs
+one gather, never a wrong result. All ranks see the same uses, so they issue the same all-gathers in the same order;
+`digest` is what they compare to find out where that is not so.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+from deepspeed.comm.backend import Work
+from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_unit import LiveNumel, ParamUnit
+
+_AVAILABLE, _NOT_AVAILABLE = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
+
+#: the two latest uses
+_Place = tuple[ParamUnit | None, ParamUnit | None]
+
+
+class ParamFetcher:
+    """Gathers and releases units.
+
+    Args:
+        units: all of one engine.
+        prefetch_numel: elements that are gathered ahead, at most (`stage3_prefetch_bucket_size`).
+        max_live_numel: elements of whole parameters above which what nobody uses is released, and nothing is gathered
+            ahead (`stage3_max_live_parameters`).
+        max_reuse_numel: a unit that is used again before so many elements of others are is kept
+            (`stage3_max_reuse_distance`).
+    """
+
+    def __init__(
+        self, units: Sequence[ParamUnit], *, prefetch_numel: int, max_live_numel: int, max_reuse_numel: int
+    ) -> None:
+        self.units = list(units)
+        self._prefetch_numel = prefetch_numel
+        self._max_live_numel = max_live_numel
+        self._max_reuse_numel = max_reuse_numel
+        self._next: dict[_Place, ParamUnit] = {}
+        self._place: _Place = (None, None)
+        self._unused: dict[ParamUnit, None] = {}  # whole or on its way, and used by nobody; oldest first
+        self._digest = 0
+        self._live = LiveNumel()
+        self._total_numel = sum(unit.numel for unit in units)
+        for unit in units:
+            unit.live = self._live
+
+    # ---- called around modules -----------------------------------------------------------------------------------
+
+    def use(self, unit: ParamUnit) -> None:
+        """Return when the parameters of `unit` are whole."""
+        if unit.status is _AVAILABLE and unit not in self._unused:  # in use
+            return
+        self._note(unit)
+        self._unused.pop(unit, None)
+        if unit.status is _NOT_AVAILABLE:
+            self._make_room(unit.numel)
+            self._launch(unit)
+        self._prefetch()
+        if unit.status is not _AVAILABLE:
+            unit.finish()
+
+    def drop(self, unit: ParamUnit) -> None:
+        """The last user of `unit` is done with it."""
+        if unit.status is not _AVAILABLE:
+            return
+        if self._is_used_again_soon(unit):
+            self._unused[unit] = None
+            self._make_room(0)
+        else:
+            self._release(unit)
+
+    def release_all(self) -> None:
+        """Release every unit: the weights are about to change, or were changed."""
+        for unit in self.units:
+            if unit.status is ZeroParamStatus.INFLIGHT:
+                unit.finish()
+            unit.num_users = 0
+            unit.release()
+        self._unused.clear()
+        self._place = (None, None)
+
+    def release_unused(self) -> None:
+        """Release what nobody uses and what is not needed soon by what is known."""
+        for unit in list(self._unused):
+            if unit.status is ZeroParamStatus.INFLIGHT:
+                unit.finish()
+            if not self._is_used_again_soon(unit):
+                self._release(unit)
+
+    def abandon(self) -> Iterator[Work]:
+        """Forget the all-gathers in flight without waiting for them; yields their works."""
+        for unit in self.units:
+            if (work := unit.abandon()) is not None:
+                yield work
+            unit.num_users = 0
+            unit.release()
+        self._unused.clear()
+        self._place = (None, None)
+
+    # ---- the order of use ----------------------------------------------------------------------------------------
+
+    @property
+    def digest(self) -> int:
+        """A checksum of all gathers since the last call of `start_digest`, below 2**24 (exact in fp32)."""
+        return self._digest & 0xFFFFFF
+
+    def start_digest(self) -> None:
+        self._digest = 0
+
+    def is_invalid_trace(self) -> bool:
+        """Whether no order of use is known."""
+        return not self._next
+
+    def invalidate_trace(self) -> None:
+        """Forget the order of use."""
+        self._next.clear()
+
+    _invalidate_trace = invalidate_trace  # the name that libraries call
+
+    def _note(self, unit: ParamUnit) -> None:
+        self._next[self._place] = unit
+        self._place = (self._place[1], unit)
+
+    def _upcoming(self) -> Iterator[ParamUnit]:
+        """What was used next, and after that, the last time; without end where uses repeat."""
+        place = self._place
+        for _ in range(4 * len(self.units)):
+            unit = self._next.get(place)
+            if unit is None:
+                return
+            yield unit
+            place = (place[1], unit)
+
+    def _prefetch(self) -> None:
+        ahead = 0
+        for unit in self._upcoming():
+            ahead += unit.numel
+            if ahead > self._prefetch_numel:
+                return
+            if unit.status is _NOT_AVAILABLE:
+                if self._live.numel + unit.numel > self._max_live_numel:
+                    return
+                self._launch(unit)
+                self._unused[unit] = None
+
+    def _is_used_again_soon(self, unit: ParamUnit) -> bool:
+        if self._total_numel <= self._max_reuse_numel:
+            return True
+        between = 0
+        for other in self._upcoming():
+            if other is unit:
+                return True
+            between += other.numel
+            if between > self._max_reuse_numel:
+                return False
+        return False
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def _make_room(self, numel: int) -> None:
+        """Release what nobody uses, oldest first, until `numel` more elements fit."""
+        excess = self._live.numel + numel - self._max_live_numel
+        for unit in list(self._unused):
+            if excess <= 0:
+                return
+            if unit.status is _AVAILABLE:
+                excess -= unit.numel
+                self._release(unit)
+
+    def _launch(self, unit: ParamUnit) -> None:
+        self._digest = zlib.crc32(unit.names[0].encode(), self._digest)
+        unit.launch()
+
+    def _release(self, unit: ParamUnit) -> None:
+        self._unused.pop(unit, None)
+        unit.release()

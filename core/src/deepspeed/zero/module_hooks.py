@@ -1,0 +1,218 @@
+"""`ModuleHooks`: the moments at which modules use parameters, seen through hooks on modules and on tensors (stage 3).
+
+    forward of a module       before: its units are used            after: they are dropped
+    gradient of an output     its units are used (the backward of the module begins)
+    gradient of an input      units whose gradients have all arrived, and frozen ones, are dropped
+    the last gradient of a unit has arrived                         it is dropped (`stage3.py`)
+    the end of the backward                                         all are dropped
+
+Hooks sit on the root, on every module that owns a sharded parameter, and on the module of every unit. A forward inside
+a backward (activation checkpointing) uses units and leaves the dropping to the backward it belongs to.
+
+[Note: external parameters] A module may read a parameter of another module: a tied weight through its old name, or
+`self.other.weight` in a functional call. `_parameters` of every module is a dict that sees such a read: the unit is
+gathered, and counts as one of the reading module's own from then on. `register_external_parameter` says so beforehand.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed.log import warn_once
+from deepspeed.zero.backward_window import tensors_in
+from deepspeed.zero.fetcher import ParamFetcher
+from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_unit import ParamUnit, unit_of
+
+_NO_GRAPH_TASK = -1
+#: attribute of a module: parameters of other modules that its forward reads
+EXTERNAL = "_ds_external_params"
+
+
+class ModuleHooks:
+    """Hooks on all modules below `module`; also what libraries know as `optimizer.parameter_offload`.
+
+    Args:
+        fetcher: gathers and releases.
+        units_of_module: for the module of each unit, its units.
+    """
+
+    def __init__(
+        self, module: Module, fetcher: ParamFetcher, units_of_module: Mapping[Module, list[ParamUnit]]
+    ) -> None:
+        self.module = module
+        self.param_coordinator = fetcher
+        self.forward_hooks: list[RemovableHandle] = []
+        self.backward_hooks: list[RemovableHandle] = []  # of modules; those on tensors go with their graph
+        self._units_of_module = dict(units_of_module)
+        self._active: list[Module] = []  # modules whose forward runs, innermost last
+        self._names = {each: name for name, each in module.named_modules()}
+        for each in module.modules():
+            each.ds_external_parameters = MethodType(_external_parameters, each)  # type: ignore[assignment]
+        self._register_deepspeed_module(module)
+
+    def _register_deepspeed_module(self, module: Module, num_modules: int = 0) -> None:
+        """Put the hooks on `module` and all modules below it; libraries take them off and put them back."""
+        if not any(unit.is_sharded for unit in self.param_coordinator.units):
+            return
+        for each in module.modules():
+            if each._parameters and not isinstance(each._parameters, _WatchedParameters):
+                each._parameters = _WatchedParameters(each._parameters, weakref.ref(self))  # type: ignore[assignment]
+            if each is self.module or each in self._units_of_module or any(map(unit_of, _own_params(each))):
+                before = each.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+                self.forward_hooks += [before, each.register_forward_hook(self._after_forward)]
+
+    def remove(self) -> None:
+        """Take everything off again. Idempotent."""
+        for handle in (*self.forward_hooks, *self.backward_hooks):
+            handle.remove()
+        self.forward_hooks, self.backward_hooks = [], []
+        for each in self.module.modules():
+            if isinstance(each._parameters, _WatchedParameters):
+                each._parameters = dict(each._parameters)
+            for name in ("ds_external_parameters", EXTERNAL):
+                each.__dict__.pop(name, None)
+
+    def reset(self) -> None:
+        """Forget modules whose forward an exception has left."""
+        self._active.clear()
+        for unit in self.param_coordinator.units:
+            unit.num_users = 0
+
+    # ---- forward -------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: Module, args: Any, kwargs: Any) -> None:
+        in_backward = torch._C._current_graph_task_id() != _NO_GRAPH_TASK
+        if module is self.module and not in_backward:
+            self.reset()
+        units = self._units_used_by(module)
+        for unit in units:
+            self.param_coordinator.use(unit)
+        if in_backward:  # a checkpointed block is computed again
+            return
+        self._active.append(module)
+        for unit in units:
+            unit.num_users += 1
+        if torch.is_grad_enabled() and module in self._units_of_module:
+            self._drop_with_gradients_of(module, (args, kwargs))
+
+    def _after_forward(self, module: Module, args: Any, output: Any) -> None:
+        units = self._units_used_by(module)
+        in_backward = torch._C._current_graph_task_id() != _NO_GRAPH_TASK
+        has_graph = units and torch.is_grad_enabled() and self._use_with_gradients_of(units, module, output)
+        if in_backward:
+            return
+        while self._active and self._active.pop() is not module:  # a forward that an exception left
+            pass
+        for unit in units:
+            unit.num_users = max(unit.num_users - 1, 0)
+            if unit.num_users == 0 and has_graph is not None:
+                self.param_coordinator.drop(unit)
+
+    def _units_used_by(self, module: Module) -> list[ParamUnit]:
+        """Those of its own parameters, of external ones, and, of the module of a unit, the unit."""
+        units = dict.fromkeys(self._units_of_module.get(module, ()))
+        for param in (*_own_params(module), *module.__dict__.get(EXTERNAL, ())):
+            unit = unit_of(param)
+            if unit is not None:
+                units[unit] = None
+        return list(units)
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def _use_with_gradients_of(self, units: list[ParamUnit], module: Module, output: Any) -> bool | None:
+        """Gather `units` when a backward reaches an output. None: there is no output to watch, so they must stay."""
+        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not watched:
+            if output is None or _is_plain(output):
+                return False
+            warn_once(
+                f"zero stage 3: the outputs of {self._names.get(module) or 'the module'} ({type(output).__name__}) "
+                "hold no tensor that the engine can find, so its parameters stay whole until the backward is over; "
+                "return tensors, or lists, tuples, dicts or dataclasses of them"
+            )
+            return None
+
+        def begin(grad: Tensor) -> None:
+            for unit in units:
+                self.param_coordinator.use(unit)
+
+        for tensor in watched:
+            tensor.register_hook(begin)
+        return True
+
+    def _drop_with_gradients_of(self, module: Module, inputs: Any) -> None:
+        """Drop the units of `module` when the gradients of its inputs are there."""
+        units = self._units_of_module[module]
+
+        def end(grad: Tensor) -> None:
+            for unit in units:
+                if unit.num_missing <= 0:
+                    self.param_coordinator.drop(unit)
+
+        for tensor in tensors_in(inputs):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(end)
+
+    # ---- external parameters -------------------------------------------------------------------------------------
+
+    def saw_read(self, param: Parameter) -> None:
+        """A parameter that is not whole was read through its module; see [Note: external parameters]."""
+        if not self._active:
+            return
+        module = self._active[-1]
+        unit = unit_of(param)
+        assert unit is not None
+        external = module.__dict__.setdefault(EXTERNAL, {})
+        if param not in external:
+            external[param] = None
+            unit.num_users += 1  # `_after_forward` of the module takes it back
+        self.param_coordinator.use(unit)
+
+
+class _WatchedParameters(dict[str, Any]):
+    """`_parameters` of a module, which sees a parameter being read while it is not whole."""
+
+    def __init__(self, parameters: Mapping[str, Any], hooks: "weakref.ref[ModuleHooks]") -> None:
+        super().__init__(parameters)
+        self._hooks = hooks
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        if param is not None and getattr(param, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE:
+            hooks = self._hooks()
+            if hooks is not None:
+                hooks.saw_read(param)
+        return param
+
+    def __reduce__(self) -> Any:  # a copy, or what is pickled, is an ordinary dict
+        return dict, (list(self.items()),)
+
+
+def _own_params(module: Module) -> Iterator[Parameter]:
+    return (param for param in module._parameters.values() if param is not None)
+
+
+def _external_parameters(module: Module) -> Iterator[tuple[str, Parameter]]:
+    """(name, parameter) of what the module's forward reads besides its own parameters."""
+    return ((f"external_{param.ds_id}", param) for param in module.__dict__.get(EXTERNAL, ()))  # type: ignore[attr-defined]
+
+
+def _is_plain(output: Any) -> bool:
+    """Whether an output surely holds no graph."""
+    return isinstance(output, (Tensor, bool, int, float, str)) or not any(True for _ in _members(output))
+
+
+def _members(output: Any) -> Iterator[Any]:
+    if isinstance(output, (list, tuple, set)):
+        yield from (each for each in output if not isinstance(each, (Tensor, bool, int, float, str, type(None))))
+    elif isinstance(output, Mapping):
+        yield from _members(list(output.values()))
+    else:
+        yield output

@@ -1,0 +1,375 @@
+"""`ParamUnit`: parameters whose weights are sharded, gathered and released together (stage 3, `zero.Init`).
+
+The parameters lie end to end in one flat buffer of N elements, cut into W equal shards. A rank keeps its shard. An
+all-gather fills the flat buffer, and the parameters become views of it; a release gives its memory back.
+
+[Note: the storage stays] Autograd saves views of a weight, such as the transpose in a linear layer. They refer to the
+flat buffer's storage. So a release does not drop that storage but resizes it to zero bytes, and a gather resizes it
+back: the saved views are valid again when the backward reads them, and no memory outlives its use. What is read while
+the storage is empty would be read from nowhere, hence every module that owns a parameter gathers before its forward
+and before its backward (`module_hooks.py`).
+
+Legend: N padded numel of the unit, S = N / W numel of a shard, W ranks.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from deepspeed.comm.backend import Backend, Piece, Work
+from deepspeed.errors import StateError
+from deepspeed.zero.layout import GroupLayout, even_cuts
+from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
+
+_ids = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGroup:
+    """The ranks that hold the shards of a unit, and how they communicate."""
+
+    backend: Backend
+    group: ProcessGroup | None
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, backend: Backend, group: ProcessGroup | None) -> "ShardGroup":
+        return cls(backend, group, torch_dist.get_rank(group), torch_dist.get_world_size(group))
+
+    def pieces(self, numel: int) -> list[Piece]:
+        """`numel` elements cut evenly, in rank order; W divides it."""
+        size = numel // self.world_size
+        return [Piece(rank * size, (rank + 1) * size, rank) for rank in range(self.world_size)]
+
+    def rank_of(self, global_rank: int) -> int:
+        """The rank within the group of a rank of the world.
+
+        Raises:
+            ValueError: for a rank that is not in the group.
+        """
+        return global_rank if self.group is None else torch_dist.get_group_rank(self.group, global_rank)
+
+    def all_gather(self, full_N: Tensor, shard_S: Tensor) -> Work:
+        """Fill `full_N` with the shards of all ranks, in rank order."""
+        full_N.narrow(0, self.rank * shard_S.numel(), shard_S.numel()).copy_(shard_S)
+        return self.backend.gather_from_owners(full_N, self.pieces(full_N.numel()), self.group)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Copy `tensor` from the rank `source` of the group to all."""
+        self.backend.gather_from_owners(tensor, [Piece(0, tensor.numel(), source)], self.group).wait()
+
+
+@dataclass(slots=True)
+class LiveNumel:
+    """Elements of the units of one engine that are whole, or on their way."""
+
+    numel: int = 0
+
+
+class ParamUnit:
+    """Parameters of one dtype that are gathered together. Taking them over leaves only this rank's shard.
+
+    Args:
+        params: parameters with at least one element, of one dtype and requires_grad.
+        names: what errors and tables call them.
+        ranks: who holds the shards.
+        dtype: that the weights get; default: their own.
+        device: of shards and gathered weights.
+        from_first_rank: the weights of the group's first rank count; else those of all ranks are equal already.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        names: Sequence[str],
+        ranks: ShardGroup,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        from_first_rank: bool = False,
+    ) -> None:
+        self.params = list(params)
+        self.names = list(names)
+        self.ranks = ranks
+        self.shapes = [shape_of(param) for param in params]
+        numels = [shape.numel() for shape in self.shapes]
+        self.layout = GroupLayout(numels, even_cuts(numels, ranks.world_size))
+        self.start, self.stop = self.layout.partition(ranks.rank)
+        self.status = ZeroParamStatus.AVAILABLE
+        self.num_users = 0  # modules whose forward runs and that use the unit
+        self.num_missing = 0  # gradients that are still to arrive in this backward
+        self.num_gathers = 0  # all-gathers since the unit was made
+        self.live = LiveNumel(self.numel)
+        self._work: Work | None = None
+        self._fill(torch.empty(self.layout.padded_numel, dtype=params[0].dtype, device=device), dtype, from_first_rank)
+        self._nothing = self.shard_S.new_empty(0)
+        self._renew_buffer()
+        for index, param in enumerate(self.params):
+            _mark(param, self, index)
+        if not self.is_sharded:  # the shard is everything, and the parameters are views of it for good
+            self._views = self._cut(self.shard_S)
+            self._point_at_views()
+        self.release()
+
+    def _fill(self, full_N: Tensor, dtype: torch.dtype | None, from_first_rank: bool) -> None:
+        """Lay the weights end to end, keep the own shard in `dtype`, and point the parameters at nothing."""
+        full_N[self.layout.numel :].zero_()
+        for param, view in zip(self.params, self._cut(full_N), strict=True):
+            with whole(param) as value:
+                view.copy_(value)
+        if from_first_rank and self.is_sharded:
+            self.ranks.broadcast(full_N, 0)
+        self.source_dtype = full_N.dtype
+        #: this rank's part of the weights before they are rounded to `dtype`: what fp32 master weights start from
+        self.source_S: Tensor | None = full_N[self.start : self.stop].clone()
+        self.shard_S = self.source_S if dtype in (None, full_N.dtype) else self.source_S.to(dtype)
+
+    def _cut(self, full_N: Tensor) -> list[Tensor]:
+        """The parameters as views of a flat buffer."""
+        return [
+            full_N.narrow(0, offset, shape.numel()).view(shape)
+            for shape, offset in zip(self.shapes, self.layout.offsets, strict=False)
+        ]
+
+    def _renew_buffer(self) -> None:
+        """A flat buffer whose storage is empty until a gather."""
+        self._full_N = self.shard_S.new_empty(self.layout.padded_numel)
+        self._views = self._cut(self._full_N)
+        self._full_N.untyped_storage().resize_(0)
+
+    @property
+    def numel(self) -> int:
+        """Elements of a gathered unit, padding included."""
+        return self.layout.padded_numel
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a gather moves anything."""
+        return self.ranks.world_size > 1
+
+    def shard_of(self, index: int) -> Tensor:
+        """This rank's elements of the parameter `index`, 1-D; maybe none."""
+        first = min(max(self.layout.offsets[index], self.start), self.stop)
+        last = min(max(self.layout.offsets[index + 1], self.start), self.stop)
+        return self.shard_S[first - self.start : last - self.start]
+
+    def set_shard_of(self, param: Parameter, value: Tensor) -> None:
+        """Take this rank's elements of a parameter out of its whole value."""
+        index = next(place for place, each in enumerate(self.params) if each is param)
+        first = min(max(self.layout.offsets[index], self.start), self.stop)
+        mine = self.shard_of(index)
+        start = first - self.layout.offsets[index]
+        mine.copy_(value.detach().reshape(-1)[start : start + mine.numel()])
+
+    # ---- gather and release --------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Issue the all-gather. All ranks do so in the same order."""
+        for param, name in zip(self.params, self.names, strict=True):
+            if param.numel() != 0:
+                raise StateError(
+                    f"parameter {name}: found a value of shape {tuple(param.shape)} that was put into it while it was "
+                    "sharded; change parameters inside deepspeed.zero.GatheredParameters(params, modifier_rank=0)"
+                )
+        self._move(ZeroParamStatus.INFLIGHT)
+        self._full_N.untyped_storage().resize_(self._full_N.numel() * self._full_N.itemsize)
+        self._work = self.ranks.all_gather(self._full_N, self.shard_S)
+        self.num_gathers += 1
+        self.live.numel += self.numel
+
+    def finish(self) -> None:
+        """Wait for the all-gather; the parameters are whole."""
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        self._move(ZeroParamStatus.AVAILABLE)
+        self._point_at_views()
+
+    def gather(self) -> None:
+        """Make the parameters whole, whatever they are."""
+        if self.status is ZeroParamStatus.NOT_AVAILABLE:
+            self.launch()
+        if self.status is ZeroParamStatus.INFLIGHT:
+            self.finish()
+
+    def release(self) -> None:
+        """Give the memory of the whole parameters back. Not while an all-gather is in flight."""
+        if self.status is ZeroParamStatus.NOT_AVAILABLE or not self.is_sharded:
+            return
+        self._move(ZeroParamStatus.NOT_AVAILABLE)
+        self.live.numel -= self.numel
+        for param in self.params:
+            param.data = self._nothing
+        self._full_N.untyped_storage().resize_(0)
+
+    def abandon(self) -> Work | None:
+        """Forget an all-gather in flight without waiting for it; returns its work, for the backend."""
+        if self.status is not ZeroParamStatus.INFLIGHT:
+            return None
+        work, self._work = self._work, None
+        self._move(ZeroParamStatus.AVAILABLE)
+        self._renew_buffer()  # peers may still read the former one, which the backend holds
+        self.release()
+        return work
+
+    def take_from_full(self) -> None:
+        """Keep this rank's part of the whole parameters, which were changed."""
+        if self.is_sharded:
+            self.shard_S.copy_(self._full_N[self.start : self.stop])
+
+    def broadcast(self, source: int) -> None:
+        """Give every rank the whole parameters of the rank `source` of the group."""
+        if self.is_sharded:
+            self.ranks.broadcast(self._full_N, source)
+
+    def restore_plain(self) -> None:
+        """Leave whole, ordinary parameters behind, each with memory of its own."""
+        self.gather()
+        for param in self.params:
+            param.data = param.data.clone()
+            _unmark(param)
+        self._full_N.untyped_storage().resize_(0)
+        self.params = []
+
+    def _point_at_views(self) -> None:
+        for param, view in zip(self.params, self._views, strict=True):
+            param.data = view
+
+    def _move(self, to: ZeroParamStatus) -> None:
+        if (self.status, to) not in LEGAL_MOVES:
+            raise StateError(
+                f"parameters {', '.join(self.names[:3])}: {self.status.name} -> {to.name} is not a legal move"
+            )
+        self.status = to
+        for param in self.params:
+            param.ds_status = to  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"ParamUnit({', '.join(self.names[:3])}{', ...' if len(self.names) > 3 else ''}; {self.status.name})"
+
+
+def unit_of(param: Tensor) -> ParamUnit | None:
+    """The unit that shards `param`; None for an ordinary parameter."""
+    return getattr(param, "ds_unit", None)
+
+
+def shape_of(param: Tensor) -> torch.Size:
+    """The shape of the whole parameter."""
+    shape: torch.Size = getattr(param, "ds_shape", param.shape)
+    return shape
+
+
+@contextmanager
+def whole(param: Parameter) -> Iterator[Tensor]:
+    """The value of the whole parameter, detached; a collective if the parameter is sharded."""
+    unit = unit_of(param)
+    if unit is None or unit.status is ZeroParamStatus.AVAILABLE:
+        yield param.data
+        return
+    unit.gather()
+    try:
+        yield param.data
+    finally:
+        unit.release()
+
+
+def saved_part(param: Parameter) -> Tensor:
+    """What this rank saves of a parameter: of a sharded one the part of ceil(n / W) elements, else all of it. A
+    collective for a sharded parameter that is not whole."""
+    unit = unit_of(param)
+    if unit is None:
+        return param.detach()
+    with whole(param) as value:
+        size = math.ceil(value.numel() / unit.ranks.world_size)
+        part = value.new_zeros(size)
+        mine = value.reshape(-1)[size * unit.ranks.rank : size * (unit.ranks.rank + 1)]
+        part[: mine.numel()] = mine
+    return part
+
+
+def _mark(param: Parameter, unit: ParamUnit, index: int) -> None:
+    """Give the parameter the attributes that libraries look up."""
+    attributes: dict[str, Any] = {
+        "ds_unit": unit,
+        "ds_index": index,
+        "ds_id": param.ds_id if hasattr(param, "ds_id") else next(_ids),
+        "ds_shape": unit.shapes[index],
+        "ds_numel": unit.shapes[index].numel(),
+        "ds_status": unit.status,
+        "ds_tensor": unit.shard_of(index),
+        "ds_persist": False,
+        "ds_active_sub_modules": set(),
+        "ds_process_group": unit.ranks.group,
+        "ds_world_size": unit.ranks.world_size,
+        "partition_numel": MethodType(_partition_numel, param),
+        "all_gather": MethodType(_all_gather, param),
+        "partition": MethodType(_partition, param),
+        "ds_summary": MethodType(_summary, param),
+    }
+    for name, value in attributes.items():
+        setattr(param, name, value)
+
+
+_MARKS = (
+    "ds_unit", "ds_index", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist",
+    "ds_active_sub_modules", "ds_process_group", "ds_world_size", "partition_numel", "all_gather", "partition",
+    "ds_summary",
+)  # fmt: skip
+
+
+def _unmark(param: Parameter) -> None:
+    for name in _MARKS:
+        if name in param.__dict__:
+            delattr(param, name)
+
+
+def _partition_numel(param: Any) -> int:
+    """Elements of this parameter that this rank keeps."""
+    numel: int = param.ds_tensor.numel()
+    return numel
+
+
+def _all_gather(param: Any, param_list: Sequence[Any] | None = None, **_: Any) -> None:
+    """Make this parameter, or those of `param_list`, whole: a collective."""
+    for each in [param] if param_list is None else param_list:
+        if (unit := unit_of(each)) is not None:
+            unit.gather()
+
+
+def _partition(param: Any, param_list: Sequence[Any] | None = None, has_been_updated: bool = False, **_: Any) -> None:
+    """Keep only this rank's shard of this parameter, or of those in `param_list`.
+
+    Args:
+        has_been_updated: whether the whole weights were changed, alike on all ranks.
+    """
+    for each in [param] if param_list is None else param_list:
+        unit = unit_of(each)
+        if unit is not None and unit.status is ZeroParamStatus.AVAILABLE:
+            if has_been_updated:
+                unit.take_from_full()
+            unit.release()
+
+
+def _summary(param: Any, **_: Any) -> dict[str, Any]:
+    """What is known of the parameter, for a log."""
+    return {
+        "id": param.ds_id,
+        "status": param.ds_status.name,
+        "numel": param.numel(),
+        "ds_numel": param.ds_numel,
+        "shape": tuple(param.shape),
+        "ds_shape": tuple(param.ds_shape),
+        "requires_grad": param.requires_grad,
+        "ds_tensor.shape": tuple(param.ds_tensor.shape),
+    }
