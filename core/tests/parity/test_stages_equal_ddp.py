@@ -1,4 +1,4 @@
-"""Stages 0, 1 and 2 against plain data parallelism, and against each other, after 20 steps.
+"""Stages 0 to 3 against plain data parallelism, and against each other, after 20 steps.
 
 The references are written out here: in fp32 `DistributedDataParallel`, torch's AdamW and `clip_grad_norm_`; in bf16 a
 bf16 model with fp32 masters in plain torch. Differences are relative to the largest element of a tensor:
@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 NUM_STEPS = 20
-WORLDS = (1, 2, 4)
-STAGES = (0, 1, 2)
+WORLDS = (1, 2, 3)
+STAGES = (0, 1, 2, 3)
 ACCUMULATIONS = (1, 4)
 CLIPS = (0.0, 0.1)  # 0: off; at 0.1 every step is clipped (asserted)
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -112,7 +112,11 @@ def train_engine(stage, accumulation, clip, keys):
         "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "gradient_clipping": clip,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 300},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 300,
+            "stage3_param_persistence_threshold": 20,
+        },
         "steps_per_print": 1_000_000,
         **copy.deepcopy(keys),
     }
@@ -127,8 +131,10 @@ def train_engine(stage, accumulation, clip, keys):
         norms.append(torch.as_tensor(engine.get_global_grad_norm()))
     assert engine.global_steps == NUM_STEPS
     masters = [safe_get_full_fp32_param(param) for param in net.parameters()]
-    for param, master in zip(net.parameters(), masters, strict=True):
-        assert torch.equal(param.detach(), master.to(param.dtype)), "the model's weights are the rounded masters"
+    with deepspeed.zero.GatheredParameters(net.parameters()):
+        weights = [param.detach().clone() for param in net.parameters()]
+    for weight, master in zip(weights, masters, strict=True):
+        assert torch.equal(weight, master.to(weight.dtype)), "the model's weights are the rounded masters"
     result = result_of(losses, norms, masters)
     engine.destroy()
     return result
@@ -197,7 +203,7 @@ def test_fp32_equals_ddp(world_size, stage, accumulation, clip):
 @every_clip
 @every_accumulation
 @pytest.mark.parametrize("stage", STAGES)
-@every_world
+@pytest.mark.parametrize("world_size", [1, 2])  # among 3 ranks the average itself is rounded: 1/3 is no bf16 number
 def test_bf16_equals_fp32_masters(world_size, stage, accumulation, clip):
     case, reference = (stage, accumulation, clip), ("reference", accumulation, clip)
     assert largest_difference(world_size, "bf16", case, reference) <= 1e-2
@@ -205,7 +211,7 @@ def test_bf16_equals_fp32_masters(world_size, stage, accumulation, clip):
 
 @every_clip
 @every_accumulation
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @every_world
 def test_fp32_stages_agree(world_size, stage, accumulation, clip):
     case, stage_0 = (stage, accumulation, clip), (0, accumulation, clip)
@@ -213,17 +219,17 @@ def test_fp32_stages_agree(world_size, stage, accumulation, clip):
 
 
 @every_clip
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @every_world
 def test_bf16_stages_agree(world_size, stage, clip):
     assert largest_difference(world_size, "bf16", (stage, 1, clip), (0, 1, clip)) <= 1e-6
 
 
 @every_clip
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @every_world
 def test_bf16_stages_agree_when_sums_are_fp32(world_size, stage, clip):
-    """Stage 2 adds over ranks before it adds over micro-batches, so sums in bf16 would be rounded in another order."""
+    """Stages 2 and 3 add over ranks before they add over micro-batches: sums in bf16 are rounded in another order."""
     assert largest_difference(world_size, "bf16, sums in fp32", (stage, 4, clip), (0, 4, clip)) <= 1e-6
 
 

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from deepspeed.comm.backend import Backend, Piece, Work
-from deepspeed.errors import StateError
+from deepspeed.errors import CommError, StateError
 from deepspeed.zero.layout import GroupLayout, even_cuts
 from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
 
@@ -184,17 +184,30 @@ class ParamUnit:
                 )
         self._move(ZeroParamStatus.INFLIGHT)
         self._full_N.untyped_storage().resize_(self._full_N.numel() * self._full_N.itemsize)
-        self._work = self.ranks.all_gather(self._full_N, self.shard_S)
+        try:
+            self._work = self.ranks.all_gather(self._full_N, self.shard_S)
+        except CommError as error:
+            raise self._explained(error) from error
         self.num_gathers += 1
         self.live.numel += self.numel
 
     def finish(self) -> None:
         """Wait for the all-gather; the parameters are whole."""
         assert self._work is not None
-        self._work.wait()
+        try:
+            self._work.wait()
+        except CommError as error:
+            raise self._explained(error) from error
         self._work = None
         self._move(ZeroParamStatus.AVAILABLE)
         self._point_at_views()
+
+    def _explained(self, error: CommError) -> CommError:
+        return type(error)(
+            f"all-gather of the parameters {', '.join(self.names[:3])}{' ...' * (len(self.names) > 3)}: {error}. In "
+            "stage 3 all ranks take the same way through the model; where they cannot, as among experts, call "
+            "deepspeed.utils.set_z3_leaf_modules for the module around them"
+        )
 
     def gather(self) -> None:
         """Make the parameters whole, whatever they are."""

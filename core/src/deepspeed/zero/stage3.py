@@ -99,15 +99,8 @@ class Stage3(Stage2):
             max_numel=self._unit_numel(),
             min_granularity=self.partitioning.min_granularity,
         )
+        self._module = module
         super().attach(module, optimizer, plan, is_elementwise=is_elementwise)
-        self._shard_others()
-        self.fetcher = ParamFetcher(
-            self.units,
-            prefetch_numel=self.partitioning.prefetch_numel,
-            max_live_numel=self.partitioning.max_live_numel,
-            max_reuse_numel=self.partitioning.max_reuse_numel,
-        )
-        self.hooks = ModuleHooks(module, self.fetcher, self._units_of_module)
 
     def _choose_sharded(self, module: Module) -> Callable[[Parameter], bool]:
         """All parameters but the smallest; smaller ones first, up to the limit for the model."""
@@ -129,6 +122,9 @@ class Stage3(Stage2):
     def hold_group(self, index: int, params: Sequence[Parameter]) -> None:
         """Units for large parameters, flat groups as in stage 2 for small ones."""
         self._refuse_attached(index, params)
+        for unit in dict.fromkeys(map(unit_of, params)):
+            if unit in self.units:  # of a group that is added later
+                self._drop_unit(unit)
         wanted = {param for param in params if param.requires_grad}
         sharded: set[Parameter] = set()
         for unit_module in self._unit_modules:
@@ -189,14 +185,31 @@ class Stage3(Stage2):
         for unit_module in self._unit_modules:
             rest: dict[tuple[torch.dtype, bool], list[tuple[str, Parameter]]] = {}
             for name, param in unit_module.params:
-                if param not in attached:
+                if param not in attached and unit_of(param) not in self.units:
                     rest.setdefault((param.dtype, param.requires_grad), []).append((name, param))
             for named in rest.values():
                 self._create_unit(unit_module, named).source_S = None
 
+    def _drop_unit(self, unit: ParamUnit) -> None:
+        self.units.remove(unit)
+        for units in self._units_of_module.values():
+            if unit in units:
+                units.remove(unit)
+        unit.restore_plain()
+
     def _finish_groups(self) -> None:
         super()._finish_groups()
         self._unit_of_param = [unit_of(param) for param in self.params]
+        self._shard_others()
+        if self.hooks is not None:
+            self.hooks.remove()
+        self.fetcher = ParamFetcher(
+            self.units,
+            prefetch_numel=self.partitioning.prefetch_numel,
+            max_live_numel=self.partitioning.max_live_numel,
+            max_reuse_numel=self.partitioning.max_reuse_numel,
+        )
+        self.hooks = ModuleHooks(self._module, self.fetcher, self._units_of_module)
 
     def _specs(self, max_numel: int) -> list[BucketSpec]:
         flat = {index: group for index, group in enumerate(self.groups) if group.unit is None}
