@@ -8,7 +8,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.comm import Piece, boards, direct
+from deepspeed.comm import Piece, boards, direct, readings
 from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.torch_backend import TorchBackend
 from deepspeed.errors import CommError
@@ -189,18 +189,18 @@ def mismatch_job(numel, dtype, kind, pieces):
 def interrupted_job():
     """Half a sum is in the buffer: it is not begun again."""
     queue = connected()
-    flat = torch.ones(3 * direct._READ_NUMEL)
+    flat = torch.ones(3 * readings.READ_NUMEL)
     if dist.get_rank() == 0:
         reads = []
 
-        def interrupt_the_second(own, others, rank, add=direct.add_in_rank_order):
+        def interrupt_the_second(own, others, rank, add=readings.add_in_rank_order):
             reads.append(1)
             if len(reads) == 2:
                 raise KeyboardInterrupt
             add(own, others, rank)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(direct, "add_in_rank_order", interrupt_the_second)
+            patch.setattr(readings, "add_in_rank_order", interrupt_the_second)
             with pytest.raises(KeyboardInterrupt):
                 queue.reduce_to_owners(flat, [Piece(0, flat.numel(), 0)]).wait()
         with pytest.raises(CommError, match="a collective was interrupted: KeyboardInterrupt"):

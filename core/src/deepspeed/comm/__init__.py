@@ -7,7 +7,7 @@ then `comm.py` (the public collectives).
 
 from torch.distributed import ProcessGroup, ReduceOp
 
-from deepspeed.comm.backend import Backend, Piece, Work
+from deepspeed.comm.backend import Backend, Capabilities, GroupBackend, Piece, Work
 from deepspeed.comm.comm import (
     all_gather,
     all_gather_coalesced,
@@ -49,6 +49,7 @@ from deepspeed.comm.comm import (
     scatter,
     send,
 )
+from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.record import comms_logger, log_summary
 from deepspeed.comm.start import (
     backend,
@@ -63,6 +64,8 @@ from deepspeed.comm.torch_backend import TorchBackend
 
 __all__ = [
     "Backend",
+    "Capabilities",
+    "GroupBackend",
     "Piece",
     "ProcessGroup",
     "ReduceOp",
@@ -92,6 +95,7 @@ __all__ = [
     "get_rank",
     "get_world_group",
     "get_world_size",
+    "group_backend",
     "has_all_gather_into_tensor",
     "has_all_reduce_coalesced",
     "has_coalescing_manager",

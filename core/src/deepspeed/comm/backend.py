@@ -1,14 +1,18 @@
-"""The contract between ZeRO and a communication library: three exchanges of flat buffers.
+"""The contracts between the core and a communication library.
+
+`GroupBackend` serves one process group: asynchronous, out of place, one call per collective. `group_backend(group)`
+gives it. `Backend` is the older one, which stages 0 to 2 use: three exchanges of flat buffers, in place.
 
 A step of ZeRO calls them, never a collective by name: which primitive serves "reduce this bucket to its owners" is a
 property of the library, measured once and chosen by it. (What is not a step's is `torch.distributed`'s: the first
 weights, a fragment that a user asks for.) `torch_backend.TorchBackend` is the implementation over `torch.distributed`;
 a plugin gives another one with the hook `ds_comm_backend(name)`.
 
-Shape legend: N numel of a flat buffer.
+Shape legend: N numel of a flat buffer, S numel of a shard (N == W * S), W ranks of the group.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -33,10 +37,128 @@ class Piece(NamedTuple):
 
 @runtime_checkable
 class Work(Protocol):
-    """An exchange in flight."""
+    """A collective in flight."""
+
+    def poll(self) -> bool:
+        """Make the progress that is possible without blocking; True if `wait()` would not block the host.
+
+        The result may be used after `wait()` only. False may also mean that the library cannot say before `wait()`
+        (an all-reduce of three or more ranks by messages), so do not loop until it is True. Raises what `wait()` would.
+        """
 
     def wait(self) -> None:
         """Return when the result may be used: the host blocks, or on a device the current stream does. Idempotent."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the sharding may want to know of a group's library.
+
+    Args:
+        native_reduce_scatter: a reduce-scatter is one operation of the library and moves (W - 1) / W of the buffer;
+            otherwise it is made of others.
+        completes_on_host: `Work.wait` blocks the host until the result is there; otherwise the current stream waits.
+        preferred_bucket_bytes: size of the full buffer at which a reduce-scatter or an all-gather is efficient and
+            still overlaps.
+        preferred_all_reduce_bytes: the same for an all-reduce.
+    """
+
+    native_reduce_scatter: bool
+    completes_on_host: bool
+    preferred_bucket_bytes: int
+    preferred_all_reduce_bytes: int
+
+
+class GroupBackend(Protocol):
+    """The collectives of one process group. `deepspeed.comm.group_backend(group)` makes it, once per group.
+
+    Call order: `connect` once, outside of backward, by all ranks together; then `capabilities` and `allocate` while
+    buffers are built; then collectives, each followed by `Work.wait`, or all by one `abandon` where a rank cannot go
+    on; `release` when an engine is destroyed.
+
+    All ranks of the group issue the same collectives in the same order, with the same sizes, dtypes and tags, and wait
+    for them at the same places among the collectives of the program. No call but `connect`, `barrier` and `Work.wait`
+    waits for a peer. Tensors are contiguous, 1-D, and of one dtype and device in a call. From the call until `wait()`
+    inputs are neither written nor freed and outputs neither read nor freed.
+
+    Sums are in the order of ranks where the core makes them, and low-precision sums of three or more ranks are then
+    made in fp32 and rounded once.
+
+    A `tag` says what the collective is for, for example the path of a module. Where the transport can compare what the
+    ranks do, ranks that issue different collectives or tags get a `CommError` that names both.
+    """
+
+    name: str
+    group: ProcessGroup
+    rank: int  # of this process within the group
+    world_size: int
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Valid after `connect`."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes kept between collectives for the next ones."""
+
+    def connect(self) -> None:
+        """Set up what collectives need. Called by all ranks together; idempotent. The first collective does it, too."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+        """An uninitialized 1-D tensor that this library moves well."""
+
+    def all_reduce(self, full_N: torch.Tensor, *, tag: str | int | None = None) -> Work:
+        """Sum `full_N` over the ranks, in place, on every rank."""
+
+    def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, *, tag: str | int | None = None) -> Work:
+        """Write to `shard_S` the sum over the ranks of part `rank` of `full_N`.
+
+        `shard_S` may be that part of `full_N` itself, or other memory. The rest of `full_N` is undefined from this call
+        on (the library may use it as scratch memory), and free after `wait()`.
+        """
+
+    def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, *, tag: str | int | None = None) -> Work:
+        """Write the shards of all ranks to `full_N`, in rank order.
+
+        `shard_S` may be its own part of `full_N`, which saves a copy.
+        """
+
+    def broadcast(self, tensor_N: torch.Tensor, source: int, *, tag: str | int | None = None) -> Work:
+        """Copy `tensor_N` of rank `source` of the group to that of every rank."""
+
+    def all_to_all(
+        self,
+        output_N: torch.Tensor,
+        input_N: torch.Tensor,
+        output_numels: Sequence[int] | None = None,
+        input_numels: Sequence[int] | None = None,
+        *,
+        tag: str | int | None = None,
+    ) -> Work:
+        """Send part r of `input_N` to rank r, and write what rank r sends to part r of `output_N`.
+
+        Args:
+            output_N: receives; its numel is the sum of `output_numels`.
+            input_N: is sent; other memory than `output_N`.
+            output_numels: elements from each rank; None: W equal parts.
+            input_numels: elements to each rank; None: W equal parts. That of rank a for rank b equals the
+                `output_numels` of rank b for rank a.
+            tag: what it is for.
+        """
+
+    def barrier(self) -> None:
+        """Return when every rank of the group has called it."""
+
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+        """Leave `works` of this group unfinished; their buffers are not used any more. Waits for nobody.
+
+        `failed`: an exception is the reason, so peers that wait for this rank are to raise, and to name it. Otherwise
+        all ranks abandon the same collectives, and go on. Afterwards a collective works where that is safe, and raises
+        `CommError` where it is not.
+        """
+
+    def release(self) -> None:
+        """Give back memory that is kept between collectives. Waits for nobody."""
 
 
 @runtime_checkable

@@ -5,20 +5,17 @@ A rank writes 64 bits at a time, and on x86-64 others see its writes in their or
 """
 
 import ctypes
+import functools
+import hashlib
 import os
 import platform
 import secrets
-import zlib
-from array import array
-from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import Piece
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.peer_memory import is_supported, read_memory
 from deepspeed.errors import CommError
@@ -31,40 +28,31 @@ EPOCH_BITS = 32
 
 #: Boards outlive their groups: a peer may look at one after the group has gone here, to know that all is done.
 _boards: list["Board"] = []
-#: by which a board names a dtype; the same on all ranks, which have the same torch
-_DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
-_KINDS = ("sum", "copy")
 _HEAD_WORDS, _SLOT_WORDS = 3, 5
+#: of the text that says what a collective is; a longer one is cut
+_TEXT_BYTES = 256
 #: what the slot of a nonce announces, of which no exchange is made
 _NONCE = (0, 0)
 
 
-class What(NamedTuple):
-    """What is exchanged; it must be the same on all ranks."""
+class What:
+    """What a collective does; it must be the same on all ranks.
 
-    kind: str
-    numel: int
-    dtype: torch.dtype
-    pieces: int  # a checksum of them
+    A board holds the digest, to compare, and the address of the text, which a peer reads to name the difference.
+    """
 
-    @classmethod
-    def of(cls, kind: str, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> "What":
-        """What a collective over these pieces of a buffer is."""
-        return cls(kind, flat_N.numel(), flat_N.dtype, zlib.crc32(array("q", chain.from_iterable(pieces))))
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        self._buffer = ctypes.create_string_buffer(text.encode()[: _TEXT_BYTES - 1], _TEXT_BYTES)
+        self.address = ctypes.addressof(self._buffer)
 
-    def encode(self) -> tuple[int, int]:
-        """As two words for the board."""
-        return (self.numel << 16) | (_DTYPES.index(self.dtype) << 8) | _KINDS.index(self.kind), self.pieces
 
-    @classmethod
-    def decode(cls, words: tuple[int, int]) -> "What":
-        """The inverse of `encode`."""
-        word, pieces = words
-        return cls(_KINDS[word & 0xFF], word >> 16, _DTYPES[(word >> 8) & 0xFF], pieces)
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"a {self.kind} of {self.numel} {dtype} (checksum of its pieces {self.pieces:08x})"
+@functools.lru_cache(maxsize=4096)
+def what(kind: str, numel: int, dtype: torch.dtype, detail: str = "") -> What:
+    """A collective of `kind` on `numel` elements; the same in every step, so it is made once."""
+    text = f"{kind} of {numel} {str(dtype).removeprefix('torch.')}"
+    return What(f"{text} ({detail})" if detail else text)
 
 
 def epoch_of(number: int) -> int:
@@ -78,7 +66,8 @@ def _slot(number: int) -> int:
 
 
 class Board:
-    """What a rank tells its peers. Words of 64 bits: done, left, check, and per slot number, address, what (2), check.
+    """What a rank tells its peers. Words of 64 bits: done, left, check, and per slot number, address, digest and
+    address of what it is, check.
 
     `left` is what was done of the epoch that the rank left last. A check, made of the words before it by xor, shows a
     reader that what it saw was written together.
@@ -94,9 +83,9 @@ class Board:
         return ctypes.addressof(self._words)
 
     def announce(self, number: int, address: int, what: tuple[int, int]) -> None:
-        """The buffer of this exchange is ready to be read there."""
-        slot, (kind, pieces) = _slot(number), what
-        self._words[slot : slot + _SLOT_WORDS] = [number, address, kind, pieces, number ^ address ^ kind ^ pieces]
+        """The buffer of this collective is ready to be read there. `what`: its digest, and the address of its text."""
+        slot, (digest, text) = _slot(number), what
+        self._words[slot : slot + _SLOT_WORDS] = [number, address, digest, text, number ^ address ^ digest ^ text]
 
     def set_done(self, number: int) -> None:
         """Nothing of the peers is needed any more for the exchanges up to this one."""
@@ -139,11 +128,26 @@ class Peer:
         self._read(address, into.data_ptr(), into.numel() * into.element_size())
 
     def announced(self, number: int) -> tuple[int, tuple[int, int]] | None:
-        """The address of its buffer for this exchange and what it exchanges; None while it has not announced it."""
+        """The address of its buffer for this collective, and the digest and the text's address of what it is.
+
+        None while it has not announced it, or when its slot was used again.
+        """
         self._read(self._board + 8 * _slot(number), ctypes.addressof(self._words), 8 * _SLOT_WORDS)
-        found, address, kind, pieces, check = self._words
-        is_whole = check == found ^ address ^ kind ^ pieces
-        return (address, (kind, pieces)) if found == number and is_whole else None
+        found, address, digest, text, check = self._words
+        is_whole = check == found ^ address ^ digest ^ text
+        return (address, (digest, text)) if found == number and is_whole else None
+
+    def text(self, address: int) -> str:
+        """What a collective is, from the address that was announced with it."""
+        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
+        self._read(address, ctypes.addressof(buffer), _TEXT_BYTES)
+        return buffer.value.decode(errors="replace")
+
+    def words(self, address: int, count: int) -> list[int]:
+        """That many words of 64 bits from its memory."""
+        words = (ctypes.c_int64 * count)()
+        self._read(address, ctypes.addressof(words), 8 * count)
+        return list(words)
 
     def is_done(self, number: int) -> bool:
         """Whether it has read what it needs for the exchanges up to this one.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, ReduceOp
 
-from deepspeed.comm import torch_backend
+from deepspeed.comm import libraries, transports
 from deepspeed.comm.record import CommsLogger, comms_logger, recorded  # noqa: F401 - DeepSpeed has the class here
 from deepspeed.comm.work import as_work
 
@@ -58,7 +58,7 @@ def get_world_group() -> ProcessGroup:
     """The group of every rank; `CommError` before `init_distributed`."""
     group = torch_dist.group.WORLD if is_initialized() else None
     if group is None:
-        raise torch_backend.no_group_error("get_world_group")
+        raise libraries.no_group_error("get_world_group")
     return group
 
 
@@ -160,7 +160,7 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Handle:
     """Reduce `tensor` and leave its r-th part on rank r; it has W times the elements of `output_tensor`."""
-    return torch_backend.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return transports.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 def reduce_scatter_fn(
@@ -205,7 +205,7 @@ def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Handle:
     """Copy every rank's `tensor` into one tensor, in the order of ranks."""
-    return torch_backend.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
+    return transports.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
 
 
 def allgather_fn(
@@ -228,7 +228,7 @@ def all_gather_coalesced(
 ) -> Any:
     """`all_gather_into_tensor` of each pair, all started before the first is waited for."""
     works = [
-        torch_backend.all_gather_into_tensor(output, tensor, group=group, async_op=True)
+        transports.all_gather_into_tensor(output, tensor, group=group, async_op=True)
         for output, tensor in zip(output_tensors, input_tensors, strict=True)
     ]
     return _wait_or_return(works, async_op)

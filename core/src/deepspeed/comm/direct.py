@@ -31,10 +31,12 @@ import itertools
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -42,15 +44,13 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Piece, Work
-from deepspeed.comm.boards import EPOCH_BITS, NUM_SLOTS, Meeting, Peer, PeerLeft, What, epoch_of, meet
+from deepspeed.comm.boards import EPOCH_BITS, NUM_SLOTS, Meeting, Peer, PeerLeft, What, epoch_of, meet, what
 from deepspeed.comm.failure import FailureRecord
 from deepspeed.comm.pieces import even_pieces, view
+from deepspeed.comm.readings import Copy, Reading, Sum, Swap
 from deepspeed.comm.staging import StagingPool
-from deepspeed.comm.summing import add_in_rank_order
 from deepspeed.errors import CommError, first_line
 
-#: elements that are read and added at a time: what a core's cache holds
-_READ_NUMEL = 1 << 17
 #: what a rank that cannot go on says it has done: an epoch that no peer can join
 _NOTHING_MORE = 2**62
 #: looks at the boards before a wait gives the processor away; the pauses then grow with the time waited, to a limit
@@ -96,7 +96,8 @@ class DirectQueue:
         self.board, self.peers, first_epoch = meeting
         self._timeout_s = _timeout_of(group).total_seconds()
         self.done = 0  # the last exchange for which this rank has read
-        self._open: deque[_Exchange] = deque()
+        self._open: deque[Reading] = deque()
+        self._unannounced: deque[Reading] = deque()  # those of `_open` that wait for a slot on the board
         self._failure: CommError | None = None
         self._left_epoch = first_epoch  # in which a peer left, where that is the failure
         self._failures = FailureRecord(group)
@@ -104,19 +105,86 @@ class DirectQueue:
             self._begin_epoch(first_epoch)
             _queues.add(self)
 
+    # ----- stages 0 to 2, in place -----------------------------------------------------------------------------------
+
     def reduce(self, flat_N: torch.Tensor) -> Work:
         """Sum into every rank: each sums one piece, and reads the others' when they are summed."""
         pieces = [piece for piece in even_pieces(flat_N.numel(), self.world_size) if piece.numel > 0]
-        self._issue(_Sum, flat_N, pieces, announce=True)
-        return self._issue(_Copy, flat_N, pieces, announce=False)
+        self._sum(flat_N, pieces, _old("a sum", flat_N, pieces))
+        return self._copy(flat_N, pieces, _old("a copy", flat_N, pieces), announce=False)
 
     def reduce_to_owners(self, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> Work:
         """Sum each piece into its owner."""
-        return self._issue(_Sum, flat_N, pieces, announce=True)
+        return self._sum(flat_N, pieces, _old("a sum", flat_N, pieces))
 
     def gather_from_owners(self, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> Work:
         """Copy each piece from its owner."""
-        return self._issue(_Copy, flat_N, pieces, announce=True)
+        return self._copy(flat_N, pieces, _old("a copy", flat_N, pieces), announce=True)
+
+    def _sum(self, flat_N: torch.Tensor, pieces: Sequence[Piece], what: What) -> Work:
+        owners = {piece.owner for piece in pieces}
+        sources = list(self.peers) if self.rank in owners else []
+        readers = [rank for rank in self.peers if rank in owners]
+        parts = [(piece.start, view(flat_N, piece)) for piece in pieces if piece.owner == self.rank]
+        return self._issue(lambda number: Sum(self, number, flat_N, what, sources, readers, parts=parts))
+
+    def _copy(self, flat_N: torch.Tensor, pieces: Sequence[Piece], what: What, *, announce: bool) -> Work:
+        owners = {piece.owner for piece in pieces}
+        sources = [rank for rank in self.peers if rank in owners]
+        readers = list(self.peers) if self.rank in owners else []
+        parts = [(piece.owner, piece.start, view(flat_N, piece)) for piece in pieces if piece.owner != self.rank]
+        return self._issue(
+            lambda number: Copy(self, number, flat_N, what, sources, readers, parts=parts), announce=announce
+        )
+
+    # ----- one call per collective, out of place ---------------------------------------------------------------------
+
+    def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
+        """As `GroupBackend.all_reduce`: each rank sums one part, and reads the others' when they are summed."""
+        pieces = [piece for piece in even_pieces(full_N.numel(), self.world_size) if piece.numel > 0]
+        is_ = what("an all-reduce", full_N.numel(), full_N.dtype, tag)
+        self._sum(full_N, pieces, is_)
+        return self._copy(full_N, pieces, is_, announce=False)
+
+    def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
+        """As `GroupBackend.reduce_scatter`."""
+        is_ = what("a reduce-scatter", full_N.numel(), full_N.dtype, tag)
+        everyone, parts = list(self.peers), [(self.rank * shard_S.numel(), shard_S)]
+        return self._issue(lambda number: Sum(self, number, full_N, is_, everyone, everyone, parts=parts))
+
+    def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, tag: str) -> Work:
+        """As `GroupBackend.all_gather`."""
+        is_ = what("an all-gather", full_N.numel(), full_N.dtype, tag)
+        everyone, places = list(self.peers), full_N.split(shard_S.numel())
+        _copy_own(shard_S, places[self.rank])
+        parts = [(rank, 0, places[rank]) for rank in everyone]
+        return self._issue(lambda number: Copy(self, number, shard_S, is_, everyone, everyone, parts=parts))
+
+    def broadcast(self, tensor_N: torch.Tensor, source: int, tag: str) -> Work:
+        """As `GroupBackend.broadcast`."""
+        is_ = what(f"a broadcast from rank {source} of the group", tensor_N.numel(), tensor_N.dtype, tag)
+        is_source = self.rank == source
+        sources, readers = ([], list(self.peers)) if is_source else ([source], [])
+        parts = [(rank, 0, tensor_N) for rank in sources]
+        return self._issue(lambda number: Copy(self, number, tensor_N, is_, sources, readers, parts=parts))
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        output_N: torch.Tensor,
+        input_N: torch.Tensor,
+        tag: str,
+    ) -> Work:
+        """As `GroupBackend.all_to_all`."""
+        is_ = what("an all-to-all", self.world_size, output_N.dtype, tag)
+        _copy_own(inputs[self.rank], outputs[self.rank])
+        everyone = list(self.peers)
+        return self._issue(
+            lambda number: Swap(self, number, input_N, is_, everyone, everyone, outputs=outputs, inputs=inputs)
+        )
+
+    # ----- order -----------------------------------------------------------------------------------------------------
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """Leave what is in flight unfinished; waits for nothing. See [Note: epochs] and `Backend.abandon`."""
@@ -152,33 +220,46 @@ class DirectQueue:
                     raise self._fail(self._late(number))
             time.sleep(min(max(waited_s * _PAUSE_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
 
-    def _issue(
-        self, kind: "type[_Exchange]", flat_N: torch.Tensor, pieces: Sequence[Piece], *, announce: bool
-    ) -> "_Exchange":
-        """Append a collective; waits while the one whose slot on the board it takes is not over everywhere."""
-        issued: list[_Exchange] = []
+    def poll(self, is_over: Callable[[], bool], number: int) -> bool:
+        """`is_over`, which is about the collective `number`, after advancing. Waits for nothing."""
 
-        def has_issued() -> bool:
+        def is_over_here() -> bool:
+            try:
+                return is_over()
+            except PeerLeft:  # for a wait to raise, as in `_advance_unless_left`
+                return False
+
+        with _lock:
+            return self._look(is_over_here, number)
+
+    def _issue(self, make: Callable[[int], Reading], *, announce: bool = True) -> Reading:
+        """Append a collective; waits for nothing.
+
+        It is announced at once if its slot on the board is free, else as soon as it is.
+        """
+        issued: list[Reading] = []
+
+        def issue() -> bool:
             if _abandoned:
                 _drop_unread()
             self._advance_unless_left()
-            if not self._has_free_slot():
-                return False
-            exchange = kind(self, self._next, flat_N, pieces)
+            reading = make(self._next)
             self._next += 1
+            self._open.append(reading)
             if announce:
-                exchange.announce()
-            self._open.append(exchange)
-            issued.append(exchange)
+                self._unannounced.append(reading)
+            issued.append(reading)
             return self._advance_unless_left()
 
-        self.wait_until(has_issued, self._next)
+        with _lock:
+            self._look(issue, self._next)
         return issued[0]
 
-    def _has_free_slot(self) -> bool:
-        number = self._next - NUM_SLOTS
-        return number < self._first or (
-            self.done >= number and all(peer.is_done(number) for peer in self.peers.values())
+    def has_free_slot(self, number: int) -> bool:
+        """Whether no rank needs the collective any more whose slot on the board `number` takes."""
+        before = number - NUM_SLOTS
+        return before < self._first or (
+            self.done >= before and all(peer.is_done(before) for peer in self.peers.values())
         )
 
     def _look(self, look: Callable[[], bool], number: int) -> bool:
@@ -213,9 +294,17 @@ class DirectQueue:
 
     def advance(self) -> None:
         """Do the collectives whose turn it is and whose peers are ready; waits for none."""
+        self._announce()
         while self._open and self._open[0].run():
             self.done = self._open.popleft().number
             self.board.set_done(self.done)
+
+    def _announce(self) -> None:
+        """Put the collectives on the board that have a slot now, in the order of issue."""
+        while self._unannounced and self.has_free_slot(self._unannounced[0].number):
+            reading = self._unannounced.popleft()
+            if not reading.is_announced:
+                reading.announce()
 
     def _advance_others(self) -> None:
         for queue in list(_queues):
@@ -225,6 +314,7 @@ class DirectQueue:
 
     def _begin_epoch(self, epoch: int) -> None:
         self._open.clear()
+        self._unannounced.clear()
         left, self.done = self.done, epoch << EPOCH_BITS
         self._first = self._next = self.done + 1
         self.board.leave(left, self.done)
@@ -250,6 +340,7 @@ class DirectQueue:
         self._keep([])
         self._failure = failure
         self._open.clear()
+        self._unannounced.clear()
         self.board.leave(self.done, _NOTHING_MORE)
         return failure
 
@@ -267,122 +358,14 @@ def _drop_unread() -> None:
     _abandoned[:] = [old for old in _abandoned if not all(peer.is_beyond(old.number) for peer in old.peers)]
 
 
-class _Exchange(ABC):
-    """One exchange of a buffer: done when this rank has read, over when the readers of `flat_N` are done as well."""
-
-    kind: str
-    sources: list[int]  # ranks of the group that it reads from, in order
-    readers: list[int]  # ranks of the group that read from it
-
-    def __init__(self, queue: DirectQueue, number: int, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        self.number = number
-        self._queue = queue
-        self._flat_N = flat_N
-        self._pieces = pieces
-        self._what = What.of(self.kind, flat_N, pieces).encode()
-        self._addresses: dict[int, int] = {}
-        self._is_announced = False
-
-    def announce(self) -> None:
-        """Tell the readers where the buffer is."""
-        self._queue.board.announce(self.number, self._flat_N.data_ptr(), self._what)
-        self._is_announced = True
-
-    def run(self) -> bool:
-        """Read what is to be read, once all sources have announced theirs; whether that was so."""
-        if not self._is_announced:  # its turn has come: the sum before it is in the buffer
-            self.announce()
-        for rank in self.sources:
-            if rank not in self._addresses:
-                announced = self._queue.peers[rank].announced(self.number)
-                if announced is None:
-                    self._has_read(rank)  # raises if the peer has left
-                    return False
-                self._addresses[rank], what = announced
-                if what != self._what:
-                    raise self._mismatch(rank, what)
-        self._read_all()
-        return True
-
-    def wait(self) -> None:
-        """Return when `flat_N` may be used and written."""
-        self._queue.wait_until(self._is_over, self.number)
-
-    def _is_over(self) -> bool:
-        self._queue.advance()
-        return self._queue.done >= self.number and all(map(self._has_read, self.readers))
-
-    def _has_read(self, rank: int) -> bool:
-        peer = self._queue.peers[rank]
-        try:
-            return peer.is_done(self.number)
-        except PeerLeft:  # because we two do not do the same?
-            announced = peer.announced(self.number)
-            if announced is not None and announced[1] != self._what:
-                raise self._mismatch(rank, announced[1]) from None
-            raise
-
-    @abstractmethod
-    def _read_all(self) -> None:
-        """Read what this rank needs, and put it into the buffer."""
-
-    def _read(self, rank: int, start: int, into: torch.Tensor) -> None:
-        """The elements of that rank's buffer from `start` on."""
-        self._queue.peers[rank].read(self._addresses[rank] + start * into.element_size(), into)
-
-    def _mismatch(self, rank: int, found: tuple[int, int]) -> CommError:
-        ours, theirs = What.decode(self._what), What.decode(found)
-        return CommError(
-            f"rank {torch_dist.get_rank()} makes {ours} where rank {self._queue.peers[rank].rank} makes {theirs}; all "
-            "ranks of a group issue the same collectives, with the same pieces, in the same order. Have they the same "
-            "model, and the same parameters that require a gradient?"
-        )
+def _old(kind: str, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> What:
+    checksum = zlib.crc32(array("q", chain.from_iterable(pieces)))
+    return what(kind, flat_N.numel(), flat_N.dtype, f"checksum of its pieces {checksum:08x}")
 
 
-class _Sum(_Exchange):
-    """Each owner reads its pieces from everyone and adds them up in the order of ranks."""
-
-    kind = "sum"
-
-    def __init__(self, queue: DirectQueue, number: int, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        super().__init__(queue, number, flat_N, pieces)
-        owners = {piece.owner for piece in pieces}
-        self.sources = list(queue.peers) if queue.rank in owners else []
-        self.readers = [rank for rank in queue.peers if rank in owners]
-
-    def _read_all(self) -> None:
-        queue = self._queue
-        own = [piece for piece in self._pieces if piece.owner == queue.rank]
-        block = min(max((piece.numel for piece in own), default=0), _READ_NUMEL)
-        buffer, staged = queue.staging.take(block * len(self.sources), self._flat_N.dtype, self._flat_N.device)
-        slots = staged.split(block) if block else ()
-        try:
-            for piece in own:
-                for start in range(piece.start, piece.stop, block):
-                    part = Piece(start, min(start + block, piece.stop), piece.owner)
-                    others = [slot[: part.numel] for slot in slots]
-                    for rank, other in zip(self.sources, others, strict=True):
-                        self._read(rank, start, other)
-                    add_in_rank_order(view(self._flat_N, part), others, queue.rank)
-        finally:
-            queue.staging.give_back(buffer)
-
-
-class _Copy(_Exchange):
-    """Everyone reads each piece from its owner."""
-
-    kind = "copy"
-
-    def __init__(self, queue: DirectQueue, number: int, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        super().__init__(queue, number, flat_N, pieces)
-        owners = {piece.owner for piece in pieces}
-        self.sources = [rank for rank in queue.peers if rank in owners]
-        self.readers = list(queue.peers) if queue.rank in owners else []
-
-    def _read_all(self) -> None:
-        for piece in self._pieces:
-            if piece.owner != self._queue.rank:
-                self._read(piece.owner, piece.start, view(self._flat_N, piece))
+def _copy_own(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:

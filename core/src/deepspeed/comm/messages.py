@@ -5,26 +5,22 @@ One `MessageQueue` per group, made by `torch_backend.py`, which says where messa
 Shape legend: N numel of a flat buffer, W ranks of the group.
 """
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Piece, Work
-from deepspeed.comm.failure import FailureRecord, PeerFailed
 from deepspeed.comm.pieces import even_pieces, view
 from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.summing import add_in_rank_order
 from deepspeed.comm.work import as_work
-from deepspeed.errors import CommError, first_line
 
 # Tags of our messages start here, out of the way of tags that users give to send and recv.
-_FIRST_TAG = 1 << 20
-_NUM_TAGS = 1 << 20
+FIRST_TAG = 1 << 20
+NUM_TAGS = 1 << 20
 
 
 class MessageQueue:
@@ -32,70 +28,20 @@ class MessageQueue:
 
     At most the staging's limit (or one exchange, if that is more) is held for messages that are still to be added; a
     further exchange first finishes the oldest, which its peers have always sent already or are about to send, so that
-    this cannot deadlock.
+    this cannot deadlock. Without `waits_for_room` the limit does not hold, and no call waits.
     """
 
-    def __init__(self, group: ProcessGroup, staging: StagingPool) -> None:
+    def __init__(
+        self, group: ProcessGroup, staging: StagingPool, first_tag: int = FIRST_TAG, *, waits_for_room: bool = True
+    ) -> None:
         self.staging = staging
         self.rank = torch_dist.get_rank(group)
         self.world_size = torch_dist.get_world_size(group)
         self.sums: deque[_Sum] = deque()
         self._group = group
+        self._first_tag = first_tag
         self._num_issued = 0
-        self._failures = FailureRecord(group)
-        self._num_failures = 0
-        self._failure: CommError | None = None
-        self._abandoned: list[Work] = []  # gloo may still write their buffers
-
-    def watched(self, collective: Callable[[], Work]) -> Work:
-        """Start a collective of gloo in this group, whose errors then name the rank that failed first."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            return _Watched(self, collective())
-        except RuntimeError as error:
-            raise self.explained(error) from error
-
-    def explained(self, error: RuntimeError) -> CommError:
-        """What a collective that fails so is to raise."""
-        cause = self._failures.first(self._num_failures)
-        return (PeerFailed if cause else CommError)(
-            f"rank {torch_dist.get_rank()} cannot finish a collective: {cause or first_line(error)}. The output of the "
-            "rank that failed first says why"
-        )
-
-    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
-        """Leave `works` unfinished; see `Backend.abandon`.
-
-        Nobody can know whether the peers issued the same collectives. So after a failure with gloo's collectives in
-        flight the connections are closed, and further calls raise.
-        """
-        over_gloo = [work for work in works if isinstance(work, _Watched)]
-        for work in works:
-            if not isinstance(work, _Watched):
-                work.wait()  # on a device, the stream waits
-        self._abandoned += over_gloo
-        if not failed:
-            return
-        self._failures.record(self._num_failures)
-        self._num_failures += 1
-        if over_gloo and self._failure is None:
-            self._failure = CommError(
-                f"rank {torch_dist.get_rank()} left collectives of this group unfinished after a failure, and closed "
-                "its connections; destroy the process group and initialize it again, or start the job again"
-            )
-            self.close()
-
-    def close(self) -> None:
-        """Close the connections of this rank in the group: peers that wait for it there raise.
-
-        gloo has no call for it (`abort` and `shutdown` of its process groups do nothing), but it closes the connections
-        of a group in which a receive runs into its time limit.
-        """
-        nothing = torch.empty(1, device="cpu")
-        for peer in self.peers():
-            with contextlib.suppress(RuntimeError):  # the time limit
-                self.receive(nothing, peer, self.next_tag()).wait(timedelta(milliseconds=1))
+        self._waits_for_room = waits_for_room
 
     def reduce(self, flat_N: torch.Tensor) -> Work:
         """Sum into every rank."""
@@ -111,7 +57,7 @@ class MessageQueue:
 
     def next_tag(self) -> int:
         """One tag per exchange; several messages of one exchange between two ranks arrive in the order of pieces."""
-        tag = _FIRST_TAG + self._num_issued % _NUM_TAGS
+        tag = self._first_tag + self._num_issued % NUM_TAGS
         self._num_issued += 1
         return tag
 
@@ -141,7 +87,7 @@ class MessageQueue:
 
     def make_room(self, num_bytes: int) -> None:
         """Finish the oldest sums until `num_bytes` more of staging are within the limit."""
-        while self.sums and not self.staging.has_room(num_bytes):
+        while self._waits_for_room and self.sums and not self.staging.has_room(num_bytes):
             self.sums[0].advance()
 
     def advance_through(self, exchange: "_Sum") -> None:
@@ -152,21 +98,6 @@ class MessageQueue:
         """
         while not exchange.is_summed:
             self.sums[0].advance()
-
-
-class _Watched:
-    """A collective of gloo in flight."""
-
-    def __init__(self, queue: MessageQueue, work: Work) -> None:
-        self._queue = queue
-        self._work = work
-
-    def wait(self) -> None:
-        """Wait; a failure names the rank that failed first."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._queue.explained(error) from error
 
 
 class _Sum:
@@ -199,6 +130,10 @@ class _Sum:
         ]
         self._sends = [queue.send(view(flat_N, p), p.owner, tag) for p in pieces if p.owner != queue.rank]
         queue.sums.append(self)
+
+    def poll(self) -> bool:
+        """Whether it was waited for: of gloo's messages nobody can say before that whether they came."""
+        return self.is_summed and not self._sends
 
     def wait(self) -> None:
         """Add what came, send sums back if asked, and return when `flat_N` may be used and written."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import Backend, Piece, Work
+from deepspeed.comm.backend import Backend, Capabilities, GroupBackend, Piece, Work
 from deepspeed.log import logger, report
 
 _COLUMNS = (
@@ -171,12 +171,82 @@ class RecordedBackend:
 
     def abandon(self, works: Sequence[Work], group: ProcessGroup | None = None, *, failed: bool) -> None:
         """The recorded backend's; what was abandoned is not recorded."""
-        works = [work.recorded if isinstance(work, _RecordedWork) else work for work in works]
-        self.recorded.abandon(works, group, failed=failed)
+        self.recorded.abandon(_unrecorded(works), group, failed=failed)
 
     def release(self) -> None:
         """The recorded backend's."""
         self.recorded.release()
+
+
+class RecordedGroup:
+    """A `GroupBackend` whose collectives are recorded under the names of its methods. `group_backend()` returns it."""
+
+    def __init__(self, backend: GroupBackend) -> None:
+        self.recorded = backend
+        self.name = backend.name
+        self.group = backend.group
+        self.rank = backend.rank
+        self.world_size = backend.world_size
+        self.connect = backend.connect
+        self.allocate = backend.allocate
+        self.release = backend.release
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.recorded.capabilities
+
+    @property
+    def held_bytes(self) -> int:
+        return self.recorded.held_bytes
+
+    def all_reduce(self, full_N: torch.Tensor, *, tag: str | int | None = None) -> Work:
+        """Recorded with the bytes of `full_N`."""
+        return _recorded_exchange("all_reduce", full_N, lambda: self.recorded.all_reduce(full_N, tag=tag))
+
+    def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, *, tag: str | int | None = None) -> Work:
+        """Recorded with the bytes of `full_N`."""
+        return _recorded_exchange(
+            "reduce_scatter", full_N, lambda: self.recorded.reduce_scatter(shard_S, full_N, tag=tag)
+        )
+
+    def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, *, tag: str | int | None = None) -> Work:
+        """Recorded with the bytes of `full_N`."""
+        return _recorded_exchange("all_gather", full_N, lambda: self.recorded.all_gather(full_N, shard_S, tag=tag))
+
+    def broadcast(self, tensor_N: torch.Tensor, source: int, *, tag: str | int | None = None) -> Work:
+        """Recorded with the bytes of `tensor_N`."""
+        return _recorded_exchange("broadcast", tensor_N, lambda: self.recorded.broadcast(tensor_N, source, tag=tag))
+
+    def all_to_all(
+        self,
+        output_N: torch.Tensor,
+        input_N: torch.Tensor,
+        output_numels: Sequence[int] | None = None,
+        input_numels: Sequence[int] | None = None,
+        *,
+        tag: str | int | None = None,
+    ) -> Work:
+        """Recorded with the bytes of `output_N`."""
+        return _recorded_exchange(
+            "all_to_all",
+            output_N,
+            lambda: self.recorded.all_to_all(output_N, input_N, output_numels, input_numels, tag=tag),
+        )
+
+    def barrier(self) -> None:
+        """Recorded without bytes, as one that was waited for."""
+        start = time.perf_counter()
+        self.recorded.barrier()
+        if comms_logger.wants("barrier", prof=False):
+            comms_logger.add("barrier", 0, time.perf_counter() - start)
+
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+        """The recorded backend's; what was abandoned is not recorded."""
+        self.recorded.abandon(_unrecorded(works), failed=failed)
+
+
+def _unrecorded(works: Sequence[Work]) -> list[Work]:
+    return [work.recorded if isinstance(work, _RecordedWork) else work for work in works]
 
 
 class _RecordedWork:
@@ -187,6 +257,10 @@ class _RecordedWork:
         self._op = op
         self._num_bytes = num_bytes
         self._spent_s: float | None = started_s
+
+    def poll(self) -> bool:
+        """The recorded work's."""
+        return self.recorded.poll()
 
     def wait(self) -> None:
         """Wait; the first time counts."""

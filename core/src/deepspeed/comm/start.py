@@ -20,8 +20,10 @@ from deepspeed.comm import comm
 from deepspeed.comm.backend import Backend
 from deepspeed.comm.environment import Placement, find_placement, loopback_address
 from deepspeed.comm.exit import settle_at_exit
+from deepspeed.comm.group_backend import forget
+from deepspeed.comm.libraries import no_group_error
 from deepspeed.comm.record import RecordedBackend, comms_logger
-from deepspeed.comm.torch_backend import TorchBackend, no_group_error
+from deepspeed.comm.torch_backend import TorchBackend
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import log_dist
 from deepspeed.uncaught import report_to_launcher
@@ -91,6 +93,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     global _backend, _backend_world
     ends_all = group is None or group is torch_dist.group.WORLD
     try:
+        forget(None if ends_all else group, failed=sys.exc_info()[1] is not None)
         if ends_all and _backend is not None:
             if sys.exc_info()[1] is not None and isinstance(_backend, TorchBackend):
                 _backend.close()

@@ -44,11 +44,13 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Piece, Work
 from deepspeed.comm.direct import DirectQueue, connect
+from deepspeed.comm.libraries import library_by_device, no_group_error
 from deepspeed.comm.messages import MessageQueue
 from deepspeed.comm.pieces import checked, is_even_cover, view
 from deepspeed.comm.staging import StagingPool
+from deepspeed.comm.transports import all_gather_into_tensor, reduce_scatter_tensor
+from deepspeed.comm.watch import Watch
 from deepspeed.comm.work import DONE, as_work
-from deepspeed.errors import CommError
 
 # Among more ranks a sum that its owner makes alone costs more memory and more latency than a tree.
 _MAX_SUMMING_RANKS = 8
@@ -143,7 +145,7 @@ class TorchBackend:
         for member in self._members.values():
             member.abandon([], failed=True)
             if member.library("cpu") == "gloo":
-                member.messages.close()
+                member.watch.close()
 
     def _member(self, group: ProcessGroup | None) -> "_Member":
         resolved = group if group is not None else torch_dist.group.WORLD
@@ -162,11 +164,12 @@ class _Member:
         self.group = group
         self.rank = torch_dist.get_rank(group)
         self.world_size = torch_dist.get_world_size(group)
+        self.watch = Watch(group)
         self.messages = MessageQueue(group, staging)
         self._staging = staging
         self._direct: DirectQueue | None = None
         self._is_connected = False
-        self._library_of = _library_by_device(group)
+        self._library_of = library_by_device(group)
 
     def library(self, device_type: str) -> str:
         """The library that moves tensors of such a device: "gloo", ..."""
@@ -205,38 +208,11 @@ class _Member:
 
     def start(self, tensor: torch.Tensor, collective: Callable[[], Work]) -> Work:
         """Start a collective of the group's library; over gloo its errors name the rank that failed."""
-        return self.messages.watched(collective) if self.library(tensor.device.type) == "gloo" else collective()
+        return self.watch.start(collective) if self.library(tensor.device.type) == "gloo" else collective()
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """Leave `works` unfinished."""
-        (self._direct or self.messages).abandon(works, failed=failed)
-
-
-def no_group_error(asked: str) -> CommError:
-    """What to say when something needs a process group and there is none."""
-    return CommError(f"{asked} was asked for, but no process group exists; call deepspeed.init_distributed() first")
-
-
-def reduce_scatter_tensor(output: torch.Tensor, input_: torch.Tensor, **kwargs: object) -> torch_dist.Work | None:
-    """`torch.distributed.reduce_scatter_tensor` under the name that this torch gives it without a warning."""
-    return _REDUCE_SCATTER(output, input_, **kwargs)
-
-
-def all_gather_into_tensor(output: torch.Tensor, input_: torch.Tensor, **kwargs: object) -> torch_dist.Work | None:
-    """`torch.distributed.all_gather_into_tensor` under the name that this torch gives it without a warning."""
-    return _ALL_GATHER(output, input_, **kwargs)
-
-
-# torch 2.13 renamed both and warns at the old names; torch 2.6 has the old names only.
-_REDUCE_SCATTER = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
-_ALL_GATHER = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
-
-
-def _library_by_device(group: ProcessGroup) -> dict[str, str]:
-    """`"cpu:gloo,xyz:abc"` as a dict; a plain name serves every device and is stored under ""."""
-    config = str(torch_dist.get_backend_config(group))
-    libraries = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
-    return libraries or {"": str(torch_dist.get_backend(group))}
+        (self._direct or self.watch).abandon(works, failed=failed)
 
 
 def _reduce(member: _Member, flat_N: torch.Tensor) -> Work:

@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.torch_backend import no_group_error
+from deepspeed.comm.libraries import no_group_error
 
 
 def all_gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any]:

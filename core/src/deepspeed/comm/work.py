@@ -1,6 +1,6 @@
-"""What there is to wait for: torch works as one, and nothing. Used by the exchanges and by `comm.py`."""
+"""What there is to wait for: torch works as one, a work with a last local step, and nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as torch_dist
 
@@ -8,7 +8,11 @@ from deepspeed.comm.backend import Work
 
 
 class _Done:
-    """Nothing to wait for: one rank, or nothing to exchange."""
+    """Nothing to wait for: one rank, or no elements."""
+
+    def poll(self) -> bool:
+        """Always done."""
+        return True
 
     def wait(self) -> None:
         """Return at once."""
@@ -25,11 +29,47 @@ class _Works:
     def __init__(self, works: Sequence[torch_dist.Work]) -> None:
         self._works = works
 
+    def poll(self) -> bool:
+        """Whether all are completed; an error is for `wait` to raise."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> None:
         """Wait for each, in the order of issue."""
         works, self._works = self._works, ()
         for work in works:
             work.wait()
+
+
+class Followed:
+    """A work and the step of this rank that follows it: a sum of what came, a copy to where it belongs.
+
+    Args:
+        work: in flight.
+        step: makes the result, once.
+        in_poll: the step may run in `poll`, because it works on host memory and needs no stream.
+    """
+
+    __slots__ = ("_in_poll", "_step", "work")
+
+    def __init__(self, work: Work, step: Callable[[], None], *, in_poll: bool) -> None:
+        self.work = work
+        self._step: Callable[[], None] | None = step
+        self._in_poll = in_poll
+
+    def poll(self) -> bool:
+        """Whether the work is done; then also make the step where that may be."""
+        if not self.work.poll():
+            return False
+        if self._in_poll:
+            self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Wait, and make the step if it was not made yet."""
+        self.work.wait()
+        step, self._step = self._step, None
+        if step is not None:
+            step()
 
 
 def as_work(*works: torch_dist.Work | None) -> Work:

@@ -1,0 +1,18 @@
+"""The process groups of torch, and the libraries that serve them."""
+
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
+
+from deepspeed.errors import CommError
+
+
+def no_group_error(asked: str) -> CommError:
+    """What to say when something needs a process group and there is none."""
+    return CommError(f"{asked} was asked for, but no process group exists; call deepspeed.init_distributed() first")
+
+
+def library_by_device(group: ProcessGroup) -> dict[str, str]:
+    """`"cpu:gloo,xyz:abc"` as a dict; a plain name serves every device and is stored under ""."""
+    config = str(torch_dist.get_backend_config(group))
+    libraries = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+    return libraries or {"": str(torch_dist.get_backend(group))}

@@ -1,0 +1,79 @@
+"""`GroupBackend` for host memory: ranks of one machine read each other's memory, others send messages."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import ProcessGroup
+
+from deepspeed.comm.backend import Capabilities, Work
+from deepspeed.comm.direct import DirectQueue, connect
+from deepspeed.comm.messages import FIRST_TAG, NUM_TAGS, MessageQueue
+from deepspeed.comm.readings import Reading
+from deepspeed.comm.staging import StagingPool
+from deepspeed.comm.torch_group import TorchGroup
+from deepspeed.comm.transports import GlooOnHost, Transport
+
+# Among more ranks each would look at too many boards.
+_MAX_READING_RANKS = 8
+
+
+class ReadingGroup(TorchGroup):
+    """A group over gloo. Up to 8 ranks of one machine read each other's memory, where the kernel lets them."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self._queue: DirectQueue | None = None
+        self._is_connected = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Reading makes a reduce-scatter in one pass."""
+        found = super().capabilities
+        return Capabilities(
+            self._queue is not None,
+            found.completes_on_host,
+            found.preferred_bucket_bytes,
+            found.preferred_all_reduce_bytes,
+        )
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether ranks read each other's memory."""
+        return self._queue is not None
+
+    def connect(self) -> None:
+        """Find out together whether the ranks can read each other's memory."""
+        if self._is_connected:
+            return
+        self._is_connected = True
+        if 1 < self.world_size <= _MAX_READING_RANKS:
+            self._queue = connect(self.group, self.staging)
+
+    def transport(self, device_type: str) -> Transport:
+        """Reading or messages for host memory."""
+        if device_type != "cpu":
+            return super().transport(device_type)
+        return self._queue or _Messages(self.group, self.staging)
+
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+        """Leave `works` unfinished. Ranks that read memory can go on if all of them abandon; see `watch.py` else."""
+        read = [work for work in works if isinstance(work, Reading)]
+        if self._queue is not None:
+            self._queue.abandon(read, failed=failed)
+        if self._queue is None or len(read) < len(works):
+            super().abandon([work for work in works if not isinstance(work, Reading)], failed=failed)
+
+
+class _Messages(GlooOnHost):
+    """gloo, with all-reduces in the order of ranks: of two ranks a + b is the same whoever adds."""
+
+    def __init__(self, group: ProcessGroup, staging: StagingPool) -> None:
+        super().__init__(group, staging)
+        # Tags of its own: `TorchBackend` may send messages in the same group.
+        self._messages = MessageQueue(group, staging, FIRST_TAG + NUM_TAGS, waits_for_room=False)
+
+    def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
+        """gloo's for two ranks and for more than 8, where the sum's latency would be too high; else messages."""
+        if 2 < self.world_size <= _MAX_READING_RANKS:
+            return self._messages.reduce(full_N)
+        return super().all_reduce(full_N, tag)

@@ -1,0 +1,220 @@
+"""The collectives of ranks that read each other's memory: who reads what from whom, and where it goes.
+
+`direct.py` makes them and runs them in the order of issue.
+
+Shape legend: N numel of a flat buffer, W ranks of the group.
+"""
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as torch_dist
+
+from deepspeed.comm.boards import PeerGone, PeerLeft, What
+from deepspeed.comm.summing import add_in_rank_order
+from deepspeed.errors import CommError
+
+if TYPE_CHECKING:
+    from deepspeed.comm.direct import DirectQueue
+
+#: elements that are read and added at a time: what a core's cache holds
+READ_NUMEL = 1 << 17
+
+
+class Reading(ABC):
+    """A collective: done when this rank has read, over when the ranks that read from it are done as well.
+
+    Args:
+        queue: of the group.
+        number: in the order of issue.
+        announced_N: the buffer that others read.
+        what: it is.
+        sources: ranks of the group that this one reads from, in order.
+        readers: ranks of the group that read from this one.
+    """
+
+    def __init__(
+        self,
+        queue: "DirectQueue",
+        number: int,
+        announced_N: torch.Tensor,
+        what: What,
+        sources: Sequence[int],
+        readers: Sequence[int],
+    ) -> None:
+        self.number = number
+        self.is_announced = False
+        self._queue = queue
+        self._announced_N = announced_N
+        self._what = what
+        self._sources = sources
+        self._unchecked = set(readers) - set(sources)  # readers that may do another collective
+        self._readers = readers
+        self._addresses: dict[int, int] = {}
+
+    def announce(self) -> None:
+        """Put on the board where the buffer is."""
+        self._queue.board.announce(self.number, self._address(), (self._what.digest, self._what.address))
+        self.is_announced = True
+
+    def _address(self) -> int:
+        return self._announced_N.data_ptr()
+
+    def run(self) -> bool:
+        """Read what is to be read, once all sources have announced theirs; whether that was so."""
+        if not self.is_announced:  # its turn has come: the sum before it is in the buffer
+            if not self._queue.has_free_slot(self.number):
+                return False
+            self.announce()
+        for rank in self._sources:
+            if rank not in self._addresses:
+                announced = self._queue.peers[rank].announced(self.number)
+                if announced is None:
+                    self._has_read(rank)  # raises if the peer has left
+                    return False
+                self._addresses[rank], what = announced
+                self._check(rank, what)
+        self._read_all()
+        return True
+
+    def poll(self) -> bool:
+        """Advance; True when `announced_N` and the results may be used."""
+        return self._queue.poll(self._is_over, self.number)
+
+    def wait(self) -> None:
+        """Return when `announced_N` and the results may be used."""
+        self._queue.wait_until(self._is_over, self.number)
+
+    def _is_over(self) -> bool:
+        self._queue.advance()
+        return self._queue.done >= self.number and all(map(self._has_read, self._readers))
+
+    def _has_read(self, rank: int) -> bool:
+        peer = self._queue.peers[rank]
+        try:
+            is_done = peer.is_done(self.number)
+        except PeerLeft:  # because we two do not do the same?
+            if announced := peer.announced(self.number):
+                self._check(rank, announced[1])
+            raise
+        if is_done and rank in self._unchecked:
+            self._unchecked.discard(rank)
+            self._check_reader(rank)
+        return is_done
+
+    def _check_reader(self, rank: int) -> None:
+        """A rank that has read, if it ended since then, may have done what it liked."""
+        try:
+            announced = self._queue.peers[rank].announced(self.number)
+        except PeerGone:
+            return
+        if announced is not None:
+            self._check(rank, announced[1])
+
+    @abstractmethod
+    def _read_all(self) -> None:
+        """Read what this rank needs, and put it where it belongs."""
+
+    def _read(self, rank: int, start: int, into: torch.Tensor) -> None:
+        """The elements of that rank's buffer from `start` on."""
+        self._queue.peers[rank].read(self._addresses[rank] + start * into.element_size(), into)
+
+    def _check(self, rank: int, found: tuple[int, int]) -> None:
+        digest, text = found
+        if digest == self._what.digest:
+            return
+        peer = self._queue.peers[rank]
+        raise CommError(
+            f"rank {torch_dist.get_rank()} makes {self._what.text} where rank {peer.rank} makes {peer.text(text)}; "
+            "all ranks of a group issue the same collectives, with the same sizes and tags, in the same order. Have "
+            "they the same model, and the same parameters that require a gradient?"
+        )
+
+
+class Sum(Reading):
+    """Parts of the buffers of all ranks, added up in the order of ranks.
+
+    Args:
+        parts: where a part begins in the buffers, and where its sum goes: its place in this rank's buffer, or other
+            memory.
+    """
+
+    def __init__(self, *args: object, parts: Sequence[tuple[int, torch.Tensor]], **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._parts = parts
+
+    def _read_all(self) -> None:
+        staging = self._queue.staging
+        block = min(max((target.numel() for _, target in self._parts), default=0), READ_NUMEL)
+        buffer, staged = staging.take(block * len(self._sources), self._announced_N.dtype, self._announced_N.device)
+        slots = staged.split(block) if block else ()
+        try:
+            for start, target in self._parts:
+                for offset in range(0, target.numel(), block):
+                    self._sum(start + offset, target[offset : offset + block], slots)
+        finally:
+            staging.give_back(buffer)
+
+    def _sum(self, start: int, target: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        own = self._announced_N[start : start + target.numel()]
+        if own.data_ptr() != target.data_ptr():
+            target.copy_(own)
+        others = [slot[: target.numel()] for slot in slots]
+        for rank, other in zip(self._sources, others, strict=True):
+            self._read(rank, start, other)
+        add_in_rank_order(target, others, self._queue.rank)
+
+
+class Copy(Reading):
+    """Parts of the buffers of other ranks, as they are.
+
+    Args:
+        parts: the rank, where the part begins in its buffer, and where it goes.
+    """
+
+    def __init__(self, *args: object, parts: Sequence[tuple[int, int, torch.Tensor]], **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._parts = parts
+
+    def _read_all(self) -> None:
+        for rank, start, target in self._parts:
+            self._read(rank, start, target)
+
+
+class Swap(Reading):
+    """Of each rank's input the part for this rank.
+
+    What is announced is a table: the address of the input and the offsets of its W parts, and where the last one ends.
+
+    Args:
+        outputs: where the part of each rank goes, by rank.
+        inputs: the parts for each rank, by rank.
+    """
+
+    def __init__(
+        self, *args: object, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], **kwargs: object
+    ) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._outputs = outputs
+        offsets = accumulate((part.numel() for part in inputs), initial=0)
+        self._table = (ctypes.c_int64 * (len(outputs) + 2))(self._announced_N.data_ptr(), *offsets)
+
+    def _address(self) -> int:
+        return ctypes.addressof(self._table)
+
+    def _read_all(self) -> None:
+        me = self._queue.rank
+        for rank in self._sources:
+            peer, output = self._queue.peers[rank], self._outputs[rank]
+            buffer, *offsets = peer.words(self._addresses[rank], len(self._table))
+            start, numel = offsets[me], offsets[me + 1] - offsets[me]
+            if numel != output.numel():
+                raise CommError(
+                    f"rank {torch_dist.get_rank()} expects {output.numel()} elements from rank {peer.rank} in "
+                    f"{self._what.text}, which sends it {numel}; output_numels and input_numels of two ranks must agree"
+                )
+            peer.read(buffer + start * output.element_size(), output)

@@ -1,0 +1,170 @@
+"""How the collectives of a group are made of what torch.distributed's library has for such tensors.
+
+`torch_group.py` chooses one per device, and has checked the arguments. All start without waiting for a peer.
+
+Shape legend: N numel of a flat buffer, S numel of a shard (N == W * S), W ranks of the group.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
+
+from deepspeed.comm.backend import Work
+from deepspeed.comm.staging import StagingPool
+from deepspeed.comm.summing import add_in_rank_order
+from deepspeed.comm.work import Followed, as_work
+
+# torch 2.13 renamed both and warns at the old names; torch 2.6 has the old names only.
+_REDUCE_SCATTER = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+
+
+class Transport(Protocol):
+    """The collectives of `GroupBackend` for groups of two ranks and more; tensors hold something and fit."""
+
+    def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
+        """Sum in place."""
+
+    def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
+        """Sum this rank's part of `full_N` into the shard."""
+
+    def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, tag: str) -> Work:
+        """Gather the shards."""
+
+    def broadcast(self, tensor_N: torch.Tensor, source: int, tag: str) -> Work:
+        """Copy from `source`."""
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        output_N: torch.Tensor,
+        input_N: torch.Tensor,
+        tag: str,
+    ) -> Work:
+        """Swap parts; `outputs` and `inputs` are views of the parts by rank, which may be empty."""
+
+
+class TensorCollectives:
+    """A library that has each collective as one operation on whole tensors (those of devices)."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.rank = torch_dist.get_rank(group)
+        self.world_size = torch_dist.get_world_size(group)
+
+    def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
+        """One all-reduce."""
+        return as_work(torch_dist.all_reduce(full_N, group=self.group, async_op=True))
+
+    def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
+        """One reduce-scatter."""
+        return as_work(reduce_scatter_tensor(shard_S, full_N, group=self.group, async_op=True))
+
+    def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, tag: str) -> Work:
+        """One all-gather."""
+        return as_work(all_gather_into_tensor(full_N, shard_S, group=self.group, async_op=True))
+
+    def broadcast(self, tensor_N: torch.Tensor, source: int, tag: str) -> Work:
+        """One broadcast."""
+        return as_work(torch_dist.broadcast(tensor_N, group=self.group, async_op=True, group_src=source))
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        output_N: torch.Tensor,
+        input_N: torch.Tensor,
+        tag: str,
+    ) -> Work:
+        """One all-to-all."""
+        sizes = [part.numel() for part in outputs], [part.numel() for part in inputs]
+        return as_work(torch_dist.all_to_all_single(output_N, input_N, *sizes, group=self.group, async_op=True))
+
+    def part(self, full_N: torch.Tensor, rank: int) -> torch.Tensor:
+        """Part `rank` of W equal ones."""
+        return full_N.narrow(0, rank * (full_N.numel() // self.world_size), full_N.numel() // self.world_size)
+
+
+class OnlyAllReduceAndBroadcast(TensorCollectives):
+    """gloo on memory of a device, and MPI."""
+
+    def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
+        """All-reduce, and copy the own part."""
+        own = self.part(full_N, self.rank)
+        return Followed(self.all_reduce(full_N, tag), lambda: _copy(own, shard_S), in_poll=False)
+
+    def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, tag: str) -> Work:
+        """A broadcast from each rank."""
+        _copy(shard_S, self.part(full_N, self.rank))
+        return as_work(
+            *[
+                torch_dist.broadcast(self.part(full_N, rank), group=self.group, async_op=True, group_src=rank)
+                for rank in range(self.world_size)
+            ]
+        )
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        output_N: torch.Tensor,
+        input_N: torch.Tensor,
+        tag: str,
+    ) -> Work:
+        """By way of the host: the copy to it waits for the device."""
+        on_host = torch.empty(output_N.shape, dtype=output_N.dtype, device="cpu")
+        work = super().all_to_all(outputs, inputs, on_host, input_N.to("cpu"), tag)
+        return Followed(work, lambda: _copy(on_host, output_N), in_poll=False)
+
+
+class GlooOnHost(OnlyAllReduceAndBroadcast):
+    """gloo on host memory: its all-to-all with a sum made here is three times as fast as its reduce-scatter, and a
+    broadcast from each rank as its all-gather; `docs/explanation/collectives.md` has the figures."""
+
+    def __init__(self, group: ProcessGroup, staging: StagingPool) -> None:
+        super().__init__(group)
+        self._staging = staging
+
+    def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
+        """All-to-all, and the sum of what came in the order of ranks."""
+        buffer, staged_N = self._staging.take(full_N.numel(), full_N.dtype, full_N.device)
+        work = as_work(torch_dist.all_to_all_single(staged_N, full_N, group=self.group, async_op=True))
+
+        def add() -> None:
+            others = [self.part(staged_N, rank) for rank in range(self.world_size) if rank != self.rank]
+            _copy(self.part(full_N, self.rank), shard_S)
+            add_in_rank_order(shard_S, others, self.rank)
+            self._staging.give_back(buffer)
+
+        return Followed(work, add, in_poll=True)
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        output_N: torch.Tensor,
+        input_N: torch.Tensor,
+        tag: str,
+    ) -> Work:
+        """One all-to-all."""
+        return TensorCollectives.all_to_all(self, outputs, inputs, output_N, input_N, tag)
+
+
+def reduce_scatter_tensor(output: torch.Tensor, input_: torch.Tensor, **kwargs: object) -> torch_dist.Work | None:
+    """`torch.distributed.reduce_scatter_tensor` under the name that this torch gives it without a warning."""
+    return _REDUCE_SCATTER(output, input_, **kwargs)
+
+
+def all_gather_into_tensor(output: torch.Tensor, input_: torch.Tensor, **kwargs: object) -> torch_dist.Work | None:
+    """`torch.distributed.all_gather_into_tensor` under the name that this torch gives it without a warning."""
+    return _ALL_GATHER(output, input_, **kwargs)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy, unless both are the same memory."""
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)

@@ -1,0 +1,108 @@
+"""gloo's collectives of one group, watched: errors name the rank that failed first, and a rank can leave."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
+
+from deepspeed.comm.backend import Work
+from deepspeed.comm.failure import FailureRecord, PeerFailed
+from deepspeed.errors import CommError, first_line
+
+#: of messages that nobody sends
+_UNUSED_TAG = 1 << 22
+
+
+class Watch:
+    """What this rank has in flight in one group over gloo, and whether that failed."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._failures = FailureRecord(group)
+        self._num_failures = 0
+        self._failure: CommError | None = None
+        self._abandoned: list[Work] = []  # gloo may still write their buffers
+
+    def start(self, collective: Callable[[], Work], what: str = "a collective") -> Work:
+        """Start a collective of gloo in this group, whose errors then say `what` and which rank failed first."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return _Watched(self, collective(), what)
+        except RuntimeError as error:
+            raise self.explained(error, what) from error
+
+    def explained(self, error: RuntimeError, what: str) -> CommError:
+        """What a collective that fails so is to raise."""
+        if isinstance(error, CommError):
+            return error
+        cause = self._failures.first(self._num_failures)
+        return (PeerFailed if cause else CommError)(
+            f"rank {torch_dist.get_rank()} cannot finish {what}: {cause or first_line(error)}. The output of the "
+            "rank that failed first says why"
+        )
+
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+        """Leave `works` unfinished; see `GroupBackend.abandon`.
+
+        Nobody can know whether the peers issued the same collectives. So after a failure with gloo's collectives in
+        flight the connections are closed, and further calls raise.
+        """
+        over_gloo = [work for work in works if isinstance(work, _Watched)]
+        for work in works:
+            if not isinstance(work, _Watched):
+                work.wait()  # on a device, the stream waits
+        self._abandoned += over_gloo
+        if not failed:
+            return
+        self._failures.record(self._num_failures)
+        self._num_failures += 1
+        if over_gloo and self._failure is None:
+            self._failure = CommError(
+                f"rank {torch_dist.get_rank()} left collectives of this group unfinished after a failure, and closed "
+                "its connections; destroy the process group and initialize it again, or start the job again"
+            )
+            self.close()
+
+    def close(self) -> None:
+        """Close the connections of this rank in the group: peers that wait for it there raise.
+
+        gloo has no call for it (`abort` and `shutdown` of its process groups do nothing), but it closes the connections
+        of a group in which a receive runs into its time limit.
+        """
+        rank, nothing = torch_dist.get_rank(self._group), torch.empty(1, device="cpu")
+        for peer in range(torch_dist.get_world_size(self._group)):
+            if peer != rank:
+                with contextlib.suppress(RuntimeError):  # the time limit
+                    self._receive(nothing, peer).wait(timedelta(milliseconds=1))
+
+    def _receive(self, tensor: torch.Tensor, peer: int) -> torch_dist.Work:
+        work = torch_dist.irecv(tensor, group=self._group, tag=_UNUSED_TAG, group_src=peer)
+        assert work is not None
+        return work
+
+
+class _Watched:
+    """A collective of gloo in flight."""
+
+    def __init__(self, watch: Watch, work: Work, what: str) -> None:
+        self._watch = watch
+        self._work = work
+        self._what = what
+
+    def poll(self) -> bool:
+        """Poll; a failure names the rank that failed first."""
+        try:
+            return self._work.poll()
+        except RuntimeError as error:
+            raise self._watch.explained(error, self._what) from error
+
+    def wait(self) -> None:
+        """Wait; a failure names the rank that failed first."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._watch.explained(error, self._what) from error
