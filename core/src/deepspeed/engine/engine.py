@@ -1,6 +1,6 @@
 """`DeepSpeedEngine`: the module with its parts. Each method is a few lines; the work is in the parts.
 
-forward   -> precision.cast_inputs, the module, sharding.window.saw_forward
+forward   -> precision.cast_inputs, the module, sharding.window.watch
 backward  -> precision.scale, autograd (hooks fill buckets: zero/strategy.py)
 step      -> step.take_step at a boundary
 """
@@ -87,7 +87,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, in the engine's precision."""
-        self.sharding.window.abort_if_left()
+        self.sharding.window.begin_forward()
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
         with self._observers.forward(), self.precision.forward_context():
             try:
@@ -96,7 +96,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
                 add_dtype_hint(error, self.precision.model_dtype, self.module.parameters(), inputs, kwargs)
                 raise
         if torch.is_grad_enabled():
-            self.sharding.window.saw_forward(outputs)
+            self.sharding.window.watch(outputs)
         return outputs
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:

@@ -8,8 +8,9 @@ twice, or get several gradients when a checkpointed block runs a backward of its
 `queue_callback` runs when the graph task in which it was queued is done. A callback queued from a parameter's hook
 could belong to such an inner task and come too early; one queued from a hook on an output of the model belongs to the
 outermost task. So the outputs are watched, and a parameter's hook opens the window only when no output was seen.
-A forward inside a backward (a reentrant checkpoint around the whole model) will get a backward of its own, in an inner
-task, and runs itself in the outer one: it opens the window at once.
+A forward inside a backward (a reentrant checkpoint around the whole model) gets a backward of its own, in an inner
+task, and runs itself in the outer one. So it queues the callback there, even without gradients: of nested checkpoints
+only that forward runs in the outermost task. The window then opens in whichever inner task has the first gradient.
 
 [Note: running or left] An exception ends a backward without its callback. The engine's own `backward` sees the
 exception. For a plain `loss.backward()` the callback object itself is the sign: autograd's graph task holds the only
@@ -90,11 +91,12 @@ class BackwardWindow:
         self._on_begin(False)
 
     def open_from_autograd(self) -> None:
-        """A hook, or a forward, runs inside a backward that the engine did not start."""
+        """A hook runs inside a backward that the engine did not start."""
         self.abort_if_left()
         if self.is_open:
             return
-        self._queue_end()
+        if not self._has_task_end():
+            self._queue_end()
         self._move(Window.OPEN)
         self._on_begin(True)
 
@@ -103,6 +105,11 @@ class BackwardWindow:
             return
         self._move(Window.IDLE)
         self._on_end()
+
+    def end_of_task(self, end: "_TaskEnd") -> None:
+        """Autograd has run everything; closes the window if it is still the one that `end` was queued for."""
+        if self._task_end is not None and self._task_end() is end:
+            self.close()
 
     def abort(self) -> None:
         """Drop a backward that did not reach its end."""
@@ -115,11 +122,12 @@ class BackwardWindow:
         if self.is_open and self._task_end is not None and self._task_end() is None:
             self.abort()
 
-    def saw_forward(self, outputs: Any) -> None:
-        """The module's forward gave `outputs`, with gradients enabled; maybe inside a running backward."""
-        if torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
-            self.open_from_autograd()
-        self.watch(outputs)
+    def begin_forward(self) -> None:
+        """The module's forward begins, maybe inside a running backward, whose end is then the window's."""
+        self.abort_if_left()
+        is_inside = torch._C._current_graph_task_id() != _NO_GRAPH_TASK
+        if is_inside and not self.is_open and not self._has_task_end():
+            self._queue_end()
 
     def watch(self, outputs: Any) -> None:
         """Open the window when a backward reaches one of the tensors in `outputs` (any nesting of containers)."""
@@ -129,6 +137,10 @@ class BackwardWindow:
 
     def _see_output(self, grad: Tensor) -> None:
         self.open_from_autograd()
+
+    def _has_task_end(self) -> bool:
+        """Whether the end of a running backward is queued."""
+        return self._task_end is not None and self._task_end() is not None
 
     def _queue_end(self) -> None:
         end = _TaskEnd(self)
@@ -148,7 +160,7 @@ class _TaskEnd:
         self._window = window
 
     def __call__(self) -> None:
-        self._window.close()
+        self._window.end_of_task(self)
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:

@@ -161,20 +161,56 @@ def test_a_running_backward_is_not_dropped(log):
     assert log.events == [("begin", True), "end"]
 
 
-def test_a_forward_inside_a_backward_opens_in_its_task(log):
-    """Two checkpoints around the module: each has an inner backward, and all of it is one window."""
+def rerun(function, depth):
+    """`function` under `depth` reentrant checkpoints."""
+    return function if depth == 0 else lambda x: checkpoint(rerun(function, depth - 1), x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_forward_inside_a_backward_ends_with_the_outermost_task(log, depth):
+    """Checkpoints around the module: each has an inner backward, and all of it is one window."""
 
     def forward(x):
+        log.window.begin_forward()
         output = x * weight
-        if torch.is_grad_enabled():
-            log.window.saw_forward(output)
+        log.window.watch(output)
         return output
 
     weight = torch.ones(3, requires_grad=True)
     weight.register_post_accumulate_grad_hook(lambda _: log.events.append("grad"))
     x = torch.ones(3, requires_grad=True)
-    sum(checkpoint(forward, x, use_reentrant=True).sum() for _ in range(2)).backward()
+    sum(rerun(forward, depth)(x).sum() for _ in range(2)).backward()
     assert log.events == [("begin", True), "grad", "grad", "end"]
+
+
+def test_a_forward_inside_a_backward_that_is_not_the_modules_opens_nothing(log):
+    """An evaluation in a hook of another model's loss."""
+    loss = (torch.ones(3, requires_grad=True) * 2).sum()
+    loss.register_hook(lambda _: log.window.begin_forward())
+    loss.backward()
+    assert log.events == []
+    log.window.open()
+    log.window.close()
+    assert log.events == [("begin", False), "end"]
+
+
+def test_the_engines_backward_inside_another_models(log):
+    """The end that a forward queued in the other backward does not close a later window."""
+    weight = torch.ones(3, requires_grad=True)
+    outer = (torch.ones(3, requires_grad=True) * 2).sum()
+
+    def train(_):
+        with torch.enable_grad():
+            log.window.begin_forward()
+            loss = (weight * 2).sum()
+            log.window.watch(loss)
+            with log.window.opened():
+                loss.backward()
+            log.window.close()
+
+    outer.register_hook(train)
+    outer.backward()
+    assert log.events == [("begin", False), "end"]
 
 
 @dataclass
