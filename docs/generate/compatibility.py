@@ -10,12 +10,10 @@ from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
 from deepspeed.compatibility import ENGINE_METHODS, FEATURES, MODULES, ROWS
-from deepspeed.engine.accessors import ATTRIBUTES, FROM_CONFIG, FROM_ENGINE
+from deepspeed.engine.accessors import ATTRIBUTES, DELEGATED, FROM_CONFIG, FROM_ENGINE
 from torch.nn import Module
 
 PAGE = Path(__file__).parents[1] / "reference" / "compatibility.md"
-
-_OURS = {"plan_backward"}  # public for other rooms of this project, and unknown to DeepSpeed
 
 _HEAD = """# Compatibility with DeepSpeed
 
@@ -71,10 +69,11 @@ def _areas() -> Iterator[str]:
 
 def _methods() -> str:
     getters = {*FROM_CONFIG, *FROM_ENGINE}
+    attributes = {*ATTRIBUTES, *(name for name in DELEGATED if not name.startswith("_"))}
     own = {name for name in dir(DeepSpeedEngine) if not name.startswith("_") and name not in dir(Module)}
     own |= {name for name in vars(DeepSpeedEngine) if not name.startswith("_")}
     head = _METHODS.format(
-        works=_listed(own - getters - set(ATTRIBUTES) - _OURS), getters=_listed(getters), attributes=_listed(ATTRIBUTES)
+        works=_listed(own - getters - attributes), getters=_listed(getters), attributes=_listed(attributes)
     )
     return head + "".join(f"| `{name}` | {method.instead} |\n" for name, method in sorted(ENGINE_METHODS.items()))
 

@@ -1,11 +1,13 @@
 """The engine's read-only getters, as tables: name -> how it is answered.
 
 DeepSpeed's documented interface has a method for almost every configuration value, and attributes for what `initialize`
-was given. They are made here from the tables and mixed into `DeepSpeedEngine`; the methods take no argument.
+was given. `with_accessors` makes them on the engine's class; the methods take no argument. What they answer from the
+configuration is read once, by `build.py`, so that the engine need not keep it.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,9 +15,41 @@ from deepspeed import comm
 from deepspeed.config.precision import FP16Config, torch_dtype
 from deepspeed.config.zero import OffloadOptimizerConfig
 
-#: answered from the validated configuration: method name -> dotted path below the config root
-FROM_CONFIG = {
+Engine = TypeVar("Engine", bound=type)
+
+
+def _dynamic_loss_scale_args(fp16: FP16Config) -> dict[str, Any] | None:
+    """Arguments of the dynamic loss scale, under DeepSpeed's names; None where the scale is fixed or fp16 is off."""
+    if not fp16.enabled or fp16.loss_scale > 0:
+        return None
+    return {
+        "init_scale": 2.0**fp16.initial_scale_power,
+        "scale_window": fp16.loss_scale_window,
+        "delayed_shift": fp16.hysteresis,
+        "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        "min_scale": fp16.min_loss_scale,
+    }
+
+
+def _of_offload(name: str) -> tuple[str, Callable[[OffloadOptimizerConfig | None], Any]]:
+    """A key of `offload_optimizer`; without the section its default, with which nothing is offloaded."""
+    return "zero_optimization.offload_optimizer", lambda section: getattr(section or OffloadOptimizerConfig(), name)
+
+
+def _is_offloaded(section: OffloadOptimizerConfig | None) -> bool:
+    return section is not None and section.device == "cpu"
+
+
+def _section_as_written(name: str) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
+    return "raw", lambda raw: raw.get(name, {})
+
+
+#: answered from the validated configuration: method name -> dotted path below the config root, or the path and a
+#: function of the value there
+FROM_CONFIG: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
+    "aio_config": ("aio", lambda aio: aio.model_dump()),
     "amp_enabled": "amp.enabled",
+    "amp_params": ("raw", lambda raw: raw.get("amp", False)),
     "autotp_size": "tensor_parallel.autotp_size",
     "autotuning_enabled": "autotuning.enabled",
     "autotuning_end_profile_step": "autotuning.end_profile_step",
@@ -25,11 +59,16 @@ FROM_CONFIG = {
     "bfloat16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "checkpoint_tag_validation_enabled": "checkpoint.tag_validation_enabled",
     "checkpoint_tag_validation_fail": "checkpoint.tag_validation_fail",
+    "cpuadam_cores_perc": _of_offload("cpuadam_cores_perc"),
     "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "curriculum_params_legacy": _section_as_written("curriculum_learning"),
+    "data_efficiency_config": _section_as_written("data_efficiency"),
     "data_efficiency_enabled": "data_efficiency.enabled",
+    "data_sampling_config": "data_efficiency.data_sampling",
     "dataloader_drop_last": "dataloader_drop_last",
     "disable_allgather": "disable_allgather",
     "dump_state": "dump_state",
+    "dynamic_loss_scale_args": ("fp16", _dynamic_loss_scale_args),
     "eigenvalue_enabled": "eigenvalue.enabled",
     "eigenvalue_gas_boundary_resolution": "eigenvalue.gas_boundary_resolution",
     "eigenvalue_layer_name": "eigenvalue.layer_name",
@@ -52,21 +91,28 @@ FROM_CONFIG = {
     "gradient_clipping": "gradient_clipping",
     "gradient_predivide_factor": "gradient_predivide_factor",
     "graph_harvesting": "graph_harvesting",
+    "initial_dynamic_scale": ("fp16.initial_scale_power", lambda power: 2.0**power),
     "initial_scale_power": "fp16.initial_scale_power",
     "is_deepcompile_enabled": "compile.deepcompile",
     "load_universal_checkpoint": "checkpoint.load_universal",
     "managed_gradient_accumulation": "managed_gradient_accumulation",
     "memory_breakdown": "memory_breakdown",
     "mics_shard_size": "zero_optimization.mics_shard_size",
+    "optimizer_legacy_fusion": ("optimizer", lambda section: bool(section and section.legacy_fusion)),
     "optimizer_name": "optimizer_name",
     "optimizer_params": "optimizer_params",
     "pld_enabled": "progressive_layer_drop.enabled",
     "pld_gamma": "progressive_layer_drop.gamma",
     "pld_theta": "progressive_layer_drop.theta",
+    "postscale_gradients": ("prescale_gradients", lambda prescales: not prescales),
+    "random_ltd_config": "data_efficiency.data_routing",
     "scheduler_name": "scheduler_name",
     "scheduler_params": "scheduler_params",
     "sparse_gradients_enabled": "sparse_gradients",
     "steps_per_print": "steps_per_print",
+    "super_offload": _of_offload("super_offload"),
+    "swap_tensor_config": ("aio", lambda aio: aio.model_dump()),
+    "torch_autocast_dtype": ("torch_autocast.dtype", torch_dtype),
     "torch_autocast_enabled": "torch_autocast.enabled",
     "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
@@ -75,6 +121,7 @@ FROM_CONFIG = {
     "zero_allgather_partitions": "zero_optimization.allgather_partitions",
     "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
     "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_cpu_offload": ("zero_optimization.offload_optimizer", _is_offloaded),
     "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
     "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
     "zero_gather_16bit_weights_on_model_save": "zero_optimization.gather_16bit_weights_on_model_save",
@@ -91,7 +138,12 @@ FROM_CONFIG = {
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_offload_optimizer": "zero_optimization.offload_optimizer",
     "zero_offload_param": "zero_optimization.offload_param",
+    "zero_optimization": ("zero_optimization.stage", lambda stage: stage > 0),
+    "zero_optimization_partition_gradients": ("zero_optimization.stage", lambda stage: stage >= 2),
+    "zero_optimization_partition_weights": ("zero_optimization.stage", lambda stage: stage >= 3),
+    "zero_optimization_stage": "zero_optimization.stage",
     "zero_param_persistence_threshold": "zero_optimization.param_persistence_threshold",
+    "zero_partial_offload": _of_offload("ratio"),
     "zero_prefetch_bucket_size": "zero_optimization.prefetch_bucket_size",
     "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
     "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
@@ -100,31 +152,19 @@ FROM_CONFIG = {
     "zero_reduce_scatter": "zero_optimization.reduce_scatter",
     "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
     "zero_sub_group_size": "zero_optimization.sub_group_size",
+    "zero_use_cpu_optimizer": ("zero_optimization.offload_optimizer", _is_offloaded),
     "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
 }
 
-
-def _offload(engine: Any) -> OffloadOptimizerConfig:
-    """The section `offload_optimizer`, or its defaults, with which nothing is offloaded."""
-    return engine._config.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
-
-
 #: answered from the engine itself
 FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
-    "aio_config": lambda engine: engine._config.aio.model_dump(),
-    "amp_params": lambda engine: engine._config.raw.get("amp", False),
     "autotuning_metric_path": lambda engine: None,  # autotuning is refused
     "autotuning_model_info_path": lambda engine: None,
     "autotuning_profile_model_info": lambda engine: False,
-    "cpuadam_cores_perc": lambda engine: _offload(engine).cpuadam_cores_perc,
     "curriculum_learning_config": lambda engine: {},  # the data efficiency library is refused
     "curriculum_learning_enabled": lambda engine: False,
-    "curriculum_params_legacy": lambda engine: engine._config.raw.get("curriculum_learning", {}),
-    "data_efficiency_config": lambda engine: engine._config.raw.get("data_efficiency", {}),
-    "data_sampling_config": lambda engine: engine._config.data_efficiency.data_sampling,
     "data_sampling_enabled": lambda engine: False,
     "dynamic_loss_scale": lambda engine: engine.precision.loss_scaler.is_dynamic,
-    "dynamic_loss_scale_args": lambda engine: _dynamic_loss_scale_args(engine._config.fp16),
     "empty_partition_cache": lambda engine: None,  # no stage below 3 gathers parameters
     "get_batch_info": lambda engine: (
         engine.train_batch_size(),
@@ -135,38 +175,24 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
         engine.precision.model_dtype or torch.float32,
         engine.sharding.options.accumulation_dtype or engine.precision.model_dtype or torch.float32,
     ),
-    "get_global_grad_norm": lambda engine: engine._stats.grad_norm if engine._stats is not None else None,
+    "get_global_grad_norm": lambda engine: engine._training.stats.grad_norm if engine._training.stats else None,
     "get_pld_theta": lambda engine: None,  # progressive layer drop is refused
     "get_sequence_parallel_group": lambda engine: None,  # initialize refuses sequence parallelism
-    "get_type": lambda engine: engine._group_values("type"),
+    "get_type": lambda engine: engine._training.group_values("type"),
     "gradient_accumulation_steps": lambda engine: engine.schedule.num_steps,
-    "initial_dynamic_scale": lambda engine: 2.0**engine._config.fp16.initial_scale_power,
     "is_deepcompile_active": lambda engine: False,  # DeepCompile is refused
     "is_elastic_model_parallel_supported": lambda engine: False,
     "is_first_weights_partition_group": lambda engine: False,  # weights are not partitioned
     "is_gradient_accumulation_boundary": lambda engine: engine.schedule.is_boundary(),
     "loss_scale": lambda engine: engine.precision.loss_scaler.loss_scale,
-    "optimizer_legacy_fusion": lambda engine: bool(engine._config.optimizer and engine._config.optimizer.legacy_fusion),
     "pld_params": lambda engine: False,
-    "postscale_gradients": lambda engine: not engine._config.prescale_gradients,
-    "random_ltd_config": lambda engine: engine._config.data_efficiency.data_routing,
     "random_ltd_enabled": lambda engine: False,
-    "super_offload": lambda engine: _offload(engine).super_offload,
-    "swap_tensor_config": lambda engine: engine._config.aio.model_dump(),
-    "torch_autocast_dtype": lambda engine: torch_dtype(engine._config.torch_autocast.dtype),
-    "train_batch_size": lambda engine: engine._train_batch_size,
+    "train_batch_size": lambda engine: engine._training.train_batch_size,
     "train_micro_batch_size_per_gpu": lambda engine: engine._micro_batch_size,
-    "was_step_applied": lambda engine: engine._stats is not None and engine._stats.applied,
-    "zero_cpu_offload": lambda engine: _offload(engine).device == "cpu",
+    "was_step_applied": lambda engine: engine._training.stats is not None and engine._training.stats.applied,
     "zero_has_nvme_offload": lambda engine: False,  # offload to NVMe is refused
     "zero_nvme_offload_optimizer": lambda engine: False,
-    "zero_optimization": lambda engine: engine._config.zero_optimization.stage > 0,
-    "zero_optimization_partition_gradients": lambda engine: engine._config.zero_optimization.stage >= 2,
-    "zero_optimization_partition_weights": lambda engine: engine._config.zero_optimization.stage >= 3,
-    "zero_optimization_stage": lambda engine: engine._config.zero_optimization.stage,
     "zero_overlap_comm": lambda engine: engine.sharding.options.overlap,
-    "zero_partial_offload": lambda engine: _offload(engine).ratio,
-    "zero_use_cpu_optimizer": lambda engine: _offload(engine).device == "cpu",
 }
 
 #: attributes, read without a call
@@ -182,7 +208,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "dp_world_size": lambda engine: engine.sharding.world_size,
     "global_rank": lambda engine: comm.get_rank(),
     "local_rank": lambda engine: engine._arguments.get("local_rank", 0),
-    "mp_world_size": lambda engine: 1,  # initialize refuses more
+    "mp_world_size": lambda engine: engine.checkpointer.position.mp_world_size,
     "seq_parallel_group": lambda engine: None,
     "has_moe_layers": lambda engine: False,
     "pipeline_parallelism": lambda engine: False,
@@ -191,46 +217,58 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "world_size": lambda engine: comm.get_world_size(),
 }
 
-
-class EngineAccessors:
-    """Mixed into `DeepSpeedEngine`; its methods and properties are the tables above."""
-
-
-def _dynamic_loss_scale_args(fp16: FP16Config) -> dict[str, Any] | None:
-    """Arguments of the dynamic loss scale, under DeepSpeed's names; None where the scale is fixed or fp16 is off."""
-    if not fp16.enabled or fp16.loss_scale > 0:
-        return None
-    return {
-        "init_scale": 2.0**fp16.initial_scale_power,
-        "scale_window": fp16.loss_scale_window,
-        "delayed_shift": fp16.hysteresis,
-        "consecutive_hysteresis": fp16.consecutive_hysteresis,
-        "min_scale": fp16.min_loss_scale,
-    }
+#: attributes of the engine that are its parts' own: name -> (part, attribute there); users may write them too
+DELEGATED = {
+    "basic_optimizer": ("_training", "basic_optimizer"),
+    "global_samples": ("_training.progress", "global_samples"),
+    "global_steps": ("_training.progress", "global_steps"),
+    "lr_scheduler": ("_training", "lr_scheduler"),
+    "micro_steps": ("schedule", "micro_steps"),
+    "optimizer": ("_training", "optimizer"),
+    "skipped_steps": ("_training.progress", "skipped_steps"),
+    "_train_batch_size": ("_training", "train_batch_size"),
+}
 
 
-def _from_config(path: str) -> Callable[[Any], Any]:
-    def get(engine: Any) -> Any:
-        value = engine._config
-        for name in path.split("."):
-            value = getattr(value, name)
-        return value
+def read_answers(config: Any) -> dict[str, Any]:
+    """What the getters of `FROM_CONFIG` answer, by name. Called once, by `build.py`."""
+    answers = {}
+    for name, source in FROM_CONFIG.items():
+        path, convert = (source, None) if isinstance(source, str) else source
+        value = attrgetter(path)(config)
+        answers[name] = value if convert is None else convert(value)
+    return answers
 
-    get.__doc__ = f"The configuration's `{path}`."
+
+def with_accessors(cls: Engine) -> Engine:
+    """Class decorator: the getters and attributes of the tables, on the engine's class."""
+    for name, source in FROM_CONFIG.items():
+        setattr(cls, name, _answer(name, source if isinstance(source, str) else source[0]))
+    for name, function in FROM_ENGINE.items():
+        setattr(cls, name, _method(name, function))
+    for name, function in ATTRIBUTES.items():
+        setattr(cls, name, property(function))
+    for name, (part, attribute) in DELEGATED.items():
+        setattr(cls, name, _delegated(attrgetter(part), attribute))
+    return cls
+
+
+def _delegated(part: Callable[[Any], Any], attribute: str) -> property:
+    return property(
+        lambda engine: getattr(part(engine), attribute),
+        lambda engine, value: setattr(part(engine), attribute, value),
+    )
+
+
+def _answer(name: str, path: str) -> Callable[[Any], Any]:
+    get = _method(name, lambda engine: engine._answers[name])
+    get.__doc__ = f"From the configuration's `{path}`."
     return get
 
 
-def _named(function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+def _method(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def get(self: Any) -> Any:
         return function(self)
 
     get.__name__, get.__doc__ = name, function.__doc__
     return get
-
-
-for _name, _path in FROM_CONFIG.items():
-    setattr(EngineAccessors, _name, _named(_from_config(_path), _name))
-for _name, _function in FROM_ENGINE.items():
-    setattr(EngineAccessors, _name, _named(_function, _name))
-for _name, _function in ATTRIBUTES.items():
-    setattr(EngineAccessors, _name, property(_function))

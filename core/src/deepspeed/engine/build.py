@@ -1,30 +1,46 @@
 """`deepspeed.initialize`: configuration -> parts -> engine, in reading order. The only reader of the config root."""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from deepspeed import comm, log
+from deepspeed.checkpoint import Checkpointer, create_store
+from deepspeed.comm.values import all_gather_values
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.zero import ZeroConfig
-from deepspeed.engine.accumulation import Accumulation
+from deepspeed.engine.accessors import read_answers
 from deepspeed.engine.device import check_dtypes, claim_device, local_rank
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.events import tell
-from deepspeed.engine.observers import create_observers
+from deepspeed.engine.observers import Observers, ranks_of_table
+from deepspeed.engine.optimizers import (
+    OptimizerLike,
+    Parameters,
+    SchedulerLike,
+    choose_optimizer,
+    choose_scheduler,
+    trainable,
+)
+from deepspeed.engine.saving import Saving
+from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.start_line import start_line
+from deepspeed.engine.training import Training
+from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import ConfigError
-from deepspeed.optim import create_optimizer, create_scheduler, is_elementwise, is_host_front, is_tested_with_zero
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.optim import is_elementwise, is_tested_with_zero
 from deepspeed.parallel import groups
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.profiling.breakdown import Breakdown
+from deepspeed.profiling.throughput import ThroughputTimer
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.managed import refuse_managed, refuse_sharded
@@ -37,12 +53,6 @@ from deepspeed.zero.stage2 import Stage2
 from deepspeed.zero.stage3 import Stage3, Stage3Options
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.synchronize import synchronize_module
-
-Parameters = Iterable[Parameter] | Iterable[dict[str, Any]]
-DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
-DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
-OptimizerLike = Optimizer | DeepSpeedOptimizerCallable
-SchedulerLike = Any | DeepSpeedSchedulerCallable
 
 
 def initialize(
@@ -94,7 +104,7 @@ def initialize(
     settings.check_supported()
     plugin_manager().hook.ds_check_config(config=settings)
     device = claim_device(args)
-    check_dtypes(settings)
+    check_dtypes(_asked_dtypes(settings))
     if "comms_logger" in settings.model_fields_set:
         comm.configure(settings)
 
@@ -103,40 +113,61 @@ def initialize(
     module = _move(model, device, zero.stage)
     precision = _create_precision(settings, device)
     placement = choose_placement(zero.offload_optimizer, stage=zero.stage, device=device)
-    params = _trainable(module, model_parameters)
-    basic_optimizer = _create_optimizer(settings, optimizer, params, module)
+    basic_optimizer = choose_optimizer(
+        settings.optimizer,
+        optimizer,
+        trainable(module, model_parameters),
+        module,
+        on_host=asks_for_host(zero.offload_optimizer),
+        forces_host=settings.zero_force_ds_cpu_optimizer,
+        unresolved=settings.unresolved_auto(),
+    )
     refuse_managed(module, basic_optimizer, precision.model_dtype)
     refuse_sharded(module, zero.stage)
     sharding = _create_sharding(settings, precision, basic_optimizer, group, placement, device)
-    engine = DeepSpeedEngine(
-        module,
-        config=settings,
-        precision=precision,
+    schedule = Accumulation(settings.gradient_accumulation_steps)
+    training = Training(
         sharding=sharding,
-        schedule=Accumulation(settings.gradient_accumulation_steps),
-        observers=create_observers(settings, group),
+        precision=precision,
+        schedule=schedule,
+        observers=_create_observers(settings, group, scales_loss=precision.loss_scaler.is_dynamic),
         basic_optimizer=basic_optimizer,
-        device=device,
-        training_data=training_data,
-        collate_fn=collate_fn,
-        arguments={
-            "optimizer": optimizer,
-            "lr_scheduler": lr_scheduler,
-            "training_data": training_data,
-            "mpu": mpu,
-            "local_rank": local_rank(args),
-        },
+        train_batch_size=int(settings.train_batch_size),
     )
     synchronize_module(module, group)
     sharding.attach(
         module,
         basic_optimizer,
-        engine.plan_backward,
+        training.plan_backward,
         is_elementwise=basic_optimizer is None or is_elementwise(basic_optimizer),
     )
     precision.cast_module(module)
-    engine.optimizer = _optimizer_face(engine)
-    engine.lr_scheduler = _create_scheduler(settings, lr_scheduler, basic_optimizer)
+    training.optimizer = _optimizer_of_user(training)
+    training.lr_scheduler = choose_scheduler(settings.scheduler, lr_scheduler, basic_optimizer)
+    sparse_names = _embedding_weights(module) if settings.sparse_gradients else set()
+    state = TrainingState(
+        module=module, training=training, config=settings.raw, sparse_tensor_module_names=sparse_names
+    )
+    engine = DeepSpeedEngine(
+        module,
+        device=device,
+        training=training,
+        schedule=schedule,
+        observers=training.observers,
+        saving=_create_saving(settings, state),
+        micro_batch_size=int(settings.train_micro_batch_size_per_gpu),
+        config=settings.raw,
+        answers=read_answers(settings),
+        arguments={
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "training_data": training_data,
+            "collate_fn": collate_fn,
+            "mpu": mpu,
+            "local_rank": local_rank(args),
+        },
+        sparse_tensor_module_names=sparse_names,
+    )
     log.announce(start_line(engine))
     if settings.dump_state:
         log.report(settings.describe())
@@ -200,6 +231,16 @@ def _lay_out_ranks(mpu: Any, mesh_param: Any) -> Any:
     return groups._get_sequence_data_parallel_group()
 
 
+def _asked_dtypes(config: DeepSpeedConfig) -> dict[str, torch.dtype]:
+    """The dtypes to train in besides fp32, by the key that asks for them."""
+    asked = {
+        "fp16.enabled": (config.fp16.enabled, torch.float16),
+        "bf16.enabled": (config.bf16.enabled, torch.bfloat16),
+        "torch_autocast.dtype": (config.torch_autocast.enabled, torch_dtype(config.torch_autocast.dtype)),
+    }
+    return {key: dtype for key, (is_enabled, dtype) in asked.items() if is_enabled}
+
+
 def _create_precision(config: DeepSpeedConfig, device: torch.device) -> Precision:
     clip_norm = config.gradient_clipping
     if config.fp16.enabled:
@@ -223,79 +264,6 @@ def _create_loss_scaler(config: DeepSpeedConfig) -> LossScaler:
         hysteresis=fp16.hysteresis,
         min_scale=fp16.min_loss_scale,
         consecutive_hysteresis=fp16.consecutive_hysteresis,
-    )
-
-
-def _trainable(module: torch.nn.Module, model_parameters: Parameters | None) -> list[Any]:
-    """The parameters or groups that the optimizer gets, without frozen ones."""
-    if model_parameters is None:
-        return [param for param in module.parameters() if param.requires_grad]
-    given = list(model_parameters)
-    return [
-        {**group, "params": list(group["params"])}  # a generator, which can be read once
-        if isinstance(group, dict) and isinstance(group.get("params"), Iterator)
-        else group
-        for group in given
-    ]
-
-
-def _create_optimizer(
-    config: DeepSpeedConfig, given: OptimizerLike | None, params: list[Any], module: torch.nn.Module
-) -> Optimizer | None:
-    """The user's optimizer, or the config's, or None for an engine that only evaluates."""
-    on_host = asks_for_host(config.zero_optimization.offload_optimizer)
-    if given is not None:
-        if config.optimizer is not None:
-            log.log_dist("the optimizer given to initialize() is used, not the config's")
-        optimizer = given if isinstance(given, Optimizer) or not callable(given) else given(params)
-        if not isinstance(optimizer, Optimizer):
-            found = "gave" if callable(given) else "is"
-            raise ConfigError(
-                f"initialize: optimizer {found} {type(optimizer).__name__}; wanted a torch.optim.Optimizer, or a "
-                "callable that makes one of the parameters"
-            )
-        if on_host and config.zero_force_ds_cpu_optimizer and not is_host_front(optimizer):
-            raise ConfigError(
-                f"zero_force_ds_cpu_optimizer: found true, with offload_optimizer and an optimizer of the class "
-                f"{type(optimizer).__name__}, which is slow on the host; use deepspeed.ops.adam.DeepSpeedCPUAdam (or "
-                'Adagrad, Lion), name the optimizer in the config, or set "zero_force_ds_cpu_optimizer": false'
-            )
-        return optimizer
-    if config.optimizer is None:
-        return None
-    trains = [param.requires_grad for param in module.parameters()]
-    if not params and trains and not any(trains):
-        log.log_dist("optimizer: the model has no parameter that trains; the engine only evaluates")
-        return None  # a frozen reference model, handed over with the configuration of the trained one
-    _refuse_nothing_to_train(config.optimizer.type, params, module)
-    if unresolved := [name for name in config.unresolved_auto() if name.startswith("optimizer.")]:
-        raise ConfigError(f'{unresolved[0]}: found "auto", which Hugging Face\'s Trainer fills in; give a value')
-    if config.optimizer.type.lower() == "muon":
-        from deepspeed.ops.muon import mark_muon_parameters  # late: others do not need it
-
-        mark_muon_parameters(module)
-    return create_optimizer(config.optimizer.type, config.optimizer.params, params, offload=on_host)
-
-
-def _refuse_nothing_to_train(name: str, params: list[Any], module: torch.nn.Module) -> None:
-    """Called for an optimizer that the config names; none would be made, and the first step would blame the config."""
-    given: list[Any] = []
-    for group in params:
-        members = group.get("params", []) if isinstance(group, dict) else group
-        is_many = isinstance(members, Iterable) and not isinstance(members, torch.Tensor)
-        given += members if is_many else [members]
-    if any(getattr(param, "requires_grad", True) for param in given):
-        return
-    num_trainable = sum(param.requires_grad for param in module.parameters())
-    raise ConfigError(
-        f"optimizer: the config names {name}, and "
-        + ("model_parameters holds only frozen parameters" if given else "there are no parameters for it")
-        + f" (the model has {num_trainable} that train)"
-        + (
-            "; leave model_parameters out to train them all; a generator can be read only once"
-            if num_trainable
-            else '; leave "optimizer" out for an engine that only evaluates'
-        )
     )
 
 
@@ -328,12 +296,8 @@ def _create_sharding(
     )
     if optimizer is None and zero.stage < 3:
         return Stage0(options, comm.backend(group), group)
-    if (
-        optimizer is not None
-        and zero.stage > 0
-        and not is_tested_with_zero(optimizer)
-        and not config.zero_allow_untested_optimizer
-    ):
+    is_tested = optimizer is None or zero.stage == 0 or is_tested_with_zero(optimizer)
+    if not is_tested and not config.zero_allow_untested_optimizer:
         raise ConfigError(
             f"optimizer: found {type(optimizer).__name__} with zero_optimization.stage {zero.stage}, which was not "
             'tested together; set "zero_allow_untested_optimizer": true to use it, or stage 0'
@@ -374,28 +338,51 @@ def _predivide_factor(config: DeepSpeedConfig) -> float | None:
     return None if config.prescale_gradients or factor == 1.0 else factor
 
 
-def _optimizer_face(engine: DeepSpeedEngine) -> Optimizer | None:
-    """In fp32 without sharding the torch optimizer itself, as documented; else one whose step is the engine's."""
-    optimizer = engine.basic_optimizer
-    precision = engine.precision
+def _optimizer_of_user(training: Training) -> Optimizer | None:
+    """In fp32 without sharding the torch optimizer itself, as documented; else a wrapper whose step is the engine's."""
+    optimizer, precision = training.basic_optimizer, training.precision
     is_plain = precision.model_dtype is None and not precision.checks_overflow
-    if optimizer is None or (engine.sharding.stage == 0 and is_plain):
+    if optimizer is None or (training.sharding.stage == 0 and is_plain):
         return optimizer
-    return ZeroOptimizer(engine.sharding, optimizer, engine._step, precision.loss_scaler)
+    return ZeroOptimizer(training.sharding, optimizer, training.optimizer_step, precision.loss_scaler)
 
 
-def _create_scheduler(config: DeepSpeedConfig, given: SchedulerLike | None, optimizer: Optimizer | None) -> Any:
-    named = config.scheduler is not None and config.scheduler.type is not None
-    if optimizer is None and (named if given is None else not hasattr(given, "step")):
-        log.warn_once(
-            "scheduler: found a learning rate schedule and no optimizer for it; it is not made. Name an optimizer in "
-            'the config ("optimizer") or give one to initialize()'
-        )
-    if given is not None and optimizer is None and not hasattr(given, "step"):
-        return None  # a callable without an optimizer to give it
-    if given is not None:
-        is_scheduler = hasattr(given, "step") and not isinstance(given, type)
-        return given if is_scheduler or not callable(given) or optimizer is None else given(optimizer)
-    if config.scheduler is None or config.scheduler.type is None or optimizer is None:
-        return None
-    return create_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
+def _create_observers(config: DeepSpeedConfig, group: Any, *, scales_loss: bool) -> Observers:
+    """A collective over `group`, whose ranks print their tables together."""
+    throughput = config.timers.throughput
+    return Observers(
+        MonitorMaster(config.monitor_config),
+        Breakdown(times=config.wall_clock_breakdown, memory=config.memory_breakdown),
+        # the observers say when a line is due, so that it is due with the others after a checkpoint was loaded too
+        ThroughputTimer(throughput, int(config.train_batch_size), steps_per_output=1, logging_fn=log.announce),
+        steps_per_print=config.steps_per_print,
+        shows_loss_scale=config.fp16.enabled or scales_loss,
+        group=ranks_of_table(
+            is_enabled=config.wall_clock_breakdown, steps_per_print=config.steps_per_print, group=group
+        ),
+    )
+
+
+def _create_saving(config: DeepSpeedConfig, state: TrainingState) -> Saving:
+    sharding, section = state.sharding, config.checkpoint
+    checkpointer = Checkpointer(
+        gather=_gather,
+        store=create_store(section.store.type, section.store.params),
+        prefix="bf16_" if state.training.precision.model_dtype == torch.bfloat16 else "",
+        dp_rank=sharding.rank,
+        dp_world_size=sharding.world_size,
+        mp_rank=groups._get_model_parallel_rank(),
+        mp_world_size=groups._get_model_parallel_world_size(),
+        partitioned_model=sharding.stage >= 3,
+    )
+    return Saving(state, checkpointer, gather=_gather, tag_validation=section.tag_validation)
+
+
+def _gather(value: Any) -> list[Any]:
+    """Every rank's value, in rank order; all ranks share a checkpoint."""
+    return all_gather_values(value) if comm.get_world_size() > 1 else [value]
+
+
+def _embedding_weights(module: torch.nn.Module) -> set[str]:
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {f"{name}.weight".lstrip(".") for name, part in module.named_modules() if isinstance(part, kinds)}

@@ -4,14 +4,13 @@ Called once per engine by `build.py`; nothing else sets a device.
 """
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.current import plugin_of
-from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.precision import torch_dtype
 from deepspeed.errors import ConfigError
 
 
@@ -41,17 +40,19 @@ def claim_device(args: Any) -> torch.device:
     return torch.device(accelerator.device_name(index))
 
 
-def check_dtypes(config: DeepSpeedConfig) -> None:
-    """Refuse a precision that the accelerator does not train in (`supported_dtypes`)."""
+def check_dtypes(asked: Mapping[str, torch.dtype]) -> None:
+    """Refuse a precision that the accelerator does not train in (`supported_dtypes`).
+
+    Args:
+        asked: the dtypes that the configuration asks for, by the key that does.
+
+    Raises:
+        ConfigError: for the first key whose dtype is not supported.
+    """
     accelerator = get_accelerator()
-    asked = {
-        "fp16.enabled": torch.float16 if config.fp16.enabled else None,
-        "bf16.enabled": torch.bfloat16 if config.bf16.enabled else None,
-        "torch_autocast.dtype": torch_dtype(config.torch_autocast.dtype) if config.torch_autocast.enabled else None,
-    }
     supported = [torch.float32, *accelerator.supported_dtypes()]
     for key, dtype in asked.items():
-        if dtype is not None and dtype not in supported:
+        if dtype not in supported:
             names = ", ".join(sorted({_name(each) for each in supported}))
             raise ConfigError(
                 f"{key}: asks for {_name(dtype)}, which the accelerator {accelerator.device_name()!r} does not train "

@@ -2,86 +2,86 @@
 
 forward   -> precision.cast_inputs, the module, sharding.window.watch
 backward  -> precision.scale, autograd (hooks fill buckets: zero/strategy.py)
-step      -> step.take_step at a boundary
+step      -> what the schedule says: sharding.reduce and step.take_step at a boundary
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compatibility import ENGINE_METHODS, FEATURES
-from deepspeed.config import DeepSpeedConfig
 from deepspeed.data import DeepSpeedDataLoader
-from deepspeed.engine.accessors import EngineAccessors
-from deepspeed.engine.accumulation import Accumulation
+from deepspeed.engine import export
+from deepspeed.engine.accessors import with_accessors
 from deepspeed.engine.observers import Observers
-from deepspeed.engine.saving import Saving, create_checkpointer
-from deepspeed.engine.step import StepStats, take_step
+from deepspeed.engine.saving import Saving
+from deepspeed.engine.schedule import Accumulation
+from deepspeed.engine.training import Training
 from deepspeed.errors import ConfigError, StateError
-from deepspeed.log import warn_once
-from deepspeed.precision import Precision
 from deepspeed.precision.dtype_hint import add_dtype_hint
-from deepspeed.zero.strategy import BackwardPlan, Sharding
 
 
-class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
+@with_accessors
+class DeepSpeedEngine(torch.nn.Module):
     """What `deepspeed.initialize` returns: call it, `backward(loss)`, `step()`.
 
-    Built by `engine/build.py`, which reads the configuration; the engine itself only asks its parts.
+    Built by `engine/build.py`, which reads the configuration; the engine has values and parts, and only asks these.
     Attributes that it does not have are looked up in the wrapped module.
+
+    Args:
+        training: backward and step, with the precision, the sharding and the optimizer.
+        schedule: that of `training`.
+        observers: timers, printed lines, monitors.
+        saving: checkpoints.
+        micro_batch_size: samples per micro-batch and rank.
+        config: as the user wrote it.
+        answers: of the getters that read the configuration, by name.
+        arguments: what `initialize` was given, by name.
+        sparse_tensor_module_names: weights of embeddings, whose gradients may be sparse.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
         *,
-        config: DeepSpeedConfig,
-        precision: Precision,
-        sharding: Sharding,
+        device: torch.device,
+        training: Training,
         schedule: Accumulation,
         observers: Observers,
-        basic_optimizer: Optimizer | None,
-        device: torch.device,
-        training_data: Dataset[Any] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        saving: Saving,
+        micro_batch_size: int,
+        config: dict[str, Any],
+        answers: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+        sparse_tensor_module_names: set[str],
     ) -> None:
         super().__init__()
         self.module = module
         self.device = device
-        self.precision = precision
-        self.sharding = sharding
+        self.precision = training.precision
+        self.sharding = training.sharding
         self.schedule = schedule
-        self.basic_optimizer = basic_optimizer
-        self.optimizer: Optimizer | None = None  # the face of it, set by build.py
-        self.lr_scheduler: Any = None
-        self.config: dict[str, Any] = config.raw
-        self.global_steps = 0
-        self.global_samples = 0
-        self.skipped_steps = 0
-        self.collate_fn = collate_fn
-        self._config = config
-        self._train_batch_size = int(config.train_batch_size)
-        self._micro_batch_size = int(config.train_micro_batch_size_per_gpu)
-        self._stats: StepStats | None = None
-        self._loss_is_scaled = False
-        self._had_backward = False  # since the last step
-        self._arguments = dict(arguments or {})  # what initialize was given, for the accessors
-        #: weights of embeddings, whose gradients may be sparse; none without the key `sparse_gradients`
-        self.sparse_tensor_module_names = _embedding_weights(module) if config.sparse_gradients else set()
-        self._observers = observers
         self.monitor = observers.monitor
         self.timers = observers.breakdown.timers
         self.tput_timer = observers.tput_timer
-        self.checkpointer = create_checkpointer(self)
-        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self.checkpointer = saving.checkpointer
+        self.config = config
+        self.sparse_tensor_module_names = sparse_tensor_module_names
+        self.collate_fn = arguments.get("collate_fn")
+        self._training = training
+        self._observers = observers
+        self._saving = saving
+        self._micro_batch_size = micro_batch_size
+        self._answers = answers
+        self._arguments = dict(arguments)
+        data = arguments.get("training_data")
+        self.training_dataloader = self.deepspeed_io(data) if data is not None else None
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
@@ -99,54 +99,38 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
             self.sharding.window.watch(outputs)
         return outputs
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
+    def backward(
+        self,
+        loss: Tensor | Sequence[Tensor],
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        gradient: Tensor | Sequence[Tensor | None] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Gradients of `loss`, scaled for fp16 and divided by the accumulation steps.
 
         Args:
-            loss: a scalar that requires a gradient.
+            loss: a scalar that requires a gradient, or with `gradient` any tensor; or a list of such.
             retain_graph: keep the graph for another backward.
             scale_wrt_gas: False if the loss was divided by the accumulation steps already.
-            **kwargs: passed to `Tensor.backward`.
+            gradient: of the final loss with respect to `loss`, and of its shape, where `loss` is an output whose
+                backward began elsewhere; for a list of tensors a list, with None for a scalar.
+            **kwargs: passed to `torch.autograd.backward`.
 
         Returns:
-            The loss, divided by the accumulation steps.
+            `loss`, divided by the accumulation steps.
+
+        Raises:
+            ValueError: for a tensor of several elements without its gradient, or one that requires no gradient.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                "backward: asked for the gradients of one loss, found "
-                + (f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-                   if isinstance(loss, Tensor) else f"{type(loss).__name__}")
-                + "; pass a scalar loss that was computed from the engine's output"
-            )  # fmt: skip
-        if scale_wrt_gas and self.schedule.num_steps > 1:
-            loss = loss / self.schedule.num_steps
-        window = self.sharding.window
-        phase = self._observers.phase
-        with phase("backward"):
-            with window.opened(), phase("backward_inner"):
-                self.precision.scale(loss).backward(retain_graph=retain_graph, **kwargs)
-            with phase("backward_allreduce"):
-                window.close()
-        self._observers.saw_loss(loss)
-        return loss
+        return self._training.backward(
+            loss, gradient, is_divided=not scale_wrt_gas, retain_graph=retain_graph, **kwargs
+        )
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as a plain `.backward()` needs it: `engine.scale(loss).backward()`. Needed for fp16 only."""
-        self._loss_is_scaled = True
-        return self.precision.scale(loss)
-
-    def plan_backward(self, by_user: bool) -> BackwardPlan:
-        """Asked by the sharding when a backward begins. An unscaled loss in fp16 is refused at its first gradient."""
-        self._had_backward = True
-        plan = self.schedule.plan(by_user)
-        if by_user and self.precision.loss_scaler.loss_scale != 1.0 and not self._loss_is_scaled:
-            refusal = StateError(
-                f"backward: the loss scale is {self.loss_scale():g} and loss.backward() got an unscaled loss; call "
-                "engine.backward(loss) or engine.scale(loss).backward()"
-            )
-            plan = dataclasses.replace(plan, refusal=refusal)
-        self._loss_is_scaled = False
-        return plan
+        return self._training.scale(loss)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a gradient accumulation boundary one optimizer step, else only the count of micro-batches.
@@ -156,40 +140,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         """
         if not self.schedule.syncs:
             raise StateError("step: found inside no_sync(); leave it before the step")
-        self.sharding.window.abort_if_left()
-        if self.schedule.is_boundary():
-            self._step(lr_kwargs)
-        else:
-            self._observers.micro_batch_ended()
-        self.schedule.advance()
-
-    def _step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        if self.basic_optimizer is None:
-            raise StateError(
-                'step: the engine has no optimizer; give one to initialize() or name one in the config ("optimizer"), '
-                "with a model that has parameters to train"
-            )
-        if not self._had_backward:
-            warn_once(
-                "step: found no backward since the last step; no weight gets a new gradient, and the step is counted "
-                "and moves the learning rate schedule all the same. Call engine.backward(loss) before engine.step()"
-            )
-        self._had_backward = False
-        self._stats = take_step(
-            self.sharding,
-            self.precision,
-            lambda: self._advance_schedule(lr_kwargs),
-            self.global_steps,
-            self._observers.phase,
-        )
-        self.global_steps += 1
-        self.global_samples += self._train_batch_size
-        self.skipped_steps += not self._stats.applied
-        self._observers.step_ended(self, self._stats)
-
-    def _advance_schedule(self, lr_kwargs: dict[str, Any] | None) -> None:
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._training.step(lr_kwargs)
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
         """Print a table of one forward and its parts, as far as `wall_clock_breakdown` measures them.
@@ -217,10 +168,6 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward completes a step, instead of letting the engine count."""
         self.schedule.set_boundary(is_boundary)
-
-    @property
-    def micro_steps(self) -> int:
-        return self.schedule.micro_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch size through the number of accumulation steps.
@@ -254,19 +201,15 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
 
     def get_lr(self) -> list[float]:
         """Learning rate of every parameter group."""
-        return self._group_values("lr")
+        return self._training.group_values("lr")
 
     def set_lr(self, lr: float) -> None:
-        for group in self.basic_optimizer.param_groups if self.basic_optimizer is not None else []:
+        for group in self._training.param_groups:
             group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
         """Momentum (or betas) of every parameter group."""
-        return self._group_values("betas") or self._group_values("momentum")
-
-    def _group_values(self, name: str) -> list[Any]:
-        groups = self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
-        return [group[name] for group in groups if name in group]
+        return self._training.momentum()
 
     # ---- the module -------------------------------------------------------------------------------------------
 
@@ -336,7 +279,7 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
             num_workers=num_local_io_workers,
             data_sampler=data_sampler,
             shuffle=route == "train",
-            drop_last=self._config.dataloader_drop_last,
+            drop_last=self.dataloader_drop_last(),
         )
 
     def is_map_style_dataset(self, obj: Any) -> bool:
@@ -346,6 +289,126 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
     def is_iterable_style_dataset(self, obj: Any) -> bool:
         """Whether `obj` is a `torch.utils.data.IterableDataset`."""
         return isinstance(obj, IterableDataset)
+
+    # ---- checkpoints and weights ------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save weights, optimizer, schedule and counters under `<save_dir>/<tag>`; every rank calls it.
+
+        Args:
+            tag: default `global_step<N>`.
+            client_state: the user's own values, returned by `load_checkpoint`.
+            save_latest: let the file `latest` name this checkpoint.
+            exclude_frozen_parameters: omit parameters without gradient.
+
+        Returns:
+            True. Failures raise CheckpointError on every rank, and the former checkpoint stays.
+        """
+        self._saving.save(
+            save_dir,
+            tag,
+            client_state=client_state,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load what `save_checkpoint` saved; every rank calls it.
+
+        Args:
+            tag: default: the one that `latest` names.
+            load_module_strict: the module's names must match exactly; shapes under common names must in any case.
+            load_optimizer_states: False leaves the optimizer's state as it is; fp32 master weights start from the
+                loaded weights.
+            load_lr_scheduler_states: False leaves the schedule.
+            load_module_only: weights only; counters stay too.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of `load_state_dict`.
+
+        Returns:
+            The model file's path and the client state; (None, None), with a warning, if `tag` is None and there is no
+            file `latest`.
+
+        Raises:
+            CheckpointError: on every rank, for a checkpoint that is missing or does not fit; nothing was changed.
+            Exception: what the module, the scheduler or `custom_load_fn` raises while it takes its state; on the other
+                ranks a CheckpointError with that reason. The model may then be loaded in part.
+        """
+        return self._saving.load(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            with_optimizer=load_optimizer_states,
+            with_scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state dict, on request without frozen parameters."""
+        return export.module_state_dict(
+            self.module, destination, prefix, keep_vars, exclude_frozen=exclude_frozen_parameters
+        )
+
+    def load_module_state_dict(
+        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
+    ) -> None:
+        """Load weights from `checkpoint["module"]` and start the fp32 master weights from them.
+
+        Raises:
+            CheckpointError: for weights of another model; nothing was changed.
+        """
+        export.load_module(self.module, checkpoint["module"], strict=strict, custom_load_fn=custom_load_fn)
+        self.sharding.masters_from_weights()
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the weights alone, in the model's dtype, to `<save_dir>/<save_filename>`; every rank calls it.
+
+        Returns:
+            True: whole weights were saved.
+        """
+        path = Path(save_dir) / save_filename
+        export.save_weights(self.module, path, self.checkpointer, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    save_fp16_model = save_16bit_model  # the documented older name
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        return export.consolidated(self.module, exclude_frozen=exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """Whole weights of a partitioned model; libraries call it when the stage is 3."""
+        raise ConfigError(
+            f"_zero3_consolidated_16bit_state_dict: zero_optimization.stage is {self.sharding.stage}, nothing is "
+            "partitioned; use module.state_dict()"
+        )
 
     def destroy(self) -> None:
         """Remove the hooks, drop gradients, optimizer states and communication buffers, and end the monitors.
@@ -359,8 +422,3 @@ class DeepSpeedEngine(EngineAccessors, Saving, torch.nn.Module):
         self.sharding.backend.release()
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
         self._arguments.clear()  # a given optimizer holds states
-
-
-def _embedding_weights(module: torch.nn.Module) -> set[str]:
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return {f"{name}.weight".lstrip(".") for name, part in module.named_modules() if isinstance(part, kinds)}

@@ -1,4 +1,4 @@
-"""Weights for use elsewhere: state dicts and 16-bit model files."""
+"""Weights for use elsewhere: state dicts and 16-bit model files. Called by the engine's methods."""
 
 from pathlib import Path
 from typing import Any
@@ -8,79 +8,48 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.checkpoint import Checkpointer, save_state_dict_file
-from deepspeed.engine.module_state import check_module_state
-from deepspeed.errors import ConfigError
-from deepspeed.zero.strategy import Sharding
+from deepspeed.engine.module_state import check_module_state, fill_module
 
 
-class Export:
-    """Mixed into `DeepSpeedEngine`, whose attributes it names here."""
+def module_state_dict(
+    module: torch.nn.Module,
+    destination: dict[str, Any] | None = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+    *,
+    exclude_frozen: bool = False,
+) -> dict[str, Any]:
+    """The module's state dict, on request without frozen parameters."""
+    state: dict[str, Any] = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)  # type: ignore[arg-type,type-var]
+    if exclude_frozen:
+        for name, param in module.named_parameters():
+            if not param.requires_grad:
+                state.pop(prefix + name, None)
+    return state
 
-    module: torch.nn.Module
-    sharding: Sharding
-    checkpointer: Checkpointer
 
-    def module_state_dict(
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """The module's state dict, on request without frozen parameters."""
-        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)  # type: ignore[arg-type,type-var]
-        if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters():
-                if not param.requires_grad:
-                    state.pop(prefix + name, None)
-        return state
+def load_module(module: torch.nn.Module, weights: dict[str, Any], *, strict: bool, custom_load_fn: Any = None) -> None:
+    """Load weights into the module.
 
-    def load_module_state_dict(
-        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
-    ) -> None:
-        """Load weights from `checkpoint["module"]` and start the fp32 masters from them.
+    Raises:
+        CheckpointError: for weights of another model; nothing was changed.
+    """
+    if custom_load_fn is None:
+        check_module_state(module, weights, strict=strict, source="load_module_state_dict")
+    fill_module(module, weights, strict=strict, custom_load_fn=custom_load_fn)
 
-        Raises:
-            CheckpointError: for weights of another model; nothing was changed.
-        """
-        if custom_load_fn is not None:
-            custom_load_fn(src=checkpoint["module"], dst=self.module)
-        else:
-            check_module_state(self.module, checkpoint["module"], strict=strict, source="load_module_state_dict")
-            self.module.load_state_dict(checkpoint["module"], strict=strict)
-        self.sharding.masters_from_weights()
 
-    def save_16bit_model(
-        self,
-        save_dir: str,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save the weights alone, in the model's dtype, to `<save_dir>/<save_filename>`; every rank calls it.
+def save_weights(module: torch.nn.Module, path: Path, checkpointer: Checkpointer, *, exclude_frozen: bool) -> None:
+    """Write the module's state dict, in its own dtype, on the first rank; all ranks call it, and fail together."""
 
-        Returns:
-            True: whole weights were saved.
-        """
+    def write() -> None:
+        if comm.get_rank() == 0:
+            save_state_dict_file(module_state_dict(module, exclude_frozen=exclude_frozen), path)
 
-        def write() -> None:
-            path = Path(save_dir) / save_filename
-            if comm.get_rank() == 0:
-                state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-                save_state_dict_file(state, path)
+    checkpointer.together(write, f"save {path.name} in {path.parent}")
 
-        self.checkpointer.together(write, f"save {save_filename} in {save_dir}")
-        return True
 
-    save_fp16_model = save_16bit_model  # the documented older name
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """Whole weights on the host, under every stage of this version."""
-        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """Whole weights of a partitioned model; libraries call it when the stage is 3."""
-        raise ConfigError(
-            f"_zero3_consolidated_16bit_state_dict: zero_optimization.stage is {self.sharding.stage}, nothing is "
-            "partitioned; use module.state_dict()"
-        )
+def consolidated(module: torch.nn.Module, *, exclude_frozen: bool) -> dict[str, Tensor]:
+    """Whole weights on the host, under every stage of this version."""
+    state = module_state_dict(module, exclude_frozen=exclude_frozen)
+    return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}

@@ -1,6 +1,6 @@
 """Loading a module's saved weights, compared first: `load_state_dict` overwrites what fits and only then complains."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,16 @@ def check_module_state(module: torch.nn.Module, saved: Mapping[str, Any], *, str
             f"{source}: the weights are of another model: {'; '.join(faults[:_SHOWN])}{more}. Nothing was loaded; "
             f"build the model of the save{advice}"
         )
+
+
+def fill_module(
+    module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool, custom_load_fn: Callable[..., Any] | None
+) -> None:
+    """Load weights, which were checked, with `load_state_dict` or the user's `custom_load_fn(src=, dst=)`."""
+    if custom_load_fn is not None:
+        custom_load_fn(src=saved, dst=module)
+    else:
+        module.load_state_dict(saved, strict=strict)
 
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -1,10 +1,10 @@
-"""Who watches the engine: timers, the printed lines, the monitor. They are told what happened and change nothing."""
+"""Who watches the engine: timers, the printed lines, the monitor. They receive values and change nothing."""
 
 import contextlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,21 +12,17 @@ from torch.distributed import ProcessGroup
 
 from deepspeed import comm, log
 from deepspeed.comm.values import all_gather_values
-from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.events import tell
-from deepspeed.engine.step import StepStats
+from deepspeed.engine.step import Progress, StepStats
 from deepspeed.monitor.base import is_writer
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.monitor.step_events import step_events
 from deepspeed.profiling.breakdown import Breakdown, forward_table, step_table
 from deepspeed.profiling.throughput import ThroughputTimer
 
-if TYPE_CHECKING:
-    from deepspeed.engine.engine import DeepSpeedEngine
-
 
 class Observers:
-    """Called by the engine at each phase and after each step. Built by `create_observers`.
+    """Called by the engine at each phase and after each step. Built by `build.py`.
 
     Nothing here waits for the device unless a monitor writes on this rank, or a line is due (`steps_per_print`).
 
@@ -35,6 +31,7 @@ class Observers:
         breakdown: measures the phases.
         tput_timer: measures samples per second.
         steps_per_print: a line every so many steps; infinity: never.
+        shows_loss_scale: whether the loss scale is one of the events.
         group: ranks that show their times in one table; None: each has its own to show.
     """
 
@@ -45,6 +42,7 @@ class Observers:
         tput_timer: ThroughputTimer,
         *,
         steps_per_print: float,
+        shows_loss_scale: bool,
         group: ProcessGroup | None,
     ) -> None:
         self.monitor = monitor
@@ -52,6 +50,7 @@ class Observers:
         self.tput_timer = tput_timer
         self.phase: Callable[[str], AbstractContextManager[None]] = breakdown.phase
         self._every = steps_per_print
+        self._shows_loss_scale = shows_loss_scale
         self._group = group
         self._loss: Tensor | None = None
 
@@ -69,24 +68,30 @@ class Observers:
             self._loss = loss if self._loss is None else self._loss + loss
 
     def micro_batch_ended(self) -> None:
-        """A micro-batch that does not complete a step."""
+        """A call of `engine.step()` is over; after `step_ended` there is nothing left to measure."""
         self.tput_timer.stop()
 
-    def step_ended(self, engine: "DeepSpeedEngine", stats: StepStats) -> None:
-        """An optimizer step is over and counted."""
+    def step_ended(
+        self, stats: StepStats, progress: Progress, *, batch_size: int, lr: list[float], momentum: list[Any]
+    ) -> None:
+        """An optimizer step is over and counted.
+
+        Args:
+            progress: with this step counted.
+            batch_size: samples of the step, over all ranks.
+            lr, momentum: of each parameter group, for the next step.
+        """
         tell("ds_step_end", stats=stats)
-        self.tput_timer.batch_size = engine.train_batch_size()
-        is_due = engine.global_steps % self._every == 0
-        if is_due and is_writer() and log.logger.isEnabledFor(logging.WARNING):  # else nobody would see it
-            log.announce(f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
-                         f"mom={engine.get_mom()}")  # fmt: skip
-            self.tput_timer.stop(global_step=True)
-        else:
-            self.tput_timer.stop(global_step=True, report_speed=False)
+        self.tput_timer.batch_size = batch_size
+        is_due = progress.global_steps % self._every == 0
+        is_shown = is_due and is_writer() and log.logger.isEnabledFor(logging.WARNING)  # else nobody would see it
+        if is_shown:
+            log.announce(f"step={progress.global_steps}, skipped={progress.skipped_steps}, lr={lr}, mom={momentum}")
+        self.tput_timer.stop(global_step=True, report_speed=is_shown)
         if self.breakdown.enabled:
             self.breakdown.end_step()
         if self.monitor.is_writing:
-            self._write(engine, stats)
+            self._write(stats, progress.global_samples, lr)
         self._loss = None
         if is_due and self.breakdown.enabled:
             self._print_table()
@@ -101,14 +106,12 @@ class Observers:
         """End the monitors."""
         self.monitor.close()
 
-    def _write(self, engine: "DeepSpeedEngine", stats: StepStats) -> None:
-        scales = engine.fp16_enabled() or engine.precision.loss_scaler.is_dynamic
-        rates = engine.get_lr()
+    def _write(self, stats: StepStats, samples: int, lr: list[float]) -> None:
         events = step_events(
-            engine.global_samples,
+            samples,
             loss=self._loss.item() if self._loss is not None else None,
-            lr=rates[0] if rates else None,
-            loss_scale=stats.loss_scale if scales else None,
+            lr=lr[0] if lr else None,
+            loss_scale=stats.loss_scale if self._shows_loss_scale else None,
             times_ms=self.breakdown.take_times(),
         )
         self.monitor.write_events(events)
@@ -122,26 +125,17 @@ class Observers:
             log.report(f"time and memory by phase\n{step_table(window, by_rank)}")
 
 
-def create_observers(config: DeepSpeedConfig, group: ProcessGroup | None) -> Observers:
-    """The observers that `config` asks for; `group` is the data-parallel group. Called by `build.py`, on every rank."""
-    return Observers(
-        MonitorMaster(config.monitor_config),
-        Breakdown(times=config.wall_clock_breakdown, memory=config.memory_breakdown),
-        # the engine says when a line is due, so that it is due with the others after a checkpoint was loaded too
-        ThroughputTimer(
-            config.timers.throughput, int(config.train_batch_size), steps_per_output=1, logging_fn=log.announce
-        ),
-        steps_per_print=config.steps_per_print,
-        group=_ranks_of_table(config, group),
-    )
+def ranks_of_table(*, is_enabled: bool, steps_per_print: float, group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group whose ranks all print the table at the same steps; a collective over `group`, the data-parallel one.
 
+    A rank with a configuration of its own (people silence ranks that way) would leave the others waiting for its times.
 
-def _ranks_of_table(config: DeepSpeedConfig, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group whose ranks all print the table at the same steps. A rank with a configuration of its own (people
-    silence ranks that way) would leave the others waiting for its times."""
+    Args:
+        is_enabled: whether this rank prints the table (`wall_clock_breakdown`).
+    """
     group = comm.get_world_group() if group is None else group
     if comm.get_world_size(group) == 1:
         return None
-    mine = [config.wall_clock_breakdown, float(config.steps_per_print)]
+    mine = [is_enabled, float(steps_per_print)]
     found = all_gather_values(mine, group)
-    return group if config.wall_clock_breakdown and all(theirs == mine for theirs in found) else None
+    return group if is_enabled and all(theirs == mine for theirs in found) else None

@@ -8,6 +8,15 @@ from deepspeed.precision import Precision
 from deepspeed.zero.strategy import Sharding
 
 
+@dataclass(slots=True)
+class Progress:
+    """The engine's counters."""
+
+    global_steps: int = 0  # optimizer steps, skipped ones included
+    global_samples: int = 0  # over all ranks
+    skipped_steps: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """What observers learn of one step."""
@@ -25,15 +34,13 @@ def take_step(
     global_step: int,
     phase: Callable[[str], AbstractContextManager[None]],
 ) -> StepStats:
-    """Reduce, judge, update, forget.
+    """Judge the reduced gradients, update, forget.
 
     Args:
         advance_schedule: steps the learning rate schedule; called only if the step was applied.
         phase: measures its body under a name.
     """
     loss_scale = precision.loss_scaler.loss_scale
-    with phase("backward_allreduce"):
-        sharding.reduce()
     with phase("step"):
         verdict = precision.verdict(sharding.norm())
         if verdict.applies:

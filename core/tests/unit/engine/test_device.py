@@ -8,7 +8,7 @@ from deepspeed.accelerator import DeepSpeedAccelerator, set_accelerator
 from deepspeed.accelerator import current as choice
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine import device
+from deepspeed.engine import build, device
 from deepspeed.errors import ConfigError
 
 
@@ -94,13 +94,16 @@ class Half_Accelerator(PlainAccelerator):
 )
 def test_a_precision_that_the_device_lacks_is_refused(claim, section, key):
     set_accelerator(Half_Accelerator())
-    batch = {"train_batch_size": 1}
+
+    def check(**keys):
+        device.check_dtypes(build._asked_dtypes(DeepSpeedConfig({"train_batch_size": 1, **keys})))
+
     message = rf"{key}: asks for float16, which the accelerator 'cpu' does not train in; it has bfloat16, float32"
     with pytest.raises(ConfigError, match=message):
-        device.check_dtypes(DeepSpeedConfig({**batch, **section}))
-    device.check_dtypes(DeepSpeedConfig({**batch, "bf16": {"enabled": True}}))
-    device.check_dtypes(DeepSpeedConfig({**batch, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}))
-    device.check_dtypes(DeepSpeedConfig(batch))
+        check(**section)
+    check(bf16={"enabled": True})
+    check(torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    check()
 
 
 def test_ranks_share_the_host(claim):

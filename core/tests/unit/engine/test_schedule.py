@@ -1,7 +1,6 @@
-"""Which backward completes a step."""
+"""What the engine does when: which backward completes a step."""
 
-from deepspeed.engine.accumulation import Accumulation
-from deepspeed.zero.strategy import BackwardPlan
+from deepspeed.engine.schedule import Accumulation, Backward, Forward, ReduceGradients, Step
 
 
 def test_every_nth_micro_batch_is_a_boundary():
@@ -29,12 +28,12 @@ def test_the_users_word_beats_counting_until_it_is_taken_back():
     assert schedule.is_boundary()
 
 
-def test_plans():
+def test_the_instructions_of_two_micro_batches():
     schedule = Accumulation(2)
-    assert schedule.plan(by_user=False) == BackwardPlan(reduces=False, factor=1.0)
-    assert schedule.plan(by_user=True) == BackwardPlan(reduces=False, factor=0.5)
+    assert list(schedule.instructions()) == [Forward(0), Backward(0)]
+    assert list(schedule.instructions()) == [Forward(0), Backward(0)]
     schedule.advance()
-    assert schedule.plan(by_user=False) == BackwardPlan(reduces=True, factor=1.0)
+    assert list(schedule.instructions()) == [Forward(1), Backward(1), ReduceGradients(), Step()]
 
 
 def test_no_sync_holds_back_also_at_a_boundary():
@@ -43,9 +42,9 @@ def test_no_sync_holds_back_also_at_a_boundary():
         with schedule.no_sync():
             pass
         assert not schedule.syncs
-        assert not schedule.plan(by_user=False).reduces
+        assert ReduceGradients() not in schedule.instructions()
     assert schedule.syncs
-    assert schedule.plan(by_user=False).reduces
+    assert ReduceGradients() in schedule.instructions()
 
 
 def test_no_sync_ends_with_an_exception():

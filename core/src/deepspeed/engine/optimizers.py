@@ -1,0 +1,130 @@
+"""Which optimizer and learning rate schedule an engine gets: the user's, the configuration's, or none.
+
+Called by `build.py`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from deepspeed import log
+from deepspeed.config.optim import OptimizerConfig, SchedulerConfig
+from deepspeed.errors import ConfigError
+from deepspeed.optim import create_optimizer, create_scheduler, is_host_front
+
+Parameters = Iterable[Parameter] | Iterable[dict[str, Any]]
+DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
+DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
+OptimizerLike = Optimizer | DeepSpeedOptimizerCallable
+SchedulerLike = Any | DeepSpeedSchedulerCallable
+
+
+def trainable(module: torch.nn.Module, model_parameters: Parameters | None) -> list[Any]:
+    """The parameters or groups that the optimizer gets, without frozen ones."""
+    if model_parameters is None:
+        return [param for param in module.parameters() if param.requires_grad]
+    given = list(model_parameters)
+    return [
+        {**group, "params": list(group["params"])}  # a generator, which can be read once
+        if isinstance(group, dict) and isinstance(group.get("params"), Iterator)
+        else group
+        for group in given
+    ]
+
+
+def choose_optimizer(
+    section: OptimizerConfig | None,
+    given: OptimizerLike | None,
+    params: list[Any],
+    module: torch.nn.Module,
+    *,
+    on_host: bool,
+    forces_host: bool,
+    unresolved: list[str],
+) -> Optimizer | None:
+    """The user's optimizer, or the config's, or None for an engine that only evaluates.
+
+    Args:
+        section: the config's.
+        params: what the optimizer updates, see `trainable`.
+        on_host: whether it updates in host memory (`offload_optimizer`).
+        forces_host: whether it must then be one that is fast there (`zero_force_ds_cpu_optimizer`).
+        unresolved: dotted keys of the config that still say "auto".
+
+    Raises:
+        ConfigError: for what is no optimizer, or has nothing to train.
+    """
+    if given is not None:
+        if section is not None:
+            log.log_dist("the optimizer given to initialize() is used, not the config's")
+        optimizer = given if isinstance(given, Optimizer) or not callable(given) else given(params)
+        if not isinstance(optimizer, Optimizer):
+            found = "gave" if callable(given) else "is"
+            raise ConfigError(
+                f"initialize: optimizer {found} {type(optimizer).__name__}; wanted a torch.optim.Optimizer, or a "
+                "callable that makes one of the parameters"
+            )
+        if on_host and forces_host and not is_host_front(optimizer):
+            raise ConfigError(
+                f"zero_force_ds_cpu_optimizer: found true, with offload_optimizer and an optimizer of the class "
+                f"{type(optimizer).__name__}, which is slow on the host; use deepspeed.ops.adam.DeepSpeedCPUAdam (or "
+                'Adagrad, Lion), name the optimizer in the config, or set "zero_force_ds_cpu_optimizer": false'
+            )
+        return optimizer
+    if section is None:
+        return None
+    trains = [param.requires_grad for param in module.parameters()]
+    if not params and trains and not any(trains):
+        log.log_dist("optimizer: the model has no parameter that trains; the engine only evaluates")
+        return None  # a frozen reference model, with the configuration of the trained one
+    _refuse_nothing_to_train(section.type, params, module)
+    if own := [name for name in unresolved if name.startswith("optimizer.")]:
+        raise ConfigError(f'{own[0]}: found "auto", which Hugging Face\'s Trainer fills in; give a value')
+    if section.type.lower() == "muon":
+        from deepspeed.ops.muon import mark_muon_parameters  # late: others do not need it
+
+        mark_muon_parameters(module)
+    return create_optimizer(section.type, section.params, params, offload=on_host)
+
+
+def _refuse_nothing_to_train(name: str, params: list[Any], module: torch.nn.Module) -> None:
+    """Called for an optimizer that the config names; none would be made, and the first step would blame the config."""
+    given: list[Any] = []
+    for group in params:
+        members = group.get("params", []) if isinstance(group, dict) else group
+        is_many = isinstance(members, Iterable) and not isinstance(members, torch.Tensor)
+        given += members if is_many else [members]
+    if any(getattr(param, "requires_grad", True) for param in given):
+        return
+    num_trainable = sum(param.requires_grad for param in module.parameters())
+    raise ConfigError(
+        f"optimizer: the config names {name}, and "
+        + ("model_parameters holds only frozen parameters" if given else "there are no parameters for it")
+        + f" (the model has {num_trainable} that train)"
+        + (
+            "; leave model_parameters out to train them all; a generator can be read only once"
+            if num_trainable
+            else '; leave "optimizer" out for an engine that only evaluates'
+        )
+    )
+
+
+def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | None, optimizer: Optimizer | None) -> Any:
+    """The user's learning rate schedule, or the config's, or None. A callable gets the optimizer."""
+    named = section is not None and section.type is not None
+    if optimizer is None and (named if given is None else not hasattr(given, "step")):
+        log.warn_once(
+            "scheduler: found a learning rate schedule and no optimizer for it; it is not made. Name an optimizer in "
+            'the config ("optimizer") or give one to initialize()'
+        )
+    if given is not None and optimizer is None and not hasattr(given, "step"):
+        return None  # a callable without an optimizer to give it
+    if given is not None:
+        is_scheduler = hasattr(given, "step") and not isinstance(given, type)
+        return given if is_scheduler or not callable(given) or optimizer is None else given(optimizer)
+    if section is None or section.type is None or optimizer is None:
+        return None
+    return create_scheduler(section.type, section.params, optimizer)

@@ -1,0 +1,107 @@
+"""Schedules: in which order the engine runs forwards, backwards and the optimizer step.
+
+A schedule yields instructions and keeps no tensor; `training.py` carries them out. With gradient accumulation
+(`Accumulation`, the only schedule so far) the training loop is the user's: the calls `engine(x)` and
+`engine.backward(loss)` are the instructions `Forward` and `Backward` of one micro-batch, and `engine.step()` carries
+out what follows them.
+
+[Note: a schedule of a pipeline] Its loop is the engine's: it yields the instructions of all micro-batches of a step in
+the order of its stage (1F1B, interleaved), and instructions of its own between them, such as one that sends activations
+to the next stage. An instruction is a frozen dataclass with what it needs (a micro-batch, a buffer); who runs it finds
+the handler by its type. What follows the last backward is the same: `ReduceGradients`, `Step`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run the module on one micro-batch."""
+
+    micro: int  # number of the micro-batch, over the whole run
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Accumulate the gradients of one micro-batch."""
+
+    micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGradients:
+    """Reduce what was accumulated over the ranks. It starts inside the backward before it, where it can overlap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Judge the gradients and update the weights."""
+
+
+Instruction = Forward | Backward | ReduceGradients | Step
+
+
+class Schedule(Protocol):
+    """What `training.py` asks."""
+
+    num_steps: int  # micro-batches per optimizer step
+    micro_steps: int  # calls of `advance` so far; a loaded checkpoint sets it
+
+    def instructions(self) -> Iterator[Instruction]:
+        """What is to be done until `advance`, in order; asked again, the same again."""
+        ...
+
+    def advance(self) -> None:
+        """The instructions have been carried out."""
+        ...
+
+
+class Accumulation:
+    """Gradient accumulation: a forward and a backward per micro-batch; after the last one of a step, the step.
+
+    Args:
+        num_steps: micro-batches per optimizer step (`gradient_accumulation_steps`).
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.micro_steps = 0
+        self._boundary: bool | None = None  # set by the user, instead of counting
+        self._syncs = True
+
+    def instructions(self) -> Iterator[Instruction]:
+        """Of the current micro-batch."""
+        yield Forward(self.micro_steps)
+        yield Backward(self.micro_steps)
+        if self._syncs and self.is_boundary():
+            yield ReduceGradients()
+            yield Step()
+
+    def advance(self) -> None:
+        self.micro_steps += 1
+
+    def is_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.num_steps == 0
+
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the current and the following micro-batches are the last of a step; None: count again."""
+        self._boundary = is_boundary
+
+    @property
+    def syncs(self) -> bool:
+        return self._syncs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before

@@ -1,0 +1,152 @@
+"""`Training`: backward and step of one engine, over its parts. The engine's calls of these names come here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from deepspeed.engine.backward import backward_roots
+from deepspeed.engine.observers import Observers
+from deepspeed.engine.schedule import ReduceGradients, Schedule, Step
+from deepspeed.engine.step import Progress, StepStats, take_step
+from deepspeed.errors import StateError
+from deepspeed.log import warn_once
+from deepspeed.precision import Precision
+from deepspeed.zero.strategy import BackwardPlan, Sharding
+
+
+class Training:
+    """Built by `build.py`. It knows neither the engine nor the module.
+
+    Args:
+        basic_optimizer: torch's; None for an engine that only evaluates.
+        train_batch_size: samples per step, over all ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        sharding: Sharding,
+        precision: Precision,
+        schedule: Schedule,
+        observers: Observers,
+        basic_optimizer: Optimizer | None,
+        train_batch_size: int,
+    ) -> None:
+        self.sharding = sharding
+        self.precision = precision
+        self.schedule = schedule
+        self.observers = observers
+        self.basic_optimizer = basic_optimizer
+        self.optimizer: Optimizer | None = None  # what users hold: torch's or its wrapper; set by build.py
+        self.lr_scheduler: Any = None
+        self.train_batch_size = train_batch_size
+        self.progress = Progress()
+        self.stats: StepStats | None = None  # of the last step
+        self._loss_is_scaled = False
+        self._had_backward = False  # since the last step
+
+    def backward(
+        self,
+        loss: Tensor | Sequence[Tensor],
+        gradient: Tensor | Sequence[Tensor | None] | None,
+        *,
+        is_divided: bool,
+        **kwargs: Any,
+    ) -> Tensor | list[Tensor]:
+        """See `DeepSpeedEngine.backward`; `is_divided`: by the accumulation steps."""
+        tensors, gradients = backward_roots(loss, gradient)
+        if self.schedule.num_steps > 1 and not is_divided:
+            tensors = [tensor / self.schedule.num_steps for tensor in tensors]
+        window, phase = self.sharding.window, self.observers.phase
+        with phase("backward"):
+            with window.opened(), phase("backward_inner"):
+                torch.autograd.backward([self.precision.scale(tensor) for tensor in tensors], gradients, **kwargs)
+            with phase("backward_allreduce"):
+                window.close()
+        for tensor, grad in zip(tensors, gradients, strict=True):
+            if grad is None:
+                self.observers.saw_loss(tensor)
+        return tensors[0] if isinstance(loss, Tensor) else tensors
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss as the user's own `.backward()` needs it."""
+        self._loss_is_scaled = True
+        return self.precision.scale(loss)
+
+    def plan_backward(self, by_user: bool) -> BackwardPlan:
+        """Called by the sharding when a backward begins. An unscaled loss in fp16 is refused at its first gradient."""
+        self._had_backward = True
+        refusal = None
+        scale = self.precision.loss_scaler.loss_scale
+        if by_user and scale != 1.0 and not self._loss_is_scaled:
+            refusal = StateError(
+                f"backward: the loss scale is {scale:g} and loss.backward() got an unscaled loss; call "
+                "engine.backward(loss) or engine.scale(loss).backward()"
+            )
+        self._loss_is_scaled = False
+        return BackwardPlan(
+            reduces=ReduceGradients() in self.schedule.instructions(),
+            factor=1.0 / self.schedule.num_steps if by_user else 1.0,  # `backward` divides the loss instead
+            refusal=refusal,
+        )
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """What the schedule says is to follow the current micro-batch's backward."""
+        self.sharding.window.abort_if_left()
+        for instruction in self.schedule.instructions():  # forward and backward were calls of the user
+            if isinstance(instruction, ReduceGradients):
+                self._reduce_gradients()
+            elif isinstance(instruction, Step):
+                self._update(lr_kwargs)
+        self.observers.micro_batch_ended()
+        self.schedule.advance()
+
+    def optimizer_step(self) -> None:
+        """One step, whatever the schedule says: what `engine.optimizer.step()` does."""
+        self._reduce_gradients()
+        self._update(None)
+
+    def _reduce_gradients(self) -> None:
+        if self.basic_optimizer is None:
+            raise StateError(
+                'step: the engine has no optimizer; give one to initialize() or name one in the config ("optimizer"), '
+                "with a model that has parameters to train"
+            )
+        if not self._had_backward:
+            warn_once(
+                "step: found no backward since the last step; no weight gets a new gradient, and the step is counted "
+                "and moves the learning rate schedule all the same. Call engine.backward(loss) before engine.step()"
+            )
+        self._had_backward = False
+        with self.observers.phase("backward_allreduce"):
+            self.sharding.reduce()
+
+    def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
+        def advance_lr() -> None:
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+
+        progress = self.progress
+        self.stats = take_step(self.sharding, self.precision, advance_lr, progress.global_steps, self.observers.phase)
+        progress.global_steps += 1
+        progress.global_samples += self.train_batch_size
+        progress.skipped_steps += not self.stats.applied
+        self.observers.step_ended(
+            self.stats, progress, batch_size=self.train_batch_size, lr=self.group_values("lr"), momentum=self.momentum()
+        )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's; none without one."""
+        return self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
+
+    def group_values(self, name: str) -> list[Any]:
+        """One hyperparameter of every parameter group that has it."""
+        return [group[name] for group in self.param_groups if name in group]
+
+    def momentum(self) -> list[Any]:
+        """Momentum, or betas, of every parameter group."""
+        return self.group_values("betas") or self.group_values("momentum")

@@ -1,0 +1,163 @@
+"""What a checkpoint holds of training, as plain values, and how training takes it back. Called by `saving.py`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed._version import __version__
+from deepspeed.checkpoint import LoadedCheckpoint
+from deepspeed.config import redacted
+from deepspeed.engine.export import module_state_dict
+from deepspeed.engine.training import Training
+from deepspeed.errors import CheckpointError
+from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.zero.param_unit import saved_part, shape_of
+from deepspeed.zero.strategy import Sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """The state of a module and of its training. Built by `build.py`.
+
+    Args:
+        config: as the user wrote it; saved without its secrets.
+        sparse_tensor_module_names: weights of embeddings, whose gradients may be sparse.
+    """
+
+    module: torch.nn.Module
+    training: Training
+    config: Mapping[str, Any]
+    sparse_tensor_module_names: set[str]
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.training.sharding
+
+    @property
+    def has_optimizer(self) -> bool:
+        return self.training.basic_optimizer is not None
+
+    def for_model_file(self, *, mp_world_size: int, exclude_frozen: bool) -> dict[str, Any]:
+        """The content of `mp_rank_XX_model_states.pt`, keys of `checkpoint.MODEL_STATE_KEYS`."""
+        module, sharding, progress = self.module, self.sharding, self.training.progress
+        optimizer, lr_scheduler = self.training.optimizer, self.training.lr_scheduler
+        sharding.before_load()  # what is gathered would be saved whole
+        named = list(module.named_parameters())
+        frozen = {} if exclude_frozen else {name: param for name, param in named if not param.requires_grad}
+        names = {id(param): name for name, param in named}
+        return {
+            "module": module_state_dict(module, exclude_frozen=exclude_frozen),
+            "buffer_names": [name for name, _ in module.named_buffers()],
+            "optimizer": optimizer.state_dict() if optimizer is not None and sharding.stage == 0 else None,
+            "param_shapes": [
+                {names[id(param)]: shape_of(param) for param in params} for params in sharding.saved_parameters()
+            ],
+            "frozen_param_shapes": {name: shape_of(param) for name, param in frozen.items()},
+            "frozen_param_fragments": {name: saved_part(param) for name, param in frozen.items()},
+            "shared_params": {
+                name: names[id(param)]
+                for name, param in module.named_parameters(remove_duplicate=False)
+                if names.get(id(param), name) != name
+            },
+            "lr_scheduler": lr_scheduler.state_dict() if lr_scheduler is not None else None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "sparse_tensor_module_names": self.sparse_tensor_module_names,
+            "skipped_steps": progress.skipped_steps,
+            "global_steps": progress.global_steps,
+            "global_samples": progress.global_samples,
+            "dp_world_size": sharding.world_size,
+            "mp_world_size": mp_world_size,
+            "ds_config": redacted(self.config),
+            "ds_version": __version__,
+        }
+
+    def for_shard_file(self) -> dict[str, Any] | None:
+        """The content of this rank's `*_optim_states.pt`; None without sharding, where the model file has it all."""
+        if self.sharding.stage == 0 or (not self.has_optimizer and self.sharding.stage < 3):
+            return None
+        precision = self.training.precision
+        scaler = precision.loss_scaler
+        optimizer_state = {
+            **self.sharding.state_dict(),
+            "loss_scaler": scaler.state_dict(),
+            "dynamic_loss_scale": scaler.is_dynamic,
+            "overflow": scaler.overflow,
+            "clip_grad": precision.clip_norm,
+            "ds_version": __version__,
+        }
+        return {
+            "optimizer_state_dict": optimizer_state,
+            "ds_config": redacted(self.config),
+            "ds_version": __version__,
+        }
+
+    @property
+    def loadable_stages(self) -> tuple[int, ...]:
+        """Stages whose shards this run can take: 1 and 2 hold the same."""
+        return (1, 2) if self.sharding.stage in (1, 2) else (self.sharding.stage,)
+
+    def check_optimizer(self, loaded: LoadedCheckpoint) -> None:
+        """Refuse an optimizer state that this run cannot take, before anything is changed.
+
+        Raises:
+            CheckpointError: says what was found and how this run differs.
+        """
+        if loaded.shard_state is not None:
+            self.sharding.check_state(loaded.shard_state["optimizer_state_dict"])
+            return
+        saved = loaded.model_state.get("optimizer")
+        if not saved:
+            raise CheckpointError(
+                f"load {loaded.path}: found no optimizer state in it, so it was saved with ZeRO (stage 1 or above) and "
+                "this run has stage 0; use the same stage, or load_optimizer_states=False"
+            )
+        has_masters, wants_masters = (
+            "single_partition_of_fp32_groups" in saved,
+            self.training.optimizer is not self.training.basic_optimizer,
+        )
+        if has_masters != wants_masters:
+            raise CheckpointError(
+                f"load {loaded.path}: found an optimizer state {'with' if has_masters else 'without'} fp32 master "
+                f"weights, and this run {'has' if wants_masters else 'has no'} master weights; use the same precision, "
+                "or load_optimizer_states=False"
+            )
+        if wants_masters:
+            self.sharding.check_state(saved)
+        else:
+            self._check_torch_state(saved, loaded.path)
+
+    def _check_torch_state(self, saved: Mapping[str, Any], path: str) -> None:
+        optimizer = self.training.basic_optimizer
+        assert optimizer is not None
+        check_saved_state(optimizer, saved["state"].values(), saved["param_groups"])
+        found = [len(group["params"]) for group in saved["param_groups"]]
+        wanted = [len(group["params"]) for group in optimizer.param_groups]
+        if found != wanted:
+            raise CheckpointError(
+                f"load {path}: found an optimizer state of groups of {found} parameters, this run has {wanted}; "
+                "build the optimizer with the same groups, or load_optimizer_states=False"
+            )
+
+    def restore_optimizer(self, loaded: LoadedCheckpoint, *, with_states: bool) -> None:
+        """Master weights and, with `with_states`, optimizer state and loss scale, after `check_optimizer`."""
+        if loaded.shard_state is None:
+            assert self.training.optimizer is not None
+            self.training.optimizer.load_state_dict(loaded.model_state["optimizer"])
+            return
+        saved = loaded.shard_state["optimizer_state_dict"]
+        self.sharding.restore_state(saved, load_optimizer_states=with_states)
+        if with_states and isinstance(saved.get("loss_scaler"), dict):
+            self.training.precision.loss_scaler.load_state_dict(saved["loss_scaler"])
+
+    def restore_progress(self, state: Mapping[str, Any], *, with_scheduler: bool) -> None:
+        """Counters and, with `with_scheduler`, the learning rate schedule."""
+        training = self.training
+        training.progress.global_steps = int(state["global_steps"])
+        training.progress.global_samples = int(state["global_samples"])
+        training.progress.skipped_steps = int(state["skipped_steps"])
+        training.schedule.micro_steps = training.progress.global_steps * training.schedule.num_steps
+        if with_scheduler and training.lr_scheduler is not None and state.get("lr_scheduler") is not None:
+            training.lr_scheduler.load_state_dict(state["lr_scheduler"])

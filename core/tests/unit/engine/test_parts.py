@@ -1,0 +1,71 @@
+"""The engine and its parts: what each is given, and that none sees more."""
+
+import ast
+from pathlib import Path
+
+import deepspeed.engine
+import torch
+from deepspeed.checkpoint import Checkpointer
+from deepspeed.engine.saving import Saving
+from deepspeed.engine.schedule import Backward, Forward, ReduceGradients, Step
+from deepspeed.engine.training_state import TrainingState
+from torch import nn
+
+FILES = sorted(Path(deepspeed.engine.__file__).parent.glob("*.py"))
+
+
+def names_in(path):
+    return {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+
+
+def test_only_build_sees_the_root_of_the_configuration():
+    assert [path.name for path in FILES if "DeepSpeedConfig" in names_in(path)] == ["build.py"]
+
+
+def test_the_engine_is_composed(make_engine):
+    engine = make_engine(nn.Linear(4, 2))
+    assert type(engine).__bases__ == (nn.Module,)
+    for part in (engine._training, engine._saving, engine._observers, engine.schedule, engine.checkpointer):
+        assert not [name for name, value in vars(part).items() if value is engine]
+
+
+def test_attributes_of_parts_can_be_written(make_engine):
+    engine = make_engine(nn.Linear(4, 2))
+    engine.global_steps, engine.skipped_steps, engine.global_samples, engine.micro_steps = 3, 2, 12, 3
+    engine.lr_scheduler = None
+    engine.backward(engine(torch.ones(4, 4)).sum())
+    engine.step()
+    assert (engine.global_steps, engine.skipped_steps, engine.global_samples, engine.micro_steps) == (4, 2, 16, 4)
+
+
+class TwoSteps:
+    """Takes the optimizer step twice; a schedule of another kind than counting micro-batches."""
+
+    num_steps, micro_steps, syncs = 1, 0, True
+
+    def instructions(self):
+        yield from (Forward(0), Backward(0), ReduceGradients(), Step(), ReduceGradients(), Step())
+
+    def advance(self):
+        self.micro_steps += 1
+
+
+def test_a_step_is_what_the_schedule_says(make_engine):
+    engine = make_engine(nn.Linear(4, 2))
+    engine.schedule = engine._training.schedule = TwoSteps()
+    engine.backward(engine(torch.ones(4, 4)).sum())
+    engine.step()
+    assert (engine.global_steps, engine.micro_steps) == (2, 1)
+
+
+def test_a_checkpoint_of_one_of_several_model_parallel_ranks(make_engine, tmp_path):
+    engine = make_engine(nn.Linear(4, 2), zero_optimization={"stage": 1})
+    state = TrainingState(
+        module=engine.module, training=engine._training, config=engine.config, sparse_tensor_module_names=set()
+    )
+    checkpointer = Checkpointer(mp_rank=1, mp_world_size=2, is_publisher=True)
+    saving = Saving(state, checkpointer, gather=lambda value: [value], tag_validation="Warn")
+    saving.save(str(tmp_path), "a", client_state=None, save_latest=True, exclude_frozen=False)
+    names = {"mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == names
+    assert torch.load(tmp_path / "a" / "mp_rank_01_model_states.pt", weights_only=True)["mp_world_size"] == 2
