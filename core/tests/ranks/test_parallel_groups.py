@@ -1,9 +1,10 @@
 """`deepspeed.parallel.groups` on real ranks."""
 
+import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.errors import CommError, ConfigError, StateError
+from deepspeed.errors import CommError, ConfigError
 from deepspeed.parallel import groups
 from deepspeed.testing.distributed import run_ranks
 
@@ -49,38 +50,35 @@ def model_parallel_job():
     return members(data), members(model), groups.get_tensor_model_parallel_rank()
 
 
-class Mpu:
-    def get_data_parallel_group(self):
-        return dist.get_world_group()
-
-    def get_data_parallel_world_size(self):
-        return 2
-
-    def get_data_parallel_rank(self):
-        return dist.get_rank()
-
-    def get_model_parallel_world_size(self):
-        return 1
-
-
-def mpu_job():
-    with pytest.raises(StateError, match="get_data_parallel_group"):
-        groups.set_mpu(object())
-    groups.set_mpu(Mpu())
-    assert groups._get_sequence_data_parallel_group() is dist.get_world_group()
-    assert groups._get_sequence_parallel_world_size() == 1
-    return groups._get_data_parallel_rank(), groups._get_model_parallel_world_size()
-
-
 def refused_job():
     with pytest.raises(ConfigError, match="= 3, but the world has 2 ranks"):
         groups.set_mesh((3, 1))
     for name in ("group", "world_size", "rank"):
         for kind in ("expert_parallel", "expert_data_parallel"):
-            with pytest.raises(CommError, match="mixture of experts"):
+            with pytest.raises(CommError, match="'ep_size_2', found none; make them on all ranks first"):
                 getattr(groups, f"_get_{kind}_{name}")("ep_size_2")
     assert groups._get_expert_parallel_group_dict() == {}
     return groups._get_max_expert_size()
+
+
+def experts_job():
+    """The expert groups that a script makes before there is an engine are those of the engine."""
+    groups.initialize(ep_size=2)
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 1), config={"train_micro_batch_size_per_gpu": 1})
+    assert engine.mesh.experts(2).group("ep") is groups._get_expert_parallel_group("ep_size_2")
+    assert groups._get_expert_data_parallel_group_dict().keys() == {"ep_size_2"}
+    assert (groups._get_max_expert_size(), groups._get_max_expert_size_name()) == (2, "ep_size_2")
+    with pytest.raises(ConfigError, match="expert parallel size: found 3"):
+        groups._create_expert_and_data_parallel(3)
+    x = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(x, group=groups._get_expert_data_parallel_group("ep_size_2"))
+    engine.destroy()
+    return (
+        members(groups._get_expert_parallel_group("ep_size_2")),
+        groups._get_expert_parallel_rank("ep_size_2"),
+        groups._get_expert_data_parallel_rank("ep_size_2"),
+        x.item(),
+    )
 
 
 def test_all_data_parallel_by_default():
@@ -100,8 +98,10 @@ def test_model_parallel():
     assert run_ranks(4, model_parallel_job) == expected
 
 
-def test_mpu_is_adopted():
-    assert run_ranks(2, mpu_job) == [(0, 1), (1, 1)]
+def test_expert_groups():
+    assert run_ranks(4, experts_job) == [
+        ([0, 1], 0, 0, 2.0), ([0, 1], 1, 0, 4.0), ([2, 3], 0, 1, 2.0), ([2, 3], 1, 1, 4.0)
+    ]  # fmt: skip
 
 
 def test_what_is_not_there_is_refused():

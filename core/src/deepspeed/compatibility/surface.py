@@ -228,7 +228,15 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.tp_model_init", N, "Raises `ConfigError`."),
         ("deepspeed.init_inference", N, "Raises `ConfigError`."),
         ("deepspeed.DeepSpeedHybridEngine", N, "Raises `ConfigError`."),
-        ("deepspeed.utils.groups", W, "Data-parallel groups, and the caller's `mpu`; there are no expert groups."),
+        (
+            "deepspeed.utils.groups",
+            W,
+            "A view of the mesh of the engine built last, or of the one made here before: data, sequence, model and "
+            "expert groups.",
+        ),
+        ("deepspeed.utils.groups.initialize(ep_size)", W, "Also `set_mesh`, `set_mpu`, which later engines use."),
+        ("deepspeed.initialize(mpu)", W, "Gradients are averaged over its data- and sequence-parallel ranks."),
+        ("deepspeed.initialize(mesh_param)", W, "Also a mapping of axes: dp, sp, tp, pp."),
     ],
 }
 

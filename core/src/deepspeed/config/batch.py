@@ -1,7 +1,8 @@
-"""train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size.
+"""train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks.
 
-Any two give the third; the train size or the micro size alone gives all, with one accumulation step.
-Pure integers; `root.DeepSpeedConfig` calls it once, the engine again when the accumulation is changed while training.
+Data-parallel ranks are those that see different samples (`Mesh.size("dp")`); ranks that divide a sequence or a model
+are not counted again. Any two of the three give the third; the train size or the micro size alone gives all, with one
+accumulation step. Pure integers; `root.DeepSpeedConfig` calls it once.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ STEPS = "gradient_accumulation_steps"
 
 @dataclass(frozen=True)
 class BatchTriple:
-    """Samples per update over all ranks; samples per rank and forward; forwards per update."""
+    """Samples per update over all ranks; samples per data-parallel rank and forward; forwards per update."""
 
     train: int
     micro: int
@@ -52,6 +53,6 @@ def resolve_batch(train: int | None, micro: int | None, steps: int | None, world
 def _inconsistent(train: int, micro: int, steps: int, world_size: int) -> str:
     product = micro * steps * world_size
     return (
-        f"{TRAIN}: found {train}, which is not {MICRO} x {STEPS} x world size = {micro} x {steps} x {world_size} = "
-        f"{product}; change one of them, or give two that divide evenly and leave the third out"
+        f"{TRAIN}: found {train}, which is not {MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x "
+        f"{world_size} = {product}; change one of them, or give two that divide evenly and leave the third out"
     )

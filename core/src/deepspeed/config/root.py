@@ -155,7 +155,11 @@ class DeepSpeedConfig(Section):
         support=refused("sequence parallelism is not in this version"),
     )
     data_parallel_size: Int | None = key(
-        None, "Data-parallel degree.", unit="ranks", ge=1, support=warned("it is the number of ranks")
+        None,
+        "Data-parallel degree.",
+        unit="ranks",
+        ge=1,
+        support=warned("it follows from the number of ranks and initialize(mesh_param=...) or mpu"),
     )
     use_data_before_expert_parallel_: Flag = key(
         False, "Order of expert groups.", support=refused("expert groups are not in this version")

@@ -177,7 +177,7 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     ),
     "get_global_grad_norm": lambda engine: engine._training.stats.grad_norm if engine._training.stats else None,
     "get_pld_theta": lambda engine: None,  # progressive layer drop is refused
-    "get_sequence_parallel_group": lambda engine: None,  # initialize refuses sequence parallelism
+    "get_sequence_parallel_group": lambda engine: engine.seq_parallel_group,
     "get_type": lambda engine: engine._training.group_values("type"),
     "gradient_accumulation_steps": lambda engine: engine.schedule.num_steps,
     "is_deepcompile_active": lambda engine: False,  # DeepCompile is refused
@@ -205,11 +205,11 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
         or engine.precision.model_dtype
         or torch.float32
     ),
-    "dp_world_size": lambda engine: engine.sharding.world_size,
+    "dp_world_size": lambda engine: engine.mesh.size("dp"),
     "global_rank": lambda engine: comm.get_rank(),
     "local_rank": lambda engine: engine._arguments.get("local_rank", 0),
-    "mp_world_size": lambda engine: engine.checkpointer.position.mp_world_size,
-    "seq_parallel_group": lambda engine: None,
+    "mp_world_size": lambda engine: engine.mesh.size("tp"),
+    "seq_parallel_group": lambda engine: engine.mesh.group("sp") if engine.mesh.size("sp") > 1 else None,
     "has_moe_layers": lambda engine: False,
     "pipeline_parallelism": lambda engine: False,
     "mpu": lambda engine: engine._arguments.get("mpu"),

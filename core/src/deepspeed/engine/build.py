@@ -2,9 +2,11 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -36,6 +38,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.optim import is_elementwise, is_tested_with_zero
 from deepspeed.parallel import groups
+from deepspeed.parallel.mesh import Mesh
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
@@ -80,11 +83,13 @@ def initialize(
         training_data: a dataset, for which a distributed loader is made.
         lr_scheduler: a scheduler, or a callable that gets the optimizer; beats the config's.
         distributed_port: of the rendezvous, when this call starts torch.distributed without a launcher.
-        mpu: an object with `get_data_parallel_group()` and the like, if the caller made the groups.
+        mpu: an object with `get_data_parallel_group()`, `..._world_size()` and `..._rank()`, and the same for
+            tensor, pipeline or sequence parallelism, if the caller made the groups and divides the model itself.
         dist_init_required: False if torch.distributed was initialized by the caller.
         collate_fn: for the loader.
         config: path, dict, JSON, hjson or base64; `config_params` is its older name.
-        mesh_param: sizes of the (data parallel, sequence parallel) mesh.
+        mesh_param: sizes (data parallel, sequence parallel), or a mapping of axes ("dp", "sp", "tp", "pp") to sizes,
+            which multiply to the number of ranks. Gradients are averaged over dp x sp; the caller divides the model.
 
     Returns:
         engine, optimizer, training dataloader, learning rate scheduler; what there is none of is None.
@@ -99,9 +104,12 @@ def initialize(
         raise ConfigError(f"initialize: model is {type(model).__name__}; pass a torch.nn.Module")
     source = _config_source(args, config, config_params)
     _start_communication(dist_init_required, distributed_port)
-    group = _lay_out_ranks(mpu, mesh_param)
-    settings = DeepSpeedConfig(source, world_size=groups._get_data_parallel_world_size())
+    mesh = groups.create_mesh(mpu, mesh_param)
+    settings = DeepSpeedConfig(source, world_size=mesh.size("dp"))
     settings.check_supported()
+    mesh = _split_data(mesh, settings.zero_optimization)
+    group = mesh.gradient_group()
+    groups.view(mesh)
     plugin_manager().hook.ds_check_config(config=settings)
     device = claim_device(args)
     check_dtypes(_asked_dtypes(settings))
@@ -151,10 +159,11 @@ def initialize(
     engine = DeepSpeedEngine(
         module,
         device=device,
+        mesh=mesh,
         training=training,
         schedule=schedule,
         observers=training.observers,
-        saving=_create_saving(settings, state),
+        saving=_create_saving(settings, state, mesh),
         micro_batch_size=int(settings.train_micro_batch_size_per_gpu),
         config=settings.raw,
         answers=read_answers(settings),
@@ -212,23 +221,18 @@ def _start_communication(dist_init_required: bool | None, port: int) -> None:
     comm.init_distributed(distributed_port=port)
 
 
-def _lay_out_ranks(mpu: Any, mesh_param: Any) -> Any:
-    """The group over which gradients are averaged."""
-    groups.reset()
-    if mpu is not None:
-        groups.set_mpu(mpu)
-    elif mesh_param is not None:
-        groups.set_mesh(mesh_param)
-    sizes = {
-        "model": groups._get_model_parallel_world_size(),
-        "sequence": groups._get_sequence_parallel_world_size(),
-    }
-    for name, size in sizes.items():
-        if size > 1:
-            given = "mpu" if mpu is not None else "mesh_param"
-            raise ConfigError(f"initialize: {given} asks for {size} {name}-parallel ranks; this version has data "
-                              "parallelism only, leave the argument out")  # fmt: skip
-    return groups._get_sequence_data_parallel_group()
+def _split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
+    """The mesh with the copies of the weights that MiCS or hpZ asks for."""
+    asked = [("mics_shard_size", zero.mics_shard_size, 0), ("zero_hpz_partition_size", zero.zero_hpz_partition_size, 1)]
+    given = [(name, size) for name, size, off in asked if size > off and zero.stage == 3]
+    if len(given) > 1:
+        raise ConfigError(
+            f"zero_optimization: found {' and '.join(f'{name} {size}' for name, size in given)}; each divides the "
+            "ranks into copies of the weights in its own way, give one of them"
+        )
+    for name, size in given:
+        mesh = mesh.split_data(size, f"zero_optimization.{name}")
+    return mesh
 
 
 def _asked_dtypes(config: DeepSpeedConfig) -> dict[str, torch.dtype]:
@@ -363,24 +367,25 @@ def _create_observers(config: DeepSpeedConfig, group: Any, *, scales_loss: bool)
     )
 
 
-def _create_saving(config: DeepSpeedConfig, state: TrainingState) -> Saving:
+def _create_saving(config: DeepSpeedConfig, state: TrainingState, mesh: Mesh) -> Saving:
+    gather = partial(_gather, group=mesh.norm_group)
     sharding, section = state.sharding, config.checkpoint
     checkpointer = Checkpointer(
-        gather=_gather,
+        gather=gather,
         store=create_store(section.store.type, section.store.params),
         prefix="bf16_" if state.training.precision.model_dtype == torch.bfloat16 else "",
         dp_rank=sharding.rank,
         dp_world_size=sharding.world_size,
-        mp_rank=groups._get_model_parallel_rank(),
-        mp_world_size=groups._get_model_parallel_world_size(),
+        mp_rank=mesh.model_rank,
+        mp_world_size=mesh.model_size,
         partitioned_model=sharding.stage >= 3,
     )
-    return Saving(state, checkpointer, gather=_gather, tag_validation=section.tag_validation)
+    return Saving(state, checkpointer, gather=gather, tag_validation=section.tag_validation)
 
 
-def _gather(value: Any) -> list[Any]:
-    """Every rank's value, in rank order; all ranks share a checkpoint."""
-    return all_gather_values(value) if comm.get_world_size() > 1 else [value]
+def _gather(value: Any, group: ProcessGroup) -> list[Any]:
+    """The value of every rank of `group`, which share a checkpoint, in rank order."""
+    return all_gather_values(value, group) if comm.get_world_size(group) > 1 else [value]
 
 
 def _embedding_weights(module: torch.nn.Module) -> set[str]:

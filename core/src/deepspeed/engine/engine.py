@@ -24,6 +24,8 @@ from deepspeed.engine.saving import Saving
 from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.training import Training
 from deepspeed.errors import ConfigError, StateError
+from deepspeed.log import warn_once
+from deepspeed.parallel.mesh import Mesh
 from deepspeed.precision.dtype_hint import add_dtype_hint
 
 
@@ -51,6 +53,7 @@ class DeepSpeedEngine(torch.nn.Module):
         module: torch.nn.Module,
         *,
         device: torch.device,
+        mesh: Mesh,
         training: Training,
         schedule: Accumulation,
         observers: Observers,
@@ -64,6 +67,8 @@ class DeepSpeedEngine(torch.nn.Module):
         super().__init__()
         self.module = module
         self.device = device
+        #: the axes along which ranks are laid out, and this rank's process groups
+        self.mesh = mesh
         self.precision = training.precision
         self.sharding = training.sharding
         self.schedule = schedule
@@ -173,13 +178,14 @@ class DeepSpeedEngine(torch.nn.Module):
         """Change the global batch size through the number of accumulation steps.
 
         Raises:
-            ConfigError: if it is not a multiple of the micro-batch over all ranks.
+            ConfigError: if it is not a multiple of the micro-batch over the data-parallel ranks.
         """
-        per_pass = self._micro_batch_size * self.sharding.world_size
+        dp_size = self.mesh.size("dp")
+        per_pass = self._micro_batch_size * dp_size
         if train_batch_size <= 0 or train_batch_size % per_pass != 0:
             raise ConfigError(
                 f"train_batch_size: asked for {train_batch_size}, which is not a multiple of {per_pass} (micro-batch "
-                f"{self._micro_batch_size} x {self.sharding.world_size} ranks)"
+                f"{self._micro_batch_size} x {dp_size} data-parallel ranks)"
             )
         self.schedule.num_steps = train_batch_size // per_pass
         self._train_batch_size = train_batch_size
@@ -189,13 +195,13 @@ class DeepSpeedEngine(torch.nn.Module):
         if micro_batch_size <= 0:
             raise ConfigError(f"train_micro_batch_size_per_gpu: asked for {micro_batch_size}, allowed is 1 or more")
         self._micro_batch_size = micro_batch_size
-        self._train_batch_size = micro_batch_size * self.sharding.world_size * self.schedule.num_steps
+        self._train_batch_size = micro_batch_size * self.mesh.size("dp") * self.schedule.num_steps
 
     def set_gradient_accumulation_steps(self, num_steps: int) -> None:
         """Change the number of micro-batches per step; the micro-batch stays."""
         if num_steps <= 0:
             raise ConfigError(f"gradient_accumulation_steps: asked for {num_steps}, allowed is 1 or more")
-        self.set_train_batch_size(num_steps * self._micro_batch_size * self.sharding.world_size)
+        self.set_train_batch_size(num_steps * self._micro_batch_size * self.mesh.size("dp"))
 
     # ---- learning rate ----------------------------------------------------------------------------------------
 
@@ -272,8 +278,8 @@ class DeepSpeedEngine(torch.nn.Module):
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self._micro_batch_size,
-            num_replicas=self.sharding.world_size,
-            rank=self.sharding.rank,
+            num_replicas=self.mesh.size("dp"),
+            rank=self.mesh.rank("dp"),
             pin_memory=pin_memory and self.device.type != "cpu",
             collate_fn=collate_fn or self.collate_fn,
             num_workers=num_local_io_workers,
@@ -392,8 +398,24 @@ class DeepSpeedEngine(torch.nn.Module):
         """Save the weights alone, in the model's dtype, to `<save_dir>/<save_filename>`; every rank calls it.
 
         Returns:
-            True: whole weights were saved.
+            True: whole weights were saved. False in stage 3 without `stage3_gather_16bit_weights_on_model_save`:
+            nothing was saved.
+
+        Raises:
+            ConfigError: if the caller divided the model over ranks (pipeline or tensor parallelism): no rank has whole
+                weights.
         """
+        if self.mesh.model_size > 1:
+            raise ConfigError(
+                f"save_16bit_model: the model is divided over {self.mesh.model_size} ranks (pp x tp), and each has a "
+                "part of the weights; use save_checkpoint(), which saves every part"
+            )
+        if self.sharding.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
+            warn_once(
+                "save_16bit_model: nothing is saved, because the weights are sharded; set "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save, or use save_checkpoint()"
+            )
+            return False
         path = Path(save_dir) / save_filename
         export.save_weights(self.module, path, self.checkpointer, exclude_frozen=exclude_frozen_parameters)
         return True
@@ -403,8 +425,13 @@ class DeepSpeedEngine(torch.nn.Module):
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         return export.consolidated(self.module, exclude_frozen=exclude_frozen_parameters)
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """Whole weights of a partitioned model; libraries call it when the stage is 3."""
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole weights of a sharded model on the first rank, None on others; libraries call it when the stage is 3. A
+        collective."""
+        if self.sharding.stage == 3:
+            return export.gathered(
+                self.module, keeps=self.checkpointer.is_publisher, exclude_frozen=exclude_frozen_parameters
+            )
         raise ConfigError(
             f"_zero3_consolidated_16bit_state_dict: zero_optimization.stage is {self.sharding.stage}, nothing is "
             "partitioned; use module.state_dict()"

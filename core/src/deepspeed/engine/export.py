@@ -1,14 +1,16 @@
 """Weights for use elsewhere: state dicts and 16-bit model files. Called by the engine's methods."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed import comm
 from deepspeed.checkpoint import Checkpointer, save_state_dict_file
 from deepspeed.engine.module_state import check_module_state, fill_module
+from deepspeed.log import log_dist
+from deepspeed.zero.param_unit import unit_of, whole_in_turn
 
 
 def module_state_dict(
@@ -40,16 +42,56 @@ def load_module(module: torch.nn.Module, weights: dict[str, Any], *, strict: boo
 
 
 def save_weights(module: torch.nn.Module, path: Path, checkpointer: Checkpointer, *, exclude_frozen: bool) -> None:
-    """Write the module's state dict, in its own dtype, on the first rank; all ranks call it, and fail together."""
+    """Write the module's whole weights, in its own dtype, on the first rank; all ranks call it, and fail together."""
+    weights = gathered(module, keeps=checkpointer.is_publisher, exclude_frozen=exclude_frozen)
 
     def write() -> None:
-        if comm.get_rank() == 0:
-            save_state_dict_file(module_state_dict(module, exclude_frozen=exclude_frozen), path)
+        if weights is not None:
+            save_state_dict_file(weights, path)
 
     checkpointer.together(write, f"save {path.name} in {path.parent}")
 
 
 def consolidated(module: torch.nn.Module, *, exclude_frozen: bool) -> dict[str, Tensor]:
-    """Whole weights on the host, under every stage of this version."""
-    state = module_state_dict(module, exclude_frozen=exclude_frozen)
-    return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+    """Whole weights on the host, on every rank. A collective where they are sharded."""
+    weights = gathered(module, keeps=True, exclude_frozen=exclude_frozen)
+    assert weights is not None
+    return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in weights.items()}
+
+
+def gathered(module: torch.nn.Module, *, keeps: bool, exclude_frozen: bool) -> dict[str, Any] | None:
+    """The module's state dict, in which sharded weights are whole and in host memory; names of one weight share it.
+
+    A collective where weights are sharded: they are gathered one unit at a time, on every rank.
+
+    Args:
+        keeps: whether this rank gets the result; others get None.
+    """
+    shown = Progress("gather the weights of the model")
+    state = module_state_dict(module, keep_vars=True, exclude_frozen=exclude_frozen)
+    tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
+    copies = {key: value.detach() for key, value in tensors.items()}
+    sharded = [value for value in tensors.values() if unit_of(value) is not None]
+    for param, weights in whole_in_turn(sharded):
+        if keeps:
+            copies[id(param)] = weights.to("cpu", copy=True)
+        shown.advance(len(sharded))
+    return {name: copies.get(id(value), value) for name, value in state.items()} if keeps else None
+
+
+class Progress:
+    """Says on the first rank how far a slow work is, every few seconds."""
+
+    interval_s = 5.0
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._last_s = time.monotonic()
+        self._done = 0
+
+    def advance(self, total: int) -> None:
+        """Called after each of `total` parts."""
+        self._done += 1
+        if time.monotonic() - self._last_s > self.interval_s:
+            self._last_s = time.monotonic()
+            log_dist(f"{self._what}: {self._done} of {total}")

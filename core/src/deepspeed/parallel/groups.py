@@ -1,58 +1,90 @@
 """The API of `deepspeed.utils.groups`: which ranks share data, model, sequence or expert parallelism with this one.
 
-Libraries and models call these functions; features talk to each other through them. An `mpu` (Megatron's model
-parallel unit, `initialize(mpu=...)`) or a `Mesh` (`initialize(mesh_param=...)`) says how ranks are laid out, set by
-the engine with `set_mpu` and `set_mesh`; with neither, every rank is data parallel.
+A view of one mesh: that of the engine built last, or the one that the user made here (`set_mesh`, `set_mpu`,
+`initialize`), or else all ranks data parallel. An engine's own parts use `engine.mesh`, and so should a program with
+several engines. Engines that are given neither `mpu` nor `mesh_param` use the mesh that the user made here.
 
 Every function raises `CommError` before `init_distributed`.
 """
 
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
-from deepspeed.errors import CommError, StateError
-from deepspeed.parallel.mesh import Mesh, MeshSizes, read_sizes
+from deepspeed.errors import CommError
+from deepspeed.parallel.layout import grid, read_layout
+from deepspeed.parallel.mesh import Mesh, RankGrid
+from deepspeed.parallel.mpu import mesh_of_mpu
 
-mpu: Any = None
-mesh: Mesh | None = None
-# Of which world group `mesh` and the clone are: after destroy and init again they are made anew.
-_world: ProcessGroup | None = None
-_world_clone: ProcessGroup | None = None
+_viewed: Mesh | None = None  # what the functions below answer from
+_default: Mesh | None = None  # of engines that are given no other: the user's own, or all ranks data parallel
+_world_clones: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+_EXPERT_PREFIX = "ep_size_"
 
 
-# ---- set by the engine ---------------------------------------------------------------------------------------------
-
-
-def set_mpu(new: Any) -> None:
-    """Take the layout from `new`, which answers `get_data_parallel_group()`, `get_model_parallel_group()` and so on."""
-    global mpu
-    for name in ("get_data_parallel_group", "get_data_parallel_world_size", "get_data_parallel_rank"):
-        if not callable(getattr(new, name, None)):
-            raise StateError(f"mpu: {type(new).__name__} has no method {name}(); initialize(mpu=...) needs it")
-    mpu = new
+# ---- which mesh ----------------------------------------------------------------------------------------------------
 
 
 def set_mesh(param: object) -> Mesh:
-    """Lay the ranks out as `mesh_param` says, and make the groups of every axis that has more than one rank.
+    """Lay the ranks out as `mesh_param` says. A collective: every rank calls it with the same `param`.
 
-    Collective: every rank calls it with the same `param`. Raises `ConfigError` if the sizes do not fit the world.
+    Args:
+        param: as `deepspeed.initialize(mesh_param=...)` takes it.
+
+    Raises:
+        ConfigError: if the sizes do not fit the world.
     """
-    global mesh, _world
-    _forget_old_world()
-    new = Mesh(read_sizes(param, dist.get_world_size(dist.get_world_group())))
-    for axes in (("dp",), ("sp",), ("tp",), ("pp",), ("dp", "sp")):
-        if new.size(*axes) > 1:
-            new.group(*axes)
-    mesh, _world = new, dist.get_world_group()
-    return new
+    return _choose(Mesh(read_layout(param, dist.get_world_group().size())))
+
+
+def set_mpu(new: Any) -> Mesh:
+    """Take the layout and the groups of an `mpu`. A collective of the ranks that its groups connect.
+
+    Raises:
+        ConfigError: if the mpu has no data-parallel group, or its answers contradict each other.
+    """
+    return _choose(mesh_of_mpu(new))
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+    """Make the groups of experts. A collective of all ranks.
+
+    Args:
+        ep_size: number of ranks over which the experts of a layer are divided.
+        mpu: lays the ranks out; default: the mesh that is set already.
+
+    Raises:
+        ConfigError: if `ep_size` does not divide the ranks that average a gradient.
+    """
+    if mpu is not None:
+        set_mpu(mpu)
+    _create_expert_and_data_parallel(ep_size)
+
+
+def create_mesh(mpu: Any = None, mesh_param: object = None) -> Mesh:
+    """The mesh of a new engine, called by `deepspeed.initialize`: from its arguments, else the user's own from here,
+    else all ranks data parallel. A collective."""
+    if mpu is not None:
+        return mesh_of_mpu(mpu)
+    if mesh_param is not None:
+        return Mesh(read_layout(mesh_param, dist.get_world_group().size()))
+    return _default_mesh()
+
+
+def view(mesh: Mesh) -> None:
+    """Answer from `mesh` from now on; called when an engine is built."""
+    global _viewed
+    _viewed = mesh
 
 
 def reset() -> None:
-    """Forget mpu, mesh and groups; `engine.destroy` and tests call it."""
-    global mpu, mesh, _world, _world_clone
-    mpu, mesh, _world, _world_clone = None, None, None, None
+    """Forget the mesh; for tests."""
+    global _viewed, _default
+    _viewed, _default = None, None
 
 
 # ---- the world -----------------------------------------------------------------------------------------------------
@@ -68,20 +100,19 @@ def _clone_world_group() -> ProcessGroup:
 
     Collective on the first call.
     """
-    global _world_clone, _world
-    _forget_old_world()
-    if _world_clone is None:
-        _world_clone, _world = dist.new_group(range(dist.get_world_size())), dist.get_world_group()
-    return _world_clone
+    world = dist.get_world_group()
+    if world not in _world_clones:
+        _world_clones[world] = dist.new_group(range(world.size()))
+    return _world_clones[world]
 
 
 def _get_broadcast_src_rank() -> int:
-    """Global rank of the first member of this rank's data-parallel group: where initial weights come from."""
-    return dist.get_global_rank(_get_sequence_data_parallel_group(), 0)
+    """Global rank from which the parameters that this rank holds get their first values."""
+    return _mesh().ranks("dp", "sp")[0]
 
 
 def _get_local_all_to_all_group() -> ProcessGroup:
-    """Refused: groups per machine come with hierarchical communication."""
+    """Refused: there are no groups per machine."""
     raise CommError("_get_local_all_to_all_group: groups per machine (ZeRO++) are not supported by this version")
 
 
@@ -90,24 +121,22 @@ def _get_local_all_to_all_group() -> ProcessGroup:
 
 def _get_data_parallel_group() -> ProcessGroup:
     """Ranks that hold the same part of the model and read different batches."""
-    if mpu is not None:
-        return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
     return _mesh().group("dp")
 
 
 def _get_data_parallel_world_size() -> int:
     """Ranks in the data-parallel group."""
-    return int(mpu.get_data_parallel_world_size()) if mpu is not None else _mesh().size("dp")
+    return _mesh().size("dp")
 
 
 def _get_data_parallel_rank() -> int:
     """This rank's place in the data-parallel group."""
-    return int(mpu.get_data_parallel_rank()) if mpu is not None else _mesh().rank("dp")
+    return _mesh().rank("dp")
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
     """Global ranks of the data-parallel group."""
-    return dist.get_all_ranks_from_group(_get_data_parallel_group())
+    return list(_mesh().ranks("dp"))
 
 
 # ---- model (tensor) ------------------------------------------------------------------------------------------------
@@ -115,22 +144,16 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 def _get_model_parallel_group() -> ProcessGroup:
     """Ranks that hold the parts of one layer."""
-    if _mpu_has("get_model_parallel_group"):
-        return mpu.get_model_parallel_group()  # type: ignore[no-any-return]
     return _mesh().group("tp")
 
 
 def _get_model_parallel_world_size() -> int:
     """Ranks in the model-parallel group; 1 without tensor parallelism."""
-    if _mpu_has("get_model_parallel_world_size"):
-        return int(mpu.get_model_parallel_world_size())
     return _mesh().size("tp")
 
 
 def _get_model_parallel_rank() -> int:
     """This rank's place in the model-parallel group."""
-    if _mpu_has("get_model_parallel_rank"):
-        return int(mpu.get_model_parallel_rank())
     return _mesh().rank("tp")
 
 
@@ -160,117 +183,158 @@ def _create_model_parallel(model_parallel_size: int) -> tuple[ProcessGroup, Proc
 
 def _get_sequence_parallel_group() -> ProcessGroup:
     """Ranks that hold the parts of one sequence."""
-    if _mpu_has("get_sequence_parallel_group"):
-        return mpu.get_sequence_parallel_group()  # type: ignore[no-any-return]
     return _mesh().group("sp")
 
 
 def _get_sequence_parallel_world_size() -> int:
     """Ranks in the sequence-parallel group; 1 without sequence parallelism."""
-    if _mpu_has("get_sequence_parallel_world_size"):
-        return int(mpu.get_sequence_parallel_world_size())
     return _mesh().size("sp")
 
 
 def _get_sequence_parallel_rank() -> int:
     """This rank's place in the sequence-parallel group."""
-    if _mpu_has("get_sequence_parallel_rank"):
-        return int(mpu.get_sequence_parallel_rank())
     return _mesh().rank("sp")
 
 
 def _get_sequence_data_parallel_group() -> ProcessGroup:
-    """Ranks that share gradients: data and sequence parallel together. ZeRO divides its states over this group."""
-    if _mpu_has("get_sequence_data_parallel_group"):
-        return mpu.get_sequence_data_parallel_group()  # type: ignore[no-any-return]
-    if mpu is not None:
-        return _get_data_parallel_group()
-    return _mesh().group("dp", "sp")
+    """Ranks that average a gradient: data and sequence parallel together. ZeRO divides its states over this group."""
+    return _mesh().gradient_group()
 
 
 def _get_sequence_data_parallel_world_size() -> int:
     """Ranks in the sequence- and data-parallel group."""
-    return dist.get_world_size(_get_sequence_data_parallel_group())
+    return _mesh().size("dp", "sp")
 
 
 def _get_sequence_data_parallel_rank() -> int:
     """This rank's place in the sequence- and data-parallel group."""
-    return dist.get_rank(_get_sequence_data_parallel_group())
+    return _mesh().rank("dp", "sp")
 
 
-# ---- experts -------------------------------------------------------------------------------------------------------
+# ---- ZeRO's shards (MiCS, hpZ) -------------------------------------------------------------------------------------
+
+
+def _get_zero_param_intra_parallel_group() -> ProcessGroup:
+    """Ranks that hold the shards of one copy of the weights: `mics_shard_size` or `zero_hpz_partition_size` ranks."""
+    return _mesh().shard_group()
+
+
+def _get_zero_param_intra_parallel_group_world_size() -> int:
+    """Ranks in that group."""
+    return _mesh().size("dp_shard", "sp")
+
+
+def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
+    """This rank's place in that group."""
+    return _mesh().rank("dp_shard", "sp")
+
+
+def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
+    """Global ranks of that group."""
+    return list(_mesh().ranks("dp_shard", "sp"))
+
+
+# ---- experts: groups are named "ep_size_<ranks over which the experts are divided>" ---------------------------------
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Make the groups of experts that are divided over so many ranks, once. A collective of all ranks.
+
+    Raises:
+        ConfigError: if the size does not divide the ranks that average a gradient.
+    """
+    _mesh().experts(expert_parallel_size_, data_before_expert=use_data_before_expert_parallel_)
 
 
 def _get_expert_parallel_group(group_name: str) -> ProcessGroup:
-    """Refused: no expert groups exist in this version."""
-    raise _no_experts("_get_expert_parallel_group", group_name)
+    """Ranks over which the experts are divided."""
+    return _experts(group_name).group("ep")
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
-    """Refused: no expert groups exist in this version."""
-    raise _no_experts("_get_expert_parallel_world_size", group_name)
+    """Ranks over which the experts are divided."""
+    return _experts(group_name).size("ep")
 
 
 def _get_expert_parallel_rank(group_name: str) -> int:
-    """Refused: no expert groups exist in this version."""
-    raise _no_experts("_get_expert_parallel_rank", group_name)
+    """This rank's place among them."""
+    return _experts(group_name).rank("ep")
 
 
 def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup:
-    """Refused: no expert groups exist in this version."""
-    raise _no_experts("_get_expert_data_parallel_group", group_name)
+    """Ranks that hold the same experts and average their gradients."""
+    return _experts(group_name).group("edp")
 
 
 def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    """Refused: no expert groups exist in this version."""
-    raise _no_experts("_get_expert_data_parallel_world_size", group_name)
+    """Ranks that hold the same experts."""
+    return _experts(group_name).size("edp")
 
 
 def _get_expert_data_parallel_rank(group_name: str) -> int:
-    """Refused: no expert groups exist in this version."""
-    raise _no_experts("_get_expert_data_parallel_rank", group_name)
+    """This rank's place among them."""
+    return _experts(group_name).rank("edp")
 
 
 def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup]:
-    """Name -> expert-parallel group; there are none."""
-    return {}
+    """Name -> expert-parallel group."""
+    return {f"{_EXPERT_PREFIX}{size}": grid.group("ep") for size, grid in _expert_grids().items()}
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup]:
-    """Name -> expert-data-parallel group; there are none."""
-    return {}
+    """Name -> expert-data-parallel group."""
+    return {f"{_EXPERT_PREFIX}{size}": grid.group("edp") for size, grid in _expert_grids().items()}
 
 
 def _get_max_expert_size() -> int:
-    """Largest expert-parallel size; 1, because there are no expert groups."""
-    return 1
+    """Largest expert-parallel size; 1 without expert groups."""
+    return max(_expert_grids(), default=1)
+
+
+def _get_max_expert_size_name() -> str:
+    """Name of the groups of that size."""
+    return f"{_EXPERT_PREFIX}{_get_max_expert_size()}"
 
 
 # ---- inside --------------------------------------------------------------------------------------------------------
 
 
-def _mesh() -> Mesh:
-    """The mesh in force; all data parallel if nobody set one, which needs no new group and so is not collective."""
-    global mesh, _world
-    world = dist.get_world_group()
-    _forget_old_world()
-    if mesh is None:
-        mesh, _world = Mesh(MeshSizes(dp=dist.get_world_size())), world
+def _choose(mesh: Mesh) -> Mesh:
+    global _default
+    _default = mesh
+    view(mesh)
     return mesh
 
 
-def _forget_old_world() -> None:
-    """Drop groups of a world that was destroyed since."""
-    global mesh, _world, _world_clone
-    if _world is not None and _world is not dist.get_world_group():
-        mesh, _world, _world_clone = None, None, None
+def _of_this_world(mesh: Mesh | None) -> Mesh | None:
+    """`mesh`, unless its world was destroyed."""
+    return mesh if mesh is not None and mesh.world is dist.get_world_group() else None
 
 
-def _mpu_has(method: str) -> bool:
-    return mpu is not None and hasattr(mpu, method)
+def _default_mesh() -> Mesh:
+    global _default
+    _default = _of_this_world(_default) or Mesh(grid(dp=dist.get_world_group().size()))  # the latter makes no group
+    return _default
 
 
-def _no_experts(asked: str, group_name: str) -> CommError:
-    return CommError(
-        f"{asked}({group_name!r}): no expert-parallel groups exist; mixture of experts is not supported by this version"
-    )
+def _mesh() -> Mesh:
+    """The mesh that is viewed."""
+    return _of_this_world(_viewed) or _default_mesh()
+
+
+def _expert_grids() -> Mapping[int, RankGrid]:
+    return _mesh().expert_grids
+
+
+def _experts(name: str) -> RankGrid:
+    grids = _expert_grids()
+    size = name.removeprefix(_EXPERT_PREFIX)
+    if not size.isdecimal() or int(size) not in grids:
+        has = ", ".join(f"{_EXPERT_PREFIX}{size}" for size in grids) or "none"
+        raise CommError(
+            f"groups: asked for the expert groups {name!r}, found {has}; make them on all ranks first, with "
+            "groups._create_expert_and_data_parallel(expert_parallel_size)"
+        )
+    return grids[int(size)]

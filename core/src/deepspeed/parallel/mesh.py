@@ -1,155 +1,207 @@
-"""The axes in which ranks are laid out, and one process group per line along each axis.
+"""The process groups of a grid of ranks, and torch's `DeviceMesh` over them.
 
-`engine/build.py` makes one `Mesh` per world from `mesh_param` or the config; `groups.py` answers from it. An axis of
-size 1 needs no group of its own: it is the rank alone.
+`engine/build.py` makes one `Mesh` per engine, from `mesh_param`, the caller's `mpu` or all ranks; the engine owns it
+(`engine.mesh`), and whoever reduces or gathers gets its group from there. `groups.py` is a view of it for libraries.
 
-Axes, the outermost first: pp pipeline stages, dp data parallel, sp sequence parallel, tp tensor parallel. Ranks next
-to each other differ in tp, so the heaviest traffic stays on one machine. ep (experts) divides dp further and is not
-an axis of the layout; its groups are made by `moe`.
+    mesh.group("tp")                          # this rank's process group along an axis
+    mesh["tp"]                                # torch's DeviceMesh, for DTensor and parallelize_module
+    mesh["dp_replicate", "dp_shard"]          # the same for fully_shard
+    mesh.gradient_group()                     # who averages a gradient
 """
 
-import math
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 import deepspeed.comm as dist
-from deepspeed.errors import ConfigError
+from deepspeed.accelerator import get_accelerator
+from deepspeed.parallel.layout import DATA_AXES, Layout, Lines
 
-AXES = ("pp", "dp", "sp", "tp")
-
-# Names under which users give an axis, DeepSpeed's mesh_param among them
-_ALIASES = {
-    "data_parallel": "dp",
-    "sequence_parallel": "sp",
-    "tensor_parallel": "tp",
-    "model_parallel": "tp",
-    "mp": "tp",
-    "pipe_parallel": "pp",
-    "pipeline_parallel": "pp",
-    "pipe": "pp",
-    "data": "dp",
-    "model": "tp",
-}
+# By world group, the groups that were made in it: meshes with equal lines share them, and they go with their world.
+# The key is every line of the mesh, not only this rank's, so that all ranks of the mesh find a group or none does.
+_made: WeakKeyDictionary[ProcessGroup, dict[Lines, ProcessGroup]] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class MeshSizes:
-    """Ranks along each axis; their product is the world size."""
+class RankGrid:
+    """A layout with process groups: this rank's, along each axis or several axes at once.
 
-    dp: int = 1
-    sp: int = 1
-    tp: int = 1
-    pp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        """The product of the axes."""
-        return self.dp * self.sp * self.tp * self.pp
-
-    def of(self, axis: str) -> int:
-        """Ranks along `axis`."""
-        return int(getattr(self, axis))
-
-
-def read_sizes(param: object, world_size: int) -> MeshSizes:
-    """Sizes from what the user gave as `mesh_param`, checked against the world.
-
-    A pair is (data parallel, sequence parallel), as DeepSpeed's `initialize(mesh_param=...)` has it; a mapping names
-    axes ("dp" or "data_parallel", ...), and a dp that is left out takes the ranks that remain; None is all dp.
-    """
-    if param is None:
-        return MeshSizes(dp=world_size)
-    if isinstance(param, MeshSizes):
-        sizes = param
-    elif isinstance(param, Mapping):
-        sizes = _from_mapping(param, world_size)
-    elif isinstance(param, tuple | list) and len(param) == 2 and all(_is_size(size) for size in param):
-        sizes = MeshSizes(dp=param[0], sp=param[1])
-    else:
-        raise ConfigError(
-            f"mesh_param: expected (data_parallel, sequence_parallel) or a mapping of axes to sizes, found {param!r}"
-        )
-    if sizes.world_size != world_size:
-        raise ConfigError(
-            f"mesh_param: {' x '.join(f'{axis} {sizes.of(axis)}' for axis in AXES)} = {sizes.world_size}, but the world"
-            f" has {world_size} ranks; the sizes must multiply to it"
-        )
-    return sizes
-
-
-def rank_lines(sizes: MeshSizes, axes: tuple[str, ...]) -> list[list[int]]:
-    """Every set of global ranks that differ only in `axes`, each in rank order; together they are the world."""
-    strides, stride = {}, 1
-    for axis in reversed(AXES):
-        strides[axis] = stride
-        stride *= sizes.of(axis)
-    lines: dict[int, list[int]] = {}
-    for rank in range(sizes.world_size):
-        # The first rank of the line: ours with 0 in each of the axes.
-        first = rank - sum((rank // strides[axis] % sizes.of(axis)) * strides[axis] for axis in axes)
-        lines.setdefault(first, []).append(rank)
-    return list(lines.values())
-
-
-class Mesh:
-    """The groups of this rank along each axis, or several axes at once; made when they are first asked for.
-
-    Every rank must ask for the same axes in the same order, because making a group is a collective; a group of one
-    rank is not.
+    Making it is a collective of all its ranks (of all ranks of the world, if it covers the world).
     """
 
-    def __init__(self, sizes: MeshSizes) -> None:
-        self.sizes = sizes
+    def __init__(self, layout: Layout, given: Mapping[tuple[str, ...], ProcessGroup] | None = None) -> None:
+        """
+        Args:
+            layout: the grid; this rank is in it.
+            given: groups that exist already, by the axes along which their ranks differ.
+        """
+        self.layout = layout
+        self.world = dist.get_world_group()
+        self._global_rank = dist.get_rank()
+        self._given = {layout.lines(*axes): group for axes, group in (given or {}).items()}
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
+        for axis in layout.axes:
+            self._connect(axis)
 
     def size(self, *axes: str) -> int:
-        """Ranks in this rank's group along `axes`."""
-        return math.prod(self.sizes.of(axis) for axis in axes)
+        """Number of ranks in this rank's group along `axes`."""
+        return self.layout.size(*axes)
 
-    def group(self, *axes: str) -> ProcessGroup:
-        """This rank's group along `axes`, ("dp",) or ("dp", "sp") and so on."""
-        key = tuple(sorted(axes, key=AXES.index))
-        if key not in self._groups:
-            self._groups[key] = self._make(key)
-        return self._groups[key]
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """Global ranks of this rank's group along `axes`, in the order of the group."""
+        return self.layout.line(self._global_rank, *axes)
 
     def rank(self, *axes: str) -> int:
         """This rank's place in its group along `axes`."""
-        line = next(line for line in rank_lines(self.sizes, axes) if dist.get_rank() in line)
-        return line.index(dist.get_rank())
+        return self.ranks(*axes).index(self._global_rank)
 
-    def _make(self, axes: tuple[str, ...]) -> ProcessGroup:
-        if self.size(*axes) == self.sizes.world_size:
-            return dist.get_world_group()
-        if self.size(*axes) == 1:
-            return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        # All ranks make all groups, as torch requires, and each keeps the one it is in.
-        own = None
-        for line in rank_lines(self.sizes, axes):
-            group = dist.new_group(line)
-            if dist.get_rank() in line:
-                own = group
-        assert own is not None, "the lines of a mesh cover the world"
-        return own
+    def group(self, *axes: str) -> ProcessGroup:
+        """This rank's group along `axes`: ("tp",), ("dp",), ("dp", "sp") and so on.
+
+        Groups along one axis exist. Another combination is made when it is first asked for, by all ranks of the mesh
+        together.
+        """
+        if axes not in self._groups:
+            self._groups[axes] = self._find(self.layout.lines(*axes))
+        return self._groups[axes]
+
+    @functools.cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's mesh over the same groups, one dimension per axis, axes of size 1 included."""
+        return DeviceMesh.from_group(
+            [self.group(axis) for axis in self.layout.axes],
+            _device_type(),
+            mesh=torch.tensor(self.layout.ranks).view([size for _, size in self.layout.shape]),
+            mesh_dim_names=self.layout.axes,
+        )
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        """torch's submesh along `axes`, one dimension each; "dp" alone is one dimension over both data axes."""
+        if axes != "dp":
+            return self.device_mesh[axes]
+        parts = [axis for axis in DATA_AXES if self.size(axis) > 1]
+        if len(parts) == 2:
+            return DeviceMesh.from_group(self.group("dp"), _device_type(), mesh_dim_names=("dp",))
+        return self.device_mesh[parts[0] if parts else DATA_AXES[-1]]
+
+    def _connect(self, *axes: str) -> None:
+        if self.size(*axes) > 1:
+            self.group(*axes)
+
+    def _find(self, lines: Lines) -> ProcessGroup:
+        if lines in self._given:
+            return self._given[lines]
+        if len(lines[0]) == self.world.size():
+            return self.world
+        made = _made.setdefault(self.world, {})
+        if len(lines[0]) == 1:
+            lines = ((self._global_rank,),)  # needs nobody else, and serves every axis of size 1
+        if lines not in made:
+            made[lines] = self._make(lines)
+        return made[lines]
+
+    def _make(self, lines: Lines) -> ProcessGroup:
+        (own,) = (line for line in lines if self._global_rank in line)
+        if len(lines) * len(own) < self.world.size():  # other ranks of the world may be elsewhere
+            return dist.new_group(own, use_local_synchronization=True)
+        # All ranks make all groups, as torch requires, and each keeps its own.
+        groups = {line: dist.new_group(line) for line in lines}
+        return groups[own]
 
 
-def _from_mapping(param: Mapping[str, object], world_size: int) -> MeshSizes:
-    given: dict[str, int] = {}
-    for name, size in param.items():
-        axis = _ALIASES.get(name, name)
-        if axis not in AXES:
-            raise ConfigError(f"mesh_param.{name}: no such axis; the axes are {', '.join(AXES)}")
-        if not _is_size(size):
-            raise ConfigError(f"mesh_param.{name}: expected a positive integer, found {size!r}")
-        if axis in given:
-            raise ConfigError(f"mesh_param.{name}: the axis {axis} is given twice")
-        given[axis] = size  # type: ignore[assignment]
-    if "dp" not in given:
-        given["dp"] = max(1, world_size // math.prod(given.values()))
-    return MeshSizes(**given)
+class Mesh(RankGrid):
+    """The mesh of an engine, with the meaning of its axes.
+
+    Axes: see `layout.py`. The definitions that everything else uses:
+
+    - dp: ranks that see different samples (`size("dp")`, `rank("dp")`); batch sizes and data loaders count them.
+    - dp x sp: ranks that average a gradient (`gradient_group()`); edp for the parameters of experts.
+    """
+
+    def __init__(self, layout: Layout, given: Mapping[tuple[str, ...], ProcessGroup] | None = None) -> None:
+        super().__init__(layout, given)
+        self._experts: dict[int, RankGrid] = {}
+        for axes in (("dp",), ("dp", "sp"), ("dp_shard", "sp"), ("pp", "tp"), layout.axes):
+            self._connect(*axes)
+
+    def gradient_group(self, ep_size: int = 1) -> ProcessGroup:
+        """Ranks that hold the same parameter and average its gradient: dp x sp.
+
+        Args:
+            ep_size: for a parameter of experts that are divided over that many ranks; then it is edp.
+        """
+        return self.group("dp", "sp") if ep_size == 1 else self.experts(ep_size).group("edp")
+
+    def shard_group(self, ep_size: int = 1) -> ProcessGroup:
+        """Ranks that together hold the shards of one copy: dp_shard x sp, or edp for experts.
+
+        Without `mics_shard_size` and `zero_hpz_partition_size` this is `gradient_group(ep_size)`. With MiCS it is the
+        shard group: reduce-scatter in it, then all-reduce the shard in `replicate_group`. With hpZ it holds the second
+        copy of the weights; gradients and states are sharded over `gradient_group`.
+        """
+        return self.group("dp_shard", "sp") if ep_size == 1 else self.gradient_group(ep_size)
+
+    def replicate_group(self, ep_size: int = 1) -> ProcessGroup:
+        """Ranks that hold the same shard, one in each copy: dp_replicate. One rank alone if there is one copy, as
+        there is of experts."""
+        return self.group("dp_replicate") if ep_size == 1 else self.group()
+
+    @property
+    def norm_group(self) -> ProcessGroup:
+        """All ranks of the mesh, which agree on norm, overflow and the decision to step.
+
+        A sum over it counts an element once if the axes over which that element is replicated contribute from their
+        first rank only. It is the world group if the mesh covers the world.
+        """
+        return self.group(*self.layout.axes)
+
+    @property
+    def model_size(self) -> int:
+        """Number of ranks over which one model is divided: pp x tp."""
+        return self.size("pp", "tp")
+
+    @property
+    def model_rank(self) -> int:
+        """This rank's place among them."""
+        return self.rank("pp", "tp")
+
+    def experts(self, ep_size: int, *, data_before_expert: bool = False) -> RankGrid:
+        """The ranks of dp x sp laid out again as (edp, ep); axes pp, edp, ep, tp. A collective on the first call.
+
+        Args:
+            ep_size: ranks over which the experts are divided; group("ep") is for the all-to-all of tokens,
+                group("edp") averages gradients of experts.
+            data_before_expert: see `Layout.experts`; counts on the first call with this `ep_size`.
+
+        Raises:
+            ConfigError: if `ep_size` does not divide dp x sp.
+        """
+        if ep_size not in self._experts:
+            layout = self.layout.experts(ep_size, data_before_expert=data_before_expert)
+            self._experts[ep_size] = RankGrid(layout, self._groups_along("pp", "tp"))
+        return self._experts[ep_size]
+
+    @property
+    def expert_grids(self) -> Mapping[int, RankGrid]:
+        """What `experts` has made, by expert parallel size."""
+        return self._experts
+
+    def split_data(self, shard_ranks: int, asked_by: str) -> "Mesh":
+        """A mesh of the same ranks and groups, with dp divided into dp_replicate x dp_shard; see `Layout.split_data`.
+
+        A collective. Raises `ConfigError` if the size does not fit.
+        """
+        layout = self.layout.split_data(shard_ranks, asked_by)
+        mesh = Mesh(layout, self._groups_along("pp", "dp", "sp", "tp"))
+        mesh._experts.update(self._experts)
+        return mesh
+
+    def _groups_along(self, *axes: str) -> dict[tuple[str, ...], ProcessGroup]:
+        return {along: group for along, group in self._groups.items() if set(along) <= set(axes)}
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _device_type() -> str:
+    return str(get_accelerator().device_name())

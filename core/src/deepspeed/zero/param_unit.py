@@ -14,7 +14,7 @@ Legend: N padded numel of the unit, S = N / W numel of a shard, W ranks.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -295,6 +295,25 @@ def whole(param: Parameter) -> Iterator[Tensor]:
         yield param.data
     finally:
         unit.release()
+
+
+def whole_in_turn(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter with its whole value, detached, which holds until the next one; one unit is whole at a time. A
+    collective."""
+    held: ParamUnit | None = None
+    try:
+        for param in params:
+            unit = unit_of(param)
+            if held is not None and unit is not held:
+                held.release()
+                held = None
+            if unit is not None and unit.status is not ZeroParamStatus.AVAILABLE:
+                unit.gather()
+                held = unit
+            yield param, param.data
+    finally:
+        if held is not None:
+            held.release()
 
 
 def saved_part(param: Parameter) -> Tensor:

@@ -3,7 +3,11 @@
 import deepspeed
 import pytest
 import torch
+from deepspeed.config.zero import ZeroConfig
+from deepspeed.engine import build
 from deepspeed.errors import CheckpointError, ConfigError, StateError
+from deepspeed.parallel.layout import grid
+from deepspeed.parallel.mesh import Mesh
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.1}}
 
@@ -14,7 +18,7 @@ def test_gradients_are_not_rounded_below_fp32_parameters(single_rank, make_engin
 
 
 @pytest.mark.parametrize("name", ["model", "sequence"])
-def test_parallel_layouts_that_are_not_there(single_rank, name):
+def test_an_mpu_without_the_groups_it_counts(single_rank, name):
     class Mpu:
         def get_data_parallel_group(self):
             return torch.distributed.group.WORLD
@@ -26,8 +30,14 @@ def test_parallel_layouts_that_are_not_there(single_rank, name):
             return 0
 
     setattr(Mpu, f"get_{name}_parallel_world_size", lambda self: 2)
-    with pytest.raises(ConfigError, match=f"mpu asks for 2 {name}-parallel ranks"):
+    with pytest.raises(ConfigError, match=rf"mpu: Mpu has no method get_{name}_parallel_group\(\)"):
         deepspeed.initialize(model=torch.nn.Linear(2, 1), mpu=Mpu(), config={"train_batch_size": 1})
+
+
+def test_two_ways_to_copy_the_weights(single_rank):
+    zero = ZeroConfig(stage=3, mics_shard_size=1, zero_hpz_partition_size=2)
+    with pytest.raises(ConfigError, match="mics_shard_size 1 and zero_hpz_partition_size 2; .* give one of them"):
+        build._split_data(Mesh(grid(dp=1)), zero)
 
 
 def test_parameters_of_another_model(single_rank, make_engine):

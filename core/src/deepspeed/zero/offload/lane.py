@@ -26,6 +26,10 @@ class Mark:
         if self._orders:
             self._accelerator.current_stream().wait_event(self._event)
 
+    def poll(self) -> bool:
+        """Whether everything before the mark is done."""
+        return self._event is None or bool(self._event.query())
+
     def wait_on_host(self) -> None:
         """Return when everything before the mark is done."""
         if self._event is not None:

@@ -1,0 +1,164 @@
+"""Meshes on real ranks: engines with different meshes, torch's DTensor, FSDP2 and tensor parallelism over one."""
+
+import copy
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.config.zero import ZeroConfig
+from deepspeed.engine import build
+from deepspeed.errors import ConfigError
+from deepspeed.parallel import groups
+from deepspeed.parallel.layout import grid
+from deepspeed.parallel.mesh import Mesh
+from deepspeed.testing.distributed import run_ranks
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def ranks(group):
+    return dist.get_all_ranks_from_group(group)
+
+
+# ---- engines -------------------------------------------------------------------------------------------------------
+
+
+class Scale(torch.nn.Module):
+    """A model of one weight; the gradient of `model(x)` is x."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+def make_engine(mesh_param, stage):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    return deepspeed.initialize(model=Scale(), config=config, mesh_param=mesh_param)[0]
+
+
+def side_by_side_job(stage):
+    """Steps of two engines in turn; in step k the gradient of a rank is its rank + k."""
+    engines = [make_engine({"tp": 2}, stage), make_engine((2, 2), stage), make_engine(None, stage)]
+    assert groups._get_sequence_data_parallel_world_size() == 4  # a view of the engine built last
+    for step in range(2):
+        for engine in engines:
+            engine.backward(engine(torch.tensor(float(dist.get_rank() + step))).sum())
+            engine.step()
+    found = [(engine.module.weight.item(), engine.train_batch_size(), engine.dp_world_size) for engine in engines]
+    for engine in engines:
+        engine.destroy()
+    return found
+
+
+def test_engines_with_different_meshes_train_side_by_side():
+    """Averages of rank + step over dp [0, 2] or [1, 3], over dp x sp, and over all ranks."""
+    for stage in (0, 1, 2):
+        rest = [(-4.0, 2, 2), (-4.0, 4, 4)]
+        even, odd = [(-3.0, 2, 2), *rest], [(-5.0, 2, 2), *rest]
+        assert run_ranks(4, side_by_side_job, stage) == [even, odd, even, odd]
+
+
+def batch_job():
+    engine = make_engine((2, 2), 0)
+    engine.set_train_micro_batch_size(2)
+    sizes = [engine.train_batch_size()]
+    engine.set_gradient_accumulation_steps(3)
+    sizes.append(engine.train_batch_size())
+    engine.set_train_batch_size(8)
+    sizes.append(engine.gradient_accumulation_steps())
+    samples = [batch.tolist() for batch in engine.deepspeed_io(torch.arange(8), route="eval")]
+    engine.destroy()
+    return sizes, samples
+
+
+def test_ranks_of_one_sequence_read_the_same_samples():
+    first, second = ([4, 12, 2], [[0, 2], [4, 6]]), ([4, 12, 2], [[1, 3], [5, 7]])
+    assert run_ranks(4, batch_job) == [first, first, second, second]
+
+
+def checkpoint_job(folder):
+    engine = make_engine({"tp": 2}, 1)
+    engine.backward(engine(torch.tensor(float(dist.get_rank()))).sum())
+    engine.step()
+    engine.save_checkpoint(folder, tag="a")
+    with pytest.raises(ConfigError, match="divided over 2 ranks"):
+        engine.save_16bit_model(folder)
+    again = make_engine({"tp": 2}, 1)
+    again.load_checkpoint(folder, tag="a")
+    found = again.module.weight.item(), again.mp_world_size
+    engine.destroy()
+    again.destroy()
+    return found
+
+
+def test_each_part_of_a_model_has_its_own_files(tmp_path):
+    assert run_ranks(4, checkpoint_job, tmp_path) == [(-1.0, 2), (-2.0, 2), (-1.0, 2), (-2.0, 2)]
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert {"mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"} <= names
+    assert sum(name.endswith("_optim_states.pt") for name in names) == 4
+
+
+# ---- groups --------------------------------------------------------------------------------------------------------
+
+
+def roles_job():
+    """Two copies of two shards."""
+    mesh = build._split_data(Mesh(grid(dp=4)), ZeroConfig(stage=3, mics_shard_size=2))
+    assert mesh.gradient_group() is mesh.norm_group is dist.get_world_group()
+    assert mesh.gradient_group(ep_size=2) is mesh.shard_group(ep_size=2) is mesh.experts(2).group("edp")
+    assert ranks(mesh.replicate_group(ep_size=2)) == [dist.get_rank()]
+    same = Mesh(grid(dp=4, shard=2))
+    assert same.shard_group() is mesh.shard_group()  # meshes with equal lines share groups
+    return ranks(mesh.shard_group()), ranks(mesh.replicate_group()), ranks(mesh.gradient_group(ep_size=2))
+
+
+def test_groups_of_shards_copies_and_experts():
+    assert run_ranks(4, roles_job) == [
+        ([0, 1], [0, 2], [0, 2]), ([0, 1], [1, 3], [1, 3]), ([2, 3], [0, 2], [0, 2]), ([2, 3], [1, 3], [1, 3])
+    ]  # fmt: skip
+
+
+# ---- torch's own parallelism ---------------------------------------------------------------------------------------
+
+
+def dtensor_job():
+    mesh = Mesh(grid(dp=2, tp=2))
+    full = torch.arange(8.0).view(4, 2)
+    sharded = distribute_tensor(full, mesh["dp_shard", "tp"], [Shard(0), Shard(1)])
+    torch.testing.assert_close(sharded.full_tensor(), full)
+    assert mesh["tp"].get_group() is mesh.group("tp")
+    return sharded.to_local().flatten().tolist()
+
+
+def test_dtensor_takes_a_submesh():
+    assert run_ranks(4, dtensor_job) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def parallel_model_job():
+    """Tensor parallelism and FSDP2 over submeshes of one mesh compute what one rank does."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    x = torch.randn(3, 4)
+    expected = plain(x)
+    mesh = Mesh(grid(dp=2, tp=2))
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    torch.testing.assert_close(fully_shard(model, mesh=mesh["dp"])(x), expected)
+
+    copies = Mesh(grid(dp=4, shard=2))
+    both = fully_shard(copy.deepcopy(plain), mesh=copies["dp_replicate", "dp_shard"])
+    torch.testing.assert_close(both(x), expected)
+    assert ranks(copies["dp"].get_group()) == [0, 1, 2, 3]
+
+
+def test_tensor_parallel_layers_and_fsdp_take_submeshes():
+    run_ranks(4, parallel_model_job)
