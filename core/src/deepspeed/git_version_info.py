@@ -46,23 +46,17 @@ def _accelerator_name() -> str:
 
 
 def _installed_ops() -> dict[str, bool]:
-    from deepspeed.ops import builders
-    from deepspeed.ops.documented import OPS
+    from deepspeed.ops import registry
     from deepspeed.ops.op_builder import prebuilt
 
-    answers = dict.fromkeys(OPS, False)
-    for class_name in builders.builder_names():
-        for _, kind in builders.offered(class_name)[:1]:
-            builder, _ = builders.construct(kind)
-            if builder is not None:
-                answers[builders.op_of(builder, class_name)] = prebuilt.is_there(builder.absolute_name())
-    return answers
+    built = {op: prebuilt.is_there(builder.absolute_name()) for op, builder in registry.all_ops().items()}
+    return {**dict.fromkeys(registry.OPS, False), **built}
 
 
 def _compatible_ops() -> dict[str, bool]:
-    from deepspeed.ops.op_builder.all_ops import compatible_ops
+    from deepspeed.ops import registry
 
-    return compatible_ops()
+    return registry.compatible_ops()
 
 
 def _torch_info() -> dict[str, Any]:

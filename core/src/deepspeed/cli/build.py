@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed.errors import ConfigError, DeepSpeedError
-from deepspeed.ops import builders, registry
+from deepspeed.ops import registry
 from deepspeed.ops.op_builder import OpBuilder
 from deepspeed.ops.op_builder.compiling import BuildError
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     act: Callable[[str], Outcome] = _show if options.list else warm
     try:
-        outcomes = [_told(act(op), named=bool(options.ops)) for op in options.ops or builders.op_names()]
+        outcomes = [_told(act(op), named=bool(options.ops)) for op in options.ops or registry.op_names()]
     except DeepSpeedError as error:
         sys.stderr.write(f"ds_build: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1

@@ -11,20 +11,20 @@ from typing import Any
 
 from deepspeed.cli.build import warm
 from deepspeed.errors import OpUnavailable
-from deepspeed.ops import builders, registry
-from deepspeed.ops.documented import OPS
+from deepspeed.ops import registry
+from deepspeed.ops.implementations import implemented
 from deepspeed.ops.op_builder import OpBuilder, jit, prebuilt
 
 
 def collect_ops() -> list[dict[str, Any]]:
-    """One row per op for the accelerator in force, those that somebody has a builder for first.
+    """One row per op for the current accelerator, those that have a builder first.
 
-    Keys: `op`, `front` (what users import, or None), `offered` (somebody has a builder, or could not be asked),
+    Keys: `op`, `front` (what users import, or None), `offered` (a place has a builder, or could not be read),
     `builder` (import path of the class that serves, or None), `source` ("device", "host", "plugin", "reference"),
-    `state` (see above; "failed" when its builder broke, or nobody serves it and a place could not be asked), `library`
+    `state` (see above; "failed" when its builder broke, or no place serves it and one could not be read), `library`
     (path, or None), `rejected` ([place, reason] of each better place), `remark` (of the builder: why nothing is built).
     """
-    return sorted((_row(op) for op in builders.op_names()), key=lambda row: (not row["offered"], row["op"]))
+    return sorted((_row(op) for op in registry.op_names()), key=lambda row: (not row["offered"], row["op"]))
 
 
 def build_ops() -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def build_ops() -> list[dict[str, Any]]:
     Returns:
         The rows of `collect_ops` afterwards; one that could not be built says so in `remark`, its `state` is "failed".
     """
-    outcomes = [warm(op) for op in builders.op_names()]
+    outcomes = [warm(op) for op in registry.op_names()]
     failures = {outcome.op: outcome.detail for outcome in outcomes if outcome.state == "failed"}
     rows = collect_ops()
     for row in rows:
@@ -46,14 +46,14 @@ def _row(op: str) -> dict[str, Any]:
     resolution = registry.resolve(op)
     builder = resolution.builder
     kind = type(builder)
-    front = OPS[op].front if op in OPS else ""
+    front = registry.OPS[op].front if op in registry.OPS else ""
     state, library, remark = ("reference", None, "") if builder is None else _state(builder)
-    if builder is None and resolution.failed:  # nobody knows what the place that failed would have served
+    if builder is None and resolution.failed:  # what the place that failed would have served is unknown
         state = "failed"
     return {
         "op": op,
         "front": f"deepspeed.ops.{front}" if front else None,
-        "offered": state != "reference" or bool(builders.offered(builders.builder_name(op))),
+        "offered": state != "reference" or bool(implemented(registry.builder_name(op))),
         "builder": None if builder is None else f"{kind.__module__}.{kind.__qualname__}",
         "source": resolution.source,
         "state": state,

@@ -1,10 +1,10 @@
-"""Operators: for each a front with DeepSpeed's names and a torch reference; extensions bring the kernels.
+"""Operators with DeepSpeed's names, each with a torch reference; extensions bring the kernels.
 
 May import `accelerator` and below. Each op is a package (`adam`, `adagrad`, `lion`, `lamb`, `muon`, `quantizer`,
-`transformer`), loaded when it is first used: `import deepspeed.ops` alone imports no torch. Read `adam/` first (a front
-and its reference), then `registry.py` (where a kernel comes from), `op_builder/` (how one is made).
+`transformer`), loaded when it is first used: `import deepspeed.ops` alone imports no torch. Read `adam/` first (an
+optimizer and its reference), then `registry.py` (where a kernel comes from), `op_builder/` (how one is made).
 
-`__compatible_ops__` says for each op whether it has a kernel for the accelerator in force, computed when it is read.
+`__compatible_ops__` says for each op whether it has a kernel for the current accelerator, computed when it is read.
 """
 
 import importlib
@@ -22,9 +22,9 @@ def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"deepspeed.ops.{name}")
     if name == "__compatible_ops__":
-        from deepspeed.ops.op_builder.all_ops import compatible_ops
+        from deepspeed.ops import registry
 
-        return compatible_ops()
+        return registry.compatible_ops()
     raise AttributeError(f"module 'deepspeed.ops' has no attribute {name!r}")
 
 

@@ -1,26 +1,38 @@
 """The op registry: for an op's name, the kernel of the best place that has one, and why not of a better one.
 
-    accelerator in force  ->  host extension  ->  feature plugins  ->  None: the torch reference beside the front
+    current accelerator  ->  host extension  ->  feature plugins  ->  None: the torch reference
 
-A front asks `kernel("fused_adam")` at each use and takes its torch reference when the answer is None. Nothing is bound
-at import: after `set_accelerator(X)` every name means X's. `ds_report` shows the same by `resolve`.
+An optimizer calls `kernel("fused_adam")` at each step and runs its torch reference when the answer is None. Nothing is
+bound at import: after `set_accelerator(X)` every name means X's. `ds_report` shows the same by `resolve`.
 
-`DS_OPS_DISABLE=cpu_adam,quantizer`, or `all`, sends ops to their references; it can be set at any time.
+`DS_OPS_DISABLE=cpu_adam,quantizer`, or `all`, sends ops to their references; it can be set at any time. Read next:
+`documented.py` (the table of ops), `implementations.py` (who has a builder), `op_builder/builder.py` (what that does).
 """
 
+import difflib
 import importlib
 import logging
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
-from deepspeed.errors import OpUnavailable
+from deepspeed.errors import ConfigError, OpUnavailable
 from deepspeed.log import log_dist, warn_once
-from deepspeed.ops.builders import builder_name, construct, incompatible, joined, places, quietly, told_by
 from deepspeed.ops.documented import OPS
-from deepspeed.ops.providers import Source, lacks_host_extension
+from deepspeed.ops.implementations import (
+    Source,
+    builder_names,
+    call_quietly,
+    construct,
+    describe_error,
+    implementations,
+    implemented,
+    incompatible,
+    lacks_host_extension,
+)
 
 VARIABLE = "DS_OPS_DISABLE"
 
@@ -35,7 +47,7 @@ class Resolution:
         source: "device", "host", "plugin" (a feature plugin) or "reference".
         rejected: (where, reason) of every better place that does not serve it.
         broken: one of them has a builder, and it does not work here.
-        failed: those of `rejected` that could not be asked at all, so that nobody knows whether they have a builder.
+        failed: those of `rejected` that could not be read at all, so that it is unknown whether they have a builder.
     """
 
     op: str
@@ -47,45 +59,44 @@ class Resolution:
 
     def why(self) -> str:
         """The rejected places and their reasons, in one line; "" when the best place serves the op."""
-        return joined(self.rejected)
+        return _joined(self.rejected)
 
 
 class _Found(NamedTuple):
-    """What an op came to, for one accelerator and one value of `DS_OPS_DISABLE`."""
-
     kernel: Any | None
     resolution: Resolution
 
 
-class _Table:
-    """The ops that were loaded for one accelerator; thrown away when another is in force."""
+class _Table(NamedTuple):
+    """The ops that were loaded for one accelerator and one value of `DS_OPS_DISABLE`."""
 
-    def __init__(self, accelerator: DeepSpeedAccelerator | None, disabled: str) -> None:
-        self.accelerator = accelerator
-        self.disabled = disabled
-        self.kernels: dict[str, Any] = {}
-        self.resolutions: dict[str, Resolution] = {}
+    accelerator: DeepSpeedAccelerator | None
+    disabled: str
+    found: dict[str, _Found]
 
 
-_table = _Table(None, "")
-_lock = threading.RLock()  # re-entrant: loading one op may ask for another
+_table = _Table(None, "", {})
+_lock = threading.RLock()  # re-entrant: loading one op may load another
 
 
 def resolve(op: str) -> Resolution:
     """Where `op` would come from now, without compiling or loading it.
 
-    After `kernel(op)` it also tells what failed to load. Called by `ds_report` and by fronts that choose an algorithm.
+    After `kernel(op)` the reasons include what failed to load. Called by `ds_report` and by ops with several algorithms.
 
     Args:
         op: a short name of `OPS`, the name of a builder class, or the NAME of a vendor's own builder.
 
     Raises:
-        ConfigError: nobody knows an op of that name.
+        ConfigError: the op is unknown.
+
+    >>> from deepspeed.ops import registry
+    >>> registry.resolve("async_io").source
+    'reference'
     """
     table = _table
-    if _is_current(table) and op in table.resolutions:
-        return table.resolutions[op]
-    return _best(op, load=False).resolution
+    found = table.found.get(op) if _is_current(table) else None
+    return (found or _best(op, load=False)).resolution
 
 
 def kernel(op: str) -> Any | None:
@@ -98,23 +109,26 @@ def kernel(op: str) -> Any | None:
         op: as `resolve` takes it.
 
     Raises:
-        ConfigError: nobody knows an op of that name.
+        ConfigError: the op is unknown.
+
+    >>> from deepspeed.ops import registry
+    >>> registry.kernel("async_io") is None
+    True
     """
     table = _table
-    if _is_current(table):
-        try:
-            return table.kernels[op]
-        except KeyError:
-            pass
-    return _load(op).kernel
+    found = table.found.get(op) if _is_current(table) else None
+    return (found or _load(op)).kernel
 
 
 def require(op: str) -> Any:
     """The loaded op, for a user who asked for it by name.
 
+    Args:
+        op: as `resolve` takes it.
+
     Raises:
         OpUnavailable: no place serves it; the message gives every reason.
-        ConfigError: nobody knows an op of that name.
+        ConfigError: the op is unknown.
     """
     found = _load(op)
     if found.kernel is None:
@@ -123,10 +137,102 @@ def require(op: str) -> Any:
 
 
 def reset() -> None:
-    """Forget what was loaded, so that the next `kernel` asks anew; for tests, and after a package was installed."""
+    """Forget what was loaded, so that the next `kernel` looks again; for tests, and after a package was installed."""
     global _table
     with _lock:
-        _table = _Table(None, "")
+        _table = _Table(None, "", {})
+
+
+# ----- names and builders --------------------------------------------------------------------------------------------
+
+
+def builder_name(op: str) -> str:
+    """The class name of the builders of `op`.
+
+    Args:
+        op: as `resolve` takes it.
+
+    Raises:
+        ConfigError: the op is unknown.
+
+    >>> from deepspeed.ops import registry
+    >>> registry.builder_name("cpu_adam")
+    'CPUAdamBuilder'
+    """
+    if op in OPS:
+        return OPS[op].builder
+    names = builder_names()
+    if op in names:
+        return op
+    for name in names:
+        if any(getattr(found.builder_class, "NAME", None) == op for found in implemented(name)):
+            return name
+    close = difflib.get_close_matches(op, [*OPS, *names], n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(OPS)}"
+    raise ConfigError(f"op {op!r} is not known; {hint}")
+
+
+def op_names() -> list[str]:
+    """Every op to report on: the short names of the documented ones, and of those that only a vendor has."""
+    documented = {op.builder for op in OPS.values()}
+    own = [(name, implemented(name)) for name in builder_names() if name not in documented]
+    return [*OPS, *(op_of(found[0].builder_class, name) if found else name for name, found in own)]
+
+
+def op_of(builder: Any, class_name: str) -> str:
+    """The short name of the op of `builder`, an object or a class, found as `class_name`: documented, else its own."""
+    documented = next((op for op, entry in OPS.items() if entry.builder == class_name), None)
+    return documented or str(getattr(builder, "NAME", None) or getattr(builder, "name", None) or class_name)
+
+
+def create_builder(class_name: str, *args: Any, **kwargs: Any) -> Any:
+    """An instance of the builder called `class_name`: the first whose op works on this machine, else the first.
+
+    What calling `deepspeed.ops.op_builder.<X>Builder` does; `args` and `kwargs` are the class's own.
+
+    Raises:
+        OpUnavailable: no place has such a builder; the message gives every reason.
+    """
+    builders, reasons = [], []
+    for found in implementations(class_name):
+        builder, reason = None, found.reason
+        if found.builder_class is not None:
+            builder, reason = construct(found.builder_class, *args, **kwargs)
+        if builder is None:
+            reasons.append((found.where, reason))
+        elif incompatible(builder) is None:
+            return builder
+        else:
+            builders.append(builder)
+    if not builders:
+        raise OpUnavailable(f"no {class_name} for the current accelerator: {_joined(reasons)}")
+    return builders[0]
+
+
+def all_ops() -> dict[str, Any]:
+    """Op name -> an instance of the builder that serves it, or would if it were compatible. Compiles nothing.
+
+    What `deepspeed.ops.op_builder.ALL_OPS` is when it is read.
+    """
+    found = {}
+    for class_name in builder_names():
+        try:
+            builder = create_builder(class_name)
+        except OpUnavailable:  # no builder: the op is not among "all ops" of this accelerator
+            continue
+        found[op_of(builder, class_name)] = builder
+    return found
+
+
+def compatible_ops() -> dict[str, bool]:
+    """Op name -> whether it has a kernel for the current accelerator on this machine.
+
+    What `deepspeed.ops.__compatible_ops__` is when it is read. Every documented op is a key, so that
+    `__compatible_ops__["async_io"]` is False where no place has a builder.
+    """
+    answers = dict.fromkeys(OPS, False)
+    answers.update({op: incompatible(builder) is None for op, builder in all_ops().items()})
+    return answers
 
 
 # ----- inside --------------------------------------------------------------------------------------------------------
@@ -138,23 +244,19 @@ def _is_current(table: _Table) -> bool:
 
 def _load(op: str) -> _Found:
     global _table
-    get_accelerator()  # chosen before the lock is taken: a plugin that is being built may ask for an op
+    accelerator = get_accelerator()  # chosen before the lock is taken: a plugin that is being built may load an op
     with _lock:
         if not _is_current(_table):
-            _table = _Table(get_accelerator(), os.environ.get(VARIABLE, ""))
+            _table = _Table(accelerator, os.environ.get(VARIABLE, ""), {})
         table = _table
-        if op not in table.kernels:
-            found = _best(op, load=True)
-            table.resolutions[op] = found.resolution
-            table.kernels[op] = found.kernel
-            _warn_of_failed(found.resolution)
-            if found.kernel is None:
-                _tell_reference(found.resolution)
-        return _Found(table.kernels[op], table.resolutions[op])
+        if op not in table.found:
+            table.found[op] = _best(op, load=True)
+            _log_outcome(table.found[op])
+        return table.found[op]
 
 
 def _best(op: str, load: bool) -> _Found:
-    """The first place whose builder works here, and loads if `load` says so."""
+    """The first place whose builder works here, and loads if `load` is True."""
     class_name = builder_name(op)
     if _is_disabled(op):
         disabled = ("environment", f"disabled by {VARIABLE}={os.environ.get(VARIABLE, '')}")
@@ -162,42 +264,40 @@ def _best(op: str, load: bool) -> _Found:
     rejected: list[tuple[str, str]] = []
     failed: list[tuple[str, str]] = []
     broken = False
-    for provider, kind, reason, has_failed in places(class_name):
-        if kind is not None:
-            builder, loaded, reason = _try(op, kind, load)
+    for found in implementations(class_name):
+        reason: str | None = found.reason
+        if found.builder_class is not None:
+            builder, loaded, reason = _try(op, found.builder_class, load)
             if reason is None:
-                resolution = Resolution(op, builder, provider.source, tuple(rejected), broken, tuple(failed))
-                return _Found(loaded, resolution)
+                return _Found(loaded, Resolution(op, builder, found.source, tuple(rejected), broken, tuple(failed)))
             broken = True
-        rejected.append((provider.where, str(reason)))
-        if has_failed:
+        rejected.append((found.where, str(reason)))
+        if found.failed:
             failed.append(rejected[-1])
     return _Found(None, Resolution(op, None, "reference", tuple(rejected), broken, tuple(failed)))
 
 
-def _try(op: str, kind: Any, load: bool) -> tuple[Any, Any, str | None]:
+def _try(op: str, builder_class: Any, load: bool) -> tuple[Any, Any, str | None]:
     """(builder, loaded op, None), or (None, None, why not)."""
-    builder, reason = construct(kind)
+    builder, reason = construct(builder_class)
     reason = incompatible(builder) if builder is not None else reason
     if builder is None or reason is not None or not load:
         return builder, None, reason
     try:
-        loaded = quietly(builder.load)
+        loaded = call_quietly(builder.load)
     except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
-        return None, None, f"load failed: {told_by(error)}"
+        return None, None, f"load failed: {describe_error(error)}"
     if loaded is None:
-        return None, None, f"load failed: {kind.__name__}.load() returned None"
-    missing = [name for name in (OPS[op].operators if op in OPS else ()) if not hasattr(loaded, name)]
+        return None, None, f"load failed: {builder_class.__name__}.load() returned None"
+    entry = OPS.get(op)
+    missing = [name for name in (entry.operators if entry else ()) if not hasattr(loaded, name)]
+    if entry and missing and entry.adapter:
+        loaded = importlib.import_module(f"deepspeed.ops.{entry.adapter}").adapt(loaded)
+        missing = missing if loaded is None else []
     if missing:
-        adapted = _adapted(loaded, OPS[op].adapter)
-        if adapted is not None:
-            return builder, adapted, None
-        return None, None, f"{kind.__name__} gives no {', '.join(missing)}, which is called here; it has other callers"
+        named = ", ".join(missing)
+        return None, None, f"{builder_class.__name__} gives no {named}, which is called here; it has other callers"
     return builder, loaded, None
-
-
-def _adapted(loaded: Any, adapter: str) -> Any | None:
-    return importlib.import_module(f"deepspeed.ops.{adapter}").adapt(loaded) if adapter else None
 
 
 def _is_disabled(op: str) -> bool:
@@ -205,23 +305,25 @@ def _is_disabled(op: str) -> bool:
     return "all" in named or op in named
 
 
-def _warn_of_failed(resolution: Resolution) -> None:
-    """One warning per place and cause, from rank 0: every op of that place goes elsewhere, whichever was asked for."""
+def _joined(rejected: Iterable[tuple[str, str | None]]) -> str:
+    return "; ".join(f"{where}: {reason}" for where, reason in rejected)
+
+
+_logged: set[str] = set()
+
+
+def _log_outcome(found: _Found) -> None:
+    """From rank 0: a warning per place that failed, and one line per op and process that runs on its reference.
+
+    The line is shown by default when a place has a kernel that cannot be used, and when the host extension is not
+    installed.
+    """
+    resolution = found.resolution
     for where, reason in resolution.failed:
         warn_once(f"{where}: {reason}; none of its op builders is used (`ds_report` shows which ops that concerns)")
-
-
-_told: set[str] = set()
-
-
-def _tell_reference(resolution: Resolution) -> None:
-    """One line per op and process, from rank 0.
-
-    Seen by default when somebody has a kernel and it cannot be used, and when the host extension was not installed.
-    """
     op = resolution.op
-    if op not in _told:
-        _told.add(op)
+    if found.kernel is None and op not in _logged:
+        _logged.add(op)
         lacks_host = op in OPS and OPS[op].on_host and lacks_host_extension(get_accelerator())
         level = logging.WARNING if resolution.broken or lacks_host else logging.INFO
         log_dist(f"op {op!r} runs on its torch reference ({resolution.why()})", level=level)

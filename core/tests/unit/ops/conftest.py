@@ -5,7 +5,7 @@ import types
 import pytest
 from deepspeed.accelerator import building, current, set_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
-from deepspeed.ops import providers, registry
+from deepspeed.ops import implementations, registry
 from deepspeed.ops.op_builder import OpBuilder
 from deepspeed.plugins import ACCELERATORS, FEATURES, Offer, PluginManager, hookimpl
 
@@ -97,11 +97,11 @@ class Builders:
 def builders(monkeypatch):
     """No plugin, the plain accelerator in force, nothing loaded."""
     made = Builders()
-    for module in (building, current, providers):
+    for module in (building, current, implementations):
         monkeypatch.setattr(module, "plugin_manager", lambda: made.manager)
     monkeypatch.setattr(current, "_choice", None)
     monkeypatch.setattr(current, "_accelerator", None)
-    monkeypatch.setattr(registry, "_told", set())
+    monkeypatch.setattr(registry, "_logged", set())
     for variable in ("DS_ACCELERATOR", "DS_PLUGINS_BLOCK", "DS_OPS_DISABLE"):
         monkeypatch.delenv(variable, raising=False)
     registry.reset()

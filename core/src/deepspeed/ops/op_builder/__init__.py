@@ -12,7 +12,7 @@ from deepspeed.ops.documented import OPS
 from deepspeed.ops.op_builder.builder import OpBuilder, TorchCPUOpBuilder
 from deepspeed.ops.op_builder.names import builder_name
 
-# A vendor's own builder, under another name, is found too while its accelerator is in force.
+# A vendor's own builder, under another name, is found too while its accelerator is the current one.
 _DOCUMENTED = sorted(op.builder for op in OPS.values())
 
 __all__ = ["OpBuilder", "TorchCPUOpBuilder", *_DOCUMENTED]  # noqa: PLE0604
@@ -22,16 +22,16 @@ def __getattr__(name: str) -> Any:
     if name in _DOCUMENTED:
         return builder_name(name)
     if name == "ALL_OPS":
-        from deepspeed.ops.op_builder.all_ops import all_ops
+        from deepspeed.ops import registry
 
-        return all_ops()
+        return registry.all_ops()
     known = [*__all__, "ALL_OPS"]
     if name.endswith("Builder"):
-        from deepspeed.ops import builders
+        from deepspeed.ops import implementations
 
-        if builders.offered(name):
+        if implementations.implemented(name):
             return builder_name(name)
-        known = ["OpBuilder", *builders.builder_names()]
+        known = ["OpBuilder", *implementations.builder_names()]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

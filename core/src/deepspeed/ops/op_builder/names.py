@@ -1,23 +1,24 @@
-"""The names `deepspeed.ops.op_builder.<X>Builder`: each means the builder of the accelerator in force when it is used.
+"""The names `deepspeed.ops.op_builder.<X>Builder`: each means the builder of the current accelerator when it is used.
 
-A name is no class, for there is none before an accelerator is chosen, and another after `set_accelerator`. It can be
-called, derived from, asked for class attributes, and stand on the right of isinstance and issubclass.
+A name is no class, for there is none before an accelerator is chosen, and another after `set_accelerator`. Vendors'
+code and DeepSpeed's own tests call it, derive from it, and read `FusedAdamBuilder.NAME`.
 """
 
+from functools import cache
 from typing import Any
 
 from deepspeed.errors import OpUnavailable
 
 
 class BuilderName:
-    """One builder's name. Made by the package's `__getattr__`, the same object for the whole process.
+    """One builder's name; made by `builder_name`, one object per name.
 
-        FusedAdamBuilder()              an instance of the builder of the accelerator in force, or OpUnavailable
-        FusedAdamBuilder.NAME           an attribute of that class
-        class Mine(FusedAdamBuilder)    derives from that class, as it is at this moment
-        isinstance(x, FusedAdamBuilder) whether x is of that class, or of another that is offered under the name
+        FusedAdamBuilder()              an instance of the current accelerator's builder, or OpUnavailable
+        FusedAdamBuilder.NAME           an attribute of its class
+        class Mine(FusedAdamBuilder)    derives from its class, as it is at this moment
+        isinstance(x, FusedAdamBuilder) whether x is of a class that is implemented under the name
 
-    Called first, in any of these ways, it chooses the accelerator. The class itself is
+    The first use, in any of these ways, chooses the accelerator. The class itself is
     `get_accelerator().get_op_builder("FusedAdamBuilder")`.
     """
 
@@ -31,9 +32,9 @@ class BuilderName:
         Raises:
             OpUnavailable: no place has such a builder; the message gives every reason.
         """
-        from deepspeed.ops import builders
+        from deepspeed.ops import registry
 
-        return builders.create_builder(self.__name__, *args, **kwargs)
+        return registry.create_builder(self.__name__, *args, **kwargs)
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):  # inspect, copy and others look for these in every object
@@ -58,20 +59,18 @@ class BuilderName:
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return builder_name, (self.__name__,)
 
-    def _classes(self) -> tuple[type, ...]:
-        from deepspeed.ops import builders
+    def _classes(self) -> tuple[Any, ...]:
+        from deepspeed.ops.implementations import implemented
 
-        return tuple(kind for _, kind in builders.offered(self.__name__))
+        return tuple(found.builder_class for found in implemented(self.__name__))
 
-    def _class(self) -> type:
+    def _class(self) -> Any:
         """The class that a call would make an instance of. Raises OpUnavailable when there is none."""
         classes = self._classes()
         return classes[0] if len(classes) == 1 else type(self())
 
 
-_names: dict[str, BuilderName] = {}
-
-
+@cache
 def builder_name(name: str) -> BuilderName:
     """The one name object called `name`."""
-    return _names.setdefault(name, BuilderName(name))
+    return BuilderName(name)

@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.current import explain
-from deepspeed.ops.builders import builder_names, construct, incompatible, offered, quietly
+from deepspeed.ops.implementations import builder_names, call_quietly, construct, implemented, incompatible
 from deepspeed.plugins import plugin_manager
 from deepspeed.plugins.entry_points import ACCELERATORS
 from deepspeed.testing import requirements
@@ -145,9 +145,9 @@ def test_nothing_is_written_where_it_is_installed(accelerator: DeepSpeedAccelera
     folder = Path(str(package.__file__)).parent
     before = _files(folder)
     for name in builder_names():
-        for source, builder_class in offered(name):
-            builder, _ = construct(builder_class) if source == "device" else (None, None)
+        for found in implemented(name):
+            builder, _ = construct(found.builder_class) if found.source == "device" else (None, None)
             if builder is not None and incompatible(builder) is None:
-                quietly(builder.load)
+                call_quietly(builder.load)
     torch.ones(2, device=accelerator.device_name()).sum().item()
     assert _files(folder) == before

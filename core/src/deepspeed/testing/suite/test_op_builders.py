@@ -4,22 +4,14 @@ from typing import Any
 
 import pytest
 
-from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.ops import registry
-from deepspeed.ops.builders import construct, incompatible, op_of, quietly
-from deepspeed.ops.documented import OPS
-from deepspeed.ops.providers import providers
-
-
-def _own_builders() -> dict[str, Any]:
-    """Builder name -> class, of those that the accelerator itself brings."""
-    own = providers(get_accelerator())[0]
-    found = {name: own.find(name) for name in {*own.names(), *(op.builder for op in OPS.values())}}
-    return {name: kind for name, kind in sorted(found.items()) if kind is not None}
+from deepspeed.ops.implementations import call_quietly, construct, incompatible, own_builders
+from deepspeed.ops.registry import OPS
 
 
 def test_each_builder_gives_its_op_or_says_why_not(accelerator: DeepSpeedAccelerator) -> None:
-    builders = _own_builders()
+    builders = own_builders()
     if not builders:
         pytest.skip("the accelerator brings no op builder")
     failures = {name: failure for name, kind in builders.items() if (failure := _failure(kind))}
@@ -35,7 +27,7 @@ def _failure(kind: Any) -> str | None:
     if reason is not None:
         return "is_compatible() is False without a reason" if "gives no reason" in reason else None
     try:
-        loaded = quietly(builder.load)
+        loaded = call_quietly(builder.load)
     except Exception as error:  # noqa: BLE001 - a vendor's builder, whatever it raises
         return f"is_compatible() is True, and load() raised {type(error).__name__}: {error}"
     return "load() returned None" if loaded is None else None
@@ -44,7 +36,7 @@ def _failure(kind: Any) -> str | None:
 def test_a_builder_is_found_by_its_name(accelerator: DeepSpeedAccelerator) -> None:
     assert accelerator.get_op_builder("NoSuchBuilder") is None
     assert accelerator.create_op_builder("NoSuchBuilder") is None
-    for name, kind in _own_builders().items():
+    for name, kind in own_builders().items():
         found = accelerator.get_op_builder(name)
         if found is not None:  # None: the plugin's hook alone knows it
             assert found is kind
@@ -52,7 +44,7 @@ def test_a_builder_is_found_by_its_name(accelerator: DeepSpeedAccelerator) -> No
 
 
 def test_a_kernel_is_the_builders_own_op(accelerator: DeepSpeedAccelerator) -> None:
-    served = {op_of(kind, name) for name, kind in _own_builders().items()}
+    served = {registry.op_of(kind, name) for name, kind in own_builders().items()}
     for op in sorted(served & set(OPS)):
         loaded, resolution = registry.kernel(op), registry.resolve(op)
         if loaded is not None and resolution.source == "device":
