@@ -82,7 +82,7 @@ _lock = threading.RLock()  # re-entrant: loading one op may load another
 def resolve(op: str) -> Resolution:
     """Where `op` would come from now, without compiling or loading it.
 
-    After `kernel(op)` the reasons include what failed to load. Called by `ds_report` and by ops with several algorithms.
+    After `kernel(op)` the reasons include what failed to load. Called by `ds_report` and by the engine.
 
     Args:
         op: a short name of `OPS`, the name of a builder class, or the NAME of a vendor's own builder.
