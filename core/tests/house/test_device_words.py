@@ -19,7 +19,7 @@ OLD_NAMES = {
     "config/parallel.py": {"enable_cuda_graph"},
     "ops/documented.py": {"CCLCommBuilder", "deepspeed_ccl_comm"},
     # methods of DeepSpeed's OpBuilder that builders written for it call and extend
-    "ops/op_builder/old_questions.py": {"nvcc_args", "is_rocm_pytorch", "installed_rocm_version", "hip"},
+    "ops/op_builder/questions.py": {"nvcc_args", "is_rocm_pytorch", "installed_rocm_version", "hip"},
 }
 
 

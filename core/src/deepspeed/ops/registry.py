@@ -193,9 +193,11 @@ def create_builder(class_name: str, *args: Any, **kwargs: Any) -> Any:
     Raises:
         OpUnavailable: no place has such a builder; the message gives every reason.
     """
-    builders, reasons = [], []
+    builders: list[Any] = []
+    reasons: list[tuple[str, str | None]] = []
     for found in implementations(class_name):
-        builder, reason = None, found.reason
+        builder: Any = None
+        reason: str | None = found.reason
         if found.builder_class is not None:
             builder, reason = construct(found.builder_class, *args, **kwargs)
         if builder is None:

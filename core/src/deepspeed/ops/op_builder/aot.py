@@ -15,7 +15,6 @@ An extension's `setup.py`, whole; everything else stays in its `pyproject.toml`:
 With none of them set, `setup.py` imports neither, and the wheel is a pure one whose ops are compiled at first use.
 """
 
-import dataclasses
 import importlib
 import inspect
 import os
@@ -170,8 +169,7 @@ class BuildOps(build_ext):
 
 def _write_manifest(spec: BuildSpec, library: Path) -> None:
     """The manifest beside `library`, without paths of this machine."""
-    manifest = dataclasses.replace(Manifest.of(spec, library, [], []), sources=[])
-    manifest.write(library.with_suffix(".json"))
+    Manifest.of(spec, library, []).write(library.with_suffix(".json"))
 
 
 def _is_wanted(builder: OpBuilder, environment: Mapping[str, str]) -> bool:

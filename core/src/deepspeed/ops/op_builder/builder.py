@@ -33,11 +33,9 @@ from packaging.version import Version
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
 from deepspeed.ops.op_builder import jit, loading, prebuilt
-from deepspeed.ops.op_builder.against_torch import torch_module, torch_version, with_torch
-from deepspeed.ops.op_builder.machine import MachineQuestions
-from deepspeed.ops.op_builder.old_questions import OldQuestions
-from deepspeed.ops.op_builder.places import SourcePlaces
-from deepspeed.ops.op_builder.spec import BuildSpec, this_python, this_target
+from deepspeed.ops.op_builder.kernel_path import SourcePlaces
+from deepspeed.ops.op_builder.questions import DeepSpeedQuestions
+from deepspeed.ops.op_builder.spec import BuildSpec, this_python, this_target, torch_module, torch_version, with_torch
 from deepspeed.ops.op_builder.toolchain import Toolchain, find_compiler
 
 #: for a compile whose flags do not choose; portable: one library for every machine of an architecture
@@ -57,7 +55,7 @@ def _defaults_for(flags: Sequence[str]) -> list[str]:
     return [default for start, default in _DEFAULT_FLAGS.items() if not any(flag.startswith(start) for flag in stated)]
 
 
-class OpBuilder(SourcePlaces, MachineQuestions, OldQuestions, ABC):
+class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
     """One op: its name, its sources, and the loaded result. Made by `get_accelerator().create_op_builder(...)`.
 
     Args:
@@ -129,13 +127,10 @@ class OpBuilder(SourcePlaces, MachineQuestions, OldQuestions, ABC):
         """
 
     def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
-        """The command for one source file. A base builder of another compiler overrides it, and `toolchain`.
-
-        A file of Makefile rules beside the object, with suffix `.d`, lists the headers that were read, if there is one.
-        """
+        """The command for one source file. A base builder of another compiler overrides it, and `toolchain`."""
         return [
             *toolchain.command,
-            *("-fPIC", "-MMD", "-MF", str(object_path.with_suffix(".d"))),
+            "-fPIC",
             f"-ffile-prefix-map={source.parent}=.",  # messages of a library do not say where it was built
             *_defaults_for(flags),
             *flags,
@@ -191,7 +186,7 @@ class OpBuilder(SourcePlaces, MachineQuestions, OldQuestions, ABC):
             python="" if self.op_namespace else this_python(),
             op_namespace=self.op_namespace,
             min_torch=self.min_torch,
-            cmake_dir=None if self.cmake_dir is None else self._folder_of_project(self.cmake_dir),
+            cmake_dir=None if self.cmake_dir is None else self._project_folder(self.cmake_dir),
             compile_command=self.compile_command,
             link_command=self.link_command,
         )
@@ -256,6 +251,12 @@ class OpBuilder(SourcePlaces, MachineQuestions, OldQuestions, ABC):
             extra_compile_args={"cxx": [*_defaults_for(spec.compile_flags), *spec.compile_flags]},
             extra_link_args=list(spec.link_flags),
         )
+
+    def _project_folder(self, cmake_dir: str) -> Path:
+        folder = Path(self.deepspeed_src_path(cmake_dir))
+        if not (folder / "CMakeLists.txt").is_file():
+            raise OpUnavailable(f"op {self.name!r}: {folder} has no CMakeLists.txt")
+        return folder
 
     def _check_compatible(self) -> None:
         if not self.is_compatible():  # maybe a vendor's own, which sets no reason, or takes no argument

@@ -4,7 +4,7 @@
     <cache>/cpu_adam_3f….9a…/manifest.json      what it was built from, its size and sha256
     <cache>/cpu_adam_3f….<owner>.….tmp          a build that is running, or whose process was killed
     <cache>/cpu_adam_3f….lock                   held while one process builds
-    <cache>/cpu_adam_3f….failed.json            what the last build said, if it failed; `.log` has the whole output
+    <cache>/cpu_adam_3f….failed.json            the error of the last build, if it failed; `.log` has the whole output
 
 The lock saves work and nothing else: where a file system has no working locks, several processes build the same content
 at once and none touches what another one uses. A finished folder is never changed, and what is removed belongs to a
@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.log import logger, warn_once
-from deepspeed.ops.op_builder.owner import Owner, started_at
+from deepspeed.ops.op_builder.owner import has_owner, owner_has_ended, owner_mark, started_at
 from deepspeed.ops.op_builder.spec import BuildSpec, this_cpu_digest
 from deepspeed.ops.op_builder.trust import CannotMake, distrust, private_folder
 
 MANIFEST = "manifest.json"
-#: nobody works on a folder that has not been touched for so long, whatever machine it was made on
+#: a folder that has not been touched for so long is unused, whatever machine it was made on
 _OLD_S = 24 * 3600.0
 #: a process that a launcher started has one of them: the launchers of torch and ours, Open MPI, Intel MPI, Slurm
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -43,8 +43,6 @@ class Manifest:
     Attributes:
         library: its file name.
         library_bytes, sha256: of that file.
-        sources: their paths.
-        extra: files outside the scan that the compiler says it read (path -> sha256); a change there is a change.
         commands: the lines that built it, for a reader.
     """
 
@@ -62,31 +60,19 @@ class Manifest:
     stable_abi: bool
     min_torch: str | None
     compiler: str
-    sources: list[str]
-    extra: dict[str, str] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, spec: BuildSpec, library: Path, commands: list[list[str]], extra: list[Path]) -> "Manifest":
+    def of(cls, spec: BuildSpec, library: Path, commands: list[list[str]]) -> "Manifest":
         """The manifest of a library that was just built."""
         content = library.read_bytes()
+        of_spec = ("name", "source_digest", "content", "torch", "python", "target", "cpu")
         return cls(
-            name=spec.name,
+            **{name: getattr(spec, name) for name in (*of_spec, "op_namespace", "stable_abi", "min_torch")},
             library=library.name,
             library_bytes=len(content),
             sha256=hashlib.sha256(content).hexdigest(),
-            source_digest=spec.source_digest,
-            content=spec.content,
-            torch=spec.torch,
-            python=spec.python,
-            target=spec.target,
-            cpu=spec.cpu,
-            op_namespace=spec.op_namespace,
-            stable_abi=spec.stable_abi,
-            min_torch=spec.min_torch,
             compiler=spec.toolchain.summary if spec.toolchain else "",
-            sources=[str(path) for path in spec.sources],
-            extra={str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in extra},
             commands=commands,
         )
 
@@ -114,13 +100,6 @@ class Manifest:
             return f"{library} has {len(content)} bytes, but {self.library_bytes} were written"
         if hashlib.sha256(content).hexdigest() != self.sha256:
             return f"{library} is not what was written (its sha256 differs)"
-        for name, digest in self.extra.items():
-            try:
-                same = hashlib.sha256(Path(name).read_bytes()).hexdigest() == digest
-            except OSError:
-                same = False
-            if not same:
-                return f"{name}, which {library} was built from, has changed"
         return None
 
 
@@ -159,9 +138,9 @@ class Cache:
         return self.folder / f"{spec.entry}{suffix}"
 
     def find(self, spec: BuildSpec) -> Path | None:
-        """The library of `spec` if it is there, whole, and nobody else's.
+        """The library of `spec` if it is there, whole, and this user's alone.
 
-        Without a compiler the key is not known; then any library of the same content will do.
+        Without a compiler the key is unknown; then any library of the same content will do.
         """
         pattern = f"{spec.label}_*" if spec.toolchain is None else f"{spec.entry}*"
         candidates = (self._library_in(folder, spec) for folder in self._finished(pattern))
@@ -170,7 +149,7 @@ class Cache:
     def make_build_folder(self, spec: BuildSpec) -> Path:
         """A new folder on the same file system, named after this process. What killed builders left is removed."""
         self._remove_leftovers(spec)
-        return Path(tempfile.mkdtemp(prefix=f"{spec.entry}.{Owner.this()}.", suffix=".tmp", dir=self.folder))
+        return Path(tempfile.mkdtemp(prefix=f"{spec.entry}.{owner_mark()}.", suffix=".tmp", dir=self.folder))
 
     def install(self, spec: BuildSpec, built: Path, manifest: Manifest) -> Path:
         """Make the finished library visible, whole or not at all, under a name of its own. Returns its path.
@@ -218,8 +197,6 @@ class Cache:
         manifest = Manifest.read(folder / MANIFEST)
         if manifest is None or manifest.content != spec.content or manifest.cpu not in ("", this_cpu_digest()):
             return None
-        if manifest.extra and manifest.sources != [str(path) for path in spec.sources]:
-            return None  # it holds for the folder that it was built from, and for no copy of it
         library = folder / manifest.library
         try:
             doubt = distrust(folder) or distrust(folder / MANIFEST) or distrust(library)
@@ -234,13 +211,12 @@ class Cache:
         return library if flaw is None else None
 
     def _remove_leftovers(self, spec: BuildSpec) -> None:
-        """Remove what nobody uses: builds of processes that ended, and damaged libraries of `spec` a day after.
+        """Remove what is unused: builds of processes that ended, and damaged libraries of `spec` a day after.
 
         A folder that cannot be removed costs space only.
         """
         for path in self.folder.glob("*.tmp"):
-            owner = Owner.of(path.name)
-            if (owner is not None and owner.has_ended()) or ((owner or _is_of(spec, path)) and _is_old(path)):
+            if owner_has_ended(path.name) or (has_owner(path.name) and _is_old(path)):
                 shutil.rmtree(path, ignore_errors=True)
         for path in self._finished(f"{spec.entry}*"):
             manifest = Manifest.read(path / MANIFEST)
@@ -253,10 +229,6 @@ def this_job() -> str:
     launched = any(os.environ.get(name) for name in _LOCAL_RANK)
     process = os.getppid() if launched else os.getpid()
     return f"{os.uname().nodename} {process} {started_at(process) or ''}"
-
-
-def _is_of(spec: BuildSpec, path: Path) -> bool:
-    return path.name.startswith(f"{spec.entry}.")
 
 
 def _is_old(folder: Path) -> bool:

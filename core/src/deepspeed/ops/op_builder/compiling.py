@@ -12,10 +12,10 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from deepspeed.errors import ConfigError, OpUnavailable
 from deepspeed.ops.op_builder.spec import BuildSpec
@@ -26,9 +26,11 @@ TIMEOUT_VARIABLE = "DS_COMPILE_TIMEOUT"
 DEFAULT_TIMEOUT_S = 1800.0
 #: how long a process that has ended, or was killed, is waited for
 _LAST_WORDS_S = 5.0
+_TICK_S = 1.0
+_POLL_S = 0.02
 
 _ERROR = re.compile(r"(?i)(?:^|[\s:(])(?:fatal |internal compiler |cmake )?error\b|undefined reference|cannot find -l")
-#: how a compiler tells that it cannot write: the disk, the user's quota, the limit on a file's size
+#: how a compiler says that it cannot write: the disk, the user's quota, the limit on a file's size
 _FULL = re.compile(
     "|".join(
         [*map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)), signal.strsignal(signal.SIGXFSZ) or "SIGXFSZ"]
@@ -40,7 +42,7 @@ class BuildError(OpUnavailable):
     """A command of a build failed.
 
     Attributes:
-        first_error: the first line of the output that speaks of an error.
+        first_error: the first line of the output that has an error.
         command: the argument list.
         output: all that it printed.
     """
@@ -52,22 +54,19 @@ class BuildError(OpUnavailable):
         self.output = output
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """A finished build, not yet in the cache.
 
-    Attributes:
+    Fields:
         library: the file.
         commands: what was run.
-        read: every file that the compiler says it read and that is no system header.
     """
 
     library: Path
     commands: list[list[str]]
-    read: frozenset[Path]
 
 
-def compile_spec(spec: BuildSpec, folder: Path, library_name: str, on_tick: Callable[[], None] = lambda: None) -> Built:
+def compile_spec(spec: BuildSpec, folder: Path, library_name: str, on_tick: Callable[[], None] | None = None) -> Built:
     """Build `spec` in `folder`.
 
     Args:
@@ -83,9 +82,8 @@ def compile_spec(spec: BuildSpec, folder: Path, library_name: str, on_tick: Call
     if spec.toolchain is None:
         raise OpUnavailable(f"op {spec.name!r}: there is no compiler to build it with")
     runner = _Runner(spec.name, folder, on_tick)
-    if spec.cmake_dir is not None:
-        return _compile_project(spec, spec.toolchain, runner, library_name)
-    return _compile_sources(spec, spec.toolchain, runner, library_name)
+    compile_it = _compile_sources if spec.cmake_dir is None else _compile_project
+    return compile_it(spec, spec.toolchain, runner, library_name)
 
 
 def timeout_s() -> float:
@@ -103,7 +101,7 @@ def run_commands(op: str, folder: Path, commands: list[list[str]]) -> None:
     Raises:
         BuildError: the first that failed.
     """
-    _Runner(op, folder, lambda: None).run(commands)
+    _Runner(op, folder).run(commands)
 
 
 def _compile_sources(spec: BuildSpec, toolchain: Toolchain, runner: "_Runner", library_name: str) -> Built:
@@ -127,10 +125,10 @@ def _compile_sources(spec: BuildSpec, toolchain: Toolchain, runner: "_Runner", l
     runner.run([link])
     if not library.is_file():
         raise BuildError(f"op {spec.name!r}: the link wrote no {library}: {' '.join(link)}", command=link)
-    read = _dependencies(path.with_suffix(".d") for path in objects)
-    for path in [*objects, *(path.with_suffix(".d") for path in objects)]:
-        path.unlink(missing_ok=True)
-    return Built(library, [*compiles, link], read)
+    for path in objects:
+        path.unlink()
+        path.with_suffix(".d").unlink(missing_ok=True)  # a compiler's list of headers, where a builder asks for one
+    return Built(library, [*compiles, link])
 
 
 def _compile_project(spec: BuildSpec, toolchain: Toolchain, runner: "_Runner", library_name: str) -> Built:
@@ -165,157 +163,135 @@ def _compile_project(spec: BuildSpec, toolchain: Toolchain, runner: "_Runner", l
     library = found[0].rename(runner.folder / f"{library_name}.so")
     shutil.rmtree(work)
     shutil.rmtree(out)
-    return Built(library, [configure, build], frozenset())
-
-
-class _Output(threading.Thread):
-    """Reads what a process prints, in a thread, so that nothing waits for the end of the pipe.
-
-    A process that the compiler starts and leaves running (the server of a compiler cache) may hold it open for long.
-    """
-
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
-        super().__init__(name="ds_build_output", daemon=True)
-        assert child.stdout is not None
-        self.pipe = child.stdout
-        self.read: list[bytes] = []
-        self.start()
-
-    def run(self) -> None:
-        with self.pipe:
-            while chunk := os.read(self.pipe.fileno(), 1 << 16):
-                self.read.append(chunk)
-
-    def text(self) -> str:
-        """All that was printed; called when the process has ended."""
-        self.join(_LAST_WORDS_S)
-        return b"".join(self.read).decode(errors="replace")
+    return Built(library, [configure, build])
 
 
 class _Runner:
-    """Runs commands in a folder, and ends them when we are ended."""
+    """Runs commands in a folder, several at a time, and leaves none of them running."""
 
-    def __init__(self, op: str, folder: Path, on_tick: Callable[[], None]) -> None:
+    def __init__(self, op: str, folder: Path, on_tick: Callable[[], None] | None = None) -> None:
         self.op = op
         self.folder = folder
-        self.on_tick = on_tick
-        self.running: set[subprocess.Popen[bytes]] = set()
-        self.guard = threading.Lock()
-        self.stopped = False
+        self.on_tick = on_tick or (lambda: None)
         self.limit_s = timeout_s()
         # the compiler's temporary files go where the result goes: one place that can be full, and it has a name
         self.environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
 
     def run(self, commands: list[list[str]]) -> None:
-        """Run all of them, several at a time. The first failure ends the others and is raised.
+        """Run all of them. The first failure ends the others and is raised.
 
         Raises:
             BuildError: with the first error and the command.
         """
-        with ThreadPoolExecutor(_num_jobs(len(commands)), thread_name_prefix="ds_build") as pool:
-            waiting: set[Future[None]] = {pool.submit(self._run_one, command) for command in commands}
-            try:
-                while waiting:
-                    done, waiting = wait(waiting, timeout=1.0, return_when=FIRST_EXCEPTION)
-                    for future in done:
-                        future.result()
-                    if waiting:
-                        self.on_tick()
-            except BaseException:  # also Ctrl-C: nothing of ours compiles on when nobody waits for it
-                for future in waiting:
-                    future.cancel()
-                self._end()
-                raise
-
-    def _run_one(self, command: list[str]) -> None:
-        child = self._start(command)
-        if child is None:
-            return
-        output = _Output(child)
+        waiting, running = list(commands), list[_Command]()
+        next_tick = time.monotonic() + _TICK_S
         try:
-            child.wait(self.limit_s)
-        except subprocess.TimeoutExpired:
-            _kill_with_descendants(child)
-            raise self._took_too_long(command, output.text()) from None
-        finally:
-            with self.guard:
-                self.running.discard(child)
-        if child.returncode != 0 and not self.stopped:
-            raise self._failure(command, child.returncode, output.text())
+            while waiting or running:
+                while waiting and len(running) < _num_jobs(len(commands)):
+                    running.append(_Command(waiting.pop(0), self))
+                running[0].wait(_POLL_S)
+                running = [command for command in running if not command.has_ended()]
+                if time.monotonic() >= next_tick:
+                    next_tick += _TICK_S
+                    self.on_tick()
+        finally:  # also after Ctrl-C
+            for command in running:
+                command.kill()
 
-    def _start(self, command: list[str]) -> subprocess.Popen[bytes] | None:
+
+class _Command:
+    """One running command, and what it prints.
+
+    The output is read in a thread, so that nothing waits for the end of the pipe: a process that the compiler starts
+    and leaves running (the server of a compiler cache) may hold it open for long.
+    """
+
+    def __init__(self, argv: list[str], runner: _Runner) -> None:
+        self.argv, self.runner = argv, runner
+        self.deadline = time.monotonic() + runner.limit_s
         try:
-            with self.guard:
-                if self.stopped:
-                    return None
-                # It stays in our process group and session, so that what ends all of a rank's processes ends it too.
-                child = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    cwd=self.folder,
-                    env=self.environment,
-                )
-                self.running.add(child)
-                return child
+            # It stays in our process group and session, so that what ends all of a rank's processes ends it too.
+            self.child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=runner.folder,
+                env=runner.environment,
+            )
         except OSError as error:
-            raise BuildError(
-                f"op {self.op!r}: {command[0]} cannot be started: {error.strerror}", command=command
-            ) from error
+            reason = f"op {runner.op!r}: {argv[0]} cannot be started: {error.strerror}"
+            raise BuildError(reason, command=argv) from error
+        self.chunks: list[bytes] = []
+        self.reader = threading.Thread(target=self._read, name="ds_build_output", daemon=True)
+        self.reader.start()
 
-    def _took_too_long(self, command: list[str], output: str) -> BuildError:
-        return BuildError(
-            f"op {self.op!r}: {command[0]} did not finish within {self.limit_s:g} s and was killed "
-            f"({TIMEOUT_VARIABLE}=<seconds> waits longer)",
-            f"{command[0]} did not finish within {self.limit_s:g} s ({TIMEOUT_VARIABLE})",
-            command,
-            output,
-        )
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, but no longer than that."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(seconds)
 
-    def _failure(self, command: list[str], returncode: int, output: str) -> BuildError:
-        if _FULL.search(output) or returncode == -signal.SIGXFSZ:
-            full = _FULL.search(output)
-            said = full.group() if full else os.strerror(errno.EFBIG)
-            return BuildError(no_space(self.op, self.folder.parent, said), said, (), output)
-        first = first_error(output) or f"exit code {returncode} and no message"
-        return BuildError(f"op {self.op!r} does not compile: {first}", first, command, output)
+    def has_ended(self) -> bool:
+        """Whether it is done.
 
-    def _end(self) -> None:
-        with self.guard:
-            self.stopped = True
-            running = list(self.running)
-        for child in running:
-            _kill_with_descendants(child)
+        Raises:
+            BuildError: it failed, or took longer than the limit.
+        """
+        status = self.child.poll()
+        if status is None and time.monotonic() >= self.deadline:
+            raise self._late()
+        if status:
+            raise self._failure(status)
+        return status is not None
 
+    def kill(self) -> None:
+        """Kill a compiler driver and all that it started: killed alone, it would leave its compiler proper running."""
+        import psutil
 
-def _kill_with_descendants(child: subprocess.Popen[bytes]) -> None:
-    """Kill a compiler driver and all that it started: killed alone, it would leave its compiler proper running."""
-    import psutil
+        if self.child.poll() is not None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            process = psutil.Process(self.child.pid)
+            for member in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+        self.wait(_LAST_WORDS_S)  # no longer: it may be in a system call that no signal interrupts
 
-    try:
-        process = psutil.Process(child.pid)
-        family = [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:  # it ended meanwhile
-        return
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # in a system call that no signal interrupts
-        child.wait(_LAST_WORDS_S)
+    def _read(self) -> None:
+        assert self.child.stdout is not None
+        with self.child.stdout as pipe:
+            self.chunks.extend(iter(lambda: os.read(pipe.fileno(), 1 << 16), b""))
+
+    def _output(self) -> str:
+        self.reader.join(_LAST_WORDS_S)
+        return b"".join(self.chunks).decode(errors="replace")
+
+    def _late(self) -> BuildError:
+        self.kill()
+        late = f"{self.argv[0]} did not finish within {self.runner.limit_s:g} s"
+        message = f"op {self.runner.op!r}: {late} and was killed ({TIMEOUT_VARIABLE}=<seconds> waits longer)"
+        return BuildError(message, f"{late} ({TIMEOUT_VARIABLE})", self.argv, self._output())
+
+    def _failure(self, status: int) -> BuildError:
+        op, output = self.runner.op, self._output()
+        full = _FULL.search(output)
+        if full or status == -signal.SIGXFSZ:
+            reason = full.group() if full else os.strerror(errno.EFBIG)
+            return BuildError(no_space(op, self.runner.folder.parent, reason), reason, (), output)
+        first = first_error(output) or f"exit code {status} and no message"
+        return BuildError(f"op {op!r} does not compile: {first}", first, self.argv, output)
 
 
 def first_error(output: str) -> str:
-    """The first line of a compiler's output that speaks of an error; else the first line of all."""
+    """The first line of a compiler's output that has an error; else the first line of all."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in lines if _ERROR.search(line)), lines[0] if lines else "")
 
 
-def no_space(op: str, folder: Path, said: str) -> str:
-    """What is told when a disk is full."""
-    return (
-        f"op {op!r} cannot be built: {said} in {folder}; make room there, or set TORCH_EXTENSIONS_DIR to another folder"
-    )
+def no_space(op: str, folder: Path, reason: str) -> str:
+    """The message for a full disk."""
+    advice = "make room there, or set TORCH_EXTENSIONS_DIR to another folder"
+    return f"op {op!r} cannot be built: {reason} in {folder}; {advice}"
 
 
 def _num_jobs(num_commands: int) -> int:
@@ -323,13 +299,3 @@ def _num_jobs(num_commands: int) -> int:
     asked = os.environ.get("MAX_JOBS", "")
     limit = int(asked) if asked.isdigit() and int(asked) > 0 else len(os.sched_getaffinity(0))
     return max(1, min(num_commands, limit))
-
-
-def _dependencies(files: Iterable[Path]) -> frozenset[Path]:
-    """The files that Makefile rules (`-MMD`) name; a compiler that writes none has none."""
-    found = set()
-    for file in files:
-        if file.is_file():
-            rule = file.read_text(errors="replace").replace("\\\n", " ").partition(": ")[2]
-            found |= {Path(name.replace("\\ ", " ")) for name in re.findall(r"(?:\\ |\S)+", rule)}
-    return frozenset(found)

@@ -11,6 +11,7 @@ the library is for; loading it is `loading.py`.
 """
 
 import dataclasses
+import math
 import os
 import shutil
 import time
@@ -20,16 +21,10 @@ from typing import Any
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger, report
 from deepspeed.ops.op_builder.cache import Cache, Manifest, is_full
-from deepspeed.ops.op_builder.compiling import (
-    TIMEOUT_VARIABLE,
-    BuildError,
-    Built,
-    compile_spec,
-    no_space,
-    timeout_s,
-)
+from deepspeed.ops.op_builder.compiling import TIMEOUT_VARIABLE, BuildError, compile_spec, no_space, timeout_s
 from deepspeed.ops.op_builder.lock import locked
 from deepspeed.ops.op_builder.spec import BuildSpec
+from deepspeed.ops.op_builder.toolchain import Toolchain
 
 __all__ = ["BuildError", "build", "find"]
 
@@ -64,30 +59,40 @@ def build(spec: BuildSpec) -> Path:
         return found
     if spec.toolchain is None:
         raise OpUnavailable(f"op {spec.name!r} has to be compiled, and there is no compiler")
+    progress = _Progress(spec.name, _SPEAK_AFTER_S)
+
+    def on_wait(holder: str, waited_s: float) -> None:
+        progress(f"waiting for {holder}, which compiles it", waited_s)
+
     try:
-        with locked(cache.beside(spec, ".lock"), _Waiting(spec.name)):
+        with locked(cache.beside(spec, ".lock"), on_wait):
             found = cache.find(spec)
             if found is not None:
                 return found
             record = cache.failure(spec, asked_at)
             if record is not None:
                 raise _failed_elsewhere(spec, record)
-            return _build(spec, cache)
+            return _build(spec, spec.toolchain, cache)
     except OSError as error:
         if is_full(error):
             raise BuildError(no_space(spec.name, cache.folder, os.strerror(error.errno or 0))) from error
         raise BuildError(f"op {spec.name!r} cannot be built in {cache.folder}: {error}") from error
 
 
-def _build(spec: BuildSpec, cache: Cache) -> Path:
+def _build(spec: BuildSpec, toolchain: Toolchain, cache: Cache) -> Path:
     """Compile and install; called with the lock held, where the file system has locks."""
-    start = time.monotonic()
+    start, progress = time.monotonic(), _Progress(spec.name, 0.0)
+
+    def on_tick() -> None:
+        where = f", once for this machine ({toolchain.summary}; {cache.folder})"
+        progress("compiling", time.monotonic() - start, where)
+
     folder = cache.make_build_folder(spec)
     try:
-        built = compile_spec(spec, folder, spec.entry, _Progress(spec, cache.folder))
+        built = compile_spec(spec, folder, spec.entry, on_tick)
         if dataclasses.replace(spec).source_digest != spec.source_digest:  # of the files as they are now
-            raise BuildError(f"op {spec.name!r}: its sources changed while they were compiled; ask again")
-        library = cache.install(spec, folder, Manifest.of(spec, built.library, built.commands, _outside(spec, built)))
+            raise BuildError(f"op {spec.name!r}: its sources changed while they were compiled; build it again")
+        library = cache.install(spec, folder, Manifest.of(spec, built.library, built.commands))
     except BuildError as error:
         raise _with_command(spec, cache, error) from None
     finally:
@@ -96,19 +101,13 @@ def _build(spec: BuildSpec, cache: Cache) -> Path:
     return library
 
 
-def _outside(spec: BuildSpec, built: Built) -> list[Path]:
-    """Files that the compiler read and the scan did not see."""
-    known = {os.path.realpath(path) for path in (*spec.sources, *(path for _, path in spec.includes.headers))}
-    return sorted(path for path in built.read if path.is_file() and os.path.realpath(path) not in known)
-
-
 def _with_command(spec: BuildSpec, cache: Cache, error: BuildError) -> BuildError:
-    """The error as this process, which ran the compiler, tells it; and the record that keeps others from trying."""
+    """The error as this process, which ran the compiler, raises it; and the record that keeps others from trying."""
     if not error.command:
         return error
     command = " ".join(error.command)
     log = cache.write_failure(spec, error.first_error or str(error), f"{command}\n\n{error.output}")
-    message = f"{error}; command: {command}; all that it said is in {log}"
+    message = f"{error}; command: {command}; all of its output is in {log}"
     return BuildError(message, error.first_error, error.command, error.output)
 
 
@@ -120,43 +119,24 @@ def _failed_elsewhere(spec: BuildSpec, record: dict[str, Any]) -> BuildError:
     )
 
 
-class _Waiting:
-    """Says for whom this process waits: once on rank 0, and on every rank after one minute, two, four, ..."""
-
-    def __init__(self, op: str) -> None:
-        self.op = op
-        self.spoke = False
-        self.next_s = _AGAIN_AFTER_S
-
-    def __call__(self, holder: str, waited_s: float) -> None:
-        if not self.spoke and waited_s >= _SPEAK_AFTER_S:
-            self.spoke = True
-            report(f"op {self.op!r}: waiting for {holder}, which compiles it")
-        if waited_s >= self.next_s:
-            self.next_s *= 2
-            report(f"op {self.op!r}: still waiting for {holder}, which compiles it; {_so_far(waited_s)}", [-1])
-
-
 class _Progress:
-    """Says what is being compiled: once on rank 0 when that takes a second, and where it runs after one minute, ..."""
+    """Reports that a build takes long: once on rank 0, and on every rank after one minute, two, four, ...
 
-    def __init__(self, spec: BuildSpec, folder: Path) -> None:
-        self.spec = spec
-        self.folder = folder
-        self.spoke = False
-        self.start = time.monotonic()
-        self.next_s = _AGAIN_AFTER_S
+    Args:
+        op: its short name.
+        after_s: when rank 0 reports.
+    """
 
-    def __call__(self) -> None:
-        if not self.spoke and self.spec.toolchain is not None:
-            self.spoke = True
-            compiler = self.spec.toolchain.summary
-            report(f"op {self.spec.name!r}: compiling, once for this machine ({compiler}; {self.folder})")
-        passed_s = time.monotonic() - self.start
-        if passed_s >= self.next_s:
-            self.next_s *= 2
-            report(f"op {self.spec.name!r}: still compiling; {_so_far(passed_s)}", [-1])
+    def __init__(self, op: str, after_s: float) -> None:
+        self.op = op
+        self.after_s = after_s
+        self.again_s = _AGAIN_AFTER_S
 
-
-def _so_far(passed_s: float) -> str:
-    return f"{passed_s:.0f} s so far, and a command is killed after {timeout_s():g} s ({TIMEOUT_VARIABLE})"
+    def __call__(self, doing: str, passed_s: float, remark: str = "") -> None:
+        if passed_s >= self.after_s:
+            self.after_s = math.inf
+            report(f"op {self.op!r}: {doing}{remark}")
+        if passed_s >= self.again_s:
+            self.again_s *= 2
+            so_far = f"{passed_s:.0f} s so far, and a command is killed after {timeout_s():g} s ({TIMEOUT_VARIABLE})"
+            report(f"op {self.op!r}: still {doing}; {so_far}", [-1])

@@ -265,7 +265,7 @@ def test_which_prebuilt_library_fits(workshop, change, reason):
     spec = workshop.spec()
     library = workshop.folder / "x.so"
     library.write_bytes(b"library")
-    manifest = dataclasses.replace(Manifest.of(spec, library, [], []), **change)
+    manifest = dataclasses.replace(Manifest.of(spec, library, []), **change)
     found = prebuilt.misfit(manifest, spec)
     assert (found is None) == (reason is None)
     assert reason is None or reason in found
@@ -276,7 +276,7 @@ def test_another_c_library_is_left_to_the_loader(workshop):
     library = workshop.folder / "x.so"
     library.write_bytes(b"library")
     manifest = dataclasses.replace(
-        Manifest.of(spec, library, [], []), target="-".join([*spec.target.split("-")[:2], "glibc 2.1"])
+        Manifest.of(spec, library, []), target="-".join([*spec.target.split("-")[:2], "glibc 2.1"])
     )
     assert prebuilt.misfit(manifest, spec) is None
     manifest.write(workshop.folder / "x.json")

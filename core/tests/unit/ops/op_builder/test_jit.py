@@ -9,7 +9,7 @@ import signal
 import psutil
 import pytest
 from deepspeed.errors import ConfigError, OpUnavailable
-from deepspeed.ops.op_builder import jit
+from deepspeed.ops.op_builder import compiling, jit
 from deepspeed.ops.op_builder.cache import Cache
 
 
@@ -94,22 +94,19 @@ def test_the_compiler_ends_with_an_interrupted_builder(workshop, blocked):
 
 
 def test_one_line_says_who_is_waited_for(workshop, blocked, monkeypatch, lines):
-    from deepspeed.ops.op_builder import jit
-
-    monkeypatch.setattr(jit, "_SPEAK_AFTER_S", 0.0)
     process = workshop.start()
     blocked()
-    waiting = jit._Waiting("x")
+    progress = jit._Progress("x", 0.0)
 
     class Enough(Exception):
         pass
 
-    def ask_and_stop(holder, waited_s):
-        waiting(holder, waited_s)
-        waiting(holder, waited_s)
+    def report_and_stop(doing, waited_s):
+        progress(doing, waited_s)
+        progress(doing, waited_s)
         raise Enough
 
-    monkeypatch.setattr(jit, "_Waiting", lambda op: ask_and_stop)
+    monkeypatch.setattr(jit, "_Progress", lambda op, after_s: report_and_stop)
     with pytest.raises(Enough):
         jit.build(workshop.spec())
     process.kill()
@@ -121,9 +118,9 @@ def test_one_line_says_who_is_waited_for(workshop, blocked, monkeypatch, lines):
 def test_every_rank_that_waits_long_says_so_again(workshop, monkeypatch, lines):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("DS_COMPILE_TIMEOUT", "900")
-    waiting = jit._Waiting("x")
+    progress = jit._Progress("x", 3.0)
     for waited_s in (2.0, 5.0, 61.0, 100.0, 121.0, 200.0):
-        waiting("process 7 on there", waited_s)
+        progress("waiting for process 7 on there, which compiles it", waited_s)
     again = (
         "op 'x': still waiting for process 7 on there, which compiles it; {} s so far, and a command is killed after "
     )
@@ -191,7 +188,7 @@ def test_a_damaged_library_is_built_again(workshop, damage):
     assert workshop.count("compile") == 2
 
 
-def test_a_header_that_only_the_compiler_sees(workshop):
+def test_a_header_that_only_a_flag_names(workshop):
     hidden = workshop.folder / "hidden.h"
     hidden.write_text("#define Y 5\n")
     workshop.source.write_text('extern "C" int x() { return Y; }\n')
@@ -300,10 +297,9 @@ def test_nothing_is_said_of_a_quick_build(workshop, lines):
     assert lines == []
 
 
-def test_a_long_build_says_one_line(workshop, lines):
-    progress = jit._Progress(workshop.spec(), workshop.cache)
-    progress()
-    progress()
+def test_a_long_build_says_one_line(workshop, lines, monkeypatch):
+    monkeypatch.setattr(compiling, "_TICK_S", 0.0)
+    jit.build(workshop.spec())
     assert [text for _, text in lines] == [
         f"op 'x': compiling, once for this machine ({workshop.folder}/cxx: counting compiler 1.0; {workshop.cache})"
     ]

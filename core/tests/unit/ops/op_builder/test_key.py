@@ -149,6 +149,27 @@ def test_operators_are_named_after_their_source(workshop):
     assert workshop.spec(sources=(source,)).entry.startswith("my_op_v2_")
 
 
+@pytest.mark.parametrize("text", ["#define JOIN(a, b) <a/b>\n#include JOIN(deep, inner.h)\n", "#include FROM_A_FLAG\n"])
+def test_every_header_counts_where_a_macro_names_one_in_a_way_that_a_scan_does_not_see(workshop, text):
+    (workshop.sources / "deep").mkdir()
+    inner = workshop.sources / "deep" / "inner.h"
+    inner.write_text("int inner;\n")
+    one = workshop.spec(include_paths=(workshop.sources,)).key
+    workshop.source.write_text(text)
+    two = workshop.spec(include_paths=(workshop.sources,)).key
+    inner.write_text("int other;\n")
+    assert len({one, two, workshop.spec(include_paths=(workshop.sources,)).key}) == 3
+
+
+@pytest.mark.parametrize("flags", [["-include", "forced.h"], ["-includeforced.h"], ["--include=forced.h"]])
+def test_a_header_that_a_flag_includes_changes_the_key(workshop, flags):
+    forced = workshop.sources / "forced.h"
+    forced.touch()
+    one = workshop.spec(include_paths=(workshop.sources,), compile_flags=flags).key
+    forced.write_text("int forced;\n")
+    assert workshop.spec(include_paths=(workshop.sources,), compile_flags=flags).key != one
+
+
 def test_a_scan_follows_includes_through_folders_and_macros(tmp_path):
     files = {
         "src/a.cpp": '#include "one.h"\n#include <two.h>\n#include <vector>\n'

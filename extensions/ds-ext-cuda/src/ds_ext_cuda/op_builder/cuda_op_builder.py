@@ -14,10 +14,9 @@ from typing import Any
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
 from deepspeed.ops.op_builder import OpBuilder, jit, prebuilt
-from deepspeed.ops.op_builder.against_torch import torch_module
 from deepspeed.ops.op_builder.cache import Manifest
 from deepspeed.ops.op_builder.kernel_path import make_kernel_path
-from deepspeed.ops.op_builder.spec import BuildSpec
+from deepspeed.ops.op_builder.spec import BuildSpec, torch_module
 from deepspeed.ops.op_builder.toolchain import Toolchain, find_compiler
 
 from ds_ext_cuda.installed_torch import cuda_of_torch
@@ -177,7 +176,6 @@ class CUDAOpBuilder(OpBuilder):
             *_host_compiler_option(),
             *self.compute_capability_args(),
             *("--threads", "0"),  # the GPUs side by side, as many as there are cores
-            *("-MMD", "-MF", str(object_path.with_suffix(".d"))),
             *("-Xcompiler", f"-ffile-prefix-map={source.parent}=."),
             *flags,
             *("-c", str(source), "-o", str(object_path)),

@@ -68,7 +68,6 @@ class SYCLOpBuilder(OpBuilder):
         return compiler
 
     def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
-        # no -MMD: icpx runs once per target and once for the host, and all would write the one file of rules
         prefix = f"-ffile-prefix-map={source.parent}=."
         return [*toolchain.command, "-fPIC", prefix, *flags, "-c", str(source), "-o", str(object_path)]
 

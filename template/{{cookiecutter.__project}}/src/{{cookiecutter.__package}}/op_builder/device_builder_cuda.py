@@ -57,8 +57,7 @@ class DeviceOpBuilder(OpBuilder):
         return _check_major(identify((_find_nvcc(),)))
 
     def compile_command(self, toolchain: Toolchain, source: Path, object_path: Path, flags: Sequence[str]) -> list[str]:
-        dependencies = ("-MMD", "-MF", str(object_path.with_suffix(".d")))
-        return [*toolchain.command, *dependencies, *flags, "-c", str(source), "-o", str(object_path)]
+        return [*toolchain.command, *flags, "-c", str(source), "-o", str(object_path)]
 
     def link_command(
         self, toolchain: Toolchain, object_paths: Sequence[Path], library: Path, flags: Sequence[str]
