@@ -1,15 +1,74 @@
-"""KernelOptimizer: an optimizer whose step is one operator call where an extension has it, and torch's where not."""
+"""KernelOptimizer: an optimizer whose step is one operator call where an extension has it, and torch's where not.
+
+An operator takes lists of tensors and updates all of them in one call. Read next: `registry.py`, which finds it.
+"""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops import registry
 from deepspeed.ops.reference_optimizer import ReferenceOptimizer
-from deepspeed.ops.step_kernel import FP32, StepKernel, host_step_count, step_kernel
+
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+FP32 = frozenset((torch.float32,))
+PLAIN = frozenset((Tensor, nn.Parameter))
+
+
+class StepKernel(NamedTuple):
+    """One operator, and the kind of device whose tensors it takes."""
+
+    operator: Callable[..., Any]
+    device_type: str
+
+    def takes(self, tensors: Iterable[Tensor], dtypes: frozenset[torch.dtype] = FLOATS) -> bool:
+        """Whether all are what the operator reads: plain, dense and contiguous, of one of `dtypes`, on its device."""
+        strided, is_host, device_type = torch.strided, self.device_type == "cpu", self.device_type
+        for one in tensors:  # written out, because it runs for every tensor of every step
+            if one.dtype not in dtypes or type(one) not in PLAIN or one.layout is not strided:
+                return False
+            if not one.is_contiguous() or not (one.is_cpu if is_host else one.device.type == device_type):
+                return False
+        return True
+
+
+def step_kernel(op: str | None, operator: str) -> StepKernel | None:
+    """The operator that steps for `op`, or None: then the optimizer runs its torch reference.
+
+    Args:
+        op: as `registry.kernel` takes it, for example "cpu_adam"; None: the optimizer has none.
+        operator: its name in the loaded op, for example "adam_step_".
+    """
+    loaded = registry.kernel(op) if op is not None else None
+    if loaded is None:
+        return None
+    on_host = op in registry.OPS and registry.OPS[op].on_host
+    device_type = "cpu" if on_host else torch.device(get_accelerator().device_name()).type
+    packet = getattr(loaded, operator)
+    return StepKernel(getattr(packet, "default", packet), device_type)  # the overload saves torch a search per call
+
+
+def host_numbers(**values: Any) -> dict[str, float] | None:
+    """Options as an operator takes them; None when one is a tensor on a device, which a step must not wait for."""
+    for name, value in values.items():
+        if type(value) is not float:  # they nearly always are
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                return None
+            values[name] = float(value)
+    return values
+
+
+def host_step_count(state: dict[str, Any]) -> Tensor:
+    """`state["step"]` as operators count it: a 0-D fp32 tensor on the host, whatever a checkpoint held."""
+    step = state["step"]
+    if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu or step.dim():
+        step = state["step"] = torch.tensor(float(step), dtype=torch.float32)
+    return step
 
 
 class KernelOptimizer(ReferenceOptimizer):
@@ -20,7 +79,7 @@ class KernelOptimizer(ReferenceOptimizer):
     take: sparse gradients, DTensors, tensors elsewhere or not contiguous, states in half precision.
     """
 
-    kernel_op: ClassVar[str | None] = None  # what the registry is asked
+    kernel_op: ClassVar[str | None] = None  # its name in the registry
     operator: ClassVar[str] = ""
     state_names: ClassVar[tuple[str, ...]] = ()  # the operator's state lists, in its order
     uses_kernel = True  # False: step with the reference, as a rank that has no kernel does
@@ -85,7 +144,7 @@ class KernelOptimizer(ReferenceOptimizer):
         if params:
             lists = [params, grads, *moments, [host_step_count(state) for state in states], copies]
             self.run_kernel(kernel.operator, lists, {**numbers, "grad_scale": scale})
-            # autograd must hear of it: a graph that saved a weight then refuses to run backward through the new one
+            # for autograd: a graph that saved a weight then refuses to run backward through the new one
             torch.autograd.graph.increment_version([*params, *copies])
 
     def _update_by_torch(
@@ -105,7 +164,7 @@ class KernelOptimizer(ReferenceOptimizer):
 
 
 def _not_taken(kernel: StepKernel, lists: list[list[Tensor]], moments: list[list[Tensor]]) -> list[int]:
-    """The indices of the parameters that the kernel cannot take: nearly always none, which is asked first."""
+    """The indices of the parameters that the kernel cannot take: nearly always none, which is checked first."""
     if kernel.takes(chain.from_iterable(lists)) and kernel.takes(chain.from_iterable(moments), FP32):
         return []
     return [

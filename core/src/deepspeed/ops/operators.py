@@ -1,8 +1,8 @@
-"""Which compiled operator serves these tensors? Asked at each call by fronts that compute tensors from tensors.
+"""Which compiled operator serves these tensors? Called by the functions of `quantizer` and `transformer`.
 
-May import `ops.step_kernel` and below. A kernel serves when it was registered as torch operators (its builder names an
-`op_namespace`), the tensors are plain ones of the accelerator in force in fp32, bf16 or fp16, and nobody wants a
-gradient: these operators have none. Otherwise the front runs its torch reference, which has one.
+May import `ops.kernel_optimizer` and below. A kernel serves when it was registered as torch operators (its builder
+names an `op_namespace`), the tensors are plain ones of the current accelerator in fp32, bf16 or fp16, and no gradient
+is needed: these operators have none. Otherwise the caller runs its torch reference, which has one.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import registry
-from deepspeed.ops.step_kernel import FLOATS, PLAIN
+from deepspeed.ops.kernel_optimizer import FLOATS, PLAIN
 
 
 def operator_for(op: str, name: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
@@ -21,8 +21,8 @@ def operator_for(op: str, name: str, *tensors: Tensor | None) -> Callable[..., A
 
     Args:
         op: as `registry.kernel` takes it, for example "quantizer".
-        name: the operator in the kernel's namespace. Its schema is the front's, given in the front's docstring.
-        tensors: every floating tensor that the operator would get; None stands for one that was left out.
+        name: the operator in the kernel's namespace. Its schema is in the caller's docstring.
+        tensors: every floating tensor that the operator would get; None for one that was omitted.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.optim.adagrad import adagrad
 
 from deepspeed.errors import ConfigError
-from deepspeed.ops.kernel_optimizer import KernelOptimizer
+from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
 from deepspeed.ops.reference_optimizer import check_not_negative, new_step_count, state_dtype
-from deepspeed.ops.step_kernel import host_numbers
 
 
 class DeepSpeedCPUAdagrad(KernelOptimizer):

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from deepspeed.errors import ConfigError
 from deepspeed.ops.adam.adam_step import adam_step, create_state
-from deepspeed.ops.kernel_optimizer import KernelOptimizer
+from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
 from deepspeed.ops.reference_optimizer import check_betas, check_not_negative, state_dtype
-from deepspeed.ops.step_kernel import host_numbers
 
 
 class AdamBase(KernelOptimizer):

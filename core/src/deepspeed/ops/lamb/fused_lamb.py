@@ -8,14 +8,13 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from deepspeed.errors import ConfigError
-from deepspeed.ops.kernel_optimizer import KernelOptimizer
+from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
 from deepspeed.ops.reference_optimizer import (
     check_betas,
     check_not_negative,
     check_not_sparse,
     new_step_count,
 )
-from deepspeed.ops.step_kernel import host_numbers
 
 
 class FusedLamb(KernelOptimizer):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed.ops.kernel_optimizer import KernelOptimizer
+from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
 from deepspeed.ops.reference_optimizer import (
     check_betas,
     check_not_negative,
@@ -14,7 +14,6 @@ from deepspeed.ops.reference_optimizer import (
     new_step_count,
     state_dtype,
 )
-from deepspeed.ops.step_kernel import host_numbers
 
 
 class LionBase(KernelOptimizer):

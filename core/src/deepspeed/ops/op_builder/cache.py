@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.log import logger, warn_once
-from deepspeed.ops.op_builder.owner import has_owner, owner_has_ended, owner_mark, started_at
+from deepspeed.ops.op_builder.lock import has_owner, owner_has_ended, owner_mark, started_at
 from deepspeed.ops.op_builder.spec import BuildSpec, this_cpu_digest
 from deepspeed.ops.op_builder.trust import CannotMake, distrust, private_folder
 

@@ -15,11 +15,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.kernel_optimizer import step_kernel
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.reference_optimizer import OnePass
 from deepspeed.ops.registry import OPS, VARIABLE
-from deepspeed.ops.step_kernel import step_kernel
 from deepspeed.testing import requirements
 
 _SIZES = (0, 1, 7, 1023, 65537)
