@@ -4,7 +4,7 @@
     <cache>/cpu_adam_3f….9a…/manifest.json      what it was built from, its size and sha256
     <cache>/cpu_adam_3f….<owner>.….tmp          a build that is running, or whose process was killed
     <cache>/cpu_adam_3f….lock                   held while one process builds
-    <cache>/cpu_adam_3f….failed.json            the error of the last build, if it failed; `.log` has the whole output
+    <cache>/cpu_adam_3f….log                    the last build, if it failed: a line of JSON, then the whole output
 
 The lock saves work and nothing else: where a file system has no working locks, several processes build the same content
 at once and none touches what another one uses. A finished folder is never changed, and what is removed belongs to a
@@ -22,7 +22,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from deepspeed.log import logger, warn_once
 from deepspeed.ops.op_builder.lock import has_owner, owner_has_ended, owner_mark, started_at
@@ -86,7 +86,7 @@ class Manifest:
             return None
 
     def write(self, path: Path) -> None:
-        """Write, and do not return before it is on the disk."""
+        """Write, whole or not at all."""
         _write_down(path, json.dumps(dataclasses.asdict(self), indent=1).encode())
 
     def flaw(self, folder: Path) -> str | None:
@@ -101,6 +101,14 @@ class Manifest:
         if hashlib.sha256(content).hexdigest() != self.sha256:
             return f"{library} is not what was written (its sha256 differs)"
         return None
+
+
+class BuildFailure(NamedTuple):
+    """A build that failed: its first error, the process that ran it, and the file with the whole output."""
+
+    error: str
+    pid: int
+    log: Path
 
 
 class Cache:
@@ -162,31 +170,28 @@ class Cache:
         library = built / manifest.library
         library.chmod(0o755)  # the linker follows the umask, which may let others write
         manifest.write(built / MANIFEST)
-        _sync(library)
-        _sync(built)
         entry = self.folder / f"{spec.entry}.{secrets.token_hex(6)}"
-        built.rename(entry)
-        _sync(self.folder)
-        self.beside(spec, ".failed.json").unlink(missing_ok=True)
+        built.rename(entry)  # after a power failure the sha256 says what did not reach the disk
         self.beside(spec, ".log").unlink(missing_ok=True)
         return entry / manifest.library
 
     def write_failure(self, spec: BuildSpec, first_error: str, output: str) -> Path:
-        """Remember that a build failed, for the others of this job. Returns the file with the whole output."""
+        """Record that a build failed, for the other ranks of this job. Returns the file, with the whole output."""
+        record = {"error": first_error, "pid": os.getpid(), "job": this_job(), "time": time.time()}
         log = self.beside(spec, ".log")
-        _write_down(log, output.encode())
-        record = {"error": first_error, "log": str(log), "pid": os.getpid(), "job": this_job(), "time": time.time()}
-        _write_down(self.beside(spec, ".failed.json"), json.dumps(record).encode())
+        _write_down(log, f"{json.dumps(record)}\n\n{output}".encode())
         return log
 
-    def failure(self, spec: BuildSpec, asked_at: float) -> dict[str, Any] | None:
+    def failure(self, spec: BuildSpec, asked_at: float) -> BuildFailure | None:
         """The failure of the same content in this job, or since `asked_at` (`time.time()`); None: build it."""
+        log = self.beside(spec, ".log")
         try:
-            record = json.loads(self.beside(spec, ".failed.json").read_text())
-            ours = record["job"] == this_job() or record["time"] >= asked_at
+            with log.open(errors="replace") as file:
+                record = json.loads(file.readline())
+            is_ours = record["job"] == this_job() or record["time"] >= asked_at
+            return BuildFailure(str(record["error"]), int(record["pid"]), log) if is_ours else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return record if ours else None
 
     def _finished(self, pattern: str) -> list[Path]:
         """Folders of finished builds."""
@@ -265,11 +270,3 @@ def _write_down(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,6 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger, report
@@ -69,9 +68,10 @@ def build(spec: BuildSpec) -> Path:
             found = cache.find(spec)
             if found is not None:
                 return found
-            record = cache.failure(spec, asked_at)
-            if record is not None:
-                raise _failed_elsewhere(spec, record)
+            failure = cache.failure(spec, asked_at)
+            if failure is not None:
+                seen = f"(seen by process {failure.pid}; all of it is in {failure.log})"
+                raise BuildError(f"op {spec.name!r} does not compile: {failure.error} {seen}", failure.error)
             return _build(spec, spec.toolchain, cache)
     except OSError as error:
         if is_full(error):
@@ -109,14 +109,6 @@ def _with_command(spec: BuildSpec, cache: Cache, error: BuildError) -> BuildErro
     log = cache.write_failure(spec, error.first_error or str(error), f"{command}\n\n{error.output}")
     message = f"{error}; command: {command}; all of its output is in {log}"
     return BuildError(message, error.first_error, error.command, error.output)
-
-
-def _failed_elsewhere(spec: BuildSpec, record: dict[str, Any]) -> BuildError:
-    return BuildError(
-        f"op {spec.name!r} does not compile: {record.get('error')} (seen by process {record.get('pid')}; all of it is "
-        f"in {record.get('log')})",
-        str(record.get("error")),
-    )
 
 
 class _Progress:

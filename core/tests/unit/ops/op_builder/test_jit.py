@@ -281,7 +281,7 @@ def test_a_failure_is_forgotten_when_the_build_succeeds(workshop, monkeypatch):
     assert workshop.count("compile") == 1
     marker.unlink()
     workshop.run()
-    assert list(workshop.cache.glob("*.failed.json")) == []
+    assert list(workshop.cache.glob("*.log")) == []
     assert jit.build(workshop.spec()).is_file()
 
 
@@ -292,7 +292,8 @@ def test_without_a_compiler(workshop):
         jit.build(workshop.spec(toolchain=None, compile_flags=("-O1",)))
 
 
-def test_nothing_is_said_of_a_quick_build(workshop, lines):
+def test_nothing_is_said_of_a_quick_build(workshop, lines, monkeypatch):
+    monkeypatch.setattr(compiling, "_TICK_S", 60.0)  # a busy machine may take more than one second
     jit.build(workshop.spec())
     assert lines == []
 
