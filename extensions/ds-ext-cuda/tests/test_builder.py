@@ -358,7 +358,7 @@ def test_without_a_toolkit_an_op_runs_in_torch_and_one_line_says_so(monkeypatch,
     torch_with("13.0")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(registry, "_told", set())
+    monkeypatch.setattr(registry, "_logged", set())
     set_accelerator(CUDA_Accelerator())
     try:
         registry.reset()

@@ -124,7 +124,7 @@ def test_the_front_falls_back_with_one_line(icpx, torch_xpu, monkeypatch, caplog
     monkeypatch.setattr("ds_ext_xpu.op_builder.sycl_op_builder.find_icpx", lambda: find_icpx({"PATH": ""}, Path("/no")))
     lines = []
     monkeypatch.setattr(registry, "log_dist", lambda line, level=logging.INFO: lines.append((line, level)))
-    monkeypatch.setattr(registry, "_told", set())
+    monkeypatch.setattr(registry, "_logged", set())
     before = get_accelerator()
     set_accelerator(XPU_Accelerator())
     registry.reset()
