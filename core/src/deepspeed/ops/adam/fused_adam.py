@@ -22,6 +22,14 @@ class FusedAdam(AdamBase):
         set_grad_none: `zero_grad()` sets gradients to None rather than to zero.
 
     Raises ConfigError for a value out of range, and for `amsgrad=True`, which DeepSpeed's FusedAdam has not.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    >>> optimizer = FusedAdam([weight], lr=0.5)
+    >>> weight.square().sum().backward()
+    >>> optimizer.step()
+    >>> weight.data
+    tensor([ 0.5000, -1.5000])
     """
 
     kernel_op: ClassVar[str | None] = "fused_adam"

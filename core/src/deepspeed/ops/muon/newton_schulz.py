@@ -17,9 +17,24 @@ def orthogonalize(matrix: Tensor, steps: int = 5, method: str = "gram", eps: flo
         X <- G / (|G|_F + eps);   steps times:  X <- a X + b (X X^T) X + c (X X^T)^2 X
 
     "gram" multiplies the same polynomial up on the small square matrix R = X X^T and applies it once; equal up to
-    rounding, cheaper for rectangular matrices. `matrix`: two dimensions or more; leading ones are a batch. The result
-    has its shape and dtype. On the host and for "gram" the arithmetic is fp32; "standard" on a device runs in bf16,
-    as published. Called by `muon_update`.
+    rounding, cheaper for rectangular matrices. On the host and for "gram" the arithmetic is fp32; "standard" on a
+    device runs in bf16, as published. Called by `muon_update`.
+
+    Args:
+        matrix: (..., M, N), floating; leading dimensions are a batch.
+        steps: how often the polynomial is applied.
+        method: "gram" or "standard".
+        eps: added to the Frobenius norm.
+
+    Returns:
+        Of the matrix's shape and dtype.
+
+    Raises:
+        ConfigError: another method.
+
+    >>> singular_values = torch.linalg.svdvals(orthogonalize(torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 5.0]])))
+    >>> bool((singular_values > 0.6).all() and (singular_values < 1.3).all())
+    True
     """
     if method not in NS_METHODS:
         raise ConfigError(f"ns_method: found {method!r}, but it must be one of {', '.join(NS_METHODS)}")

@@ -30,6 +30,10 @@ def make_kernel_path(package: str | Path, folder: str = "csrc") -> tuple[Callabl
         `kernel_path(code_path)` for a source file and `kernel_include(code_path)` for a folder of headers. Each
         returns an absolute path, or raises OpUnavailable where there is none; an empty `code_path` stays empty and an
         absolute one stays as it is.
+
+    >>> kernel_path, _ = make_kernel_path("deepspeed", folder="ops")
+    >>> kernel_path("registry.py") == kernel_path("ops/registry.py")
+    True
     """
     inside = Path(folder).parts
 

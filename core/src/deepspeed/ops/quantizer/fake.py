@@ -23,6 +23,9 @@ def ds_quantizer(input: Tensor, groups: int = 1, bit_num: int = 8, sr: bool = Fa
         bit_num: 2 to 16.
         sr: round stochastically instead of to nearest.
         asym: scale from minimum to maximum instead of symmetrically around 0.
+
+    Raises:
+        ConfigError: as `fake_quantize`.
     """
     return fake_quantize(input, groups, bit_num, symmetric=not asym, stochastic=sr)
 
@@ -38,11 +41,16 @@ def fake_quantize(
         x: floating, any shape; left as it is.
         num_groups: must divide `x.numel()`.
         num_bits: 2 to 16.
+        symmetric: around 0; False: from the minimum to the maximum of a group.
         stochastic: round x / scale up with the probability of its fraction (torch's generator of x's device): right on
             average, |x - x'| < scale.
 
     Raises:
         ConfigError: an argument does not fit; the message names it.
+
+    >>> import torch
+    >>> fake_quantize(torch.tensor([3.0, 1.4, -2.6]), num_bits=3)
+    tensor([ 3.,  1., -3.])
     """
     check_groups(x, num_groups)
     if not _MIN_BITS <= num_bits <= _MAX_BITS:

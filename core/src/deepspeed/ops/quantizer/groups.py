@@ -41,11 +41,19 @@ def quantize(x: Tensor, num_groups: int, num_bits: int = 8, symmetric: bool = Tr
 
     Args:
         x: floating, any shape; read in row-major order.
-        num_groups: must divide `x.numel()`.
+        num_groups: G; must divide `x.numel()`.
         num_bits: 8 or 4.
+        symmetric: around 0; False: from the minimum to the maximum of a group.
+
+    Returns:
+        q: int8 (G, bytes of a group), and params: fp32 (G, 1), or (G, 2) when asymmetric.
 
     Raises:
         ConfigError: `num_groups` or `num_bits` does not fit, or `x` is not floating.
+
+    >>> q, params = quantize(torch.tensor([0.0, 1.0, -127.0, 3.0]), num_groups=1)
+    >>> q, params
+    (tensor([[   0,    1, -127,    3]], dtype=torch.int8), tensor([[1.]]))
     """
     check_groups(x, num_groups)
     _check_bits(num_bits)
@@ -74,6 +82,11 @@ def dequantize(
 
     Raises:
         ConfigError: shapes or dtypes do not fit each other; the message names the argument.
+
+    >>> q, params = quantize(torch.tensor([[7.0, -3.0], [0.5, 3.5]]), num_groups=2, num_bits=4)
+    >>> dequantize(q, params, num_bits=4, dtype=torch.bfloat16)
+    tensor([[ 7.0000, -3.0000],
+            [ 0.5000,  3.5000]], dtype=torch.bfloat16)
     """
     group_size = _check_quantized(q, params, num_bits, shape, dtype, copies=False)
     if (kernel := operator_for(OP, "dequantize_groups", params)) is not None:
@@ -100,9 +113,14 @@ def dequantize_reduce(
     Args:
         q, params: (C, G, bytes) int8 and (C, G, 1 or 2) fp32.
         shape, dtype: of the result, as in `dequantize`.
+        mean: divide the sum by C.
 
     Raises:
         ConfigError: as `dequantize`.
+
+    >>> q, params = quantize(torch.tensor([127.0, 1.0]), num_groups=1)
+    >>> dequantize_reduce(torch.stack([q, q]), torch.stack([params, params]))
+    tensor([[254.,   2.]])
     """
     group_size = _check_quantized(q, params, num_bits, shape, dtype, copies=True)
     if (kernel := operator_for(OP, "dequantize_reduce", params)) is not None:

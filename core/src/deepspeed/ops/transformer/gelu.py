@@ -23,8 +23,15 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
         x: any shape, in fp32, bf16 or fp16.
         approximate: "none" or "tanh", as torch names the two forms.
 
+    Returns:
+        Of x's shape and dtype.
+
     Raises:
         ConfigError: another form, or x is not floating.
+
+    >>> import torch
+    >>> gelu(torch.tensor([-1.0, 0.0, 1.0]))
+    tensor([-0.1587,  0.0000,  0.8413])
     """
     _check(x, approximate)
     if (kernel := operator_for(OP, "gelu", x)) is not None:
@@ -41,6 +48,9 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
         x: (..., N) in fp32, bf16 or fp16.
         bias: (N,), of x's dtype or fp32.
         approximate: as in `gelu`.
+
+    Returns:
+        Of x's shape and dtype.
 
     Raises:
         ConfigError: as `gelu`, or the bias has another shape.

@@ -29,8 +29,15 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         weight, bias: (N,), of x's dtype or fp32; None for 1 and 0.
         eps: added to the variance.
 
+    Returns:
+        Of x's shape and dtype.
+
     Raises:
         ConfigError: a shape does not fit; the message names the argument.
+
+    >>> layer_norm(torch.tensor([[1.0, 3.0], [0.0, 8.0]]), eps=0.0)
+    tensor([[-1.,  1.],
+            [-1.,  1.]])
     """
     _check_rows(x, weight, bias)
     if not _bound_by_memory(x) and (kernel := operator_for(OP, "layer_norm", x, weight, bias)) is not None:
@@ -45,6 +52,12 @@ def layer_norm_residual(
 
     Args:
         residual: of x's shape and dtype; the others as in `layer_norm`.
+
+    Returns:
+        Two tensors of x's shape and dtype.
+
+    Raises:
+        ConfigError: as `layer_norm`, or the residual has another shape or dtype.
     """
     _check_rows(x, weight, bias)
     _check_residual(x, residual)
@@ -63,8 +76,15 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
         weight: (N,), of x's dtype or fp32; None for 1.
         eps: added to the mean square.
 
+    Returns:
+        Of x's shape and dtype.
+
     Raises:
         ConfigError: a shape does not fit; the message names the argument.
+
+    >>> rms_norm(torch.tensor([[1.0, -1.0], [3.0, 3.0]]), eps=0.0)
+    tensor([[ 1., -1.],
+            [ 1.,  1.]])
     """
     _check_rows(x, weight, None)
     if (kernel := operator_for(OP, "rms_norm", x, weight)) is not None:
@@ -79,6 +99,12 @@ def rms_norm_residual(
 
     Args:
         residual: of x's shape and dtype; the others as in `rms_norm`.
+
+    Returns:
+        Two tensors of x's shape and dtype.
+
+    Raises:
+        ConfigError: as `rms_norm`, or the residual has another shape or dtype.
     """
     _check_rows(x, weight, None)
     _check_residual(x, residual)

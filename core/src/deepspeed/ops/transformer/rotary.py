@@ -25,6 +25,13 @@ def rotary_table(positions: Tensor, rotary_dim: int, base: float = 10000.0) -> t
         positions: integers, (S,) or (B, S).
         rotary_dim: R, even.
         base: of the geometric series of frequencies.
+
+    Raises:
+        ConfigError: `rotary_dim` is odd or below 2.
+
+    >>> cos, sin = rotary_table(torch.arange(3), rotary_dim=4)
+    >>> cos.shape, sin[0]
+    (torch.Size([3, 2]), tensor([0., 0.]))
     """
     if rotary_dim < 2 or rotary_dim % 2:
         raise ConfigError(f"rotary_dim: found {rotary_dim}, but it must be even and at least 2")
@@ -42,9 +49,18 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fal
         x: (B, S, heads, D) or, with `seq_dim=2`, (B, heads, S, D); fp32, bf16 or fp16.
         cos, sin: fp32 (S, R/2), or (B, S, R/2) for positions that differ within the batch; R <= D.
         interleaved: which elements are pairs, see the file's docstring.
+        seq_dim: which dimension of x is S, 1 or 2.
+
+    Returns:
+        Of x's shape and dtype.
 
     Raises:
         ConfigError: a shape or dtype does not fit; the message names the argument.
+
+    >>> x = torch.ones(1, 3, 2, 8)
+    >>> turned = apply_rotary(x, *rotary_table(torch.arange(3), rotary_dim=4))
+    >>> torch.equal(turned[:, 0], x[:, 0]), torch.equal(turned[..., 4:], x[..., 4:])
+    (True, True)
     """
     _check(x, cos, sin, seq_dim)
     if (kernel := operator_for(OP, "rotary", x, cos, sin)) is not None:

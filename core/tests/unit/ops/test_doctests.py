@@ -1,0 +1,25 @@
+"""Examples in docstrings of `deepspeed.ops` run, and print what they say."""
+
+import doctest
+import importlib
+
+import pytest
+
+WITH_EXAMPLES = [
+    "adam.fused_adam",
+    "muon.newton_schulz",
+    "op_builder.kernel_path",
+    "quantizer.fake",
+    "quantizer.groups",
+    "registry",
+    "transformer.gelu",
+    "transformer.norm",
+    "transformer.rotary",
+]
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples(builders, name):
+    done = doctest.testmod(importlib.import_module(f"deepspeed.ops.{name}"))
+    assert done.attempted
+    assert not done.failed
