@@ -1,53 +1,314 @@
-"""Bytes of one rank: what the kernel counts as resident, and what tensors hold. Linux only (`/proc/self`)."""
+"""Memory of training, per rank: peaks beside the formula and FSDP2's, a run under a limit, and growth over many steps.
 
-import ctypes
-import gc
+    python benchmarks/memory.py                     # peaks of stages 0 to 3, with and without zero.Init
+    python benchmarks/memory.py --limit             # trains under a limit with zero.Init, and fails without
+    python benchmarks/memory.py --growth            # 200 steps with changing control flow
+
+*peak* is the highest resident set, beyond that of an interpreter which has trained a tiny model in the same way: while
+the model is built, and while it trains. *formula* is the states that a rank holds (ZeRO, arXiv 1910.02054, section 5)
+and the largest working set that lives at once: activations, and what is on its way, two blocks of gathered weights and
+two buckets of gradients, each as large as a block. The keys that set it so are in `stage_config`.
+
+The limit is RLIMIT_DATA, set in each rank's own process: what the rehearsal had allocated, and 1.15 times the formula.
+It counts the heap and private anonymous mappings, touched or not, so it is stricter than the resident set.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import rank_processes
+import resident_memory
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from deepspeed.testing.models import GPT, GPTConfig
+from torch import Tensor, nn
+from variants import ADAMW, PERSISTENCE_NUMEL, REHEARSAL, Case, formula_bytes
+
+MEBIBYTE = 2**20
+# many blocks, so that a block is little beside the model
+DEEP = Case("deep GPT", width=384, num_layers=24, num_heads=6, batch=1)
+SMALL = Case("small GPT", width=128, num_layers=6, num_heads=4, batch=1)
+VARIANTS = [f"stage{stage}{suffix}" for stage in range(4) for suffix in ("", "-init")] + ["fsdp2-z3", "fsdp2-z3-meta"]
+TOLERANCE = 1.15
+Row = dict[str, Any]
 
 
-def resident_bytes() -> int:
-    """Resident set now, after the allocator has given back what it can."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
-    return _status_bytes("VmRSS")
+class Run:
+    """One variant on this rank: `step()` trains on a batch."""
+
+    def __init__(self, case: Case, variant: str, build: Callable[[Case], nn.Module] = Case.build_model) -> None:
+        self.batch = case.build_batch()
+        if variant.startswith("fsdp2"):
+            self._train = _fsdp2_step(case, build, on_meta=variant.endswith("-meta"))
+        else:
+            self._train = _engine_step(case, build, int(variant[5]), in_init=variant.endswith("-init"))
+
+    def step(self) -> None:
+        self._train(*self.batch)
 
 
-def reset_peak() -> None:
-    """Forget the peak: the high-water mark becomes today's resident set (man 5 proc, clear_refs)."""
-    Path("/proc/self/clear_refs").write_text("5")
+def stage_config(case: Case, stage: int) -> dict[str, Any]:
+    """Default keys, but at most two blocks of weights and of gradients at once."""
+    numel = block_numel(case)
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": numel}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = PERSISTENCE_NUMEL
+        zero["stage3_prefetch_bucket_size"] = numel
+        zero["stage3_max_live_parameters"] = 2 * numel
+        zero["stage3_max_reuse_distance"] = 0
+    return {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[arg-type]
+        "zero_optimization": zero,
+        "bf16": {"enabled": case.dtype == "bf16"},
+        "steps_per_print": 10**9,
+    }
 
 
-def peak_bytes() -> int:
-    """Highest resident set since `reset_peak`."""
-    return _status_bytes("VmHWM")
+def _engine_step(case: Case, build: Callable[[Case], nn.Module], stage: int, *, in_init: bool) -> Callable[..., None]:
+    import deepspeed
+
+    config = stage_config(case, stage)
+    if in_init:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = build(case)
+    else:
+        model = build(case)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(*batch: Tensor) -> None:
+        engine.backward(engine(*batch))
+        engine.step()
+
+    return step
 
 
-def tensor_bytes() -> int:
-    """Bytes of every distinct storage that a living Python tensor, or the `.grad` of one, holds."""
-    gc.collect()
-    storages: dict[int, int] = {}
-    for candidate in gc.get_objects():
-        # type(), not isinstance: lazy modules answer isinstance by importing themselves.
-        if not issubclass(type(candidate), Tensor):
+def _fsdp2_step(case: Case, build: Callable[[Case], nn.Module], *, on_meta: bool) -> Callable[..., None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with torch.device("meta" if on_meta else "cpu"):
+        model = build(case)
+    is_bf16 = case.dtype == "bf16"
+    policy = MixedPrecisionPolicy(*[torch.bfloat16] * 2) if is_bf16 else MixedPrecisionPolicy()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    if on_meta:
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().normal_(std=0.02)  # type: ignore[attr-defined]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
+
+    def step(*batch: Tensor) -> None:
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# ----- the formula ---------------------------------------------------------------------------------------------------
+
+
+def block_numel(case: Case) -> int:
+    """Elements of the parameters of one block."""
+    model = dataclasses.replace(case, num_layers=1).build_model()
+    return sum(parameter.numel() for parameter in model.blocks.parameters())  # type: ignore[union-attr]
+
+
+def activation_bytes(case: Case) -> int:
+    """Bytes that autograd keeps from forward to backward, in plain torch and besides the parameters."""
+    model = case.build_model().to(torch.bfloat16 if case.dtype == "bf16" else torch.float32)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.zeros(case.batch, case.sequence_length, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(tokens, tokens)
+    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    del loss
+    return total
+
+
+def expected_bytes(case: Case, variant: str, world_size: int) -> float:
+    """States of one rank, and the largest working set."""
+    kind = variant.removesuffix("-init").removesuffix("-meta")
+    itemsize = 2 if case.dtype == "bf16" else 4
+    on_the_way = {"stage2": 2, "stage3": 4, "fsdp2-z3": 4}.get(kind, 0) * block_numel(case) * itemsize
+    return formula_bytes(kind, case, world_size) + activation_bytes(case) + on_the_way
+
+
+# ----- on a rank -----------------------------------------------------------------------------------------------------
+
+
+def rehearse(case: Case, variant: str) -> None:
+    """Everything that is imported, started or initialized once, with a tiny model."""
+    rehearsal = Run(dataclasses.replace(REHEARSAL, dtype=case.dtype), variant)
+    for _ in range(2):
+        rehearsal.step()
+
+
+def measure_peak(case: Case, variant: str) -> Row:
+    """Peaks while the model is built and while it trains, or why it is refused."""
+    from deepspeed.errors import ConfigError
+
+    try:
+        rehearse(case, variant)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    before = resident_memory.resident_bytes()
+    resident_memory.reset_peak()
+    run = Run(case, variant)
+    build_peak = resident_memory.peak_bytes() - before
+    run.step()  # optimizer states exist from here on
+    resident_memory.resident_bytes()
+    resident_memory.reset_peak()
+    for _ in range(3):
+        run.step()
+    return {
+        "build_peak_bytes": build_peak,
+        "peak_bytes": resident_memory.peak_bytes() - before,
+        "resident_bytes": resident_memory.resident_bytes() - before,
+    }
+
+
+def train_under_limit(case: Case, variant: str, budget_bytes: int) -> str:
+    """ "trained", or the error that ended it."""
+    rehearse(case, variant)
+    resident_memory.resident_bytes()
+    limit = resident_memory.data_bytes() + budget_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    try:
+        run = Run(case, variant)
+        for _ in range(3):
+            run.step()
+    except (MemoryError, RuntimeError) as error:
+        return f"failed: {str(error).strip().splitlines()[0][:120]}"
+    return "trained"
+
+
+class ChangingGPT(GPT):
+    """Each forward runs other blocks of its own, in another order, and some twice; the same on all ranks."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self._random = random.Random(0)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        assert targets_BT is not None
+        x_BTD = self.tokens(tokens_BT) + self.positions.weight[: tokens_BT.shape[1]]
+        for index in self._random.choices(range(len(self.blocks)), k=self._random.randint(2, len(self.blocks))):
+            x_BTD = self.blocks[index](x_BTD)
+        return nn.functional.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1).float(), targets_BT.flatten())
+
+
+def build_changing(case: Case) -> nn.Module:
+    """A `ChangingGPT` of the sizes of `case`."""
+    torch.manual_seed(0)
+    return ChangingGPT(case.gpt_config())
+
+
+def measure_growth(case: Case, variant: str, num_steps: int) -> list[int]:
+    """Resident bytes after a tenth of the steps, when everything has been used once, and then after each tenth."""
+    run = Run(case, variant, build_changing)
+    sizes = []
+    for number in range(1, num_steps + 1):
+        run.step()
+        if number % (num_steps // 10) == 0:
+            sizes.append(resident_memory.resident_bytes())
+    return sizes
+
+
+# ----- the three reports ---------------------------------------------------------------------------------------------
+
+
+def report_peaks(case: Case, arguments: argparse.Namespace) -> list[Row]:
+    """A line per variant; the largest of the ranks."""
+    numel = sum(parameter.numel() for parameter in case.build_model().parameters())
+    print(f"{case.model}, {numel / 1e6:.1f} M parameters, {case.dtype}, {arguments.ranks} ranks; MiB per rank")
+    print(f"{'variant':16}{'building':>10}{'peak':>10}{'formula':>10}{'to formula':>12}")
+    rows = []
+    for variant in arguments.variants:
+        ranks = rank_processes.run(arguments.ranks, measure_peak, case, variant)
+        row = {"variant": variant, **{key: max(rank[key] for rank in ranks) for key in ranks[0]}}
+        row["expected_bytes"] = expected_bytes(case, variant, arguments.ranks)
+        rows.append(row)
+        if "refused" in row:
+            print(f"{variant:16}refused: {row['refused']}")
             continue
-        for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
-            if tensor is None or tensor.device.type != "cpu":
-                continue
-            local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own part
-            storage = torch.Tensor.untyped_storage(local)
-            if storage.nbytes():
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+        sizes = [row[key] / MEBIBYTE for key in ("build_peak_bytes", "peak_bytes", "expected_bytes")]
+        print(f"{variant:16}" + "".join(f"{size:10.0f}" for size in sizes) + f"{sizes[1] / sizes[2]:12.2f}", flush=True)
+    return rows
 
 
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: memory can only be measured on Linux")
+def report_limit(case: Case, arguments: argparse.Namespace) -> list[Row]:
+    """Stage 3 under the same limit with and without zero.Init, and FSDP2 from the meta device."""
+    expected = expected_bytes(case, "stage3", arguments.ranks)
+    budget = int(TOLERANCE * expected)
+    mebi_numel = sum(parameter.numel() for parameter in case.build_model().parameters()) / MEBIBYTE
+    print(
+        f"{case.model}, {arguments.ranks} ranks: RLIMIT_DATA allows {budget / MEBIBYTE:.0f} MiB per rank beyond the "
+        f"rehearsal; the fp32 parameters are {4 * mebi_numel:.0f} MiB, with gradients and states {16 * mebi_numel:.0f}"
+    )
+    rows = []
+    for variant in ("stage3-init", "stage3", "fsdp2-z3-meta"):
+        try:
+            outcome = rank_processes.run(arguments.ranks, train_under_limit, case, variant, budget)
+        except RuntimeError as error:  # a rank that failed has left the others waiting
+            outcome = [str(error).strip().splitlines()[-1]]
+        rows.append({"variant": variant, "outcome": outcome, "budget_bytes": budget})
+        print(f"{variant:16}{'; '.join(sorted(set(outcome)))}", flush=True)
+    return rows
+
+
+def report_growth(arguments: argparse.Namespace) -> list[Row]:
+    """The first and last resident set, and the growth in percent."""
+    rows = []
+    for variant in arguments.variants:
+        if variant.startswith("fsdp2"):
+            continue
+        ranks = rank_processes.run(arguments.ranks, measure_growth, SMALL, variant, arguments.steps)
+        growth = max(sizes[-1] / sizes[0] - 1 for sizes in ranks)
+        rows.append({"variant": variant, "growth": growth, "resident_bytes": ranks})
+        shown = " ".join(f"{size / MEBIBYTE:.1f}" for size in ranks[0])
+        print(f"{variant:16}{growth:8.2%} after {arguments.steps} steps; rank 0, MiB: {shown}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--limit", action="store_true", help="train under a memory limit")
+    kind.add_argument("--growth", action="store_true", help="resident memory over many steps")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--ranks", type=int, help="default: 2, with --limit 8")
+    parser.add_argument("--layers", type=int, default=DEEP.num_layers)
+    parser.add_argument("--steps", type=int, default=200, help="of --growth")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args()
+    arguments.ranks = arguments.ranks or (8 if arguments.limit else 2)
+    case = dataclasses.replace(DEEP, dtype=arguments.dtype, num_layers=arguments.layers)
+    if arguments.growth:
+        rows = report_growth(arguments)
+    else:
+        rows = report_limit(case, arguments) if arguments.limit else report_peaks(case, arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,11 @@
-"""One training step beside its peers: ms, ratio to DDP and to the no-exchange floor, bytes per rank.
+"""One training step beside its peers: ms, ratio to DDP, to a floor without communication and to FSDP2, bytes per rank.
 
     python benchmarks/train_step.py --models 3m 25m --dtypes fp32 bf16 --json out.json --plot step.png
     python benchmarks/train_step.py --offload
 
-`--offload` sets variants with `offload_optimizer` beside FSDP2's `CPUOffloadPolicy`. On ranks that are the host itself
-neither copies anything; `-apart` has a separate host memory, to and from which every copy is made.
+`fsdp2-z3` shards per block and reshards after forward, as stage 3 does; in bf16 it reduces in bf16, as ours do. Stage 3
+has its default keys. `--offload` sets variants with `offload_optimizer` beside FSDP2's `CPUOffloadPolicy`. Where ranks
+are the host itself neither copies anything; `-apart` has a separate host memory, to and from which every copy is made.
 
 How it measures: all variants live in the same ranks and take turns, `--steps-per-round` steps each, so that a noisy
 machine disturbs them alike; each round has another order, so that none always follows the same one, whose caches and
@@ -23,15 +24,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import memory
 import rank_processes
+import resident_memory
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from variants import CASES, OFFLOAD_VARIANTS, REHEARSAL, VARIANTS, Case, formula_bytes
 
 MEBIBYTE = 2**20
-PEER_NAMES = {"ddp": "DDP", "fsdp2-z2-offload": "FSDP2"}
+PEER_NAMES = {"ddp": "DDP", "fsdp2-z3": "FSDP2", "fsdp2-z2-offload": "FSDP2"}
 Row = dict[str, Any]
 
 
@@ -59,27 +60,27 @@ def measure_memory(case: Case, name: str) -> Row:
     rehearsal.forward_backward()
     rehearsal.update()
     del rehearsal
-    tensors_before = memory.tensor_bytes()
-    resident_before = memory.resident_bytes()
+    tensors_before = resident_memory.tensor_bytes()
+    resident_before = resident_memory.resident_bytes()
 
-    memory.reset_peak()
+    resident_memory.reset_peak()
     variant = VARIANTS[name](case)
-    build_peak = memory.peak_bytes()
+    build_peak = resident_memory.peak_bytes()
     variant.forward_backward()
     variant.update()  # optimizer states exist from here on
 
-    memory.resident_bytes()  # trims the heap: the peak starts from what is really held
-    memory.reset_peak()
+    resident_memory.resident_bytes()  # trims the heap: the peak starts from what is really held
+    resident_memory.reset_peak()
     variant.forward_backward()
     variant.settle()
-    state = memory.tensor_bytes() - tensors_before + variant.hidden_bytes()
+    state = resident_memory.tensor_bytes() - tensors_before + variant.hidden_bytes()
     variant.update()
     variant.forward_backward()
     variant.update()
-    steps_peak = memory.peak_bytes()
+    steps_peak = resident_memory.peak_bytes()
     return {
         "state_bytes": state,
-        "resident_bytes": memory.resident_bytes() - resident_before,
+        "resident_bytes": resident_memory.resident_bytes() - resident_before,
         "build_peak_bytes": build_peak - resident_before,
         "peak_bytes": steps_peak - resident_before,
     }
@@ -100,7 +101,7 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
         for peer in arguments.peers:
             if peer in names:
                 row[f"to_{peer}"] = row["ms"]["median"] / statistics.median(times[peer])
-        row["formula_bytes"] = formula_bytes(name, case.dtype, numel, arguments.ranks)
+        row["formula_bytes"] = formula_bytes(name, case, arguments.ranks)
         if not arguments.no_memory:
             ranks = rank_processes.run(arguments.ranks, measure_memory, case, name)
             row |= {key: max(rank[key] for rank in ranks) for key in ranks[0]}
@@ -188,7 +189,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="draw the times into this PNG file")
     parser.add_argument("--markdown", action="store_true", help="print a markdown table at the end")
     arguments = parser.parse_args()
-    arguments.peers = ["fsdp2-z2-offload"] if arguments.offload else ["ddp", "floor"]
+    arguments.peers = ["fsdp2-z2-offload"] if arguments.offload else ["ddp", "floor", "fsdp2-z3"]
     if arguments.variants is None:
         arguments.variants = [name for name in VARIANTS if (name in OFFLOAD_VARIANTS) is arguments.offload]
     return arguments

@@ -1,7 +1,7 @@
 """The ways to train one GPT that `train_step.py` sets beside each other: same model, data, optimizer and threads.
 
-A variant is built on every rank at once and then asked for `step()`s: forward, backward, exchange, optimizer,
-gradients cleared. Add a peer by adding a function to `VARIANTS`.
+A variant is built on every rank at once. A step is `forward_backward()`, with the collectives of the gradients, and
+`update()`: the optimizer, gradients cleared. Add a peer by adding a function to `VARIANTS`.
 """
 
 import contextlib
@@ -29,19 +29,23 @@ class Case:
     dtype: str = "fp32"
     sequence_length: int = 128
 
+    def gpt_config(self) -> Any:
+        """The `GPTConfig` of the sizes here."""
+        from deepspeed.testing.models import GPTConfig
+
+        return GPTConfig(
+            vocab_size=256,
+            sequence_length=self.sequence_length,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            width=self.width,
+        )
+
     def build_model(self) -> nn.Module:
-        from deepspeed.testing.models import GPT, GPTConfig
+        from deepspeed.testing.models import GPT
 
         torch.manual_seed(0)
-        return GPT(
-            GPTConfig(
-                vocab_size=256,
-                sequence_length=self.sequence_length,
-                num_layers=self.num_layers,
-                num_heads=self.num_heads,
-                width=self.width,
-            )
-        )
+        return GPT(self.gpt_config())
 
     def build_batch(self) -> tuple[Tensor, Tensor]:
         """Tokens and targets, (batch, sequence) int64, different on each rank."""
@@ -56,10 +60,12 @@ CASES = {
 }
 # Runs every import and lazy initialization of a variant before its memory is measured.
 REHEARSAL = Case("rehearsal", width=16, num_layers=1, num_heads=1, batch=1)
+# `stage3_param_persistence_threshold`, its documented default: parameters with fewer elements stay whole in stage 3.
+PERSISTENCE_NUMEL = 100_000
 
 
 class Plain:
-    """A module and a torch optimizer: the floor (no exchange), DDP and FSDP2."""
+    """A module and a torch optimizer: the floor (no communication), DDP and FSDP2."""
 
     def __init__(self, module: nn.Module, case: Case) -> None:
         self.module = module
@@ -74,7 +80,7 @@ class Plain:
         self.optimizer.zero_grad()
 
     def settle(self) -> None:
-        """Backward has waited for its exchanges."""
+        """Backward has waited for its collectives."""
 
     def hidden_bytes(self) -> int:
         """Bytes of states held in C++ where no Python object points to them: DDP's copies of the gradients."""
@@ -100,6 +106,8 @@ class Engine:
         import deepspeed
 
         zero: dict[str, Any] = {"stage": stage}
+        if stage == 3:
+            zero["stage3_param_persistence_threshold"] = PERSISTENCE_NUMEL
         if offloads:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
         config = {
@@ -120,11 +128,11 @@ class Engine:
         self.engine.step()
 
     def settle(self) -> None:
-        """Finish the exchanges that backward left in flight, so that their buffers are not counted as states."""
+        """Finish the collectives that backward left in flight, so that their buffers are not counted as states."""
         self.engine.sharding.reduce()
 
     def hidden_bytes(self) -> int:
-        """Minus the buffers kept for exchanges, which are tensors but no states; `resident` and `peak` hold them."""
+        """Minus the buffers kept for communication: tensors, but no states; `resident` and `peak` count them."""
         return -self.engine.sharding.exchange_bytes
 
 
@@ -144,7 +152,7 @@ Variant = Plain | Engine
 
 
 def build_floor(case: Case) -> Variant:
-    """No exchange at all: what the arithmetic and the optimizer cost."""
+    """No communication at all: what the arithmetic and the optimizer cost."""
     return Plain(_cast(case.build_model(), case), case)
 
 
@@ -196,6 +204,7 @@ VARIANTS: dict[str, Callable[[Case], Variant]] = {
     "stage0": lambda case: build_stage(case, 0),
     "stage1": lambda case: build_stage(case, 1),
     "stage2": lambda case: build_stage(case, 2),
+    "stage3": lambda case: build_stage(case, 3),
     "fsdp2-z2-offload": lambda case: build_fsdp2(case, reshard_after_forward=False, offloads=True),
     "stage1-offload": lambda case: Engine(case.build_model(), case, 1, offloads=True),
     "stage2-offload": lambda case: Engine(case.build_model(), case, 2, offloads=True),
@@ -206,24 +215,28 @@ VARIANTS: dict[str, Callable[[Case], Variant]] = {
 OFFLOAD_VARIANTS = [name for name in VARIANTS if name.endswith(("-offload", "-apart"))]
 
 
-def formula_bytes(variant: str, dtype: str, numel: int, world_size: int) -> float:
+def formula_bytes(variant: str, case: Case, world_size: int) -> float:
     """Bytes of parameters, gradients and Adam's states per rank. Source: ZeRO, arXiv 1910.02054, section 5.
 
-    p, g: bytes of a parameter and of a gradient; o: bytes of optimizer state, the fp32 master among them.
-    Stage 1 divides o, stage 2 g + o, stage 3 p + g + o by the number of ranks. "apart": both memories together, so
-    masters beside fp32 weights too, and in stage 1 the gradients of the own part twice.
+    p, g: bytes of a parameter and of a gradient; o: bytes of optimizer state, the fp32 master weight among them.
+    Stage 1 divides o, stage 2 g + o, stage 3 p + g + o by the number of ranks, and of parameters that it keeps whole
+    g + o. "apart": both memories together, so master weights beside fp32 weights too, and in stage 1 the gradients of
+    the own shard twice.
     """
-    p = g = 4 if dtype == "fp32" else 2
-    o = 8 if dtype == "fp32" else 12
-    master = 4 if dtype == "fp32" else 0
+    numels = [parameter.numel() for parameter in case.build_model().parameters()]
+    numel, numel_whole = sum(numels), sum(each for each in numels if each < PERSISTENCE_NUMEL)
+    p = g = 4 if case.dtype == "fp32" else 2
+    o = 8 if case.dtype == "fp32" else 12
+    master = 4 if case.dtype == "fp32" else 0
     whole, divided = {
-        "floor": (p + g + 2 * p, 0),  # two moments in the parameter's dtype, no master
+        "floor": (p + g + 2 * p, 0),  # two moments in the parameter's dtype, no master weights
         "ddp": (p + g + 2 * p, 0),
         "fsdp2-z2": (0, 16),  # all four in fp32, divided; gathered weights are gone once backward has ended
         "fsdp2-z3": (0, 16),
         "stage0": (p + g + o, 0),
         "stage1": (p + g, o),
         "stage2": (p, g + o),
+        "stage3": (p * numel_whole / numel, p * (1 - numel_whole / numel) + g + o),
         "fsdp2-z2-offload": (0, 16),
         "stage1-offload": (p + g, o),
         "stage2-offload": (p, g + o),
