@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.base import Section, declared, default_of
-from deepspeed.config.intake import section_of
+from deepspeed.config.base import Section, declared, default_of, section_of
 from deepspeed.config.wording import allowed
 from pydantic_core import PydanticUndefined
 

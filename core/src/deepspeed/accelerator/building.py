@@ -21,6 +21,9 @@ _CORE_BUILDERS = "deepspeed.ops.op_builder"
 class BuildingFace(TorchModule):
     """Op builders, environment variables, compiler."""
 
+    _plugin: str | None = None
+    """The plugin that this accelerator came from, while it is the current one. Written by `current.py`."""
+
     # ----- op builders -----------------------------------------------------------------------------------------------
 
     def op_builder_dir(self) -> str:
@@ -66,10 +69,7 @@ class BuildingFace(TorchModule):
 
     def _stated_builders(self) -> dict[str, type]:
         """Builder name -> class, as the plugin that this accelerator came from states them."""
-        from deepspeed.accelerator.current import plugin_of  # late: that module imports this class
-
-        plugin = plugin_of(self)  # type: ignore[arg-type]
-        return {} if plugin is None else plugin_manager().op_builders(plugin)
+        return {} if self._plugin is None else plugin_manager().op_builders(self._plugin)
 
     def _builder_names(self) -> list[str]:
         """The names under which builder classes can be found here: stated by the plugin, or in its package."""

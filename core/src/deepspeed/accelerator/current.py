@@ -85,8 +85,8 @@ def explain() -> Choice:
 
 
 def plugin_of(accelerator: DeepSpeedAccelerator) -> str | None:
-    """The plugin that `accelerator` came from; None when it was set by hand, is the plain one, or is not in force."""
-    return _choice.plugin if _choice is not None and _choice.accelerator is accelerator else None
+    """The plugin that `accelerator` came from; None when it was set by hand, is the plain one, or is not current."""
+    return accelerator._plugin
 
 
 def __getattr__(name: str) -> DeepSpeedAccelerator | None:
@@ -120,8 +120,10 @@ def _install(choice: Choice | None) -> None:
     global _choice, _accelerator
     if _choice is not None and _choice.plugin is not None:
         plugin_manager().deactivate(_choice.plugin)
+        _choice.accelerator._plugin = None
     if choice is not None and choice.plugin is not None:
         plugin_manager().activate(choice.plugin)
+        choice.accelerator._plugin = choice.plugin
     _choice = choice
     _accelerator = None if choice is None else choice.accelerator
 

@@ -379,10 +379,11 @@ def configure(
 
 def _comms_section(config: Any) -> Any:
     """The section `comms_logger` of a config, None where it has none. Raises ConfigError for a dict that is wrong."""
-    from deepspeed.config.monitor import CommsLoggerConfig  # late: pydantic, which few callers need
+    from deepspeed.config.intake import parse_section  # late: pydantic, which few callers need
+    from deepspeed.config.monitor import CommsLoggerConfig
 
     section = config.get("comms_logger") if isinstance(config, Mapping) else getattr(config, "comms_logger", None)
-    return CommsLoggerConfig.from_dict(section, "comms_logger") if isinstance(section, Mapping) else section
+    return parse_section(CommsLoggerConfig, section, "comms_logger") if isinstance(section, Mapping) else section
 
 
 def _wait_or_return(works: list[Handle], async_op: bool) -> Any:

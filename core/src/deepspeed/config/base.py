@@ -3,19 +3,18 @@
     class CommsLoggerConfig(Section):
         enabled: Flag = key(False, "Record every collective.", support=warned("nothing is recorded"))
 
-`Section.from_dict` is called by the root and by whoever holds a section alone; the reference page
-(`docs/generate/config.py`) and `supported.py` read the declarations back through `declared()`.
+The reference page (`docs/generate/config.py`) and `supported.py` read the declarations back through `declared()`.
+`intake.parse_section` makes a section from a user's dict.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from typing_extensions import Self
 
 from deepspeed.config.redact import redacted
 
@@ -160,16 +159,17 @@ class Section(BaseModel):
         for name, value in super().__repr_args__():
             yield name, redacted(value, name or "")
 
-    @classmethod
-    def from_dict(cls, value: Any, path: str = "") -> Self:
-        """Build this section from a user's dict, with the root's treatment of "auto", old and unknown keys.
 
-        path: dotted key of the section, for messages. Raises ConfigError.
-        """
-        from deepspeed.config.bounds import check_bounds
-        from deepspeed.config.intake import take_in
-        from deepspeed.config.wording import validated
+def section_of(info: FieldInfo) -> type[Section] | None:
+    """The section type of a field (also of an optional one), None for a plain value."""
+    for candidate in (info.annotation, *get_args(info.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
 
-        check_bounds(value, path)
-        intake = take_in(cls, value, path)
-        return validated(path, cls, lambda: cls.model_validate(intake.values))
+
+def json_keys(model: type[Section]) -> dict[str, str]:
+    """Every accepted spelling of a section's keys -> attribute name."""
+    names = {name: name for name in model.model_fields}
+    names.update({info.alias: name for name, info in model.model_fields.items() if info.alias})
+    return names

@@ -1,6 +1,6 @@
 """How large a config may be, so that whoever walks it later cannot fail, and how much of a value a message shows.
 
-`read.read_config` and `base.Section.from_dict` call `check_bounds` before anything else looks at a user's values.
+`read.read_config` and `intake.parse_section` call `check_bounds` before anything else looks at a user's values.
 """
 
 from collections.abc import Iterator, Mapping

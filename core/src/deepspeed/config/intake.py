@@ -1,20 +1,24 @@
 """From a user's dict to the values a model may validate: "auto", null, deprecated keys, unknown keys.
 
-Called by `root.DeepSpeedConfig` and `Section.from_dict` before pydantic sees anything; never changes the user's dict.
+Called by `root.DeepSpeedConfig` before pydantic sees anything, and through `parse_section` by whoever holds one section
+alone; never changes the user's dict.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.base import AUTO, Section, default_of
-from deepspeed.config.bounds import brief, shown_key
+from deepspeed.config.base import AUTO, Section, default_of, json_keys, section_of
+from deepspeed.config.bounds import brief, check_bounds, shown_key
 from deepspeed.config.redact import redacted
 from deepspeed.config.unknown import unknown_key
+from deepspeed.config.wording import validated
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
+
+S = TypeVar("S", bound=Section)
 
 MOVES: dict[str, Callable[[Any], Any]] = {
     "same": lambda old: old,
@@ -32,8 +36,21 @@ class Intake:
     auto: list[str] = field(default_factory=list)
 
 
-def take_in(model: type[Section], data: Any, path: str = "") -> Intake:
-    """Prepare `data`, the user's value for a section of type `model` at dotted key `path`. Raises ConfigError."""
+def parse_section(model: type[S], value: Any, path: str = "") -> S:
+    """Build a section of type `model` from a user's dict, with the root's treatment of "auto", old and unknown keys.
+
+    path: dotted key of the section, for messages. Raises ConfigError.
+    """
+    check_bounds(value, path)
+    intake = take_in(model, value, path)
+    return validated(path, model, lambda: model.model_validate(intake.values))
+
+
+def take_in(model: type[Section], data: Any, path: str = "", top_level: Collection[str] = ()) -> Intake:
+    """Prepare `data`, the user's value for a section of type `model` at dotted key `path`. Raises ConfigError.
+
+    top_level: keys of the config around the section; empty for the config itself and for a section alone.
+    """
     data = model.normalize(data)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path or 'config'}: found {brief(redacted(data, path))}; allowed: an object, as in {{...}}")
@@ -44,15 +61,15 @@ def take_in(model: type[Section], data: Any, path: str = "") -> Intake:
         where = f"{path}.{shown_key(written)}" if path else shown_key(written)
         name = names.get(written)
         if name is None:
-            unknown_key(written, path, names, tolerated=model.tolerates_unknown)
+            unknown_key(written, path, names, top_level=top_level, tolerated=model.tolerates_unknown)
         elif name in intake.values and intake.values[name] != value:
             raise ConfigError(f"{where}: is given twice under two spellings, with different values; keep one")
         else:
-            _take_value(intake, model.model_fields[name], name, value, where)
+            _take_value(intake, model.model_fields[name], name, value, where, top_level if path else names)
     return intake
 
 
-def _take_value(intake: Intake, info: FieldInfo, name: str, value: Any, where: str) -> None:
+def _take_value(intake: Intake, info: FieldInfo, name: str, value: Any, where: str, top_level: Collection[str]) -> None:
     if isinstance(value, str) and value == AUTO and not _means_auto(info):
         intake.auto.append(where)
         if info.is_required():
@@ -68,7 +85,7 @@ def _take_value(intake: Intake, info: FieldInfo, name: str, value: Any, where: s
         return
     if value is False and default_of(info) is None:
         return  # "offload_param": false, as the old pages write it
-    inner = take_in(section, value, where)
+    inner = take_in(section, value, where, top_level)
     intake.values[name] = inner.values
     intake.auto += inner.auto
 
@@ -80,21 +97,6 @@ def auto_keys(value: Any, where: str) -> Iterator[str]:
             yield from auto_keys(inner, f"{where}.{shown_key(name)}")
     elif isinstance(value, str) and value == AUTO:
         yield where
-
-
-def section_of(info: FieldInfo) -> type[Section] | None:
-    """The section type of a field (also of an optional one), None for a plain value."""
-    for candidate in (info.annotation, *get_args(info.annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None
-
-
-def json_keys(model: type[Section]) -> dict[str, str]:
-    """Every accepted spelling of a section's keys -> attribute name."""
-    names = {name: name for name in model.model_fields}
-    names.update({info.alias: name for name, info in model.model_fields.items() if info.alias})
-    return names
 
 
 def _means_auto(info: FieldInfo) -> bool:

@@ -15,14 +15,17 @@ from deepspeed.log import warn_once
 VARIABLE = "DS_CONFIG_STRICT"
 
 
-def unknown_key(written: str, path: str, known: Collection[str], *, tolerated: bool) -> None:
+def unknown_key(
+    written: str, path: str, known: Collection[str], *, top_level: Collection[str] = (), tolerated: bool
+) -> None:
     """Raise ConfigError for the key `written` of the section at `path`, or warn once.
 
-    known: every accepted spelling of the section's keys.  tolerated: warn, unless DS_CONFIG_STRICT=1.
+    known: every accepted spelling of the section's keys.  top_level: those of the config that the section is in.
+    tolerated: warn, unless DS_CONFIG_STRICT=1.
     """
     # the value is not shown: a mistyped `api_key` would print a secret
     where = f"{path}.{shown_key(written)}" if path else shown_key(written)
-    hint = _hint(written, path, known)
+    hint = _hint(written, known, top_level)
     if tolerated and not _is_strict():
         warn_once(f"{where}: unknown config key, ignored" + (f"; {hint}" if hint else ""))
         return
@@ -30,10 +33,8 @@ def unknown_key(written: str, path: str, known: Collection[str], *, tolerated: b
     raise ConfigError(f"{where}: found an unknown key; {hint or rest}")
 
 
-def _hint(written: str, path: str, known: Collection[str]) -> str:
-    from deepspeed.config.root import DeepSpeedConfig  # late: the root imports this file
-
-    if path and written in DeepSpeedConfig.model_fields:
+def _hint(written: str, known: Collection[str], top_level: Collection[str]) -> str:
+    if written in top_level:
         return "it is a key of the top level, close the braces before it"
     head, _, rest = written.partition(".")
     if rest and head in known:

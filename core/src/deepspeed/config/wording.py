@@ -1,6 +1,6 @@
 """Types and errors in a user's words: what is allowed for a key, and a pydantic complaint as one ConfigError line.
 
-Called by `base.Section.from_dict` and `root.DeepSpeedConfig`; the reference page uses `allowed` for its type column.
+Called by `intake.parse_section` and `root.DeepSpeedConfig`; the reference page uses `allowed` for its type column.
 """
 
 import types
@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.base import AUTO, Says, Section, default_of
+from deepspeed.config.base import AUTO, Says, Section, default_of, json_keys, section_of
 from deepspeed.config.bounds import brief
-from deepspeed.config.intake import json_keys, section_of
 from deepspeed.config.redact import redacted
 from deepspeed.errors import ConfigError
 

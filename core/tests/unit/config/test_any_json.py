@@ -4,7 +4,7 @@ import logging
 
 import pytest
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.intake import section_of
+from deepspeed.config.base import section_of
 from deepspeed.errors import ConfigError
 from hypothesis import given, settings
 from hypothesis import strategies as st

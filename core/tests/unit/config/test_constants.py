@@ -2,8 +2,7 @@
 
 import pytest
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.base import default_of
-from deepspeed.config.intake import json_keys, section_of
+from deepspeed.config.base import default_of, json_keys, section_of
 from deepspeed.errors import ConfigError
 from deepspeed.optim.lr_arguments import _BY_SCHEDULE
 from deepspeed.runtime import config, config_utils, constants, lr_schedules, precision_config

@@ -2,7 +2,7 @@
 
 import pytest
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.intake import json_keys, section_of
+from deepspeed.config.base import json_keys, section_of
 
 # https://www.deepspeed.ai/docs/config-json, its tutorials, and the configs of Hugging Face, Lightning and Megatron.
 DOCUMENTED = {

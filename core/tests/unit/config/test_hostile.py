@@ -5,6 +5,7 @@ import json
 
 import pytest
 from deepspeed.config import DeepSpeedConfig, read_config
+from deepspeed.config.intake import parse_section
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.errors import ConfigError
 from hypothesis import given, settings
@@ -82,7 +83,7 @@ def test_dicts():
     assert "is nested too deeply" in refused({"train_batch_size": 8, "optimizer": json_nested(50_000)})
     assert "optimizer.params: the key 3 is not text" in refused({"optimizer": {"type": "Adam", "params": {3: 4}}})
     with pytest.raises(ConfigError, match=r"^zero_optimization\.reduce_bucket_size: found an integer of more than"):
-        ZeroConfig.from_dict({"reduce_bucket_size": 10**5000}, "zero_optimization")
+        parse_section(ZeroConfig, {"reduce_bucket_size": 10**5000}, "zero_optimization")
 
 
 def json_nested(depth):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.intake import parse_section
 from deepspeed.config.precision import canonical_dtype, torch_dtype
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.errors import ConfigError
@@ -371,10 +372,10 @@ def test_copies_and_pickles():
 
 
 def test_a_section_alone(said):
-    zero = ZeroConfig.from_dict({"stage": 2, "cpu_offload": True, "sub_group_size": "auto"}, "zero_optimization")
+    zero = parse_section(ZeroConfig, {"stage": 2, "cpu_offload": True, "sub_group_size": "auto"}, "zero_optimization")
     assert (zero.stage, zero.offload_optimizer.device, zero.sub_group_size) == (2, "cpu", 1_000_000_000)
     with pytest.raises(ConfigError, match=r"^zero_optimization\.stage: found 9"):
-        ZeroConfig.from_dict({"stage": 9}, "zero_optimization")
+        parse_section(ZeroConfig, {"stage": 9}, "zero_optimization")
     assert ZeroConfig(stage=1, prefetch_bucket_size=5).prefetch_bucket_size == 5
 
 

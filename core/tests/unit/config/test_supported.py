@@ -1,7 +1,6 @@
 import pytest
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.base import Section, declared, default_of
-from deepspeed.config.intake import section_of
+from deepspeed.config.base import Section, declared, default_of, section_of
 from deepspeed.errors import ConfigError
 
 

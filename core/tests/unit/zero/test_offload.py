@@ -4,6 +4,7 @@ import pytest
 import torch
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.intake import parse_section
 from deepspeed.config.zero import OffloadOptimizerConfig
 from deepspeed.errors import ConfigError
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -229,7 +230,7 @@ def test_a_device_in_host_memory_is_asked_to_pin_too(make_engine, monkeypatch, s
 
 
 def offload(**keys):
-    return OffloadOptimizerConfig.from_dict({"device": "cpu", **keys}, "zero_optimization.offload_optimizer")
+    return parse_section(OffloadOptimizerConfig, {"device": "cpu", **keys}, "zero_optimization.offload_optimizer")
 
 
 def test_the_placement_follows_section_and_device():

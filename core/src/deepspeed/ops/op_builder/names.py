@@ -22,6 +22,9 @@ class BuilderName:
     `get_accelerator().get_op_builder("FusedAdamBuilder")`.
     """
 
+    is_builder_name = True
+    """What `deepspeed.ops.providers`, which `builders` imports, knows it by."""
+
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = __package__
