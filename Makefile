@@ -1,16 +1,17 @@
 # A thin door to nox: noxfile.py is the one place where tasks are defined.
 #   make demo               train a small GPT on two ranks (make demo ARGS=--resume goes on from its checkpoint)
-#   make test               everything a pull request must pass
-#   make <session>          any other session of noxfile.py: lint types unit ext ranks simulated parity template examples docs downstream sycl bench build
+#   make test               what a pull request must pass: every behavior once
+#   make test-all           the same with the sweeps: every world, kill, planted fault, template language, sanitizers
+#   make <session>          any other session of noxfile.py: lint types unit ext ranks simulated parity template examples docs downstream sanitize sycl bench build
 PYTHON ?= python3
 NOX := .venv/bin/nox
 
-.PHONY: test demo lint types unit ext ranks simulated parity template examples docs downstream sycl bench build clean
+.PHONY: test test-all demo lint types unit ext ranks simulated parity template examples docs downstream sanitize sycl bench build clean
 
 test: $(NOX)
 	@$(NOX)
 
-demo lint types unit ext ranks simulated parity template examples docs downstream sycl bench build: $(NOX)
+demo test-all lint types unit ext ranks simulated parity template examples docs downstream sanitize sycl bench build: $(NOX)
 	@$(NOX) -s $@ -- $(ARGS)
 
 $(NOX):

@@ -34,6 +34,8 @@ TOOLS = (
     "cookiecutter",
 )
 TESTS = Path("core/tests")
+# Words for pytest that bring back the corners marked `sweep`, which pyproject.toml deselects.
+EVERYTHING = ("-m", "")
 KERNEL_LANGUAGES = ("none", "cpp", "cuda", "sycl", "own")  # that the template renders an example op in
 RECIPES = sorted(path.name for path in (ROOT / "downstream/recipes").glob("*") if path.is_dir())
 # Intel's SYCL runtime, with its compiler for kernels given as text and its OpenCL for CPUs: 1.7 GB.
@@ -67,6 +69,19 @@ def _pytest(session: nox.Session, *paths: Path, flags: tuple[str, ...] = ()) -> 
     if not present:
         session.error(f"no tests found: {', '.join(str(path) for path in paths)}")
     session.run(PYTHON, "-m", "pytest", "-q", *flags, *present, *session.posargs, env=TEST_ENV, external=True)
+
+
+@nox.session(name="test-all")
+def test_all(session: nox.Session) -> None:
+    """What `make test` runs, with the sweeps: every world, kill and planted fault, template language, and sanitizer."""
+    for name in ("lint", "types", "examples", "sanitize"):
+        session.notify(name)
+    names = ["unit", "ranks", "simulated", "parity", "docs"]
+    names += [f"ext({name})" for name in EXTENSIONS]
+    names += [f"template({language})" for language in KERNEL_LANGUAGES]
+    names += [f"downstream({name})" for name in RECIPES]
+    for name in names:
+        session.notify(name, posargs=(*EVERYTHING, *session.posargs))
 
 
 @nox.session
@@ -153,6 +168,14 @@ def template(session: nox.Session, language: str) -> None:
     _prepare(session)
     tests = ("-m", "pytest", "-q", "template/tests", "--language", language)
     session.run(PYTHON, *tests, *session.posargs, env=TEST_ENV, external=True)
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """Kernels of the host, and the device's emulated on it, with the address and undefined-behaviour sanitizers."""
+    _prepare(session)
+    for script in sorted(ROOT.glob("extensions/*/tests/run_sanitized.py")):
+        session.run(PYTHON, str(script.relative_to(ROOT)), *session.posargs, external=True)
 
 
 @nox.session

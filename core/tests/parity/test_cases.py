@@ -18,13 +18,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload.host import HostPlacement
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 STAGES = (0, 1, 2, 3)
-#: stage, and whether its optimizer is offloaded to a host memory apart (forced: the accelerator is the host)
+#: stage, and whether its optimizer is offloaded to host memory (forced: the accelerator is the host)
 PLACES = [*((stage, False) for stage in STAGES), (1, True), (2, True), (3, True)]
+every_place = pytest.mark.parametrize(
+    ("stage", "is_offloaded"),
+    swept(PLACES, lambda *place: place not in ((1, True), (3, True))),
+    ids=lambda value: f"{value}",
+)
 NUM_STEPS = 6
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 BATCH, INPUTS, WIDTH, OUTPUTS = 4, 5, 7, 3
@@ -450,23 +456,15 @@ def weights(net):
     return {name: param.detach().double().clone() for name, param in net.named_parameters()}
 
 
-def case_job(name):
-    """The reference's weights and norms, and those of each stage and place."""
+def case_job(name, *place):
+    """Weights and norms of a stage and place; of the reference without one."""
     case = CASES[name]
-    return [train_plain(case), *(train_engine(case, *place) for place in places_of(case))]
-
-
-def places_of(case):
-    return [place for place in PLACES if place[0] < 3 or case.same_way]
-
-
-def one_place_job(name, place):
-    return train_engine(CASES[name], *place)
+    return train_engine(case, *place) if place else train_plain(case)
 
 
 @functools.cache
-def results_by_rank(name):
-    return run_ranks(2, case_job, name)
+def results_by_rank(name, *place):
+    return run_ranks(2, case_job, name, *place)
 
 
 def assert_close(found, expected, tolerance):
@@ -478,34 +476,35 @@ def assert_close(found, expected, tolerance):
             assert difference <= tolerance, (key, difference.item())
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]}{' offloaded' * place[1]}")
+@every_place
 @pytest.mark.parametrize("name", CASES)
-def test_equals_plain_torch(name, place):
-    if place not in places_of(CASES[name]):
+def test_equals_plain_torch(name, stage, is_offloaded):
+    if stage == 3 and not CASES[name].same_way:
         with pytest.raises(
             CommError, match=r"all-gather of the parameters (extra|last)\.weight.*all ranks take the same"
         ):
-            run_ranks(2, one_place_job, name, place)
+            results_by_rank(name, stage, is_offloaded)
         return
-    for reference, *places in results_by_rank(name):
-        (expected, expected_norms), (found, found_norms) = reference, places[PLACES.index(place)]
+    pairs = zip(results_by_rank(name), results_by_rank(name, stage, is_offloaded), strict=True)
+    for (expected, expected_norms), (found, found_norms) in pairs:
         assert_close(found, expected, CASES[name].tolerance)
         assert_close({"norm": found_norms}, {"norm": expected_norms}, CASES[name].tolerance)
 
 
+@every_place
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_end_equal(name):
-    one, two = results_by_rank(name)
-    is_trained = [key for key in one[0][0] if name != "a subset of the parameters" or not key.startswith("extra")]
-    for (first, _), (second, _) in zip(one, two, strict=True):
-        assert all(torch.equal(first[key], second[key]) for key in is_trained)
+def test_ranks_end_equal(name, stage, is_offloaded):
+    (one, _), (two, _) = results_by_rank(name, stage, is_offloaded)
+    is_trained = [key for key in one if name != "a subset of the parameters" or not key.startswith("extra")]
+    assert all(torch.equal(one[key], two[key]) for key in is_trained)
 
 
 def test_what_was_never_used_is_not_decayed():
     start = run_ranks(1, start_job)[0]
-    for weights_and_norms in results_by_rank("a parameter that is never used")[0]:
-        assert torch.equal(weights_and_norms[0]["extra.weight"], start["extra.weight"])
-        assert not torch.equal(weights_and_norms[0]["last.weight"], start["last.weight"])
+    for stage in STAGES:
+        trained, _ = results_by_rank("a parameter that is never used", stage, False)[0]
+        assert torch.equal(trained["extra.weight"], start["extra.weight"])
+        assert not torch.equal(trained["last.weight"], start["last.weight"])
 
 
 def start_job():

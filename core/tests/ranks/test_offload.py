@@ -7,6 +7,7 @@ it reads old values, and a buffer that is written before its copy is done spoils
 
 import contextlib
 import functools
+from itertools import product
 
 import deepspeed
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.engine import build
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
 from deepspeed.zero import fragments, holding
 from deepspeed.zero.offload import policy
 from deepspeed.zero.offload.host import HostPlacement
@@ -24,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 BF16 = {"bf16": {"enabled": True}}
 PRECISIONS = {"fp32": {}, "bf16": BF16, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
 every_stage = pytest.mark.parametrize("stage", [1, 2])
-every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 class Net(nn.Module):
@@ -194,10 +195,11 @@ def late_copies_job(stage, precision, accumulation):
     assert_close(precision, state_of(late), state_of(plain))
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@every_precision
+@pytest.mark.parametrize(
+    ("world_size", "accumulation", "precision"),
+    swept(product((1, 2), (1, 3), PRECISIONS), lambda world, count, _: world == 2 and count == 3),
+)
 @every_stage
-@pytest.mark.parametrize("world_size", [1, 2])
 def test_every_copy_is_waited_for(world_size, stage, precision, accumulation):
     run_ranks(world_size, late_copies_job, stage, precision, accumulation)
 
@@ -254,9 +256,13 @@ def checkpoint_job(stage, precision, saves_offloaded, directory):
     assert_close(precision, state_of(second), state_of(first))
 
 
-@pytest.mark.parametrize("saves_offloaded", [True, False])
-@every_precision
-@every_stage
+@pytest.mark.parametrize(
+    ("saves_offloaded", "stage", "precision"),
+    swept(
+        product((True, False), (1, 2), PRECISIONS),
+        lambda _, stage, precision: (stage, precision) in ((1, "bf16"), (2, "fp16")),
+    ),
+)
 def test_a_checkpoint_crosses_over(stage, precision, saves_offloaded, tmp_path):
     run_ranks(2, checkpoint_job, stage, precision, saves_offloaded, str(tmp_path))
 

@@ -1,10 +1,13 @@
 """`safe_get_*` and `safe_set_*` on two ranks: what they give is what plain torch has, and what they set is used."""
 
+from itertools import product
+
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
 from deepspeed.zero.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -17,6 +20,7 @@ from torch import nn
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2])
 PRESCALED = {"prescale_gradients": True, "gradient_predivide_factor": 8.0}
+CASES = list(product([{}, PRESCALED], [1, 3]))
 
 
 class Net(nn.Module):
@@ -78,8 +82,7 @@ def gradient_job(stage, keys, accumulation):
     assert all(safe_get_full_grad(param) is None for param in engine.module.parameters())
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("keys", [{}, PRESCALED], ids=["", "prescaled"])
+@pytest.mark.parametrize(("keys", "accumulation"), swept(CASES, lambda keys, count: (not keys) is (count == 3)))
 @every_stage
 def test_gradients_are_the_averages(stage, keys, accumulation):
     run_ranks(2, gradient_job, stage, keys, accumulation)
