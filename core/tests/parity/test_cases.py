@@ -494,6 +494,8 @@ def test_equals_plain_torch(name, stage, is_offloaded):
 @every_place
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_end_equal(name, stage, is_offloaded):
+    if stage == 3 and not CASES[name].same_way:
+        return  # it raises: see above
     (one, _), (two, _) = results_by_rank(name, stage, is_offloaded)
     is_trained = [key for key in one if name != "a subset of the parameters" or not key.startswith("extra")]
     assert all(torch.equal(one[key], two[key]) for key in is_trained)
