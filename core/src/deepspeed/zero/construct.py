@@ -23,7 +23,7 @@ from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.errors import ConfigError
 from deepspeed.zero.gather import GatheredParameters, register_external_parameter, unregister_external_parameter
 from deepspeed.zero.param_state import ZeroParamStatus
-from deepspeed.zero.param_unit import ParamUnit, ShardGroup, unit_of
+from deepspeed.zero.param_unit import ParamUnit, unit_of
 
 __all__ = [
     "GatheredParameters",
@@ -127,9 +127,8 @@ class Init(contextlib.AbstractContextManager["Init"]):
         group = data_parallel_group or sequence_data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
-        backend = comm.backend(group)
-        backend.connect(group)
-        self._ranks = ShardGroup.of(backend, group)
+        self._ranks = comm.group_backend(group)
+        self._ranks.connect()
         self._device = torch.device("cpu" if remote_device == "cpu" else get_accelerator().current_device_name())
         if module is not None:
             self._shard(module)

@@ -65,7 +65,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
 
     def _keep_changes(self, source: int) -> None:
         for unit in self._units():
-            unit.broadcast(unit.ranks.rank_of(source))
+            unit.broadcast(torch.distributed.get_group_rank(unit.ranks.group, source))
             unit.take_from_full()
         for sharding in {manager for param in self.params if (manager := manager_of(param)) is not None}:
             sharding.weights_changed(self.params, source)

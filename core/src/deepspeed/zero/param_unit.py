@@ -21,53 +21,15 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from deepspeed.comm.backend import Backend, Piece, Work
+from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import CommError, StateError
 from deepspeed.zero.layout import GroupLayout, even_cuts
 from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
 
 _ids = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class ShardGroup:
-    """The ranks that hold the shards of a unit, and how they communicate."""
-
-    backend: Backend
-    group: ProcessGroup | None
-    rank: int
-    world_size: int
-
-    @classmethod
-    def of(cls, backend: Backend, group: ProcessGroup | None) -> "ShardGroup":
-        return cls(backend, group, torch_dist.get_rank(group), torch_dist.get_world_size(group))
-
-    def pieces(self, numel: int) -> list[Piece]:
-        """`numel` elements cut evenly, in rank order; W divides it."""
-        size = numel // self.world_size
-        return [Piece(rank * size, (rank + 1) * size, rank) for rank in range(self.world_size)]
-
-    def rank_of(self, global_rank: int) -> int:
-        """The rank within the group of a rank of the world.
-
-        Raises:
-            ValueError: for a rank that is not in the group.
-        """
-        return global_rank if self.group is None else torch_dist.get_group_rank(self.group, global_rank)
-
-    def all_gather(self, full_N: Tensor, shard_S: Tensor) -> Work:
-        """Fill `full_N` with the shards of all ranks, in rank order."""
-        full_N.narrow(0, self.rank * shard_S.numel(), shard_S.numel()).copy_(shard_S)
-        return self.backend.gather_from_owners(full_N, self.pieces(full_N.numel()), self.group)
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy `tensor` from the rank `source` of the group to all."""
-        self.backend.gather_from_owners(tensor, [Piece(0, tensor.numel(), source)], self.group).wait()
 
 
 @dataclass(slots=True)
@@ -93,7 +55,7 @@ class ParamUnit:
         self,
         params: Sequence[Parameter],
         names: Sequence[str],
-        ranks: ShardGroup,
+        ranks: GroupBackend,
         *,
         device: torch.device,
         dtype: torch.dtype | None = None,
@@ -129,7 +91,7 @@ class ParamUnit:
             with whole(param) as value:
                 view.copy_(value)
         if from_first_rank and self.is_sharded:
-            self.ranks.broadcast(full_N, 0)
+            self.ranks.broadcast(full_N, 0).wait()
         self.source_dtype = full_N.dtype
         #: this rank's part of the weights before they are rounded to `dtype`: what fp32 master weights start from
         self.source_S: Tensor | None = full_N[self.start : self.stop].clone()
@@ -185,7 +147,7 @@ class ParamUnit:
         self._move(ZeroParamStatus.INFLIGHT)
         self._full_N.untyped_storage().resize_(self._full_N.numel() * self._full_N.itemsize)
         try:
-            self._work = self.ranks.all_gather(self._full_N, self.shard_S)
+            self._work = self.ranks.all_gather(self._full_N, self.shard_S, tag=self.names[0])
         except CommError as error:
             raise self._explained(error) from error
         self.num_gathers += 1
@@ -244,7 +206,7 @@ class ParamUnit:
     def broadcast(self, source: int) -> None:
         """Give every rank the whole parameters of the rank `source` of the group."""
         if self.is_sharded:
-            self.ranks.broadcast(self._full_N, source)
+            self.ranks.broadcast(self._full_N, source).wait()
 
     def restore_plain(self) -> None:
         """Leave whole, ordinary parameters behind, each with memory of its own."""

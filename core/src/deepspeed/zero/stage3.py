@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from deepspeed.comm import group_backend
 from deepspeed.comm.backend import Backend, Work
 from deepspeed.comm.work import DONE
 from deepspeed.errors import ConfigError
@@ -28,7 +29,7 @@ from deepspeed.zero.granularity import UnitModule, divide
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.layout import BucketSpec, Fragment
 from deepspeed.zero.module_hooks import ModuleHooks
-from deepspeed.zero.param_unit import ParamUnit, ShardGroup, shape_of, unit_of
+from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
 from deepspeed.zero.stage2 import Stage2
 from deepspeed.zero.strategy import BackwardPlan
 from deepspeed.zero.update import Batch
@@ -85,7 +86,8 @@ class Stage3(Stage2):
                 f"zero_optimization.stage 3: the update of {type(optimizer).__name__} looks at whole parameters, and "
                 "this stage holds shards of them; use stage 1 or 2"
             )
-        self._ranks = ShardGroup.of(self.backend, self.group)
+        self._ranks = group_backend(self.group)
+        self._ranks.connect()
         is_sharded = self._choose_sharded(module)
         for param in module.parameters():
             unit = unit_of(param)
@@ -271,8 +273,10 @@ class Stage3(Stage2):
     def _exchange(self, bucket: Bucket, wire_N: Tensor) -> Work:
         if bucket.spec.owner != EVERY_RANK:
             return super()._exchange(bucket, wire_N)
-        wire_N[self.groups[bucket.spec.group].layout.numel :].zero_()
-        return self.backend.reduce_to_owners(wire_N, self._ranks.pieces(wire_N.numel()), self.group)
+        group = self.groups[bucket.spec.group]
+        assert group.unit is not None
+        wire_N[group.layout.numel :].zero_()
+        return self._ranks.reduce_scatter(group.partition_of(wire_N), wire_N, tag=group.unit.names[0])
 
     def _keep(self, spec: BucketSpec, work: Work, wire_N: Tensor) -> Work:
         """Add this rank's shard of a reduced bucket to the sum of the step."""
@@ -310,7 +314,7 @@ class Stage3(Stage2):
         for param in params:
             if unit_of(param) is None and self.world_size > 1:  # a small one, whole on every rank
                 value = param.data.contiguous().view(-1)
-                self._ranks.broadcast(value, self._ranks.rank_of(source))
+                self._ranks.broadcast(value, torch.distributed.get_group_rank(self._ranks.group, source)).wait()
                 param.data.view(-1).copy_(value)
         self.masters_from_weights()
 
