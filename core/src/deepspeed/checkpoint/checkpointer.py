@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.load import (
@@ -26,6 +26,7 @@ from deepspeed.checkpoint.save import merge_client_state, write_script
 from deepspeed.checkpoint.store import Store
 from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest, write_latest
 from deepspeed.checkpoint.torch_store import TorchStore
+from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.log import logger
 
@@ -206,20 +207,28 @@ class Checkpointer:
         return name
 
     def together(self, step: Callable[[], T], what: str) -> T:
-        """Run `step`, which is no collective, on every rank; raise on every rank when it failed on one.
+        """Run `step` on every rank; raise on every rank when it failed on one.
+
+        A step that is a collective lets the peers know that this rank fails (`Sharding.among_peers`); they then raise
+        `PeerFailed`, which is a consequence, not a cause.
 
         The rank that failed raises its own error, the others a `CheckpointError` with that error's text: whichever
         traceback is the last on the screen says what is wrong. `what` completes "cannot ...".
         """
+        result, consequence = None, None
         try:
             result = step()
+        except PeerFailed as error:
+            consequence = error
         except Exception as error:
             self._gather(_reason(error))
             raise
         failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._gather(None)) if reason is not None]
         if failed:
-            raise CheckpointError(f"cannot {what}: {'; '.join(dict.fromkeys(failed))}")
-        return result
+            raise CheckpointError(f"cannot {what}: {'; '.join(dict.fromkeys(failed))}") from consequence
+        if consequence is not None:
+            raise consequence
+        return cast(T, result)
 
 
 def _reason(error: Exception) -> str:

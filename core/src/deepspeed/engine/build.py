@@ -299,7 +299,7 @@ def _create_sharding(
         device=device,
     )
     if optimizer is None and zero.stage < 3:
-        return Stage0(options, comm.backend(group), group)
+        return Stage0(options, comm.group_backend(group), group)
     is_tested = optimizer is None or zero.stage == 0 or is_tested_with_zero(optimizer)
     if not is_tested and not config.zero_allow_untested_optimizer:
         raise ConfigError(
@@ -309,9 +309,9 @@ def _create_sharding(
     stages: dict[int, type[Sharding]] = {0: Stage0, 1: Stage1, 2: Stage2}
     offered = plugin_manager().hook.ds_sharding(name=str(zero.stage))
     if offered is None and zero.stage == 3:
-        return Stage3(options, comm.backend(group), group, _stage3_options(zero))
+        return Stage3(options, comm.group_backend(group), group, _stage3_options(zero))
     stage = offered or stages[zero.stage]
-    return stage(options, comm.backend(group), group)  # type: ignore[no-any-return]
+    return stage(options, comm.group_backend(group), group)  # type: ignore[no-any-return]
 
 
 def _stage3_options(zero: ZeroConfig) -> Stage3Options:

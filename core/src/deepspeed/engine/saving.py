@@ -44,16 +44,22 @@ class Saving:
         """See `DeepSpeedEngine.save_checkpoint`."""
         state, checkpointer = self._state, self.checkpointer
 
-        def collect() -> tuple[str, dict[str, Any] | None, dict[str, Any] | None]:
+        def collect() -> tuple[str, dict[str, Any] | None]:
             name = check_new_tag(f"global_step{state.training.progress.global_steps}" if tag is None else tag)
-            model_state = None
-            if checkpointer.writes_model:
-                model_state = state.for_model_file(
-                    mp_world_size=checkpointer.position.mp_world_size, exclude_frozen=exclude_frozen
-                )
-            return name, model_state, state.for_shard_file()
+            if not checkpointer.writes_model:
+                return name, None
+            return name, state.for_model_file(
+                mp_world_size=checkpointer.position.mp_world_size, exclude_frozen=exclude_frozen
+            )
 
-        name, model_state, shard_state = checkpointer.together(collect, f"save a checkpoint in {save_dir}")
+        # apart: to collect shards takes collectives, which are for ranks that have all come so far
+        what = f"save a checkpoint in {save_dir}"
+        state.sharding.before_load()  # what is gathered would be saved whole
+        name, model_state = checkpointer.together(collect, what)
+        shard_state = checkpointer.together(state.for_shard_file, what)
+        frozen = checkpointer.together(lambda: state.frozen_parts(exclude_frozen=exclude_frozen), what)
+        if model_state is not None:
+            model_state["frozen_param_fragments"] = frozen
         validate_tag(name, self._tag_validation, self._gather)
         checkpointer.save(
             save_dir,
@@ -93,18 +99,23 @@ class Saving:
                 state.check_optimizer(loaded)
 
         def restore() -> None:
-            sharding.before_load()
             sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights
             fill_module(state.module, loaded.model_state["module"], strict=strict, custom_load_fn=custom_load_fn)
-            sharding.load_frozen(loaded.model_state.get("frozen_param_fragments") or {})
-            if with_optimizer:
-                state.restore_optimizer(loaded, with_states=with_states)
-            else:
-                sharding.masters_from_weights()
+
+        def restore_shards() -> None:
+            with sharding.among_peers():
+                sharding.load_frozen(loaded.model_state.get("frozen_param_fragments") or {})
+                if with_optimizer:
+                    state.restore_optimizer(loaded, with_states=with_states)
+                else:
+                    sharding.masters_from_weights()
+
+        def restore_progress() -> None:
             if not module_only:
                 state.restore_progress(loaded.model_state, with_scheduler=with_scheduler)
 
-        for step in (check, restore):
+        sharding.before_load()
+        for step in (check, restore, restore_shards, restore_progress):
             self.checkpointer.together(step, f"load {loaded.path}")
         if with_optimizer and loaded.shard_state is not None:
             sharding.publish_all()  # a collective: only after every rank has restored its shard

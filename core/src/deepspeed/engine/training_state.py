@@ -43,7 +43,6 @@ class TrainingState:
         """The content of `mp_rank_XX_model_states.pt`, keys of `checkpoint.MODEL_STATE_KEYS`."""
         module, sharding, progress = self.module, self.sharding, self.training.progress
         optimizer, lr_scheduler = self.training.optimizer, self.training.lr_scheduler
-        sharding.before_load()  # what is gathered would be saved whole
         named = list(module.named_parameters())
         frozen = {} if exclude_frozen else {name: param for name, param in named if not param.requires_grad}
         names = {id(param): name for name, param in named}
@@ -55,7 +54,7 @@ class TrainingState:
                 {names[id(param)]: shape_of(param) for param in params} for params in sharding.saved_parameters()
             ],
             "frozen_param_shapes": {name: shape_of(param) for name, param in frozen.items()},
-            "frozen_param_fragments": {name: saved_part(param) for name, param in frozen.items()},
+            "frozen_param_fragments": {},  # filled by `frozen_parts`
             "shared_params": {
                 name: names[id(param)]
                 for name, param in module.named_parameters(remove_duplicate=False)
@@ -74,6 +73,12 @@ class TrainingState:
             "ds_version": __version__,
         }
 
+    def frozen_parts(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
+        """What this rank saves of each frozen parameter. A collective in stage 3."""
+        named = self.module.named_parameters()
+        with self.sharding.among_peers():
+            return {} if exclude_frozen else {n: saved_part(param) for n, param in named if not param.requires_grad}
+
     def for_shard_file(self) -> dict[str, Any] | None:
         """The content of this rank's `*_optim_states.pt`; None without sharding, where the model file has it all."""
         if self.sharding.stage == 0 or (not self.has_optimizer and self.sharding.stage < 3):
@@ -81,7 +86,7 @@ class TrainingState:
         precision = self.training.precision
         scaler = precision.loss_scaler
         optimizer_state = {
-            **self.sharding.state_dict(),
+            **self._sharded_state(),
             "loss_scaler": scaler.state_dict(),
             "dynamic_loss_scale": scaler.is_dynamic,
             "overflow": scaler.overflow,
@@ -93,6 +98,10 @@ class TrainingState:
             "ds_config": redacted(self.config),
             "ds_version": __version__,
         }
+
+    def _sharded_state(self) -> dict[str, Any]:
+        with self.sharding.among_peers():
+            return self.sharding.state_dict()
 
     @property
     def loadable_stages(self) -> tuple[int, ...]:

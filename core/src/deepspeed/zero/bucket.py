@@ -1,13 +1,21 @@
-"""A bucket of gradients on its way from autograd to the rank that owns it.
+"""The gradients of one unit on their way from autograd to the shards of the ranks.
 
 A `Bucket` is written by the gradient hooks (`strategy.py`), launched when it is full or when the backward ends, and
-finished before its values are read. A `Slot` is the place of one fragment in it.
+finished before its values are read.
 
-    FILLING --launch--> REDUCING --finish | abandon--> FILLING
+    EMPTY --write--> FILLING --launch--> REDUCING --finish--> REDUCED --write--> FILLING
+      |                                     ^                    |
+      +------------- launch ----------------+------ launch ------+         any --clear | abandon--> EMPTY
 
-After a reduction only the *holder* of a bucket (its owner; rank 0 in stage 0) goes on adding to what is there; for
-all others the next write overwrites. So a second backward before the step adds up correctly: the holder
-contributes the sum so far plus its own new gradient, the others their new gradient only.
+Its buffer has N elements. With a `pool` it is borrowed from the first gradient until the sum was taken out of it
+(stages 2 and 3); else it lives from step to step (stages 0 and 1), and the sum stays in it.
+
+[Note: a second reduction in a step] A sum that stays in the buffer is part of what the next reduction adds up (a late
+gradient, or two backwards before the step). One rank must contribute it, the others only what is new: this rank keeps
+the range `kept` of the buffer and zeroes the rest before it writes again. In stage 0 the first rank keeps all, in stage
+1 each keeps its shard.
+
+Legend: N numel of the unit, S of a shard.
 """
 
 import enum
@@ -17,62 +25,71 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.backend import Work
-from deepspeed.zero.layout import BucketSpec, Fragment
+from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.placement import Keep
 
 
 class BucketState(enum.Enum):
-    FILLING = enum.auto()
-    REDUCING = enum.auto()
+    EMPTY = enum.auto()  # holds nothing of this step
+    FILLING = enum.auto()  # holds gradients of this rank
+    REDUCING = enum.auto()  # the collective is in flight
+    REDUCED = enum.auto()  # holds the sum of this step
 
 
-class Slot:
-    """One fragment's place in a bucket."""
-
-    __slots__ = ("arrived", "bucket", "fragment", "holds", "view")
-
-    def __init__(self, bucket: "Bucket", fragment: Fragment) -> None:
-        self.bucket = bucket
-        self.fragment = fragment
-        self.view: Tensor | None = None  # 1-D, grad dtype; None while the bucket has no memory
-        self.holds = False  # a write adds instead of overwriting
-        self.arrived = False  # in the present backward
+#: the moves that are legal; `Bucket._move` is the only writer of the state
+LEGAL_MOVES = {
+    (BucketState.EMPTY, BucketState.FILLING),
+    (BucketState.EMPTY, BucketState.REDUCING),
+    (BucketState.FILLING, BucketState.REDUCING),
+    (BucketState.REDUCED, BucketState.FILLING),
+    (BucketState.REDUCED, BucketState.REDUCING),
+    (BucketState.REDUCING, BucketState.REDUCED),
+    *((state, BucketState.EMPTY) for state in BucketState),
+}
 
 
 class Bucket:
-    """Gradient memory for one `BucketSpec`.
+    """Gradient memory of one unit.
 
     Args:
-        spec: which elements of which group, and who owns them.
-        is_holder: whether this rank keeps the sum after a reduction (see the module docstring).
-        take: gives the bucket's memory (1-D, spec.numel); called when it is first written.
-        give: takes the memory back after a reduction, or None if it stays.
-        wire_dtype: dtype of the exchange; None means the memory's own.
-        keep: takes the sum away from the memory, if it is kept elsewhere (`placement.py`); it waits for the exchange.
+        index: of the unit.
+        layout: of the unit.
+        memory: gives the buffer [N] where there is no pool; called at the first write.
+        pool: lends the buffer.
+        result: [start, stop) of the buffer that holds this rank's sum after a reduction.
+        kept: [start, stop) that this rank contributes to the next reduction; see the note.
+        wire_dtype: dtype of the reduction; None means the buffer's own.
+        keep: takes the sum out of the buffer; None: it stays there.
     """
 
     def __init__(
         self,
-        spec: BucketSpec,
+        index: int,
+        layout: UnitLayout,
         *,
-        is_holder: bool,
-        take: Callable[[BucketSpec], Tensor],
-        give: Callable[[Tensor, Work | None], None] | None,
+        memory: Callable[[], Tensor] | None = None,
+        pool: "BucketPool | None" = None,
+        result: tuple[int, int],
+        kept: tuple[int, int],
         wire_dtype: torch.dtype | None,
         keep: Keep | None = None,
     ) -> None:
-        self.spec = spec
-        self.state = BucketState.FILLING
-        self.slots = [Slot(self, fragment) for fragment in spec.fragments]
-        self.num_missing = len(self.slots)
+        assert (memory is None) != (pool is None)
+        self.index = index
+        self.layout = layout
+        self.state = BucketState.EMPTY
+        self.num_missing = len(layout.numels)  # gradients that are still to arrive in this backward
         self.is_late = False  # a gradient arrived after the launch, in the same backward
-        self._was_launched = False  # in the present backward; its reduction may be over already
-        self._is_holder = is_holder
-        self._take, self._give = take, give
+        self._holds = [False] * len(layout.numels)  # a write adds instead of overwriting
+        self._arrived = list(self._holds)  # in this backward
+        self._was_launched = False  # in this backward; its reduction may be over already
+        self._allocate, self._pool = memory, pool
+        self._result, self._kept = slice(*result), kept
         self._wire_dtype = wire_dtype
         self._keep = keep
-        self._busy: Work | None = None  # what to wait for before the memory is written again
         self._memory: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._busy: Work | None = None  # what to wait for before the buffer is written again
         self._wire: Tensor | None = None
         self._work: Work | None = None
 
@@ -80,68 +97,71 @@ class Bucket:
         """Forget which gradients have arrived; what was accumulated stays."""
         self.finish()
         self._was_launched = False
-        self.num_missing = len(self.slots)
-        for slot in self.slots:
-            slot.arrived = False
+        self.num_missing = len(self._arrived)
+        self._arrived = [False] * len(self._arrived)
 
-    def write(self, slot: Slot, grad: Tensor, factor: float) -> None:
-        """slot = factor * grad, or slot += factor * grad if it holds a value. `grad` has the parameter's shape."""
-        if self._was_launched:
-            self.finish()
-            self.is_late = True
-        self._open()
-        view = slot.view
-        assert view is not None
-        flat = grad.reshape(-1)
-        if flat.numel() != slot.fragment.numel:
-            start = slot.fragment.param_start
-            flat = flat[start : start + slot.fragment.numel]
-        if slot.holds:
+    def write(self, param: int, grad: Tensor, factor: float) -> None:
+        """Add factor * grad, the gradient of the unit's parameter `param`."""
+        if self.state is not BucketState.FILLING:
+            if self._was_launched:
+                self.finish()
+                self.is_late = True
+            self._open()
+            self._move(BucketState.FILLING)
+        view, flat = self._views[param], grad.reshape(-1)
+        if self._holds[param]:
             view.add_(flat, alpha=factor)
         elif view.dtype == flat.dtype:
             torch.mul(flat, factor, out=view)
         else:
             view.copy_(flat).mul_(factor)
-        slot.holds = True
-        if not slot.arrived:
-            slot.arrived = True
+        self._holds[param] = True
+        if not self._arrived[param]:
+            self._arrived[param] = True
             self.num_missing -= 1
 
-    def launch(self, exchange: Callable[[Tensor], Work]) -> None:
-        """Start the reduction. Fragments without a gradient contribute zero."""
-        assert self.state is BucketState.FILLING, self.state
-        memory = self._open()
-        for slot in self.slots:
-            if not slot.holds:
-                assert slot.view is not None
-                slot.view.zero_()
-        wire = memory if self._wire_dtype in (None, memory.dtype) else memory.to(self._wire_dtype)
-        self._wire = wire
-        self._work = exchange(wire)
+    def launch(self, reduce: Callable[[Tensor], Work]) -> None:
+        """Start the reduction. What has no gradient contributes zero."""
+        if self.state is not BucketState.FILLING:
+            self._open()
+        memory = self._memory
+        assert memory is not None
+        for view, holds in zip(self._views, self._holds, strict=True):
+            if not holds:
+                view.zero_()
+        for start, stop in self.layout.gaps():
+            memory[start:stop].zero_()
+        self._wire = memory if self._wire_dtype in (None, memory.dtype) else memory.to(self._wire_dtype)
+        self._move(BucketState.REDUCING)
         self._was_launched = True
-        self.state = BucketState.REDUCING
+        self._work = reduce(self._wire)
+
+    def poll(self) -> bool:
+        """Whether `finish` would not block."""
+        return self._work is None or self._work.poll()
 
     def finish(self) -> None:
-        """Wait for the reduction, if one is under way."""
-        if self.state is BucketState.FILLING:
+        """Wait for the reduction, if one is in flight, and take the sum to where it lives."""
+        if self.state is not BucketState.REDUCING:
             return
         assert self._work is not None
-        assert self._memory is not None
         assert self._wire is not None
-        summed = self._wire
-        if summed is not self._memory and self._give is None:
+        assert self._memory is not None
+        if self._pool is None and self._wire is not self._memory:
             self._work.wait()
-            summed = self._memory.copy_(summed)
+            self._memory[self._result].copy_(self._wire[self._result])
+            self._wire = self._memory
         if self._keep is None:
             self._work.wait()
         else:
-            self._busy = self._keep(self.spec, self._work, summed)
+            self._busy = self._keep(self.index, self._work, self._wire[self._result])
         self._work = self._wire = None
-        self.state = BucketState.FILLING
-        for slot in self.slots:
-            slot.holds = self._is_holder
-        if self._give is not None:
-            self._close()
+        self._move(BucketState.REDUCED)
+        self._close()
+
+    def forget(self, param: int) -> None:
+        """Drop the gradient of one parameter."""
+        self._holds[param] = False
 
     def clear(self) -> None:
         """Forget all gradients; called after the step."""
@@ -149,48 +169,57 @@ class Bucket:
         self._forget()
 
     def abandon(self) -> Work | None:
-        """Forget all gradients and the reduction under way, without waiting; returns its work, for the backend."""
+        """Forget all gradients and the reduction in flight, without waiting; returns its work, for the backend."""
         work, self._work, self._wire = self._work, None, None
-        self.state = BucketState.FILLING
         self._forget()
         return work
 
-    def _forget(self) -> None:
-        self.is_late = False
-        for slot in self.slots:
-            slot.holds = False
-        if self._give is not None and self._memory is not None:
-            self._close()
-
     def release(self) -> None:
-        """Drop the memory at once; a bucket and its slots are a reference cycle."""
+        """Drop the buffer at once."""
         self.clear()
         self._memory = self._busy = None
-        for slot in self.slots:
-            slot.view = None
+        self._views = []
 
-    def _open(self) -> Tensor:
-        """The memory, ready to be written."""
+    def _forget(self) -> None:
+        self.is_late = False
+        self._move(BucketState.EMPTY)
+        self._close()
+
+    def _open(self) -> None:
+        """The buffer, ready to be written."""
         if self._busy is not None:
             self._busy.wait()
             self._busy = None
         if self._memory is None:
-            self._memory = self._take(self.spec)
-            for slot in self.slots:
-                slot.view = self._memory.narrow(0, slot.fragment.start - self.spec.start, slot.fragment.numel)
-        return self._memory
+            self._memory = self._pool.take(self.layout.padded_numel) if self._pool is not None else self._new_memory()
+            self._views = [
+                self._memory.narrow(0, offset, numel)
+                for offset, numel in zip(self.layout.offsets, self.layout.numels, strict=True)
+            ]
+        elif self.state is BucketState.REDUCED:  # [Note: a second reduction in a step]
+            self._memory[: self._kept[0]].zero_()
+            self._memory[self._kept[1] :].zero_()
+            self._holds = [True] * len(self._holds)
+
+    def _new_memory(self) -> Tensor:
+        assert self._allocate is not None
+        return self._allocate()
 
     def _close(self) -> None:
-        assert self._give is not None
-        assert self._memory is not None
-        self._give(self._memory, self._busy)
-        self._memory = self._busy = None
-        for slot in self.slots:
-            slot.view = None
+        """Nothing of this rank's own is in the buffer any more; a borrowed one goes back."""
+        self._holds = [False] * len(self._holds)
+        if self._pool is not None and self._memory is not None:
+            self._pool.give(self._memory, self._busy)
+            self._memory = self._busy = None
+            self._views = []
+
+    def _move(self, to: BucketState) -> None:
+        assert (self.state, to) in LEGAL_MOVES, (self.state, to)
+        self.state = to
 
 
 class BucketPool:
-    """Memory for buckets that are sent and forgotten (stage 2): at most `max_free` buffers wait for reuse."""
+    """Buffers for buckets that are sent and forgotten (stages 2 and 3): at most `max_free` wait for reuse."""
 
     def __init__(self, max_free: int, allocate: Callable[[int], Tensor]) -> None:
         self._max_free = max_free
@@ -198,14 +227,14 @@ class BucketPool:
         self._free: list[tuple[Tensor, Work | None]] = []  # with what to wait for before it is written
         self._lent: dict[int, Tensor] = {}  # by address: the whole buffer of which a bucket uses the beginning
 
-    def take(self, spec: BucketSpec) -> Tensor:
-        """A 1-D buffer of spec.numel elements, with arbitrary contents."""
-        fitting = [index for index, (buffer, _) in enumerate(self._free) if buffer.numel() >= spec.numel]
-        buffer, busy = self._free.pop(fitting[0]) if fitting else (self._allocate(spec.numel), None)
+    def take(self, numel: int) -> Tensor:
+        """A 1-D buffer of `numel` elements, with arbitrary contents."""
+        fitting = [index for index, (buffer, _) in enumerate(self._free) if buffer.numel() >= numel]
+        buffer, busy = self._free.pop(fitting[0]) if fitting else (self._allocate(numel), None)
         if busy is not None:
             busy.wait()
         self._lent[buffer.data_ptr()] = buffer
-        return buffer[: spec.numel]
+        return buffer[:numel]
 
     def give(self, memory: Tensor, busy: Work | None = None) -> None:
         """Take a buffer back that is in use until `busy` is done."""

@@ -1,6 +1,6 @@
-"""One parameter group of one dtype as a stage lays it out: weights, masters, and what the optimizer updates.
+"""Parameters that are reduced and updated together as a stage lays them out: weights, master weights, shards.
 
-Built by a `Sharding` when it is attached. Legend: N padded numel of the group, S numel of this rank's partition.
+Built by a `Sharding` when it is attached. Legend: N padded numel of the unit, S numel of this rank's shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from deepspeed.zero.layout import Fragment, GroupLayout
+from deepspeed.zero.layout import Fragment, UnitLayout
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.placement import Placement
 
@@ -56,7 +56,7 @@ class FlatGroup:
         *,
         first_index: int,
         param_group: int,
-        layout: GroupLayout,
+        layout: UnitLayout,
         rank: int,
         model_dtype: torch.dtype | None,
         is_flat: bool,
@@ -75,23 +75,23 @@ class FlatGroup:
         source_dtype = unit.source_dtype if unit is not None else params[0].dtype
         self.dtype = model_dtype if model_dtype is not None and source_dtype.is_floating_point else source_dtype
         device = params[0].device
-        self.partition_start, partition_stop = layout.partition(rank)
-        partition_numel = partition_stop - self.partition_start
+        self.shard_start, _ = layout.shard(rank)
         is_low = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
         placement = placement or Placement()
         needs_master = has_optimizer and (is_low or placement.is_apart)
 
         self.flat_N: Tensor | None = allocate(layout.padded_numel, self.dtype, device) if is_flat else None
         if self.flat_N is not None:
-            self.flat_N[layout.numel :].zero_()
+            for start, stop in layout.gaps():
+                self.flat_N[start:stop].zero_()
         self.master_S: Tensor | None = None
         if needs_master:
             dtype = torch.float32 if is_low else self.dtype
-            self.master_S = placement.allocate(partition_numel, dtype, device, crosses=not is_low)
-            self.clear_padding(self.master_S)
+            self.master_S = placement.allocate(layout.shard_numel, dtype, device, crosses=not is_low)
+            self.master_S[layout.shard_numel - layout.padding(rank) :].zero_()
             for fragment in layout.owned_by(rank):  # from the user's weights, before they are rounded
                 self._slice(self.master_S, fragment).copy_(self._initial(fragment))
-        for param, offset in zip(self.params, layout.offsets, strict=False):
+        for param, offset in zip(self.params, layout.offsets, strict=True):
             if unit is not None:
                 break
             if self.flat_N is not None:
@@ -126,16 +126,17 @@ class FlatGroup:
         return self._slice(self.unit.source_S, fragment)
 
     def _slice(self, buffer_S: Tensor, fragment: Fragment) -> Tensor:
-        return buffer_S.narrow(0, fragment.start - self.partition_start, fragment.numel)
+        return buffer_S.narrow(0, fragment.start - self.shard_start, fragment.numel)
 
-    def partition_of(self, buffer_N: Tensor) -> Tensor:
-        """This rank's part of a buffer over the whole group."""
-        start, stop = self.layout.partition(self.rank)
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return self.params[0].device if self.unit is None else self.unit.shard_S.device
+
+    def shard_of(self, buffer_N: Tensor) -> Tensor:
+        """This rank's shard of a buffer over the whole unit."""
+        start, stop = self.layout.shard(self.rank)
         return buffer_N[start:stop]
-
-    def clear_padding(self, partition_S: Tensor) -> None:
-        """Zero the elements of this rank's partition that belong to no parameter."""
-        partition_S[partition_S.numel() - self.layout.padding(self.rank) :].zero_()
 
     def masters_from_weights(self) -> None:
         """Start the masters anew from the model's weights, after these were loaded."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from deepspeed.comm.backend import Piece
 from deepspeed.errors import StateError
 from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.managed import manager_of
@@ -109,9 +108,13 @@ def _assemble(sharding: Sharding, group: FlatGroup, index: int, param: Parameter
     whole_N = torch.zeros(shape.numel(), dtype=dtype, device=param.device)
     for shard, value in mine:
         whole_N.narrow(0, shard.fragment.param_start, shard.fragment.numel).copy_(value.detach().reshape(-1))
-    if len(group.layout.cuts) > 2:  # there are other owners
-        pieces = [Piece(f.param_start, f.param_start + f.numel, f.owner) for f in fragments]
-        sharding.backend.gather_from_owners(whole_N, pieces, sharding.group).wait()
+    if group.layout.world_size > 1:
+        works = [
+            sharding.backend.broadcast(whole_N.narrow(0, each.param_start, each.numel), each.owner)
+            for each in fragments
+        ]
+        for work in works:
+            work.wait()
     return whole_N.view(shape)
 
 

@@ -1,9 +1,9 @@
-"""`Holding`: what a stage keeps of the model and where: flat groups, buckets, gradient memory, batches of the update.
+"""`Holding`: what a stage keeps of the model and where: units, buckets, gradient memory, batches of the update.
 
 Made by `Sharding.attach`, which adds what happens to it in a backward and a step (`strategy.py`). What a stage decides
-of the layout stands first; `stage1.py` and `stage2.py` answer differently.
+of the layout stands first; the stages answer differently.
 
-Legend: N padded numel of a flat group, S numel of this rank's partition, W ranks.
+Legend: N padded numel of a unit, S numel of a shard, W ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,17 +15,17 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from deepspeed.comm.backend import Backend, Piece
+from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.ops.kernel_optimizer import KernelOptimizer
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.agreement import check_same, described, named_ranks
-from deepspeed.zero.bucket import Bucket, Slot
-from deepspeed.zero.flat_group import FlatGroup, ParamShard
-from deepspeed.zero.layout import BucketSpec, Fragment, GroupLayout, cut_buckets, update_batches
-from deepspeed.zero.param_unit import shape_of
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.flat_group import FlatGroup
+from deepspeed.zero.layout import UnitLayout, divide_into_units
+from deepspeed.zero.param_unit import ParamUnit, shape_of
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.update import Batch, takes_one_pass
 
@@ -57,69 +57,66 @@ class ShardingOptions:
 class Holding:
     """What one rank holds. The base class is stage 0: everything."""
 
-    #: whether a bucket is summed into its owner only
-    _sums_to_owners = False
+    stage = 0
 
-    def __init__(self, options: ShardingOptions, backend: Backend, group: ProcessGroup | None = None) -> None:
+    def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
         self.options = options
         self.backend = backend
         self.group = group
         self.placement = options.placement
-        self.world_size = torch.distributed.get_world_size(group)
-        self.rank = torch.distributed.get_rank(group)
-        backend.connect(group)  # here all ranks are at the same place; in a backward they need not be
+        self.world_size = backend.world_size
+        self.rank = backend.rank
+        backend.connect()  # here all ranks are at the same place; in a backward they need not be
         self.optimizer: Optimizer | None = None
-        self.groups: list[FlatGroup] = []
+        self.groups: list[FlatGroup] = []  # one for each unit
         self.params: list[Parameter] = []
-        self.buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []  # one for each unit, in the order in which a backward fills them
+        self.saved_groups: list[list[int]] = []  # attached parameters as a checkpoint has them
         self._given_params: list[list[Parameter]] = []  # by group of the optimizer, before it held masters
         self._is_whole = False  # the optimizer looks at whole matrices: fragments are whole parameters
-        self._widens = False  # gradients are copied to fp32 before the update, piece by piece
+        self._widens = False  # gradients are copied to fp32 before the update, part by part
         self._bucket_bytes = 0  # that the backend prefers
+        self._total_numel = 0  # elements that train
         self._positions: dict[int, int] = {}  # id of a parameter -> its place in the model
-        self._slots: list[list[Slot]] = []  # by parameter
-        self._gradients: list[Tensor] = []  # by group: what buckets live in
+        self._places: list[tuple[Bucket, int]] = []  # by parameter: its bucket, and its index there
+        self._gradients: list[Tensor] = []  # by group: what lives from step to step
         self._reduced: list[Tensor] = []  # by group: where the optimizer finds this rank's sums, padding zero
 
     # ---- what a stage decides -----------------------------------------------------------------------------------
 
     @property
     def _owner_rank(self) -> int:
-        """This rank as an owner of fragments; in stage 0 one owner has everything, and that is every rank."""
+        """This rank as an owner of shards; in stage 0 one owner has everything, and that is every rank."""
         return 0
 
-    def _cuts(self, numels: Sequence[int]) -> tuple[int, ...]:
-        """Where a flat group of these parameters is divided; see `GroupLayout`."""
-        return (0, sum(numels))
+    def _layout(self, numels: Sequence[int]) -> UnitLayout:
+        """How a unit of these parameters is divided."""
+        return UnitLayout.single(numels, self._max_fragment_numel())
 
     def _is_flat(self) -> bool:
         """Whether parameters become views of one buffer."""
         return False
 
     def _create_gradients(self, group: FlatGroup, dtype: torch.dtype) -> Tensor:
-        """The gradient memory of one group that lives from step to step: all N elements."""
-        return self.placement.pinned(self.backend.allocate(group.layout.padded_numel, dtype, group.params[0].device))
+        """The gradient memory of one unit that lives from step to step: all N elements."""
+        return self.placement.pinned(self.backend.allocate(group.layout.padded_numel, dtype, group.device))
 
-    def _bucket_memory(self, spec: BucketSpec) -> Tensor:
-        return self._gradients[spec.group][spec.start : spec.stop]
-
-    def _create_bucket(self, spec: BucketSpec) -> Bucket:
+    def _create_bucket(self, index: int) -> Bucket:
+        """The bucket of the unit `index`."""
+        everything = (0, self.groups[index].layout.padded_numel)
         return Bucket(
-            spec,
-            is_holder=self._is_holder(spec),
-            take=self._bucket_memory,
-            give=None,
+            index,
+            self.groups[index].layout,
+            memory=lambda: self._gradients[index],
+            result=everything,
+            kept=everything if self.rank == 0 else (0, 0),
             wire_dtype=self.options.wire_dtype,
-            keep=self.placement.keeper(adds=False) if spec.owner == self._owner_rank else None,
+            keep=self.placement.keeper(adds=False),
         )
 
-    def _is_holder(self, spec: BucketSpec) -> bool:
-        """Whether this rank goes on adding to what a bucket holds after its reduction; one rank does."""
-        return self.rank == 0
-
-    def _owned_gradients(self) -> list[Tensor]:
-        """This rank's part of what buckets live in, one 1-D tensor per group."""
-        return self._gradients
+    def _owned_gradients(self, index: int) -> Tensor:
+        """This rank's part of the gradient memory of a unit, 1-D."""
+        return self._gradients[index]
 
     # ---- building -----------------------------------------------------------------------------------------------
 
@@ -145,10 +142,13 @@ class Holding:
         has_kernel = not isinstance(optimizer, KernelOptimizer) or optimizer.has_kernel
         # of the weights as they are now: offloaded ones are not the host kernel's yet, and are widened in short pieces
         widens = options.model_dtype is not None and not takes_one_pass(optimizer)
-        preferred = self.backend.preferred_bucket_bytes(self.world_size, to_owners=self._sums_to_owners)
+        can = self.backend.capabilities
+        preferred = can.preferred_bucket_bytes if self.stage > 0 else can.preferred_all_reduce_bytes
         by_rank = all_gather_values([has_kernel, widens, preferred], self.group)
         self._widens = any(numbers[1] for numbers in by_rank)
         self._bucket_bytes = min(numbers[2] for numbers in by_rank)
+        trained = (param for params in param_groups for param in params if param.requires_grad)
+        self._total_numel = sum(shape_of(param).numel() for param in trained)
         lacking = [rank for rank, numbers in enumerate(by_rank) if not numbers[0]]
         if isinstance(optimizer, KernelOptimizer) and 0 < len(lacking) < self.world_size:
             self._use_reference(optimizer, lacking)
@@ -167,35 +167,59 @@ class Holding:
         return described((str(self._positions.get(id(param))), param) for param in params if param.requires_grad)
 
     def hold_group(self, index: int, params: Sequence[Parameter]) -> None:
-        """Split one optimizer group by dtype and lay out each part."""
+        """Split one optimizer group by dtype and lay out each part in units."""
         self._refuse_attached(index, params)
         by_dtype: dict[torch.dtype, list[Parameter]] = {}
         for param in params:
             if param.requires_grad and shape_of(param).numel() > 0:
                 by_dtype.setdefault(param.dtype, []).append(param)
-        shards: list[ParamShard] = []
+        first = len(self.groups)
         for same_dtype in by_dtype.values():
-            group = FlatGroup(
-                same_dtype,
-                first_index=len(self.params),
-                param_group=index,
-                layout=self._layout([param.numel() for param in same_dtype]),
-                rank=self._owner_rank,
-                model_dtype=self.options.model_dtype,
-                is_flat=self._is_flat(),
-                is_whole=self._is_whole,
-                has_optimizer=self.optimizer is not None,
-                placement=self.placement,
-                allocate=self.backend.allocate,
-            )
-            self.groups.append(group)
-            self.params.extend(same_dtype)
-            shards.extend(group.shards)
-            if self.optimizer is not None:
-                states.adopt(self.optimizer, group)
+            self._hold_units(index, same_dtype)
+            place = {id(param): position for position, param in enumerate(self.params)}
+            self.saved_groups.append([place[id(param)] for param in same_dtype])
         self._given_params.append(list(params))
         if self.optimizer is not None:
-            self.optimizer.param_groups[index]["params"] = [shard.master for shard in shards]
+            masters = [shard.master for group in self.groups[first:] for shard in group.shards]
+            self.optimizer.param_groups[index]["params"] = masters
+
+    def _hold_units(self, index: int, params: Sequence[Parameter]) -> None:
+        """Lay out parameters of one dtype."""
+        numels = [param.numel() for param in params]
+        positions = [self._positions.get(id(param), 0) for param in params]
+        for run in divide_into_units(numels, positions, self._unit_numel(params)):
+            self._hold([params[place] for place in run], index)
+
+    def _hold(self, params: Sequence[Parameter], index: int, unit: ParamUnit | None = None) -> None:
+        """Make one unit of parameters; `unit`: it shards the weights themselves."""
+        group = FlatGroup(
+            params,
+            first_index=len(self.params),
+            param_group=index,
+            layout=self._layout([shape_of(param).numel() for param in params]),
+            rank=self._owner_rank,
+            model_dtype=self.options.model_dtype,
+            is_flat=unit is None and self._is_flat(),
+            is_whole=self._is_whole,
+            has_optimizer=self.optimizer is not None,
+            placement=self.placement,
+            allocate=self.backend.allocate,
+            unit=unit,
+        )
+        self.groups.append(group)
+        self.params.extend(params)
+        if self.optimizer is not None:
+            states.adopt(self.optimizer, group)
+
+    def _unit_numel(self, params: Sequence[Parameter]) -> int:
+        """Elements of a unit of such parameters, at most."""
+        wish = min(self._bucket_bytes // self._accumulation_dtype(params[0].dtype).itemsize, self._third())
+        numel = min(self.options.bucket_numel, wish)
+        largest = max(param.numel() for param in params)
+        return max(numel, largest * self.world_size) if self._is_whole and self.stage > 0 else numel
+
+    def _third(self) -> int:
+        return max(MIN_BUCKET_NUMEL, self._total_numel // 3)
 
     def _give_back(self, optimizer: Optimizer) -> None:
         """Let the optimizer hold the parameters that it was given, without the states of what it held instead."""
@@ -216,71 +240,68 @@ class Holding:
                     "it in one"
                 )
 
-    def _layout(self, numels: Sequence[int]) -> GroupLayout:
-        """Fragments as long as possible, but where gradients are widened, or weights sent, piece by piece."""
+    def _max_fragment_numel(self) -> int | None:
+        """Fragments are as long as possible, but where gradients are widened, or weights sent, part by part."""
         is_divided = (self._widens or self.placement.is_apart) and not self._is_whole
-        return GroupLayout(numels, self._cuts(numels), self._batch_numel() if is_divided else None)
+        return self._batch_numel() if is_divided else None
 
     def _batch_numel(self) -> int:
         return WIDENED_NUMEL if self._widens else self.options.update_numel
 
-    def _accumulation_dtype(self, group: FlatGroup) -> torch.dtype:
+    def _accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the gradients of parameters of this dtype, before the model's dtype is applied or after it."""
         wanted = self.options.accumulation_dtype
-        return wanted if wanted is not None and group.dtype.is_floating_point else group.dtype
+        if not dtype.is_floating_point:
+            return dtype
+        return wanted or self.options.model_dtype or dtype
 
     def _allocate_gradients(self) -> None:
-        """Make the gradient memory of groups that have none yet: at the first backward, which an engine that only
+        """Make the gradient memory of units that have none yet: at the first backward, which an engine that only
         evaluates never sees."""
         first = len(self._gradients)
-        for group in self.groups[first:]:
-            self._gradients.append(self._create_gradients(group, self._accumulation_dtype(group)))
-        for group, owned_S in zip(self.groups[first:], self._owned_gradients()[first:], strict=True):
-            self._reduced.append(self.placement.home_of_gradients(group, owned_S))
-            group.clear_padding(self._reduced[-1])
+        for index, group in enumerate(self.groups[first:], first):
+            self._gradients.append(self._create_gradients(group, self._accumulation_dtype(group.dtype)))
+            reduced_S = self.placement.home_of_gradients(group, self._owned_gradients(index))
+            reduced_S[reduced_S.numel() - group.layout.padding(group.rank) :].zero_()
+            self._reduced.append(reduced_S)
         self._connect_shards()
 
     def cut_buckets(self) -> None:
-        """Cut all groups into buckets, in the order in which a backward fills them; again after a group was added."""
-        itemsize = max((self._accumulation_dtype(group).itemsize for group in self.groups), default=4)
-        third = sum(group.layout.numel for group in self.groups) // 3
-        wish = min(self._bucket_bytes // itemsize, max(MIN_BUCKET_NUMEL, third))
-        self.buckets = [self._create_bucket(spec) for spec in self._specs(min(self.options.bucket_numel, wish))]
-        self._slots = [[] for _ in self.params]
-        for bucket in self.buckets:
-            first = self.groups[bucket.spec.group].first_index
-            for slot in bucket.slots:
-                self._slots[first + slot.fragment.param].append(slot)
-
-    def _specs(self, max_numel: int) -> list[BucketSpec]:
-        """Which elements each bucket has, in the order of reduction."""
-        positions = [[self._positions.get(id(param), 0) for param in group.params] for group in self.groups]
-        return cut_buckets([group.layout for group in self.groups], positions, max_numel)
+        """A bucket for each unit, in the order in which a backward fills them; again after a group was added."""
+        buckets = [self._create_bucket(index) for index in range(len(self.groups))]
+        self._places = [(bucket, param) for bucket in buckets for param in range(len(bucket.layout.numels))]
+        first = [min(self._positions.get(id(param), 0) for param in group.params) for group in self.groups]
+        self.buckets = sorted(buckets, key=lambda bucket: -first[bucket.index])
 
     def _batches(self) -> Iterator[Batch]:
-        if not self._is_flat() and not self._widens:  # nothing to publish
-            yield Batch(None, [shard for group in self.groups for shard in group.shards], [])
-            return
+        is_one = not self._is_flat() and not self._widens  # nothing to publish
+        room = self._batch_numel()
+        batch = Batch([], [])
+        numel = 0
         for index, group in enumerate(self.groups):
-            shard_of = {shard.fragment: shard for shard in group.shards}
-            for per_rank in update_batches(group.layout, self._batch_numel()):
-                mine = [shard_of[fragment] for fragment in per_rank[self._owner_rank]]
-                yield Batch(index, mine, [_span(fragments) for fragments in per_rank if fragments])
+            for shard in group.shards:
+                if batch.shards and numel + shard.fragment.numel > room and not is_one:
+                    yield batch
+                    batch, numel = Batch([], []), 0
+                batch.shards.append(shard)
+                numel += shard.fragment.numel
+            batch.finished.append(index)
+        yield batch
 
     def _connect_shards(self) -> None:
-        """Tell each shard where its reduced gradient is."""
+        """Point each shard at its reduced gradient."""
         for group, reduced_S in zip(self.groups, self._reduced, strict=True):
             for shard in group.shards:
-                start = shard.fragment.start - group.partition_start
-                grad = reduced_S.narrow(0, start, shard.fragment.numel)
-                shard.grad = grad.view(shard.master.shape)
+                start = shard.fragment.start - group.shard_start
+                shard.grad = reduced_S.narrow(0, start, shard.fragment.numel).view(shard.master.shape)
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes that stay allocated between steps for exchanges: no states, but held."""
+        """Bytes that stay allocated between steps for collectives: no states, but held."""
         return self.backend.held_bytes + self.placement.held_bytes
 
     def find(self, param: Parameter) -> tuple[FlatGroup, int]:
-        """The group of a parameter and its index in it.
+        """The unit of a parameter and its index in it.
 
         Raises:
             KeyError: if the parameter is not attached.
@@ -289,8 +310,4 @@ class Holding:
             for index, candidate in enumerate(group.params):
                 if candidate is param:
                     return group, index
-        raise KeyError(f"parameter of shape {tuple(param.shape)} is not managed by this engine")
-
-
-def _span(fragments: Sequence[Fragment]) -> Piece:
-    return Piece(fragments[0].start, fragments[-1].stop, fragments[0].owner)
+        raise KeyError(f"parameter of shape {tuple(shape_of(param))} is not managed by this engine")

@@ -1,109 +1,144 @@
-"""Who owns which slice: integers only, no tensors, no communication.
+"""Which rank owns which elements: integers only, no tensors, no communication.
 
-Called once per parameter group when a `Sharding` is attached, and by whoever reads a checkpoint.
+Called when a `Sharding` is attached, and by whoever reads a checkpoint.
 
-Legend: a *flat group* is a parameter group laid end to end (N elements, padding at the end); *cuts* are the W+1
-offsets at which it is divided among W ranks; a *fragment* is the part of one parameter that one rank owns.
+Legend: a *unit* is what is reduced, and gathered, by one collective: parameters laid end to end in a flat buffer of N
+elements, cut into W equal shards of S elements; a *fragment* is the part of one parameter that lies in one shard.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements [param_start, param_start + numel) of one parameter, at [start, stop) of its flat group."""
+    """Elements [param_start, param_start + numel) of one parameter, at [start, stop) of its flat buffer."""
 
-    param: int  # index of the parameter within its group
+    param: int  # index of the parameter within its unit
     param_start: int
     start: int
     stop: int
-    owner: int  # rank within the data-parallel group
+    owner: int  # rank within the group that shares the unit
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class BucketSpec:
-    """A run of fragments of one group with one owner: what is reduced in one go."""
-
-    group: int
-    start: int
-    stop: int
-    owner: int
-    fragments: tuple[Fragment, ...]
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-class GroupLayout:
-    """How one flat group is divided.
+class UnitLayout:
+    """Where the parameters of one unit lie, and who owns what.
 
     Args:
-        numels: elements of each parameter, in order.
-        cuts: W+1 rising offsets, the first 0; the last is the padded length of the flat group.
-        max_fragment_numel: longer fragments are divided, so that an update can go through them piece by piece.
+        numels: elements of each parameter.
+        offsets: where each of them begins, rising.
+        shard_numel: S.
+        world_size: W.
+        max_fragment_numel: longer fragments are divided, so that an update can go through them part by part.
     """
 
-    def __init__(self, numels: Sequence[int], cuts: Sequence[int], max_fragment_numel: int | None = None) -> None:
+    def __init__(
+        self,
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        shard_numel: int,
+        world_size: int,
+        max_fragment_numel: int | None = None,
+    ) -> None:
         self.numels = tuple(numels)
-        self.cuts = tuple(cuts)
-        self.offsets = (0, *accumulate(self.numels))
-        assert self.cuts[0] == 0, self.cuts
-        assert self.cuts[-1] >= self.offsets[-1], (self.cuts, self.offsets[-1])
-        self._max_fragment_numel = max_fragment_numel or self.padded_numel
-        self.fragments = tuple(self._divide())
+        self.offsets = tuple(offsets)
+        self.shard_numel = shard_numel
+        self.world_size = world_size
+        self._max_fragment_numel = max_fragment_numel or max(shard_numel, 1)
+        self.fragments = tuple(fragment for param in range(len(self.numels)) for fragment in self._fragments_of(param))
+
+    @classmethod
+    def even(cls, numels: Sequence[int], world_size: int, max_fragment_numel: int | None = None) -> "UnitLayout":
+        """Parameters without gaps, padded at the end so that W equal shards of an even number of elements result."""
+        shard_numel = -(-sum(numels) // (2 * world_size)) * 2
+        offsets = [0, *accumulate(numels)][:-1]
+        return cls(numels, offsets, shard_numel, world_size, max_fragment_numel)
+
+    @classmethod
+    def whole(cls, numels: Sequence[int], world_size: int) -> "UnitLayout":
+        """No parameter is divided: each shard holds a run of them, padded to the longest run.
+
+        For optimizers whose update looks at whole parameters.
+        """
+        cuts = parameter_cuts(numels, world_size)
+        shard_numel = max(stop - start for start, stop in pairwise(cuts))
+        offsets = []
+        rank = position = 0
+        for numel in numels:
+            while position >= cuts[rank + 1]:
+                rank += 1
+            offsets.append(rank * shard_numel + position - cuts[rank])
+            position += numel
+        return cls(numels, offsets, shard_numel, world_size)
+
+    @classmethod
+    def single(cls, numels: Sequence[int], max_fragment_numel: int | None = None) -> "UnitLayout":
+        """One owner of everything: every rank of stage 0."""
+        return cls(numels, [0, *accumulate(numels)][:-1], sum(numels), 1, max_fragment_numel)
 
     @property
     def numel(self) -> int:
-        """Elements of the group without padding."""
-        return self.offsets[-1]
+        """Elements of the parameters, without padding."""
+        return sum(self.numels)
 
     @property
     def padded_numel(self) -> int:
-        return self.cuts[-1]
+        """N."""
+        return self.shard_numel * self.world_size
 
-    def partition(self, rank: int) -> tuple[int, int]:
-        """[start, stop) of the flat group that `rank` owns, padding included."""
-        return self.cuts[rank], self.cuts[rank + 1]
+    def shard(self, rank: int) -> tuple[int, int]:
+        """[start, stop) of the flat buffer that `rank` owns, padding included."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """[start, stop) of the flat buffer that belong to no parameter."""
+        ends = [0, *(offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True))]
+        starts = [*self.offsets, self.padded_numel]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def padding(self, rank: int) -> int:
-        """How many elements of the partition of `rank` belong to no parameter."""
-        start, stop = self.partition(rank)
-        return stop - max(start, min(stop, self.numel))
+        """How many elements at the end of the shard of `rank` belong to no parameter."""
+        return self.shard_numel - sum(fragment.numel for fragment in self.owned_by(rank))
 
     def owned_by(self, rank: int) -> list[Fragment]:
         return [fragment for fragment in self.fragments if fragment.owner == rank]
 
-    def _divide(self) -> Iterator[Fragment]:
-        owner = 0
-        for index, numel in enumerate(self.numels):
-            position, stop = self.offsets[index], self.offsets[index + 1]
-            assert stop - position == numel
-            while position < stop:
-                while self.cuts[owner + 1] <= position:
-                    owner += 1
-                end = min(stop, self.cuts[owner + 1], position + self._max_fragment_numel)
-                yield Fragment(index, position - self.offsets[index], position, end, owner)
-                position = end
+    def fragment_of(self, param: int, rank: int) -> tuple[int, int]:
+        """[start, stop) of the flat buffer: what `rank` owns of a parameter; maybe nothing."""
+        start, stop = self.shard(rank)
+        first = self.offsets[param]
+        last = first + self.numels[param]
+        return min(max(first, start), stop), min(max(last, start), stop)
+
+    def _fragments_of(self, param: int) -> list[Fragment]:
+        fragments = []
+        first = position = self.offsets[param]
+        stop = first + self.numels[param]
+        while position < stop:
+            owner = position // self.shard_numel
+            end = min(stop, (owner + 1) * self.shard_numel, position + self._max_fragment_numel)
+            fragments.append(Fragment(param, position - first, position, end, owner))
+            position = end
+        return fragments
 
 
 def even_cuts(numels: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Equal partitions; the flat group is padded to a multiple of 2 W, as DeepSpeed's stage 1 and 2 files are."""
+    """W + 1 offsets that divide parameters laid end to end evenly, padded to a multiple of 2 W, as DeepSpeed's files of
+    stages 1 and 2 have them."""
     unit = 2 * world_size
     padded = -(-sum(numels) // unit) * unit
     return tuple(padded // world_size * rank for rank in range(world_size + 1))
 
 
 def parameter_cuts(numels: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Partitions that end between parameters, each cut at the boundary nearest to the even one.
+    """W + 1 offsets between parameters, each at the boundary nearest to the even one.
 
-    For optimizers whose update looks at a whole parameter. Partitions may differ by up to the largest parameter.
+    Runs may differ by up to the largest parameter.
     """
     boundaries = (0, *accumulate(numels))
     total = boundaries[-1]
@@ -115,53 +150,23 @@ def parameter_cuts(numels: Sequence[int], world_size: int) -> tuple[int, ...]:
     return (*cuts, total)
 
 
-def cut_buckets(layouts: Sequence[GroupLayout], positions: Sequence[Sequence[int]], max_numel: int) -> list[BucketSpec]:
-    """All groups cut into buckets, in the order in which a backward is expected to fill them.
+def divide_into_units(numels: Sequence[int], positions: Sequence[int], max_numel: int) -> list[list[int]]:
+    """Parameters cut into runs of at most `max_numel` elements, in the order in which a backward fills them.
 
     Args:
-        layouts: one per flat group.
-        positions: for each group and parameter its place in the module; a backward visits high places first.
-        max_numel: upper bound of a bucket's length; a longer fragment is a bucket of its own.
+        numels: elements of each parameter.
+        positions: the place of each in the module; a backward visits high places first.
+        max_numel: upper bound of a run; a longer parameter is a run of its own.
 
-    Every rank computes the same list, and reduces in this order whatever order its gradients arrive in.
+    Returns:
+        lists of indices, each in the order of the module.
     """
-    keyed: list[tuple[int, BucketSpec]] = []
-    for group, layout in enumerate(layouts):
-        run: list[Fragment] = []
-        for fragment in reversed(layout.fragments):
-            if run and (fragment.owner != run[0].owner or run[0].stop - fragment.start > max_numel):
-                keyed.append(_close_run(group, run, positions[group]))
-                run = []
-            run.append(fragment)
-        if run:
-            keyed.append(_close_run(group, run, positions[group]))
-    keyed.sort(key=lambda item: -item[0])  # stable: ties keep the order of the groups
-    return [spec for _, spec in keyed]
-
-
-def _close_run(group: int, run: list[Fragment], positions: Sequence[int]) -> tuple[int, BucketSpec]:
-    """The bucket of a run that was collected back to front, and the place of the parameter that fills it last."""
-    fragments = tuple(reversed(run))
-    spec = BucketSpec(group, fragments[0].start, fragments[-1].stop, fragments[0].owner, fragments)
-    return min(positions[fragment.param] for fragment in fragments), spec
-
-
-def update_batches(layout: GroupLayout, max_numel: int) -> list[list[list[Fragment]]]:
-    """For each batch and each rank the fragments that are updated, and then gathered, together.
-
-    All ranks get the same number of batches, so that their gathers line up; a rank may have nothing in one.
-    """
-    world_size = len(layout.cuts) - 1
-    per_rank: list[list[list[Fragment]]] = []
-    for rank in range(world_size):
-        batches: list[list[Fragment]] = []
-        numel = 0
-        for fragment in layout.owned_by(rank):
-            if not batches or numel + fragment.numel > max_numel:
-                batches.append([])
-                numel = 0
-            batches[-1].append(fragment)
-            numel += fragment.numel
-        per_rank.append(batches)
-    num_batches = max((len(batches) for batches in per_rank), default=0)
-    return [[batches[index] if index < len(batches) else [] for batches in per_rank] for index in range(num_batches)]
+    runs: list[list[int]] = []
+    numel = 0
+    for index in sorted(range(len(numels)), key=lambda each: -positions[each]):
+        if not runs or numel + numels[index] > max_numel:
+            runs.append([])
+            numel = 0
+        runs[-1].append(index)
+        numel += numels[index]
+    return [run[::-1] for run in runs]

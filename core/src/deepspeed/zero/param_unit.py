@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import CommError, StateError
-from deepspeed.zero.layout import GroupLayout, even_cuts
+from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
 
 _ids = itertools.count()
@@ -66,8 +66,8 @@ class ParamUnit:
         self.ranks = ranks
         self.shapes = [shape_of(param) for param in params]
         numels = [shape.numel() for shape in self.shapes]
-        self.layout = GroupLayout(numels, even_cuts(numels, ranks.world_size))
-        self.start, self.stop = self.layout.partition(ranks.rank)
+        self.layout = UnitLayout.even(numels, ranks.world_size)
+        self.start, self.stop = self.layout.shard(ranks.rank)
         self.status = ZeroParamStatus.AVAILABLE
         self.num_users = 0  # modules whose forward runs and that use the unit
         self.num_missing = 0  # gradients that are still to arrive in this backward
@@ -101,7 +101,7 @@ class ParamUnit:
         """The parameters as views of a flat buffer."""
         return [
             full_N.narrow(0, offset, shape.numel()).view(shape)
-            for shape, offset in zip(self.shapes, self.layout.offsets, strict=False)
+            for shape, offset in zip(self.shapes, self.layout.offsets, strict=True)
         ]
 
     def _renew_buffer(self) -> None:
@@ -122,14 +122,13 @@ class ParamUnit:
 
     def shard_of(self, index: int) -> Tensor:
         """This rank's elements of the parameter `index`, 1-D; maybe none."""
-        first = min(max(self.layout.offsets[index], self.start), self.stop)
-        last = min(max(self.layout.offsets[index + 1], self.start), self.stop)
+        first, last = self.layout.fragment_of(index, self.ranks.rank)
         return self.shard_S[first - self.start : last - self.start]
 
     def set_shard_of(self, param: Parameter, value: Tensor) -> None:
         """Take this rank's elements of a parameter out of its whole value."""
         index = next(place for place, each in enumerate(self.params) if each is param)
-        first = min(max(self.layout.offsets[index], self.start), self.stop)
+        first, _ = self.layout.fragment_of(index, self.ranks.rank)
         mine = self.shard_of(index)
         start = first - self.layout.offsets[index]
         mine.copy_(value.detach().reshape(-1)[start : start + mine.numel()])

@@ -4,7 +4,7 @@
 memory. `offload/policy.py` chooses. A stage asks, in this order, and does not look which of the two it has:
 
     1. allocate, home_of_gradients     per flat group: memory of its masters, memory of its reduced gradients
-    2. keeper                          per bucket that this rank owns; what it gives is called after each exchange
+    2. keeper                          per bucket; what it gives is called after each reduction
     3. settle                          every gradient of the step is where the optimizer reads it
     4. square_sum                      of what arrived
     5. copies, send, finish_sending    around the update of each batch
@@ -26,12 +26,11 @@ from deepspeed.optim.norm import tensor_norm
 
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, ParamShard
-    from deepspeed.zero.layout import BucketSpec
     from deepspeed.zero.offload.buffers import HostMemory
 
-#: called by a bucket with its spec, its exchange in flight and the memory that the exchange fills. Gives back what to
-#: wait for before that memory is written again
-Keep = Callable[["BucketSpec", Work, Tensor], Work]
+#: called by a bucket with the index of its unit, its reduction in flight and the memory that gets this rank's sum.
+#: Returns what to wait for before that memory is written again
+Keep = Callable[[int, Work, Tensor], Work]
 
 
 class Placement:
@@ -43,7 +42,7 @@ class Placement:
 
     #: whether it is another memory than the weights'
     is_apart = False
-    #: exchanges in flight after which a launch finishes the oldest, so that it is kept while the backward runs
+    #: reductions in flight after which a launch finishes the oldest, so that it is kept while the backward runs
     max_in_flight: int | None = None
 
     def __init__(self, memory: HostMemory | None = None) -> None:

@@ -1,19 +1,20 @@
 """Move sharded values from one division among ranks to another: integers say where, one all-to-all per buffer moves.
 
-Stage 3 keeps a shard of every unit; a checkpoint file holds another division of the same parameters (`in_parameters`).
-Both are lists of `Run`s, which every rank computes alike.
+A rank keeps shards of units; a checkpoint file holds another division of the same parameters. Both are lists of `Run`s,
+which every rank computes alike.
 
 Legend: M numel of this rank's buffer before, T numel of it after.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+
+from deepspeed.comm.backend import GroupBackend
 
 
 class Run(NamedTuple):
@@ -27,6 +28,8 @@ class Run(NamedTuple):
 
 
 class _Move(NamedTuple):
+    param: int
+    start: int
     numel: int
     source: int
     source_offset: int
@@ -35,7 +38,7 @@ class _Move(NamedTuple):
 
 
 def in_parameters(numels: Sequence[int], world_size: int) -> list[Run]:
-    """Each parameter of n elements in parts of ceil(n / W), padded, laid end to end: DeepSpeed's stage 3 files."""
+    """Each parameter of n elements in parts of ceil(n / W), padded, laid end to end: files of stage 3."""
     runs = []
     offset = 0
     for param, numel in enumerate(numels):
@@ -47,31 +50,38 @@ def in_parameters(numels: Sequence[int], world_size: int) -> list[Run]:
     return runs
 
 
-def padded_numel(numels: Sequence[int], world_size: int) -> int:
-    """Elements of each rank's buffer of `in_parameters`."""
-    return sum(math.ceil(numel / world_size) for numel in numels)
+def contiguous(numels: Sequence[int], cuts: Sequence[int]) -> list[Run]:
+    """All parameters laid end to end and divided at W + 1 offsets: files of stages 0 to 2."""
+    runs = []
+    for param, (first, numel) in enumerate(zip((0, *accumulate(numels)), numels, strict=False)):
+        for owner, (cut, next_cut) in enumerate(pairwise(cuts)):
+            start, stop = max(first, cut), min(first + numel, next_cut)
+            if start < stop:
+                runs.append(Run(param, start - first, stop - start, owner, start - cut))
+    return runs
 
 
 def redistribute(
-    values_M: Tensor, before: Sequence[Run], after: Sequence[Run], numel: int, group: ProcessGroup | None = None
+    values_M: Tensor, before: Sequence[Run], after: Sequence[Run], numel: int, ranks: GroupBackend | None
 ) -> Tensor:
-    """This rank's values in the division `after`. A collective over `group`.
+    """This rank's values in the division `after`. A collective over `ranks`.
 
     Args:
         values_M: 1-D, this rank's values in the division `before`.
         numel: of the result; what no run covers is zero.
+        ranks: None: this rank is the owner 0 of everything.
 
     Returns:
         [numel], of the dtype and on the device of `values_M`.
     """
-    rank, world_size = torch_dist.get_rank(group), torch_dist.get_world_size(group)
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     moves = sorted(_moves(before, after))
     outgoing = [[move for move in moves if move.source == rank and move.target == peer] for peer in range(world_size)]
     incoming = [[move for move in moves if move.target == rank and move.source == peer] for peer in range(world_size)]
     sent = [values_M[move.source_offset : move.source_offset + move.numel] for each in outgoing for move in each]
-    received = _all_to_all(
-        torch.cat(sent) if sent else values_M.new_empty(0), _sizes(outgoing), _sizes(incoming), group
-    )
+    received = torch.cat(sent) if sent else values_M.new_empty(0)
+    if ranks is not None and world_size > 1:
+        received = _all_to_all(received, _sizes(outgoing), _sizes(incoming), ranks)
     result = values_M.new_zeros(numel)
     start = 0
     for move in (move for each in incoming for move in each):
@@ -80,15 +90,18 @@ def redistribute(
     return result
 
 
-def _all_to_all(sent: Tensor, sizes_out: list[int], sizes_in: list[int], group: ProcessGroup | None) -> Tensor:
-    """Through host memory where the group has a library for it, which every such library can do."""
-    if len(sizes_out) == 1:
-        return sent
-    world = torch_dist.group.WORLD if group is None else group
-    assert world is not None
-    device = torch.device("cpu") if torch.device("cpu") in world._device_types else sent.device
-    received = sent.new_empty(sum(sizes_in), device=device)
-    torch_dist.all_to_all_single(received, sent.to(device), sizes_in, sizes_out, group=group)
+def _all_to_all(sent: Tensor, sizes_out: list[int], sizes_in: list[int], ranks: GroupBackend) -> Tensor:
+    """Through host memory where the group has a library for it, which every such library can do. As bytes, since not
+    every library moves every dtype."""
+    device = torch.device("cpu") if torch.device("cpu") in ranks.group._device_types else sent.device
+    width = sent.element_size()
+    received = torch.empty(sum(sizes_in), dtype=sent.dtype, device=device)
+    ranks.all_to_all(
+        received.view(torch.uint8),
+        sent.to(device).view(torch.uint8),
+        [size * width for size in sizes_in],
+        [size * width for size in sizes_out],
+    ).wait()
     return received.to(sent.device)
 
 
@@ -105,6 +118,5 @@ def _moves(before: Sequence[Run], after: Sequence[Run]) -> Iterator[_Move]:
         for old in by_param.get(new.param, ()):
             start, stop = max(old.start, new.start), min(old.start + old.numel, new.start + new.numel)
             if start < stop:
-                yield _Move(
-                    stop - start, old.owner, old.offset + start - old.start, new.owner, new.offset + start - new.start
-                )
+                source, target = old.offset + start - old.start, new.offset + start - new.start
+                yield _Move(new.param, start, stop - start, old.owner, source, new.owner, target)

@@ -1,58 +1,65 @@
-"""Stage 1: each rank updates, and keeps the optimizer state of, its own part of the parameters.
+"""Stage 1: each rank updates, and keeps the optimizer state of, its own shard of the parameters.
 
-Against stage 0: parameters are views of one flat buffer per group, cut in W partitions; a full bucket is summed into
-its one owner instead of into everyone; after the update the owners' weights go round. Bytes per parameter: 8 + 8/W
-in fp32, 4 + 12/W in low precision (ZeRO, arXiv 1910.02054, section 5.1: P_os).
+Against stage 0: the parameters of a unit are views of one flat buffer, cut in W equal shards; a full bucket is
+reduce-scattered instead of all-reduced; after the update the shards are all-gathered. Bytes per parameter: 8 + 8/W in
+fp32, 4 + 12/W in low precision (ZeRO, arXiv 1910.02054, section 5.1: P_os).
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepspeed.comm.backend import Piece, Work
+from deepspeed.comm.backend import Work
 from deepspeed.zero.bucket import Bucket
-from deepspeed.zero.layout import BucketSpec, even_cuts, parameter_cuts
+from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.strategy import Sharding
-from deepspeed.zero.update import Batch
 
 
 class Stage1(Sharding):
     """Optimizer states are sharded."""
 
     stage = 1
-    _sums_to_owners = True
 
     @property
     def _owner_rank(self) -> int:
         return self.rank
 
-    def _cuts(self, numels: Sequence[int]) -> tuple[int, ...]:
-        cut = parameter_cuts if self._is_whole else even_cuts
-        return cut(numels, self.world_size)
+    def _layout(self, numels: Sequence[int]) -> UnitLayout:
+        if self._is_whole:
+            return UnitLayout.whole(numels, self.world_size)
+        return UnitLayout.even(numels, self.world_size, self._max_fragment_numel())
 
     def _is_flat(self) -> bool:
         return True
 
-    def _is_holder(self, spec: BucketSpec) -> bool:
-        return spec.owner == self.rank
+    def _create_bucket(self, index: int) -> Bucket:
+        shard = self.groups[index].layout.shard(self.rank)
+        return Bucket(
+            index,
+            self.groups[index].layout,
+            memory=lambda: self._gradients[index],
+            result=shard,
+            kept=shard,
+            wire_dtype=self.options.wire_dtype,
+            keep=self.placement.keeper(adds=False),
+        )
 
-    def _exchange(self, bucket: Bucket, wire_N: Tensor) -> Work:
-        return self.backend.reduce_to_owners(wire_N, [Piece(0, bucket.spec.numel, bucket.spec.owner)], self.group)
+    def _reduce(self, bucket: Bucket, wire_N: Tensor) -> Work:
+        return self.backend.reduce_scatter(self.groups[bucket.index].shard_of(wire_N), wire_N, tag=bucket.index)
 
-    def _publish(self, batch: Batch) -> Work | None:
-        assert batch.group is not None
-        flat_N = self.groups[batch.group].flat_N
-        assert flat_N is not None
-        return self.backend.gather_from_owners(flat_N, batch.pieces, self.group)
+    def _publish(self, index: int) -> Work | None:
+        group = self.groups[index]
+        assert group.flat_N is not None
+        return self.backend.all_gather(group.flat_N, group.shard_of(group.flat_N), tag=index)
 
-    def _owned_gradients(self) -> list[Tensor]:
-        return [group.partition_of(grads) for group, grads in zip(self.groups, self._gradients, strict=True)]
+    def _owned_gradients(self, index: int) -> Tensor:
+        return self.groups[index].shard_of(self._gradients[index])
 
     def _norm_part(self) -> list[Tensor]:
         return self._reduced
 
     def _after_launch(self) -> None:
-        """Nobody reads gradients before the step: the exchanges go on."""
+        """Nobody reads gradients before the step: the collectives go on."""
 
     def _after_reduce(self) -> None:
         """No rank has whole gradients to show: `param.grad` stays None; `safe_get_full_grad` collects one."""

@@ -1,23 +1,23 @@
-"""Stage 2: gradients are sharded too. It is stage 1 with another place for a full bucket to go.
+"""Stage 2: gradients are sharded too. It is stage 1 with another place for gradients to be.
 
-A bucket that this rank owns lives in its shard of S elements, unless that is in another memory (`placement.py`). Any
-other bucket lives in a buffer from a small pool, from its first gradient until it has been sent. So gradients are
-exchanged after every backward, also between two steps, and a rank keeps 4 + 12/W bytes per parameter in fp32, 2 + 14/W
-in low precision (P_os+g).
+A bucket's buffer is borrowed from a small pool, from its first gradient until its sum was added to this rank's shard.
+So gradients are reduced after every backward, also between two steps, and a rank keeps 4 + 12/W bytes per parameter in
+fp32, 2 + 14/W in low precision (P_os+g).
 """
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import Backend
+from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.comm.work import DONE
 from deepspeed.zero.bucket import Bucket, BucketPool
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.holding import ShardingOptions
-from deepspeed.zero.layout import BucketSpec
 from deepspeed.zero.stage1 import Stage1
 
-#: buckets on their way at the same time; the next launch waits for the oldest
+#: buckets in flight at the same time, and buffers that wait for reuse. A bound for what this rank starts: a hook waits
+#: for no peer, so it is exceeded where peers are late
 MAX_IN_FLIGHT = 2
 
 
@@ -27,36 +27,48 @@ class Stage2(Stage1):
     stage = 2
     reduces_always = True
 
-    def __init__(self, options: ShardingOptions, backend: Backend, group: ProcessGroup | None = None) -> None:
+    def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
         super().__init__(options, backend, group)
         self._max_in_flight = MAX_IN_FLIGHT
         self._pools: dict[tuple[torch.dtype, torch.device], BucketPool] = {}
+        self._summed: set[int] = set()  # units whose shard holds a sum of this step
+
+    @property
+    def _is_alone(self) -> bool:
+        """One rank that keeps its gradients beside its weights: its shard is the whole buffer, so none is borrowed."""
+        return self.world_size == 1 and not self.placement.is_apart
 
     def _create_gradients(self, group: FlatGroup, dtype: torch.dtype) -> Tensor:
-        start, stop = (0, 0) if self.placement.is_apart else group.layout.partition(self.rank)
-        return self.placement.pinned(self.backend.allocate(stop - start, dtype, group.params[0].device))
+        numel = 0 if self.placement.is_apart else group.layout.shard_numel
+        return self.placement.pinned(self.backend.allocate(numel, dtype, group.device))
 
-    def _owned_gradients(self) -> list[Tensor]:
-        return self._gradients
+    def _owned_gradients(self, index: int) -> Tensor:
+        return self._gradients[index]
 
-    def _bucket_memory(self, spec: BucketSpec) -> Tensor:
-        start = self.groups[spec.group].partition_start
-        return self._gradients[spec.group][spec.start - start : spec.stop - start]
-
-    def _create_bucket(self, spec: BucketSpec) -> Bucket:
-        is_owner = spec.owner == self.rank
-        if is_owner and not self.placement.is_apart:
-            return super()._create_bucket(spec)
-        group = self.groups[spec.group]
-        pool = self._pool(self._accumulation_dtype(group), group.params[0].device)
+    def _create_bucket(self, index: int) -> Bucket:
+        if self._is_alone:
+            return super()._create_bucket(index)
+        group = self.groups[index]
+        shard = group.layout.shard(self.rank)
         return Bucket(
-            spec,
-            is_holder=False,
-            take=pool.take,
-            give=pool.give,
+            index,
+            group.layout,
+            pool=self._pool(self._accumulation_dtype(group.dtype), group.device),
+            result=shard,
+            kept=shard,
             wire_dtype=self.options.wire_dtype,
-            keep=self.placement.keeper(adds=True) if is_owner else None,
+            keep=self.placement.keeper(adds=True) or self._add_up,
         )
+
+    def _add_up(self, index: int, work: Work, sum_S: Tensor) -> Work:
+        """Add a reduced shard to the sum of the step."""
+        work.wait()
+        if index in self._summed:
+            self._gradients[index].add_(sum_S)
+        else:
+            self._gradients[index].copy_(sum_S)
+            self._summed.add(index)
+        return DONE
 
     def _pool(self, dtype: torch.dtype, device: torch.device) -> BucketPool:
         """The pool for buckets of this dtype and device."""
@@ -65,6 +77,10 @@ class Stage2(Stage1):
                 MAX_IN_FLIGHT, lambda numel: self.backend.allocate(numel, dtype, device)
             )
         return self._pools[dtype, device]
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._summed.clear()
 
     @property
     def exchange_bytes(self) -> int:

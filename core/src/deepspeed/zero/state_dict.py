@@ -1,49 +1,157 @@
 """A stage's state as plain values, with the keys of DeepSpeed's `*_optim_states.pt`, and back.
 
-Per flat group, this rank's partition of S elements (padding included):
+Per group of `Sharding.saved_groups`, this rank's part of it, T elements:
 
-    single_partition_of_fp32_groups   [S] the weights that the optimizer updates
-    base_optimizer_state              {"state": {group: {name: [S] tensor or scalar}}, "param_groups": [...]}
+    single_partition_of_fp32_groups   [T] the weights that the optimizer updates (`fp32_flat_groups` in stage 3)
+    base_optimizer_state              {"state": {group: {name: [T] tensor or scalar}}, "param_groups": [...]}
 
-The optimizer keeps one state per fragment. Tensor states of a fragment's shape are laid end to end to [S]. Scalars,
-such as Adam's `step`, are stored once when all fragments agree, and else also one by one under
-`parameter_scalars`. A state of another shape (factored moments) is stored per fragment under `parameter_states`.
+A file divides parameters in another way than units do, so saving and loading are collectives (`redistribute.py`): in
+stages 0 to 2 the parameters of a group lie end to end and are cut in W parts, in stage 3 each parameter is.
+
+The optimizer keeps one state per shard of a parameter. Tensor states of its shape are laid out as the weights are.
+Scalars, such as Adam's `step`, are stored once when all parameters agree, and else also one by one under
+`parameter_scalars`. A state of another shape (factored moments) is stored per parameter under `parameter_states`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.zero.layout import even_cuts, parameter_cuts
 from deepspeed.zero.param_unit import shape_of
+from deepspeed.zero.redistribute import Run, contiguous, in_parameters, redistribute
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from deepspeed.zero.flat_group import FlatGroup, ParamShard
+    from deepspeed.zero.param_unit import ParamUnit
     from deepspeed.zero.strategy import Sharding
 
 
+class SavedGroup:
+    """One group of a checkpoint: its parameters, and where their elements are here and in the files."""
+
+    def __init__(self, sharding: Sharding, index: int) -> None:
+        self._sharding = sharding
+        self._ranks = None if sharding.stage == 0 else sharding.backend
+        self.params = sharding.saved_groups[index]  # attached indices, in the order of the file
+        self.place = {param: position for position, param in enumerate(self.params)}
+        self.numels = [shape_of(sharding.params[param]).numel() for param in self.params]
+        self.shards: list[ParamShard] = []  # of this rank
+        self.here: list[Run] = []
+        used: dict[int, int] = {}  # elements, by owner
+        for group in sharding.groups:
+            if group.first_index in self.place:
+                for each in group.layout.fragments:
+                    param, offset = self.place[group.first_index + each.param], used.get(each.owner, 0)
+                    self.here.append(Run(param, each.param_start, each.numel, each.owner, offset))
+                    used[each.owner] = offset + each.numel
+                self.shards += group.shards
+        self.numel_here = sum(shard.fragment.numel for shard in self.shards)
+        self.in_file, self.numel_in_file = self._divide_for_file()
+
+    def _divide_for_file(self) -> tuple[list[Run], int]:
+        sharding, world_size = self._sharding, self._sharding.world_size
+        if sharding.stage == 3:
+            size = sum(math.ceil(numel / world_size) for numel in self.numels)
+            return in_parameters(self.numels, world_size), size
+        if sharding.stage == 0:
+            return contiguous(self.numels, (0, sum(self.numels))), sum(self.numels)
+        cut = parameter_cuts if sharding.keeps_parameters_whole else even_cuts
+        cuts = cut(self.numels, world_size)
+        return contiguous(self.numels, cuts), cuts[sharding.rank + 1] - cuts[sharding.rank]
+
+    @property
+    def padding(self) -> int:
+        """Elements of this rank's part that belong to no parameter."""
+        rank = self._sharding.rank if self._sharding.stage > 0 else 0
+        return self.numel_in_file - sum(run.numel for run in self.in_file if run.owner == rank)
+
+    def to_file(self, values: list[Tensor | None], dtype: torch.dtype) -> Tensor:
+        """[T], from one value per shard of this rank, None for zeros."""
+        device = self.shards[0].master.device if self.shards else torch.device("cpu")
+        flat = torch.zeros(self.numel_here, dtype=dtype, device=device)
+        start = 0
+        for value, shard in zip(values, self.shards, strict=True):
+            if value is not None:
+                flat[start : start + shard.fragment.numel].copy_(value.detach().reshape(-1))
+            start += shard.fragment.numel
+        return redistribute(flat, self.here, self.in_file, self.numel_in_file, self._ranks)
+
+    def from_file(self, part_T: Tensor) -> list[Tensor]:
+        """One 1-D tensor per shard of this rank."""
+        flat = redistribute(part_T.reshape(-1), self.in_file, self.here, self.numel_here, self._ranks)
+        return list(flat.split([shard.fragment.numel for shard in self.shards]))
+
+
 def collect(sharding: Sharding) -> dict[str, Any]:
-    """The state dict of a stage; tensors are this rank's own memory or copies, on the device they live on."""
+    """The state dict of a stage. A collective, but in stage 0."""
     optimizer = sharding.optimizer
-    groups = sharding.groups
-    state = {index: _flatten_group(sharding, group) for index, group in enumerate(groups)}
-    param_groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in (optimizer.param_groups if optimizer is not None else [])
-    ]
+    groups = [SavedGroup(sharding, index) for index in range(len(sharding.saved_groups))]
+    masters = [group.to_file([shard.master for shard in group.shards], torch.float32) for group in groups]
+    count = sharding.world_size if sharding.stage > 0 else 1
     return {
         "zero_stage": sharding.stage,
-        "partition_count": [sharding.world_size if group.flat_N is not None else 1 for group in groups],
-        "group_paddings": [group.layout.padding(group.rank) for group in groups],
-        "single_partition_of_fp32_groups": [_master_partition(group) for group in groups],
-        "base_optimizer_state": {"state": state, "param_groups": param_groups},
+        "partition_count": count if sharding.stage == 3 else [count for _ in groups],
+        "group_paddings": [group.padding for group in groups],
+        _masters_key(sharding): masters,
+        "base_optimizer_state": {
+            "state": {index: _collect_states(sharding, group) for index, group in enumerate(groups)},
+            "param_groups": [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in (optimizer.param_groups if optimizer is not None else [])
+            ],
+        },
     }
+
+
+def _masters_key(sharding: Sharding) -> str:
+    return "fp32_flat_groups" if sharding.stage == 3 else "single_partition_of_fp32_groups"
+
+
+def _collect_states(sharding: Sharding, group: SavedGroup) -> dict[str, Any]:
+    optimizer = sharding.optimizer
+    if optimizer is None:
+        return {}
+    held = [optimizer.state.get(shard.master, {}) for shard in group.shards]
+    names = list(dict.fromkeys(name for state in held for name in state))
+    by_element = {name for name in names if _has_the_masters_shape([state.get(name) for state in held], group.shards)}
+    dtypes, scalars, odd = {}, {}, {}
+    for name in names:
+        present = {group.place[shard.index]: state[name] for state, shard in zip(held, group.shards, strict=True)
+                   if name in state}  # fmt: skip
+        if name in by_element:
+            dtypes[name] = _named(next(iter(present.values())).dtype)
+        elif all(map(_is_scalar, present.values())):
+            scalars[name] = {str(place): _packed(value) for place, value in present.items()}
+        else:
+            odd[name] = present
+    facts = _gathered(sharding, [names, dtypes, scalars])
+    flat: dict[str, Any] = {}
+    for name in dict.fromkeys(name for theirs, _, _ in facts for name in theirs):
+        dtype = next((theirs[name] for _, theirs, _ in facts if name in theirs), None)
+        by_param = {int(place): value for _, _, theirs in facts for place, value in theirs.get(name, {}).items()}
+        if dtype is not None:
+            flat[name] = group.to_file([state.get(name) for state in held], getattr(torch, dtype))
+        elif by_param:
+            flat[name] = _unpacked(next(iter(by_param.values())))
+            if len(by_param) < len(group.params) or any(
+                value != by_param[min(by_param)] for value in by_param.values()
+            ):
+                unpacked = {place: _unpacked(by_param[place]) for place in sorted(by_param)}
+                flat.setdefault("parameter_scalars", {})[name] = unpacked
+        else:
+            moved = _move_by_parameter(sharding, group, name, odd.get(name, {}), to_file=True)
+            flat.setdefault("parameter_states", {})[name] = moved
+    return flat
 
 
 def check(sharding: Sharding, saved: dict[str, Any]) -> None:
@@ -52,7 +160,7 @@ def check(sharding: Sharding, saved: dict[str, Any]) -> None:
     Raises:
         CheckpointError: says what was found; nothing was changed.
     """
-    masters = saved["single_partition_of_fp32_groups"]
+    masters = saved[_masters_key(sharding)]
     optimizer = sharding.optimizer
     base = saved["base_optimizer_state"]
     param_groups = base["param_groups"]
@@ -63,34 +171,142 @@ def check(sharding: Sharding, saved: dict[str, Any]) -> None:
         )
     if optimizer is not None:
         check_saved_state(optimizer, base["state"].values(), param_groups)
-    if len(masters) != len(sharding.groups):
+    if len(masters) != len(sharding.saved_groups):
         raise CheckpointError(
-            f"optimizer state: found {len(masters)} parameter groups, this run has {len(sharding.groups)}; "
+            f"optimizer state: found {len(masters)} parameter groups, this run has {len(sharding.saved_groups)}; "
             "build the optimizer with the same groups"
         )
-    for index, (group, master) in enumerate(zip(sharding.groups, masters, strict=True)):
-        start, stop = group.layout.partition(group.rank)
-        if master.numel() not in (stop - start, stop - start - group.layout.padding(group.rank)):
+    for index, master in enumerate(masters):
+        group = SavedGroup(sharding, index)
+        if master.numel() not in (group.numel_in_file, group.numel_in_file - group.padding):
             raise CheckpointError(
                 f"optimizer state of group {index}: found a partition of {master.numel()} elements, this run has "
-                f"{stop - start}; load it with the same model and the same number of ranks"
+                f"{group.numel_in_file}; load it with the same model and the same number of ranks"
             )
 
 
 def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
-    """Put a collected state back: masters, and with `load_optimizer_states` also moments and param_groups."""
-    check(sharding, saved)
-    for group, master in zip(sharding.groups, saved["single_partition_of_fp32_groups"], strict=True):
-        for shard in group.shards:
-            shard.master.data.view(-1).copy_(_cut(master, group, shard.fragment.start, shard.fragment.numel))
+    """Put a state back that `check` let pass: master weights, and with `load_optimizer_states` also moments and
+    param_groups. A collective, but in stage 0."""
     optimizer = sharding.optimizer
-    if optimizer is None or not load_optimizer_states:
-        return
     base = saved["base_optimizer_state"]
-    for param_group, values in zip(optimizer.param_groups, base["param_groups"], strict=True):
-        param_group.update({name: value for name, value in values.items() if name != "params"})
-    for index, group in enumerate(sharding.groups):
-        _unflatten_group(sharding, group, base["state"].get(index, {}))
+    if optimizer is not None and load_optimizer_states:
+        for param_group, values in zip(optimizer.param_groups, base["param_groups"], strict=True):
+            param_group.update({name: value for name, value in values.items() if name != "params"})
+    for index, master in enumerate(saved[_masters_key(sharding)]):
+        group = SavedGroup(sharding, index)
+        for shard, value in zip(group.shards, group.from_file(master), strict=True):
+            shard.master.data.view(-1).copy_(value)
+        if optimizer is not None and load_optimizer_states:
+            _restore_states(sharding, group, base["state"].get(index, {}))
+
+
+def _restore_states(sharding: Sharding, group: SavedGroup, flat: dict[str, Any]) -> None:
+    optimizer = sharding.optimizer
+    assert optimizer is not None
+    scalars = flat.get("parameter_scalars", {})
+    odd = {
+        name: _move_by_parameter(sharding, group, name, values, to_file=False)
+        for name, values in flat.get("parameter_states", {}).items()
+    }
+    by_name = {
+        name: group.from_file(value)
+        for name, value in flat.items()
+        if name not in scalars and isinstance(value, Tensor) and value.dim() > 0
+    }
+    for number, shard in enumerate(group.shards):
+        optimizer.state.pop(shard.master, None)  # of steps that this run made before the load
+        place = group.place[shard.index]
+        if any(values.get(place) is None for values in scalars.values()):
+            continue  # this parameter had never been updated
+        state: dict[str, Any] = {}
+        for name, value in flat.items():
+            if name in by_name:
+                state[name] = _owned(by_name[name][number].view(shard.master.shape), shard.master.device)
+            elif name not in ("parameter_scalars", "parameter_states"):
+                own = scalars[name][place] if name in scalars else value
+                if own is not None:
+                    state[name] = _owned(own, shard.master.device)
+        for name, values in odd.items():
+            if values.get(place) is not None:
+                state[name] = _owned(values[place], shard.master.device)
+        if state:
+            optimizer.state[shard.master] = state
+
+
+def _move_by_parameter(
+    sharding: Sharding, group: SavedGroup, name: str, values: dict[int, Any], *, to_file: bool
+) -> dict[int, Any]:
+    """States of odd shapes, by parameter, for whoever has the parameter in the other division.
+
+    Raises:
+        CheckpointError: where parameters are divided, so that no rank has the state of a whole one.
+    """
+    if sharding.stage == 0:
+        return values
+    if not sharding.keeps_parameters_whole:
+        raise CheckpointError(
+            f"optimizer state {name!r}: found a shape that is not the parameter's, and stage {sharding.stage} divides "
+            "parameters; save it with stage 0"
+        )
+    mine = {str(place): [list(value.shape), _named(value.dtype)] for place, value in values.items()}
+    known = {int(place): what for theirs in _gathered(sharding, mine) for place, what in theirs.items()}
+    here = {run.param: run.owner for run in group.here}
+    in_file = {run.param: run.owner for run in group.in_file}
+    source, target = (here, in_file) if to_file else (in_file, here)
+    moved: dict[int, Any] = {}
+    for place in sorted(known):
+        shape, dtype = torch.Size(known[place][0]), getattr(torch, known[place][1])
+        value = values.get(place)
+        flat = value.reshape(-1).contiguous() if value is not None else torch.empty(0, dtype=dtype)
+        before, after = [Run(0, 0, shape.numel(), owner[place], 0) for owner in (source, target)]
+        is_mine = target[place] == sharding.rank
+        result = redistribute(flat, [before], [after], shape.numel() if is_mine else 0, sharding.backend)
+        if is_mine:
+            moved[place] = (flat if source[place] == target[place] else result).view(shape)
+    return moved
+
+
+def load_parts(unit: ParamUnit, parts: list[Tensor]) -> None:
+    """Fill a unit from this rank's part of each of its parameters, as `saved_part` gave it. A collective."""
+    layout = unit.layout
+    runs = [
+        Run(each.param, each.param_start, each.numel, each.owner, each.start - layout.shard(each.owner)[0])
+        for each in layout.fragments
+    ]
+    flat = torch.cat([part.reshape(-1).to(unit.shard_S) for part in parts])
+    before = in_parameters(layout.numels, unit.ranks.world_size)
+    unit.shard_S.copy_(redistribute(flat, before, runs, unit.shard_S.numel(), unit.ranks))
+
+
+def _gathered(sharding: Sharding, value: Any) -> list[Any]:
+    """The values of all ranks that have other parts; in stage 0 every rank has all."""
+    return [value] if sharding.stage == 0 else all_gather_values(value, sharding.group)
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _packed(value: Any) -> list[Any]:
+    """A scalar as JSON, with what it is."""
+    return [_named(value.dtype), value.item()] if isinstance(value, Tensor) else ["", value]
+
+
+def _unpacked(packed: list[Any]) -> Any:
+    kind, value = packed
+    return torch.tensor(value, dtype=getattr(torch, kind)) if kind else value
+
+
+def _has_the_masters_shape(values: list[Any], shards: list[ParamShard]) -> bool:
+    """Whether a state has one number per element, for every shard that has it.
+
+    One shard does not tell: a moment per row of a matrix has the size of the matrix's bias. Nor does a parameter of no
+    dimensions, whose `step` looks like its moments.
+    """
+    present = [(value, shard) for value, shard in zip(values, shards, strict=True) if value is not None]
+    fits = all(isinstance(value, Tensor) and value.shape == shard.master.shape for value, shard in present)
+    return fits and any(value.dim() > 0 for value, _ in present)
 
 
 def adopt(optimizer: Optimizer, group: FlatGroup) -> None:
@@ -114,86 +330,6 @@ def _share(value: Any, shard: ParamShard, shape: torch.Size) -> Any:
     return piece.to(shard.master.dtype, copy=True).view(shard.master.shape)
 
 
-def _master_partition(group: FlatGroup) -> Tensor:
-    if group.master_S is not None:
-        return group.master_S.float()
-    if group.flat_N is not None:
-        return group.partition_of(group.flat_N).detach().float()
-    return torch.cat([param.detach().reshape(-1).float() for param in group.params])
-
-
-def _flatten_group(sharding: Sharding, group: FlatGroup) -> dict[str, Any]:
-    optimizer = sharding.optimizer
-    flat: dict[str, Any] = {}
-    if optimizer is None:
-        return flat
-    held = [optimizer.state.get(shard.master, {}) for shard in group.shards]
-    for name in {name: None for state in held for name in state}:  # each once, in order
-        values = [state.get(name) for state in held]
-        if _has_the_masters_shape(values, group.shards):
-            flat[name] = _lay_end_to_end(values, group)
-        elif all(_is_scalar(value) for value in values):
-            flat[name] = next((value for value in values if value is not None), None)
-            if any(value is None or value != flat[name] for value in values):
-                flat.setdefault("parameter_scalars", {})[name] = _by_parameter(values, group)
-        else:
-            flat.setdefault("parameter_states", {})[name] = _by_parameter(values, group)
-    return flat
-
-
-def _by_parameter(values: list[Any], group: FlatGroup) -> dict[int, Any]:
-    """The values of the shards keyed by parameter; the shards of one parameter are always updated together."""
-    return {shard.fragment.param: value for shard, value in zip(group.shards, values, strict=True)}
-
-
-def _has_the_masters_shape(values: list[Any], shards: list[ParamShard]) -> bool:
-    """Whether a state has one number per element, for every shard that has it.
-
-    One shard does not tell: a moment per row of a matrix has the size of the matrix's bias. Nor does a parameter of no
-    dimensions, whose `step` looks like its moments.
-    """
-    present = [(value, shard) for value, shard in zip(values, shards, strict=True) if value is not None]
-    fits = all(isinstance(value, Tensor) and value.shape == shard.master.shape for value, shard in present)
-    return fits and any(value.dim() > 0 for value, _ in present)
-
-
-def _lay_end_to_end(values: list[Any], group: FlatGroup) -> Tensor:
-    start, stop = group.layout.partition(group.rank)
-    like = next(value for value in values if value is not None)
-    flat_S = torch.zeros(stop - start, dtype=like.dtype, device=like.device)
-    for value, shard in zip(values, group.shards, strict=True):
-        if value is not None:
-            _cut(flat_S, group, shard.fragment.start, shard.fragment.numel).copy_(value.reshape(-1))
-    return flat_S
-
-
-def _unflatten_group(sharding: Sharding, group: FlatGroup, flat: dict[str, Any]) -> None:
-    optimizer = sharding.optimizer
-    assert optimizer is not None
-    scalars = flat.get("parameter_scalars", {})
-    odd = flat.get("parameter_states", {})
-    for shard in group.shards:
-        param = shard.fragment.param
-        state: dict[str, Any] = {}
-        for name, value in flat.items():
-            if name in ("parameter_scalars", "parameter_states"):
-                continue
-            if name in scalars:
-                value = scalars[name].get(param)
-            elif isinstance(value, Tensor) and value.dim() > 0:
-                value = _cut(value, group, shard.fragment.start, shard.fragment.numel).view(shard.master.shape)
-            if value is not None:
-                state[name] = _owned(value, shard.master.device)
-        for name, values in odd.items():
-            if values.get(param) is not None:
-                state[name] = _owned(values[param], shard.master.device)
-        if any(values.get(param) is None for values in scalars.values()):
-            state = {}  # this parameter had never been updated
-        optimizer.state.pop(shard.master, None)  # of steps that this run made before the load
-        if state:
-            optimizer.state[shard.master] = state
-
-
 def _is_scalar(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.dim() == 0
 
@@ -203,7 +339,3 @@ def _owned(value: Any, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.clone() if value.dim() == 0 else value.to(device, copy=True)
-
-
-def _cut(partition_S: Tensor, group: FlatGroup, start: int, numel: int) -> Tensor:
-    return partition_S.narrow(0, start - group.partition_start, numel)

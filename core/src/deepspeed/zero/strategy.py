@@ -4,22 +4,24 @@ The engine calls, for every micro-batch and then once for the step:
 
     1. window.open / close       around `loss.backward()`; a plain `loss.backward()` does it through hooks
     2. (hooks, per parameter)    gradient -> bucket; a full bucket is launched
-    3. reduce()                  every exchange done, norm and use of parameters agreed on by all ranks
+    3. reduce()                  every collective done, norm and use of parameters agreed on by all ranks
     4. norm()                    global L2 norm of the gradients as they are (still scaled)
-    5. update(scale)             gradients times `scale`, optimizer step, weights published
+    5. update(scale)             gradients times `scale`, optimizer step, new weights all-gathered
     6. zero_grad()
 
-A stage answers, above all: who owns a fragment and where a bucket's gradients live (`holding.py`), which exchange a
-full bucket gets (`_exchange`), and what follows the update (`_publish`). All that it may answer stands under "what a
-stage decides", here and in `holding.py`; `stage1.py` and `stage2.py` answer differently. One step as a walk, with the
-stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
+A stage answers, above all: who owns what and where a bucket's gradients live (`holding.py`), which collective a full
+bucket gets (`_reduce`), and what follows the update (`_publish`). All that it may answer stands under "what a stage
+decides", here and in `holding.py`; `stage1.py`, `stage2.py` and `stage3.py` answer differently. One step as a walk,
+with the stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 """
 
 import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -31,7 +33,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed.comm.backend import Backend, Work
+from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import ConfigError, StateError, first_line
 from deepspeed.log import logger, warn_once
 from deepspeed.optim import takes_only_sparse
@@ -42,7 +44,7 @@ from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.touched_rows import TouchedRows
-from deepspeed.zero.update import Batch, OptimizerUpdate
+from deepspeed.zero.update import OptimizerUpdate
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -73,11 +75,10 @@ def _abandons_on_error(method: _F) -> _F:
 class Sharding(Holding):
     """Stage 0: every rank holds everything, gradients are averaged."""
 
-    stage = 0
-    #: whether gradients are exchanged after every backward, or only when they are needed
+    #: whether gradients are reduced after every backward, or only when they are needed
     reduces_always = False
 
-    def __init__(self, options: ShardingOptions, backend: Backend, group: ProcessGroup | None = None) -> None:
+    def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
         super().__init__(options, backend, group)
         self.window = BackwardWindow(self._begin_backward, self._end_backward, self._abort_backward)
         self._used: list[bool] = []  # by parameter: a gradient arrived on this rank since the last step
@@ -89,7 +90,8 @@ class Sharding(Holding):
         self._shown: dict[int, Tensor] = {}  # by parameter: param.grad, a view of bucket memory
         self._shown_versions: list[int] = []  # of that memory, by group: torch counts what is written into it
         self._max_in_flight = self.placement.max_in_flight
-        self._is_launched = True  # no gradient waits on this rank for its exchange
+        self._in_flight: deque[Bucket] = deque()
+        self._is_launched = True  # no gradient waits on this rank for its reduction
         self._factor = 1.0
         self._norm: float | None = None
         self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
@@ -102,11 +104,12 @@ class Sharding(Holding):
 
     # ---- what a stage decides -----------------------------------------------------------------------------------
 
-    def _exchange(self, bucket: Bucket, wire_N: Tensor) -> Work:
-        return self.backend.reduce(wire_N, self.group)
+    def _reduce(self, bucket: Bucket, wire_N: Tensor) -> Work:
+        """Start to sum a bucket over the ranks, into the part of `wire_N` that is its `result`."""
+        return self.backend.all_reduce(wire_N, tag=bucket.index)
 
-    def _publish(self, batch: Batch) -> Work | None:
-        """Give the weights that were just updated to those who do not own them."""
+    def _publish(self, index: int) -> Work | None:
+        """Start to give the weights of a unit that was just updated to those who do not own them."""
         return None
 
     def _norm_part(self) -> list[Tensor]:
@@ -249,18 +252,28 @@ class Sharding(Holding):
         if grad.is_sparse:  # of an embedding with sparse=True; its bucket is dense
             grad = grad.to_dense()
         self._used[index] = True
-        for slot in self._slots[index]:
-            slot.bucket.write(slot, grad, self._factor)
+        bucket, param_of_bucket = self._places[index]
+        bucket.write(param_of_bucket, grad, self._factor)
         if self._reduces and self.options.overlap:
             while self._launched < len(self.buckets) and self.buckets[self._launched].num_missing == 0:
                 self._launch_next()
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
-        if self._max_in_flight is not None and self._launched >= self._max_in_flight:
-            self.buckets[self._launched - self._max_in_flight].finish()
         self._launched += 1
-        bucket.launch(partial(self._exchange, bucket))
+        bucket.launch(partial(self._reduce, bucket))
+        if self._max_in_flight is not None:
+            self._in_flight.append(bucket)
+            self._finish_early(self._max_in_flight)
+
+    def _finish_early(self, max_in_flight: int) -> None:
+        """Take sums out of the oldest buckets, so that their buffers are free. A hook runs in the middle of the user's
+        backward, where a peer may wait for this rank in a collective of the model: so the host waits for nobody."""
+        waits_on_device = not self.backend.capabilities.completes_on_host
+        while self._in_flight and (
+            self._in_flight[0].poll() or (waits_on_device and len(self._in_flight) > max_in_flight)
+        ):
+            self._in_flight.popleft().finish()
 
     def _end_backward(self) -> None:
         if self._reduces:
@@ -300,19 +313,20 @@ class Sharding(Holding):
 
         Peers that wait for this rank raise if it `failed`. All ranks that do so can go on where the backend says so.
         """
+        self._in_flight.clear()
         works += tuple(work for bucket in self.buckets if (work := bucket.abandon()) is not None)
         self.zero_grad()
         if self.world_size > 1:
-            self.backend.abandon(works, self.group, failed=failed)
+            self.backend.abandon(works, failed=failed)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Finish every exchange, and agree with the other ranks on the norm and on which parameters were used.
+        """Finish every collective, and agree with the other ranks on the norm and on which parameters were used.
 
         One small all-reduce carries [sum of squares, per parameter whether it was used, per bucket whether a
         gradient came after its launch]. Late gradients (a block that a checkpoint runs twice in one backward) are
-        then exchanged in a second round, on all ranks alike.
+        then reduced in a second round, on all ranks alike.
         """
         self._take_shown()
         if self._norm is not None:
@@ -333,6 +347,7 @@ class Sharding(Holding):
         if not self._is_launched:  # the boundary was declared after the backward
             self._launch_rest()
         while True:
+            self._in_flight.clear()
             for bucket in self.buckets:
                 bucket.finish()
             self.placement.settle()
@@ -346,9 +361,9 @@ class Sharding(Holding):
             for bucket, is_late in zip(self.buckets, late, strict=True):
                 if is_late:
                     bucket.is_late = False
-                    bucket.launch(partial(self._exchange, bucket))
+                    bucket.launch(partial(self._reduce, bucket))
         if self._rows is not None:
-            self.backend.reduce(self._rows.marks, self.group).wait()
+            self.backend.all_reduce(self._rows.marks).wait()
         return facts
 
     def _refuse_unused(self) -> None:
@@ -387,8 +402,8 @@ class Sharding(Holding):
             if grad is None:
                 shown.zero_()
                 self._used[index] = self._used_anywhere[index] = False
-                for slot in self._slots[index]:
-                    slot.holds = False
+                bucket, param_of_bucket = self._places[index]
+                bucket.forget(param_of_bucket)
             elif grad is not shown:
                 shown.copy_(grad)
         if self._shown and self._norm is not None:
@@ -404,10 +419,10 @@ class Sharding(Holding):
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.world_size == 1:
             return values
-        device = self._named[0][1].device if self._named else torch.device("cpu")
+        device = self.groups[0].device if self.groups else torch.device("cpu")
         dtype = torch.float64 if device.type == "cpu" else torch.float32  # some devices lack fp64
         facts = self.backend.allocate(len(values), dtype, device).copy_(torch.tensor(values, dtype=dtype))
-        self.backend.reduce(facts, self.group).wait()
+        self.backend.all_reduce(facts).wait()
         totals: list[float] = facts.tolist()
         return totals
 
@@ -425,8 +440,7 @@ class Sharding(Holding):
         gathers: list[Work] = []
         try:
             for batch in self._updates.step(scale * self._after_sum):
-                if (work := self._publish(batch)) is not None:
-                    gathers.append(work)
+                gathers += [work for index in batch.finished if (work := self._publish(index)) is not None]
             for work in gathers:
                 work.wait()
         except BaseException as error:
@@ -475,8 +489,18 @@ class Sharding(Holding):
         self.placement.release()
         managed.release(self)
         self.optimizer = self._updates = self._rows = None
-        self.groups, self.params, self.buckets, self._slots = [], [], [], []
+        self.groups, self.params, self.buckets, self._places = [], [], [], []
         self._gradients, self._reduced = [], []
+
+    @contextmanager
+    def among_peers(self) -> Iterator[None]:
+        """Around collectives of a save or a load: if this rank fails, peers that wait for it raise."""
+        try:
+            yield
+        except BaseException:
+            if self.world_size > 1:
+                self.backend.abandon((), failed=True)
+            raise
 
     # ---- states and single parameters ---------------------------------------------------------------------------
 
@@ -490,6 +514,11 @@ class Sharding(Holding):
         self.restore_state(state, load_optimizer_states=load_optimizer_states)
         self.publish_all()
 
+    @property
+    def keeps_parameters_whole(self) -> bool:
+        """Whether no parameter is divided among ranks."""
+        return self._is_whole
+
     def before_load(self) -> None:
         """The module's weights are about to be saved or loaded, each rank's part by itself."""
 
@@ -498,7 +527,7 @@ class Sharding(Holding):
 
     def saved_parameters(self) -> list[list[Parameter]]:
         """Attached parameters in the order in which a checkpoint has them, in its groups."""
-        return [group.params for group in self.groups]
+        return [[self.params[place] for place in group] for group in self.saved_groups]
 
     def check_state(self, saved: dict[str, Any]) -> None:
         """Refuse a state that does not fit, before anything is changed.
@@ -525,10 +554,9 @@ class Sharding(Holding):
         """Bring the masters of all ranks into the model's weights."""
         for group in self.groups:
             group.weights_from_masters()
-        for batch in self._batches():
-            work = self._publish(batch)
-            if work is not None:
-                work.wait()
+        works = [work for index in range(len(self.groups)) if (work := self._publish(index)) is not None]
+        for work in works:
+            work.wait()
 
     def was_used(self, index: int) -> bool:
         """Whether any rank has a gradient for the attached parameter `index`; known after `reduce()`."""

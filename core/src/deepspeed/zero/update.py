@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.comm.backend import Piece
 from deepspeed.ops.reference_optimizer import OnePass, ReferenceOptimizer
 from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.placement import Placement
@@ -22,11 +21,10 @@ from deepspeed.zero.touched_rows import TouchedRows
 
 @dataclass(slots=True)
 class Batch:
-    """Units that are updated in one optimizer call, and what each rank then publishes."""
+    """Shards that are updated in one optimizer call, and the units that are then wholly updated."""
 
-    group: int | None  # the flat group they belong to; None when nothing is published
     shards: list[ParamShard]
-    pieces: list[Piece]  # of that group, one per rank that has something in this batch
+    finished: list[int]  # units; on all ranks in the same order
 
 
 class OptimizerUpdate:

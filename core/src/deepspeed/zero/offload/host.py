@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,6 @@ from deepspeed.zero.placement import Keep, Placement, exact_norm
 
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, ParamShard
-    from deepspeed.zero.layout import BucketSpec
 
 #: sums on their way to the host at the same time, and so staging buffers for them; one more waits for the oldest,
 #: unless it needs no buffer and the accelerator itself holds back what its memory has no room for
@@ -47,16 +46,12 @@ MAX_LEAVING = 1
 
 @dataclass(slots=True)
 class _HostShard:
-    """The reduced gradients of one flat group."""
+    """The reduced gradients of one unit."""
 
     reduced: Tensor  # [S]
     own: Tensor  # the device's sums, to which a later backward adds (stage 1); empty where it keeps none
-    start: int  # of the partition within the flat group
-    #: buckets that have a sum of this step -> its norm, 0-D on the device; None: to be taken here
-    norms: dict[BucketSpec, Tensor | None] = field(default_factory=dict)
-
-    def view(self, spec: BucketSpec) -> Tensor:
-        return self.reduced[spec.start - self.start : spec.stop - self.start]
+    has_sum: bool = False  # of this step
+    norm: Tensor | None = None  # of the sum, 0-D on the device; None: to be taken here
 
 
 @dataclass(slots=True)
@@ -112,8 +107,8 @@ class HostPlacement(Placement):
         return self._memory.allocate(numel, dtype, crosses=crosses)
 
     def home_of_gradients(self, group: FlatGroup, own_S: Tensor) -> Tensor:
-        start, stop = group.layout.partition(group.rank)
-        self._host_shards.append(_HostShard(self._memory.allocate(stop - start, own_S.dtype), own_S, start))
+        reduced_S = self._memory.allocate(group.layout.shard_numel, own_S.dtype)
+        self._host_shards.append(_HostShard(reduced_S, own_S))
         return self._host_shards[-1].reduced
 
     @property
@@ -131,16 +126,16 @@ class HostPlacement(Placement):
     def keeper(self, *, adds: bool) -> Keep | None:
         return partial(self._receive, adds)
 
-    def _receive(self, adds: bool, spec: BucketSpec, work: Work, source: Tensor) -> Mark:
-        host_shard = self._host_shards[spec.group]
-        target = host_shard.view(spec)
-        adds = adds and spec in host_shard.norms
+    def _receive(self, adds: bool, index: int, work: Work, source: Tensor) -> Mark:
+        host_shard = self._host_shards[index]
+        target = host_shard.reduced
+        adds = adds and host_shard.has_sum
         is_straight = target.dtype == source.dtype and not adds
         while len(self._arrivals) >= MAX_ARRIVING and (self._is_bounded or not is_straight):
             self._arrivals.popleft().land()
         with self._lane.copying():
             work.wait()  # here: it is the lane that waits on a device, the computation goes on
-            host_shard.norms[spec] = exact_norm(source) if is_straight else None
+            host_shard.has_sum, host_shard.norm = True, exact_norm(source) if is_straight else None
             staged = None if is_straight else self._incoming.take(source.numel(), source.dtype)
             (target if staged is None else staged).copy_(source, non_blocking=True)
         done = self._lane.mark()
@@ -155,9 +150,9 @@ class HostPlacement(Placement):
         if self._was_changed:
             return super().square_sum(reduced)
         norms = [
-            norm if norm is not None else exact_norm(host_shard.view(spec))
+            exact_norm(host_shard.reduced) if host_shard.norm is None else host_shard.norm
             for host_shard in self._host_shards
-            for spec, norm in host_shard.norms.items()
+            if host_shard.has_sum
         ]
         values = [float(norm) for norm in norms if norm.device.type == "cpu"]
         on_device = [norm for norm in norms if norm.device.type != "cpu"]
@@ -173,7 +168,7 @@ class HostPlacement(Placement):
     def forget(self) -> None:
         self.settle()
         for host_shard in self._host_shards:
-            host_shard.norms.clear()
+            host_shard.has_sum, host_shard.norm = False, None
         self._was_changed = False
 
     # ---- weights leave ------------------------------------------------------------------------------------------
