@@ -60,7 +60,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
     "Training": [
         ("deepspeed.DeepSpeedEngine", W, "Its methods are listed below."),
         ("deepspeed.DeepSpeedEngine.forward", W, "Attributes that the engine lacks are the module's."),
-        ("deepspeed.DeepSpeedEngine.backward", W, "`scale_wrt_gas` and `retain_graph` included."),
+        (
+            "deepspeed.DeepSpeedEngine.backward",
+            W,
+            "`scale_wrt_gas` and `retain_graph` included; also for tensors with their gradients (`gradient=`).",
+        ),
         (
             "param.grad between backward and step",
             D,
