@@ -96,7 +96,7 @@ def checkpoints_job(stage):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=str((wrap, use_reentrant, by_engine)))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_no_gradient_is_lost_or_counted_twice(stage):
     run_ranks(2, checkpoints_job, stage)
 
