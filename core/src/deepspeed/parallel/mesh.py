@@ -43,6 +43,7 @@ class RankGrid:
         self._global_rank = dist.get_rank()
         self._given = {layout.lines(*axes): group for axes, group in (given or {}).items()}
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
+        self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}  # libraries ask in every forward
         for axis in layout.axes:
             self._connect(axis)
 
@@ -52,7 +53,9 @@ class RankGrid:
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Global ranks of this rank's group along `axes`, in the order of the group."""
-        return self.layout.line(self._global_rank, *axes)
+        if axes not in self._ranks:
+            self._ranks[axes] = self.layout.line(self._global_rank, *axes)
+        return self._ranks[axes]
 
     def rank(self, *axes: str) -> int:
         """This rank's place in its group along `axes`."""
