@@ -36,11 +36,16 @@ class Scale(torch.nn.Module):
         return self.weight * x
 
 
+def weight(engine):
+    with deepspeed.zero.GatheredParameters(engine.module.weight):
+        return engine.module.weight.item()
+
+
 def make_engine(mesh_param, stage):
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
     }
     return deepspeed.initialize(model=Scale(), config=config, mesh_param=mesh_param)[0]
@@ -54,7 +59,7 @@ def side_by_side_job(stage):
         for engine in engines:
             engine.backward(engine(torch.tensor(float(dist.get_rank() + step))).sum())
             engine.step()
-    found = [(engine.module.weight.item(), engine.train_batch_size(), engine.dp_world_size) for engine in engines]
+    found = [(weight(engine), engine.train_batch_size(), engine.dp_world_size) for engine in engines]
     for engine in engines:
         engine.destroy()
     return found
@@ -62,7 +67,7 @@ def side_by_side_job(stage):
 
 def test_engines_with_different_meshes_train_side_by_side():
     """Averages of rank + step over dp [0, 2] or [1, 3], over dp x sp, and over all ranks."""
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         rest = [(-4.0, 2, 2), (-4.0, 4, 4)]
         even, odd = [(-3.0, 2, 2), *rest], [(-5.0, 2, 2), *rest]
         assert run_ranks(4, side_by_side_job, stage) == [even, odd, even, odd]
@@ -86,25 +91,27 @@ def test_ranks_of_one_sequence_read_the_same_samples():
     assert run_ranks(4, batch_job) == [first, first, second, second]
 
 
-def checkpoint_job(folder):
-    engine = make_engine({"tp": 2}, 1)
+def checkpoint_job(folder, stage):
+    engine = make_engine({"tp": 2}, stage)
     engine.backward(engine(torch.tensor(float(dist.get_rank()))).sum())
     engine.step()
     engine.save_checkpoint(folder, tag="a")
     with pytest.raises(ConfigError, match="divided over 2 ranks"):
         engine.save_16bit_model(folder)
-    again = make_engine({"tp": 2}, 1)
+    again = make_engine({"tp": 2}, stage)
     again.load_checkpoint(folder, tag="a")
-    found = again.module.weight.item(), again.mp_world_size
+    found = weight(again), again.mp_world_size
     engine.destroy()
     again.destroy()
     return found
 
 
-def test_each_part_of_a_model_has_its_own_files(tmp_path):
-    assert run_ranks(4, checkpoint_job, tmp_path) == [(-1.0, 2), (-2.0, 2), (-1.0, 2), (-2.0, 2)]
-    names = {path.name for path in (tmp_path / "a").iterdir()}
-    assert {"mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"} <= names
+@pytest.mark.parametrize(("stage", "num_model_files"), [(1, 2), (3, 4)])
+def test_each_part_of_a_model_has_its_own_files(tmp_path, stage, num_model_files):
+    assert run_ranks(4, checkpoint_job, tmp_path, stage) == [(-1.0, 2), (-2.0, 2), (-1.0, 2), (-2.0, 2)]
+    names = [path.name for path in (tmp_path / "a").iterdir()]
+    assert sum(name.endswith("mp_rank_01_model_states.pt") for name in names) == num_model_files / 2
+    assert sum(name.endswith("_model_states.pt") for name in names) == num_model_files
     assert sum(name.endswith("_optim_states.pt") for name in names) == 4
 
 
