@@ -5,7 +5,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.sweep  # each test of the suite is run on the cpu accelerator too, and the command on the simulated device
 def test_the_plain_device_conforms(tmp_path):
     record = tmp_path / "record.json"
     command = [sys.executable, "-m", "deepspeed.cli.conformance", "--accelerator", "plain", "--json", str(record)]

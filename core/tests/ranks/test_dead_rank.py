@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from deepspeed.testing.tiers import swept
 
 COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
 LIMIT_S = 120
@@ -35,7 +36,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", swept([0, 2], lambda stage: stage == 2))
 def test_a_rank_killed_in_training_ends_the_job(tmp_path, monkeypatch, stage):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ENV_FILE"):

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.testing.tiers import swept
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -55,8 +57,9 @@ def train_with_kernels(offload, bf16, disabled):
     return losses, used
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("offload", "bf16"), swept(product((False, True), (False, True)), lambda offload, bf16: offload is bf16)
+)
 def test_kernels_of_the_host_serve_what_lies_there_and_nothing_else(sim_ranks, offload, bf16):
     reference, _ = sim_ranks(train_with_kernels, offload, bf16, "all")[0]
     losses, source = sim_ranks(train_with_kernels, offload, bf16, "")[0]

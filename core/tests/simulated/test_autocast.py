@@ -1,8 +1,11 @@
 """torch.autocast and GradScaler on the simulated device, by themselves and in the engine."""
 
+from itertools import product
+
 import deepspeed
 import pytest
 import torch
+from deepspeed.testing.tiers import swept
 
 
 def dtypes(dtype):
@@ -68,8 +71,10 @@ def train(dtype, stage):
     return losses, seen[0]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "stage"),
+    swept(product(("bfloat16", "float16"), (0, 2)), lambda dtype, stage: (dtype == "bfloat16") is (stage == 2)),
+)
 def test_the_engine_trains_under_it_as_on_the_cpu(sim, cpu, dtype, stage):
     (losses, seen), (expected, _) = sim(train, dtype, stage)[0], cpu(train, dtype, stage)[0]
     assert seen == getattr(torch, dtype)
