@@ -40,10 +40,13 @@ KERNEL_LANGUAGES = ("none", "cpp", "cuda", "sycl", "own")  # that the template r
 RECIPES = sorted(path.name for path in (ROOT / "downstream/recipes").glob("*") if path.is_dir())
 # Intel's SYCL runtime, with its compiler for kernels given as text and its OpenCL for CPUs: 1.7 GB.
 SYCL_RUNTIME = "dpcpp-cpp-rt==2026.2.0"
-# One thread per process: ranks share the machine's cores, and threads would fight for them.
-TEST_ENV = {"OMP_NUM_THREADS": "1"}
+# One thread per process: ranks share the machine's cores, and threads would fight for them. Hundreds of processes
+# import core, so that its bytecode is kept even where the environment says otherwise.
+TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 # Tests of one process share the cores; `-- -n 0` runs them in one, for a debugger.
 SIDE_BY_SIDE = ("-n", "2", "--dist", "worksteal")
+# Two files at a time: tests of one file share warm ranks and results, and ranks leave the cores idle while they wait.
+FILES_SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile")
 
 
 def _prepare(session: nox.Session) -> None:
@@ -113,20 +116,20 @@ def unit(session: nox.Session) -> None:
 
 @nox.session
 def ranks(session: nox.Session) -> None:
-    """Tests that need 2 or 4 ranks."""
-    _pytest(session, TESTS / "ranks")
+    """Tests that need several ranks."""
+    _pytest(session, TESTS / "ranks", flags=FILES_SIDE_BY_SIDE)
 
 
 @nox.session
 def simulated(session: nox.Session) -> None:
     """A device with a memory of its own, simulated: what assumes that every device is the host fails on it."""
-    _pytest(session, TESTS / "simulated")
+    _pytest(session, TESTS / "simulated", flags=FILES_SIDE_BY_SIDE)
 
 
 @nox.session
 def parity(session: nox.Session) -> None:
     """Losses and weights of every stage against plain torch."""
-    _pytest(session, TESTS / "parity")
+    _pytest(session, TESTS / "parity", flags=FILES_SIDE_BY_SIDE)
 
 
 @nox.session

@@ -13,6 +13,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from deepspeed.testing.tiers import swept
 
 ROOT = Path(__file__).parents[4]
 EXTENSIONS = sorted(path.name for path in (ROOT / "extensions").glob("ds-ext-*") if (path / "pyproject.toml").exists())
@@ -79,7 +80,7 @@ def run(base, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", swept(CASES, lambda case: case in ("core alone", "ds-ext-cpu", "all")))
 def test_the_choice_of(case, run):
     done, announced = run(PROGRAM, CASES[case])
     told = json.loads(done.stdout.splitlines()[-1])
