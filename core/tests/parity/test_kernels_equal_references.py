@@ -17,6 +17,7 @@ from deepspeed.engine.start_line import start_line
 from deepspeed.ops import registry
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.engines import make_engine
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
@@ -60,15 +61,15 @@ def ops(enabled):
 def create_engine(optimizer, precision, stage):
     torch.manual_seed(5)
     net = nn.Sequential(nn.Embedding(29, 17), nn.LayerNorm(17), nn.Linear(17, 51), nn.GELU(), nn.Linear(51, 29))
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 500},
-        "zero_allow_untested_optimizer": True,
+    return make_engine(
+        net,
+        stage,
+        gradient_clipping=0.5,
+        optimizer={"type": optimizer, "params": OPTIMIZERS[optimizer]},
+        zero_optimization={"reduce_bucket_size": 500},
+        zero_allow_untested_optimizer=True,
         **PRECISIONS[precision],
-    }
-    return deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+    )
 
 
 def train(engine, first, last):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.engines import make_engine
 from deepspeed.testing.tiers import swept
 from torch import nn
 
@@ -26,15 +27,8 @@ def create_net(inputs=5, width=7):
 
 
 def create_engine(stage, net=None, optimizer="AdamW", **keys):
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 20},
-        "steps_per_print": 1_000_000,
-        **keys,
-    }
-    if optimizer:
-        config["optimizer"] = {"type": optimizer, "params": ADAMW}
-    return deepspeed.initialize(model=net or create_net(), config=config)[0]
+    section = {"type": optimizer, "params": ADAMW} if optimizer else None
+    return make_engine(net or create_net(), stage, optimizer=section, **keys)
 
 
 def inputs(step, inputs=5):

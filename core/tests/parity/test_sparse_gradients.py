@@ -4,12 +4,12 @@ The reference adds the ranks' sparse gradients up by hand; SparseAdam then updat
 leaves the moments of all others alone.
 """
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.errors import StateError
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.engines import make_engine
 from torch import nn
 
 NUM_STEPS, ROWS, WIDTH = 6, 23, 5
@@ -60,18 +60,17 @@ def summed(grad):
 
 
 def create_engine(stage, net, num_micro=1, clip=0.0, **keys):
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": num_micro,
-        "gradient_clipping": clip,
-        "optimizer": {"type": "SparseAdam", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 40},
-        "zero_allow_untested_optimizer": True,
-        "sparse_gradients": True,
-        "steps_per_print": 1_000_000,
+    return make_engine(
+        net,
+        stage,
+        train_micro_batch_size_per_gpu=2,
+        gradient_accumulation_steps=num_micro,
+        gradient_clipping=clip,
+        optimizer={"type": "SparseAdam", "params": {"lr": 1e-2}},
+        zero_allow_untested_optimizer=True,
+        sparse_gradients=True,
         **keys,
-    }
-    return deepspeed.initialize(model=net, config=config)[0]
+    )
 
 
 def train(engine, first, last):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.engine import build
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.engines import make_engine
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import fragments, holding
 from deepspeed.zero.offload import policy
@@ -123,19 +124,11 @@ def apart():
 
 def create_engine(stage, precision, is_offloaded=True, seed=3, **keys):
     torch.manual_seed(seed)
-    zero = {"stage": stage, "reduce_bucket_size": 10}
+    zero = {"reduce_bucket_size": 10}
     if is_offloaded:
         zero["offload_optimizer"] = {"device": "cpu"}
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "zero_optimization": zero,
-        "steps_per_print": 1_000_000,
-        **PRECISIONS[precision],
-        **keys,
-    }
     with apart() if is_offloaded else contextlib.nullcontext():
-        engine, *_ = deepspeed.initialize(model=Net(), config=config)
+        engine = make_engine(Net(), stage, zero_optimization=zero, **PRECISIONS[precision], **keys)
     assert engine.sharding.placement.is_apart is is_offloaded
     return engine
 

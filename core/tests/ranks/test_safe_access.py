@@ -2,11 +2,11 @@
 
 from itertools import product
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.engines import make_engine
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.fragments import (
     safe_get_full_fp32_param,
@@ -37,14 +37,8 @@ class Net(nn.Module):
 def create_engine(stage, parameters=None, **keys):
     torch.manual_seed(3)
     net = Net()
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10},
-        "steps_per_print": 1_000_000,
-        **keys,
-    }
-    return deepspeed.initialize(model=net, model_parameters=parameters and parameters(net), config=config)[0]
+    arguments = {"model_parameters": parameters and parameters(net)}
+    return make_engine(net, stage, arguments=arguments, zero_optimization={"reduce_bucket_size": 10}, **keys)
 
 
 def loss_of(net, step, dtype=torch.float32):

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from itertools import product
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.testing.engines import make_engine
 from deepspeed.testing.tiers import swept
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -21,11 +21,10 @@ from deepspeed.utils import (
 OFFLOAD = {"device": "cpu", "pin_memory": True}
 
 
-def make_engine(**config):
+def create_engine(**config):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 3))
-    defaults = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.02}}}
-    return deepspeed.initialize(model=model, config={**defaults, **config})[0]
+    return make_engine(model, optimizer={"type": "AdamW", "params": {"lr": 0.02}}, **config)
 
 
 def steps(engine, number):
@@ -49,7 +48,7 @@ def train_with_kernels(offload, bf16, disabled):
 
     os.environ["DS_OPS_DISABLE"] = disabled
     section = {"stage": 2, **({"offload_optimizer": OFFLOAD} if offload else {})}
-    engine = make_engine(zero_optimization=section, bf16={"enabled": bf16})
+    engine = create_engine(zero_optimization=section, bf16={"enabled": bf16})
     losses = steps(engine, 3)
     engine.destroy()
     used = registry.resolve("cpu_adam").source
@@ -71,7 +70,7 @@ def test_kernels_of_the_host_serve_what_lies_there_and_nothing_else(sim_ranks, o
 
 
 def train_observed():
-    engine = make_engine(
+    engine = create_engine(
         wall_clock_breakdown=True,
         memory_breakdown=True,
         steps_per_print=1,
@@ -94,7 +93,7 @@ def test_timers_measure_by_events(sim_ranks):
 
 
 def load():
-    engine = make_engine()
+    engine = create_engine()
     dataset = torch.arange(32.0).view(16, 2)
     batch = next(iter(engine.deepspeed_io(dataset)))
     pinned = torch.is_tensor(batch) and batch.is_pinned()
@@ -111,7 +110,7 @@ def test_a_loader_pins_its_batches(sim_ranks):
 
 
 def look(section):
-    engine = make_engine(zero_optimization=section, bf16={"enabled": True})
+    engine = create_engine(zero_optimization=section, bf16={"enabled": True})
     steps(engine, 1)
     weight = engine.module[0].weight
     x = torch.ones(4, 6, device=engine.device, dtype=torch.bfloat16)

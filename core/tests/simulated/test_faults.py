@@ -4,9 +4,9 @@ import os
 import subprocess
 import sys
 
-import deepspeed
 import pytest
 import torch
+from deepspeed.testing.engines import make_engine
 from deepspeed.testing.tiers import swept
 
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -100,15 +100,11 @@ def test_full_memory_is_an_error_when_the_cache_is_empty(sim):
 # ----- training ------------------------------------------------------------------------------------------------------
 
 
-def make_engine(section):
+def create_engine(section):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 3))
-    config = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
-        "zero_optimization": {**section, "reduce_bucket_size": 64},
-    }
-    return deepspeed.initialize(model=model, config=config)[0]
+    optimizer = {"type": "AdamW", "params": {"lr": 0.02}}
+    return make_engine(model, optimizer=optimizer, zero_optimization={**section, "reduce_bucket_size": 64})
 
 
 def step(engine, number, rows=4):
@@ -124,14 +120,14 @@ def steps(engine, numbers):
 
 
 def plain(section, number):
-    engine = make_engine(section)
+    engine = create_engine(section)
     losses = steps(engine, range(number))
     engine.destroy()
     return losses
 
 
 def a_batch_too_large(section, spare_bytes):
-    engine = make_engine(section)
+    engine = create_engine(section)
     losses = [step(engine, 0)]
     torch.sim.empty_cache()
     torch.sim.set_total_memory(torch.sim.memory_reserved() + spare_bytes)
@@ -160,7 +156,7 @@ def test_training_goes_on_after_a_batch_that_did_not_fit(sim, section, where):
 
 def interrupted(section, folder, operations):
     """Two steps, a checkpoint, and a third step in which the device is lost; on another engine it is made again."""
-    engine = make_engine(section)
+    engine = create_engine(section)
     steps(engine, [0, 1])
     engine.save_checkpoint(folder)
     torch.sim.synchronize()
@@ -169,7 +165,7 @@ def interrupted(section, folder, operations):
         steps(engine, range(2, 100))
     engine.destroy()
     torch.sim.restore_device()
-    engine = make_engine(section)
+    engine = create_engine(section)
     engine.load_checkpoint(folder)
     losses = steps(engine, [2, 3])
     engine.destroy()

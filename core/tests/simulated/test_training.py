@@ -4,13 +4,13 @@ import contextlib
 from itertools import product
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import all_gather_object, all_reduce
-from deepspeed.testing.models import GPT, GPTConfig
+from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import tiny_gpt
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload import lane
 
@@ -38,17 +38,17 @@ class Net(torch.nn.Module):
         return self.last(torch.tanh(self.norm(self.first(x))) * self.gain).float().square().mean()
 
 
-def make_engine(stage, precision, model=Net, clipping=0.0, accumulation=2, **section):
+def create_engine(stage, precision, model=Net, clipping=0.0, accumulation=2, **section):
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clipping,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 64, **section},
+    return make_engine(
+        model(),
+        stage,
+        gradient_accumulation_steps=accumulation,
+        gradient_clipping=clipping,
+        optimizer={"type": "AdamW", "params": {"lr": 0.02}},
+        zero_optimization={"reduce_bucket_size": 64, **section},
         **PRECISIONS[precision],
-    }
-    return deepspeed.initialize(model=model(), config=config)[0]
+    )
 
 
 def batches(steps, width=5):
@@ -70,7 +70,7 @@ def run(engine, steps):
 def train(stage, precision, section, changes, schedule=None):
     if schedule is not None:
         torch.sim.set_schedule(schedule)
-    engine = make_engine(stage, precision, **section, **changes)
+    engine = create_engine(stage, precision, **section, **changes)
     losses = run(engine, 3)
     weights = {name: value.cpu() for name, value in engine.module.state_dict().items()}
     norm = engine.get_global_grad_norm()
@@ -220,11 +220,11 @@ def test_a_missing_wait_is_seen(sim, sim_ranks, fault):
 
 
 def train_gpt(stage):
-    engine = make_engine(stage, "fp32", lambda: GPT(GPTConfig(width=32, sequence_length=16)))
+    engine = create_engine(stage, "fp32", tiny_gpt)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(4):
-        tokens = torch.randint(0, 256, (4, 17), generator=generator).to(engine.device)
+        tokens = torch.randint(0, 64, (4, 17), generator=generator).to(engine.device)
         loss = engine(tokens[:, :-1], tokens[:, 1:].contiguous())
         engine.backward(loss)
         engine.step()
@@ -242,7 +242,7 @@ def test_a_gpt_trains_as_on_the_cpu(sim_ranks, cpu_ranks):
 
 
 def save(folder, stage, section, precision="bf16"):
-    engine = make_engine(stage, precision, **section)
+    engine = create_engine(stage, precision, **section)
     run(engine, 2)
     engine.save_checkpoint(folder, tag="two")
     losses = run(engine, 1)
@@ -251,7 +251,7 @@ def save(folder, stage, section, precision="bf16"):
 
 
 def resume(folder, stage, section, precision="bf16"):
-    engine = make_engine(stage, precision, **section)
+    engine = create_engine(stage, precision, **section)
     engine.load_checkpoint(folder)
     losses = run(engine, 1)
     engine.destroy()

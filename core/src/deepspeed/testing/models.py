@@ -8,6 +8,7 @@ Shape legend: B batch, T time, D width, H heads, K width of a head (D / H), V vo
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,12 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
+
+
+def tiny_gpt(**changes: Any) -> "GPT":
+    """The model of the tests: 30 thousand parameters, 64 tokens. Arguments are those of `GPTConfig`."""
+    sizes = {"vocab_size": 64, "sequence_length": 16, "num_layers": 2, "num_heads": 2, "width": 32}
+    return GPT(GPTConfig(**{**sizes, **changes}))
 
 
 class Attention(nn.Module):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.testing import requirements
-from deepspeed.testing.models import GPT, GPTConfig
+from deepspeed.testing.engines import make_engine
+from deepspeed.testing.models import GPT, tiny_gpt
 from deepspeed.testing.suite import ranks
 
 _STEPS, _BATCH, _TIME, _VOCABULARY = 5, 4, 16, 64
@@ -33,7 +33,7 @@ each_stage = pytest.mark.parametrize("stage", [0, 1, 2])
 
 def _model() -> GPT:
     torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=_VOCABULARY, sequence_length=_TIME, num_layers=2, num_heads=2, width=32))
+    return tiny_gpt(vocab_size=_VOCABULARY, sequence_length=_TIME)
 
 
 def _batch(rank: int, step: int) -> torch.Tensor:
@@ -62,14 +62,14 @@ def _reference(world_size: int) -> list[list[float]]:
 def _engine(stage: int, precision: str) -> Any:
     accelerator = get_accelerator()
     accelerator.set_device(dist.get_local_rank())
-    config = {
-        "train_micro_batch_size_per_gpu": _BATCH,
-        "optimizer": {"type": "AdamW", "params": {**_ADAMW, "betas": list(_ADAMW["betas"])}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 5000},
-        "steps_per_print": 1_000_000,
+    return make_engine(
+        _model(),
+        stage,
+        train_micro_batch_size_per_gpu=_BATCH,
+        optimizer={"type": "AdamW", "params": {**_ADAMW, "betas": list(_ADAMW["betas"])}},
+        zero_optimization={"reduce_bucket_size": 5000},
         **_PRECISIONS[precision],
-    }
-    return deepspeed.initialize(model=_model(), config=config)[0]
+    )
 
 
 def _steps(engine: Any, first: int, last: int) -> list[float]:
