@@ -1,7 +1,7 @@
 """Which header files sources include, found by reading their `#include` lines; called when a build's key is computed.
 
-The compiler is not asked: a warm load must not start one, and not every compiler writes a list of what it read (icpx,
-vendors' own). Every include counts, also one that an `#if` leaves out, one that a macro names by a literal
+The compiler is not asked: a warm load must not start one, and not every compiler writes a list of what it read (some
+device compilers do not). Every include counts, also one that an `#if` leaves out, one that a macro names by a literal
 (`#define LOOPS "adam/loops.h"`) and one that a flag names (`-include x.h`), so the set may be too large. Where a macro
 names a header in another way, all files of the project's folders count.
 """
