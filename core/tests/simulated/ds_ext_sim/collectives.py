@@ -8,6 +8,9 @@ tensor of the host is refused, as the libraries of real devices do.
 import torch
 import torch.distributed as dist
 
+#: copies to host memory that stand for what a library does on the device, where no host waits
+own_host_waits = 0
+
 
 def register(name, device_type):
     """Make the library known to torch.distributed as `name`, for tensors of `device_type`."""
@@ -135,6 +138,8 @@ class SimGroup(dist.ProcessGroup):
                 f"{self._name}: no backend for a tensor on {tensor.device}; "
                 f"only those of {self._device_type} can be exchanged"
             )
+        global own_host_waits
+        own_host_waits += tensor.numel() > 0
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor.detach())
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_ext_sim import collectives
+
 # "late": work runs when somebody waits. "early": side streams run ahead as far as they may. "ordered": when somebody
 # waits, and in the order of the program over all streams. "none": at once, a synchronous device.
 SCHEDULES = ("late", "early", "ordered", "none")
@@ -41,7 +43,6 @@ def install(name=None, library="simccl", visible_devices_env="SIM_VISIBLE_DEVICE
         if name != _name:
             raise RuntimeError(f"the simulated device is installed as {_name!r} and cannot become {name!r} as well")
         return
-    from ds_ext_sim import collectives
     from ds_ext_sim.op_builder import SimDeviceBuilder
 
     _library = SimDeviceBuilder().load()
@@ -173,6 +174,13 @@ def schedule():
 def waiting_jobs(device=None):
     """Jobs of all streams that nobody has waited for yet."""
     return _library.waiting_jobs(_index(device))
+
+
+def host_waits():
+    """How often the host has waited for a device in this process: it read a value, made a copy that is not
+    asynchronous, or synchronized a stream, an event or the device. What the library of collectives does for itself does
+    not count."""
+    return _library.host_waits() - collectives.own_host_waits
 
 
 # ----- memory --------------------------------------------------------------------------------------------------------

@@ -46,7 +46,9 @@ class Call {
         refuse_hidden_random_numbers();
         if (makes_views()) return run_now();
         count_operation(device_);
-        if (may_be_late() && run_later()) return;
+        const bool is_asynchronous = may_be_late();
+        if (is_asynchronous && run_later()) return;
+        if (!is_asynchronous) count_host_wait();
         finish_current_stream(device_);
         run_now();
     }

@@ -128,6 +128,7 @@ TORCH_LIBRARY(ds_sim, m) {
     m.def("set_schedule(int schedule) -> ()", [](int64_t schedule) { set_schedule(static_cast<Schedule>(schedule)); });
     m.def("lose_device(int device, int operations) -> ()",
           [](int64_t device, int64_t operations) { lose_device(static_cast<int>(device), operations); });
+    m.def("host_waits() -> int", []() -> int64_t { return host_waits(); });
     m.def("waiting_jobs(int device) -> int", [](int64_t device) { return waiting_jobs(static_cast<int>(device)); });
 }
 

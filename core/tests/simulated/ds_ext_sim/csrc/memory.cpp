@@ -231,6 +231,7 @@ struct SimAllocator final : c10::DeviceAllocator {
         std::lock_guard<std::recursive_mutex> guard(mutex);
         for (Pool& pool : pools) {
             if (!was_used(pool.device)) continue;
+            count_host_wait();
             finish_device(pool.device);
             pool.give_back();
         }

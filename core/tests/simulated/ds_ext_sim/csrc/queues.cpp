@@ -6,6 +6,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <memory>
@@ -190,6 +191,14 @@ int64_t waiting_jobs(int device) {
     return waiting;
 }
 
+namespace {
+std::atomic<int64_t> num_host_waits{0};
+}  // namespace
+
+void count_host_wait() { ++num_host_waits; }
+
+int64_t host_waits() { return num_host_waits; }
+
 void set_schedule(Schedule schedule) {
     Guard guard(state().mutex);
     for (int device = 0; device < kMaxDevices; ++device) finish_device(device);
@@ -264,10 +273,12 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
     bool queryStream(const c10::Stream& stream) const override { return progressed(end(stream)); }
     void synchronizeStream(const c10::Stream& stream) const override {
         check_not_lost(stream.device_index());
+        count_host_wait();
         finish_stream(stream.device_index(), stream.id());
     }
     void synchronizeDevice(const c10::DeviceIndex index) const override {
         check_not_lost(index);
+        count_host_wait();
         finish_device(index);
     }
 
@@ -296,6 +307,7 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
         if (event == nullptr) return;
         const Place place = (*static_cast<Event*>(event))->place;
         check_not_lost(place.device);
+        count_host_wait();
         run_to(place);
     }
     void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {

@@ -60,6 +60,10 @@ enum class Schedule { kLate, kEarly, kOrdered, kNone };
 // All work that waits is done first.
 void set_schedule(Schedule schedule);
 
+// The host waits for a device, or would: a value is read, a copy is not asynchronous, a stream is synchronized.
+void count_host_wait();
+int64_t host_waits();
+
 inline void finish_current_stream(int device) { finish_stream(device, current_stream(device)); }
 
 // An operator or a copy is asked of `device`: fails when the device is lost, and loses it when its time has come.

@@ -177,6 +177,7 @@ void copy_tensor(const at::Tensor& from, const at::Tensor& to, bool non_blocking
     const at::Tensor target = arrives ? host_alias(to) : to.detach();
     const bool locked = is_pinned((arrives ? from : to).storage().data());
     if (!non_blocking || (!arrives && !locked)) {
+        count_host_wait();
         finish_current_stream(device);
         copy_now(source, target);
         return;
@@ -211,6 +212,7 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::opt
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
     count_operation(tensor.device().index());
+    count_host_wait();
     finish_current_stream(tensor.device().index());
     return at::_local_scalar_dense(host_alias(tensor));
 }
