@@ -226,6 +226,16 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """On a machine with a GPU: tests, training, bandwidth and step times, in one report; `-- --dry-run` lists them.
+
+    The torch in `.venv` must be a CUDA build; one of the right version that is there stays.
+    """
+    _prepare(session)
+    session.run(PYTHON, "extensions/ds-ext-cuda/benchmarks/gpu_report.py", *session.posargs, external=True)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """A wheel of each distribution in dist/."""
     _prepare(session)

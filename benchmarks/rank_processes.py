@@ -1,4 +1,4 @@
-"""Start the ranks of a benchmark: spawned processes over gloo, one core and one thread each."""
+"""Start the ranks of a benchmark: spawned processes over gloo, one core and one thread each, or one device each."""
 
 import multiprocessing
 import os
@@ -9,9 +9,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
-def run(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+def run(world_size: int, work: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
     """Call `work(*args)` on `world_size` fresh ranks and return their results by rank.
 
+    `device`: a device type of torch; ranks get one device each, and the library that torch has for it.
     The first rank that fails ends all of them; its traceback is raised here as a RuntimeError.
     """
     context = multiprocessing.get_context("spawn")
@@ -20,7 +21,9 @@ def run(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(theirs, rank, world_size, f"{folder}/store", (work, *args)), daemon=True
+                target=_rank_main,
+                args=(theirs, rank, world_size, f"{folder}/store", device, (work, *args)),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -50,7 +53,7 @@ def _collect(pipes: list[Connection]) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(pipe: Connection, rank: int, world_size: int, store: str, call: tuple[Any, ...]) -> None:
+def _rank_main(pipe: Connection, rank: int, world_size: int, store: str, device: str, call: tuple[Any, ...]) -> None:
     work, *args = call
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     cores = sorted(os.sched_getaffinity(0))
@@ -60,7 +63,11 @@ def _rank_main(pipe: Connection, rank: int, world_size: int, store: str, call: t
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        library = "gloo"
+        if device != "cpu":
+            torch.accelerator.set_device_index(rank)
+            library = dist.get_default_backend_for_device(device)
+        dist.init_process_group(library, init_method=f"file://{store}", rank=rank, world_size=world_size)
         pipe.send((False, work(*args)))
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - whatever it is, it is raised again in the parent

@@ -12,7 +12,8 @@ machine disturbs them alike; each round has another order, so that none always f
 freed memory it would find. Printed is the median of the rounds, with the least and the greatest; a ratio is one printed
 median over another. One core and one thread per rank. Memory is measured separately, in fresh ranks for each variant:
 *state* counts tensors after backward and before the optimizer's step, when parameters, gradients and optimizer states
-all exist; *peak* is the highest resident set during steps, beyond the resident set before the model.
+all exist; *peak* is the highest resident set during steps, beyond the resident set before the model. With `--device`
+these are figures of the device's allocator.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from typing import Any
 
 import rank_processes
 import resident_memory
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
@@ -44,14 +46,40 @@ def time_variants(case: Case, names: list[str], rounds: int, steps_per_round: in
     for _ in range(1 + rounds):
         for name in orders.sample(names, len(names)):
             variant = variants[name]
-            dist.barrier()
+            _wait_for_all(case)
             start_s = time.perf_counter()
             for _ in range(steps_per_round):
                 variant.forward_backward()
                 variant.update()
-            dist.barrier()  # inside the clock: a variant pays for what its last step left in flight
+            _wait_for_all(case)  # inside the clock: a variant pays for what its last step left in flight
             times[name].append((time.perf_counter() - start_s) / steps_per_round * 1e3)
     return {name: values[1:] for name, values in times.items()}
+
+
+def _wait_for_all(case: Case) -> None:
+    if case.device != "cpu":
+        torch.accelerator.synchronize()
+    dist.barrier()
+
+
+def measure_device_memory(case: Case, name: str) -> Row:
+    """On each rank, in a fresh process: bytes of its device between steps, and peaks."""
+    variant = VARIANTS[name](case)
+    build_peak = torch.accelerator.max_memory_allocated()
+    for _ in range(2):
+        variant.forward_backward()
+        variant.update()
+    torch.accelerator.reset_peak_memory_stats()
+    variant.forward_backward()
+    variant.settle()
+    state = torch.accelerator.memory_allocated() + min(variant.hidden_bytes(), 0)
+    variant.update()
+    return {
+        "state_bytes": state,
+        "resident_bytes": torch.accelerator.memory_allocated(),
+        "build_peak_bytes": build_peak,
+        "peak_bytes": torch.accelerator.max_memory_allocated(),
+    }
 
 
 def measure_memory(case: Case, name: str) -> Row:
@@ -90,7 +118,13 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
     """Every variant of one model and dtype, as rows for the table and the JSON file."""
     names = arguments.variants
     by_rank = rank_processes.run(
-        arguments.ranks, time_variants, case, names, arguments.rounds, arguments.steps_per_round
+        arguments.ranks,
+        time_variants,
+        case,
+        names,
+        arguments.rounds,
+        arguments.steps_per_round,
+        device=case.device,
     )
     times = {name: [max(values) for values in zip(*(rank[name] for rank in by_rank), strict=True)] for name in names}
     numel = sum(parameter.numel() for parameter in case.build_model().parameters())
@@ -103,7 +137,8 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
                 row[f"to_{peer}"] = row["ms"]["median"] / statistics.median(times[peer])
         row["formula_bytes"] = formula_bytes(name, case, arguments.ranks)
         if not arguments.no_memory:
-            ranks = rank_processes.run(arguments.ranks, measure_memory, case, name)
+            measure = measure_memory if case.device == "cpu" else measure_device_memory
+            ranks = rank_processes.run(arguments.ranks, measure, case, name, device=case.device)
             row |= {key: max(rank[key] for rank in ranks) for key in ranks[0]}
         rows.append(row)
     return rows
@@ -184,6 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds, one warm-up not counted")
     parser.add_argument("--steps-per-round", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="device type of torch; a rank has one of them")
     parser.add_argument("--no-memory", action="store_true", help="times only")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw the times into this PNG file")
@@ -201,7 +237,7 @@ def main() -> None:
     rows: list[Row] = []
     for model in arguments.models:
         for dtype in arguments.dtypes:
-            case = dataclasses.replace(CASES[model], dtype=dtype)
+            case = dataclasses.replace(CASES[model], dtype=dtype, device=arguments.device)
             case_rows = measure_case(case, arguments)
             rows += case_rows
             print(f"\n{case.model}, {dtype}, batch {case.batch}, {arguments.ranks} ranks; median (least greatest)")

@@ -28,6 +28,7 @@ class Case:
     batch: int
     dtype: str = "fp32"
     sequence_length: int = 128
+    device: str = "cpu"  # device type of torch; a rank has one
 
     def gpt_config(self) -> Any:
         """The `GPTConfig` of the sizes here."""
@@ -51,7 +52,7 @@ class Case:
         """Tokens and targets, (batch, sequence) int64, different on each rank."""
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         tokens = torch.randint(256, (self.batch, self.sequence_length + 1), generator=generator)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return tokens[:, :-1].contiguous().to(self.device), tokens[:, 1:].contiguous().to(self.device)
 
 
 CASES = {
@@ -169,11 +170,11 @@ def build_fsdp2(case: Case, reshard_after_forward: bool, *, offloads: bool = Fal
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    model = case.build_model()
+    model = case.build_model().to(case.device)
     policy = MixedPrecisionPolicy()
     if case.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(case.device, (dist.get_world_size(),))
     offload = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
     blocks = next(child for child in model.children() if isinstance(child, nn.ModuleList))
     for unit in (*blocks, model):
@@ -193,7 +194,7 @@ def build_stage(case: Case, stage: int) -> Variant:
 
 
 def _cast(model: nn.Module, case: Case) -> nn.Module:
-    return model.to(torch.bfloat16) if case.dtype == "bf16" else model
+    return model.to(case.device, torch.bfloat16 if case.dtype == "bf16" else torch.float32)
 
 
 VARIANTS: dict[str, Callable[[Case], Variant]] = {
