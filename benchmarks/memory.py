@@ -9,8 +9,9 @@ the model is built, and while it trains. *formula* is the states that a rank hol
 and the largest working set that lives at once: activations, and what is on its way, two blocks of gathered weights and
 two buckets of gradients, each as large as a block. The keys that set it so are in `stage_config`.
 
-The limit is RLIMIT_DATA, set in each rank's own process: what the rehearsal had allocated, and 1.15 times the formula.
-It counts the heap and private anonymous mappings, touched or not, so it is stricter than the resident set.
+The limit is RLIMIT_DATA, set in each rank's own process: what the rehearsal had allocated, and 1.15 times the formula
+(or `--budget-mib`). It counts the heap and private anonymous mappings, touched or not, so it is stricter than the
+resident set.
 """
 
 import argparse
@@ -257,7 +258,7 @@ def report_peaks(case: Case, arguments: argparse.Namespace) -> list[Row]:
 def report_limit(case: Case, arguments: argparse.Namespace) -> list[Row]:
     """Stage 3 under the same limit with and without zero.Init, and FSDP2 from the meta device."""
     expected = expected_bytes(case, "stage3", arguments.ranks)
-    budget = int(TOLERANCE * expected)
+    budget = arguments.budget_mib * MEBIBYTE if arguments.budget_mib else int(TOLERANCE * expected)
     mebi_numel = sum(parameter.numel() for parameter in case.build_model().parameters()) / MEBIBYTE
     print(
         f"{case.model}, {arguments.ranks} ranks: RLIMIT_DATA allows {budget / MEBIBYTE:.0f} MiB per rank beyond the "
@@ -297,6 +298,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--ranks", type=int, help="default: 2, with --limit 8")
     parser.add_argument("--layers", type=int, default=DEEP.num_layers)
+    parser.add_argument("--budget-mib", type=int, help="of --limit: default 1.15 times the formula")
     parser.add_argument("--steps", type=int, default=200, help="of --growth")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args()
