@@ -1,11 +1,12 @@
-"""What should carry ZeRO's exchanges between ranks on host memory? Our two ways beside gloo's collectives.
+"""What should carry ZeRO's collectives between ranks on host memory? Both ways of ds-ext-cpu beside gloo's.
 
     python benchmarks/collectives.py --ranks 2            # one core per rank, median of interleaved rounds
 
-Reads as: milliseconds for one full tensor. "direct" is what `TorchBackend` does where ranks may read each other's
-memory; elsewhere it takes messages or a collective, whichever is the quicker here. "pieces" are even and in rank order;
-"one owner" is a bucket that belongs to the last rank altogether, as most of ZeRO's do.
-The choices in `deepspeed/comm/torch_backend.py` follow from this table; run it again when torch changes.
+Reads as: milliseconds for one full tensor. "direct" is what `ds_ext_cpu.comm` does where ranks may read each other's
+memory; elsewhere it takes messages or a collective of gloo, whichever is the quicker here. "pieces" are even and in
+rank order; "one owner" is a bucket that belongs to the last rank altogether.
+The choices in `ds_ext_cpu/comm/` and `deepspeed/comm/transports.py` follow from this table, of which `collectives.md`
+keeps a copy; run it again when torch changes.
 """
 
 import argparse
@@ -49,11 +50,11 @@ def exchanges(flat) -> dict[tuple[str, str], Exchange]:  # type: ignore[no-untyp
     import torch
     import torch.distributed as torch_dist
     from deepspeed.comm.backend import Piece
-    from deepspeed.comm.direct import connect
-    from deepspeed.comm.messages import MessageQueue
     from deepspeed.comm.pieces import even_pieces
     from deepspeed.comm.staging import StagingPool
-    from deepspeed.comm.torch_backend import all_gather_into_tensor, reduce_scatter_tensor
+    from deepspeed.comm.transports import all_gather_into_tensor, reduce_scatter_tensor
+    from ds_ext_cpu.comm.direct import connect
+    from ds_ext_cpu.comm.messages import MessageQueue
 
     group, staging = torch_dist.group.WORLD, StagingPool(16 << 20)
     assert group is not None

@@ -1,14 +1,14 @@
 """What several files need: a folder to launch in, and whether ranks may read each other's memory."""
 
+import deepspeed.comm as dist
 import pytest
-import torch
-from deepspeed.comm.direct import connect
-from deepspeed.comm.staging import StagingPool
 from deepspeed.testing.distributed import run_ranks
 
 
 def connects():
-    return connect(torch.distributed.group.WORLD, StagingPool(1)) is not None
+    backend = dist.group_backend()
+    backend.connect()
+    return getattr(backend, "is_direct", False)
 
 
 @pytest.fixture
@@ -23,14 +23,22 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def direct():
-    """Skips where exchanges by reading cannot be had."""
+    """Skips where ranks cannot read each other's memory."""
     if not all(run_ranks(2, connects)):
-        pytest.skip("the kernel does not let ranks read each other's memory")
+        pytest.skip("ds-ext-cpu is not installed, or the kernel does not let ranks read each other's memory")
 
 
 @pytest.fixture(params=["direct", "messages"])
 def path(request):
-    """Both ways of an exchange."""
+    """Both transports of ds-ext-cpu."""
+    if request.param == "direct":
+        request.getfixturevalue("direct")
+    return request.param
+
+
+@pytest.fixture(params=["plain", "direct", "messages"])
+def transport(request):
+    """The core's own transport, and those of ds-ext-cpu."""
     if request.param == "direct":
         request.getfixturevalue("direct")
     return request.param

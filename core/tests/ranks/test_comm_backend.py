@@ -1,7 +1,4 @@
-"""The three exchanges of `TorchBackend` over gloo, against sums computed by hand.
-
-Each by both ways: ranks that read each other's memory (`direct`), and messages, as between machines.
-"""
+"""The three collectives in place, over gloo, against sums computed by hand: the core's, and both of ds-ext-cpu."""
 
 import os
 
@@ -30,14 +27,23 @@ def sum_in_rank_order(world_size, numel, dtype, seed=0):
     return total.to(dtype)
 
 
-def backend_by(path, **options):
-    """A new backend that takes this way; the ranks' environment is put back after the job."""
-    os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"
-    backend = TorchBackend("gloo", **options)
+def backend_by(transport, **options):
+    """A new backend over this transport; the ranks' environment is put back after the job."""
+    os.environ["DS_COMM_DIRECT"] = "1" if transport == "direct" else "0"
+    kind = TorchBackend if transport == "plain" else type(dist.backend())
+    backend = kind("gloo", **options)
     backend.connect()
-    (world,) = backend._members.values()
-    assert (world._direct is not None) == (path == "direct")
+    (world,) = backend.groups.values()
+    assert getattr(world, "is_direct", None) == {"direct": True, "messages": False}.get(transport)
     return backend
+
+
+def agrees(found, expected, transport, world_size):
+    """To the bit; but gloo itself adds in another order, and rounds each sum."""
+    if transport != "plain" or world_size == 2:
+        return torch.equal(found, expected)
+    tolerance = world_size * torch.finfo(found.dtype).eps
+    return torch.allclose(found, expected, rtol=tolerance, atol=4 * tolerance)
 
 
 def uneven_pieces(numel, world_size):
@@ -52,20 +58,21 @@ def uneven_pieces(numel, world_size):
     ]
 
 
-def reduce_job(path, dtype, numel):
+def reduce_job(transport, dtype, numel):
     flat = values_of(dist.get_rank(), numel, dtype)
-    work = backend_by(path).reduce(flat)
+    work = backend_by(transport).reduce(flat)
     work.wait()
     work.wait()
-    return torch.equal(flat, sum_in_rank_order(dist.get_world_size(), numel, dtype))
+    world_size = dist.get_world_size()
+    return agrees(flat, sum_in_rank_order(world_size, numel, dtype), transport, world_size)
 
 
-def to_owners_job(path, dtype, cut):
+def to_owners_job(transport, dtype, cut):
     world_size, rank = dist.get_world_size(), dist.get_rank()
     pieces = even_pieces(NUMEL, world_size) if cut == "even" else uneven_pieces(NUMEL, world_size)
     before = values_of(rank, NUMEL, dtype)
     flat = before.clone()
-    work = backend_by(path).reduce_to_owners(flat, pieces)
+    work = backend_by(transport).reduce_to_owners(flat, pieces)
     work.wait()
     work.wait()
     expected = sum_in_rank_order(world_size, NUMEL, dtype)
@@ -77,20 +84,20 @@ def to_owners_job(path, dtype, cut):
     return torch.equal(flat[~covered], before[~covered])
 
 
-def gather_job(path, dtype, cut):
+def gather_job(transport, dtype, cut):
     world_size, rank = dist.get_world_size(), dist.get_rank()
     pieces = even_pieces(NUMEL, world_size) if cut == "even" else uneven_pieces(NUMEL, world_size)
     flat = values_of(rank, NUMEL, dtype)
     expected = flat.clone()
     for start, stop, owner in pieces:
         expected[start:stop] = values_of(owner, NUMEL, dtype)[start:stop]
-    backend_by(path).gather_from_owners(flat, pieces).wait()
+    backend_by(transport).gather_from_owners(flat, pieces).wait()
     return torch.equal(flat, expected)
 
 
-def many_in_flight_job(path, limit_bytes):
+def many_in_flight_job(transport, limit_bytes):
     """Forty exchanges of changing kind and size, waited for in another order on each rank."""
-    backend = backend_by(path, staging_bytes=limit_bytes)
+    backend = backend_by(transport, staging_bytes=limit_bytes)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     sizes = [300_000 + 1000 * i for i in range(40)]
     flats = [values_of(rank, numel, torch.float32, seed) for seed, numel in enumerate(sizes)]
@@ -99,7 +106,7 @@ def many_in_flight_job(path, limit_bytes):
     for i, flat in enumerate(flats):
         pieces = even_pieces(flat.numel(), world_size)
         works.append(backend.reduce(flat) if i % 2 else backend.reduce_to_owners(flat, pieces))
-        most_held = max(most_held, backend._staging.held_bytes)
+        most_held = max(most_held, backend.held_bytes)
     order = list(range(40))
     for i in order[rank:] + order[:rank] if rank else reversed(order):
         works[i].wait()
@@ -107,16 +114,16 @@ def many_in_flight_job(path, limit_bytes):
         expected = sum_in_rank_order(world_size, flat.numel(), torch.float32, i)
         piece = even_pieces(flat.numel(), world_size)[rank]
         cut = slice(None) if i % 2 else slice(piece.start, piece.stop)
-        assert torch.equal(flat[cut], expected[cut]), i
+        assert agrees(flat[cut], expected[cut], transport, world_size), i
     backend.release()
-    assert backend._staging.held_bytes == 0
+    assert backend.held_bytes == 0
     return most_held
 
 
-def subgroup_job(path):
+def subgroup_job(transport):
     """Ranks 3 and 1: ranks within the group differ from global ones."""
     group = dist.new_group([1, 3])
-    backend = backend_by(path)
+    backend = backend_by(transport)
     rank = dist.get_rank()
     if rank not in (1, 3):
         return True
@@ -159,26 +166,26 @@ def refused_job():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_reduce_adds_in_rank_order(world_size, dtype, path):
-    assert run_ranks(world_size, reduce_job, path, dtype, 1_000_001) == [True] * world_size
+def test_reduce_adds_in_rank_order(world_size, dtype, transport):
+    assert run_ranks(world_size, reduce_job, transport, dtype, 1_000_001) == [True] * world_size
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3])
-def test_reduce_small(numel, path):
-    assert run_ranks(2, reduce_job, path, torch.float32, numel) == [True, True]
+def test_reduce_small(numel, transport):
+    assert run_ranks(2, reduce_job, transport, torch.float32, numel) == [True, True]
 
 
 @pytest.mark.parametrize("cut", ["even", "uneven"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_reduce_to_owners(world_size, dtype, cut, path):
-    assert run_ranks(world_size, to_owners_job, path, dtype, cut) == [True] * world_size
+def test_reduce_to_owners(world_size, dtype, cut, transport):
+    assert run_ranks(world_size, to_owners_job, transport, dtype, cut) == [True] * world_size
 
 
 @pytest.mark.parametrize("cut", ["even", "uneven"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_gather_from_owners(world_size, cut, path):
-    assert run_ranks(world_size, gather_job, path, torch.bfloat16, cut) == [True] * world_size
+def test_gather_from_owners(world_size, cut, transport):
+    assert run_ranks(world_size, gather_job, transport, torch.bfloat16, cut) == [True] * world_size
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 4 << 20, 1 << 30])
@@ -188,12 +195,12 @@ def test_many_messages_in_flight_stay_apart_and_within_the_limit(limit_bytes):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_many_in_flight_stay_apart(world_size, path):
-    run_ranks(world_size, many_in_flight_job, path, 8 << 20)
+def test_many_in_flight_stay_apart(world_size, transport):
+    run_ranks(world_size, many_in_flight_job, transport, 8 << 20)
 
 
-def test_subgroup_ranks_are_not_global_ranks(path):
-    assert run_ranks(4, subgroup_job, path) == [True] * 4
+def test_subgroup_ranks_are_not_global_ranks(transport):
+    assert run_ranks(4, subgroup_job, transport) == [True] * 4
 
 
 def test_one_rank_is_free():

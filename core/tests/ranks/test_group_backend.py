@@ -1,12 +1,13 @@
-"""The collectives of one process group, against plain torch: by reading the ranks' memory, and by messages."""
+"""The collectives of one process group, against plain torch: by the core, and by both transports of ds-ext-cpu."""
 
 import os
+from datetime import timedelta
 
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.comm import boards
 from deepspeed.comm.group_backend import forget
+from deepspeed.comm.torch_backend import TorchBackend
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 
@@ -14,14 +15,24 @@ SHARD = 150_001  # more than one block of what is read at a time, and no multipl
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def backend_by(path, group=None):
-    """A new backend that takes this way; the ranks' environment is put back after the job."""
-    os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"
+def backend_by(transport, group=None):
+    """A new backend over this transport; the ranks' environment is put back after the job."""
+    os.environ["DS_COMM_DIRECT"] = "1" if transport == "direct" else "0"
     forget()
+    if transport == "in place":
+        dist.set_backend(PluginBackend("gloo"))
+    if transport == "plain":
+        dist.init_deepspeed_backend("torch")
     backend = dist.group_backend(group)
     backend.connect()
-    assert backend.world_size == 1 or backend.is_direct == (path == "direct")
+    assert backend.world_size == 1 or getattr(backend, "is_direct", None) == {"direct": True, "messages": False}.get(
+        transport
+    )
     return backend
+
+
+class PluginBackend(TorchBackend):
+    """As a plugin gives it that was made before groups had backends."""
 
 
 def values_of(rank, numel, dtype):
@@ -34,9 +45,9 @@ def sum_of(world_size, numel, dtype):
     return sum(values_of(rank, numel, dtype).to(wide) for rank in range(world_size)).to(dtype)
 
 
-def primitives_job(path):
+def primitives_job(transport):
     """Each primitive on each dtype; the names of those whose result is not plain torch's to the bit."""
-    backend = backend_by(path)
+    backend = backend_by(transport)
     world_size, rank = backend.world_size, backend.rank
     own = slice(rank * SHARD, (rank + 1) * SHARD)
     wrong = []
@@ -52,7 +63,12 @@ def primitives_job(path):
 
         full = values_of(rank, numel - 1, dtype)  # not a multiple of the world
         backend.all_reduce(full).wait()
-        expect("all_reduce", full, sum_of(world_size, numel - 1, dtype))
+        expected = sum_of(world_size, numel - 1, dtype)
+        if transport == "plain" and world_size > 2:  # gloo adds in another order, and rounds each sum
+            tolerance = world_size * torch.finfo(dtype).eps
+            torch.testing.assert_close(full, expected, rtol=tolerance, atol=4 * tolerance)
+        else:
+            expect("all_reduce", full, expected)
 
         full, shard = values_of(rank, numel, dtype), torch.empty(SHARD, dtype=dtype)
         backend.reduce_scatter(shard, full).wait()
@@ -89,8 +105,8 @@ def primitives_job(path):
     return wrong
 
 
-def empty_job(path):
-    backend = backend_by(path)
+def empty_job(transport):
+    backend = backend_by(transport)
     nothing = torch.empty(0)
     for work in (
         backend.all_reduce(nothing),
@@ -103,9 +119,9 @@ def empty_job(path):
     return True
 
 
-def poll_job(path):
+def poll_job(transport):
     """A poll waits for nobody, and comes to True without a wait once the peers have issued the same."""
-    backend, other = backend_by(path), dist.new_group()
+    backend, other = backend_by(transport), dist.new_group()
     full, shard = torch.ones(8 * backend.world_size), torch.empty(8)
     if backend.rank == 0:
         work = backend.reduce_scatter(shard, full)
@@ -121,9 +137,9 @@ def poll_job(path):
     return shard.unique().tolist()
 
 
-def many_in_flight_job(path):
+def many_in_flight_job(transport):
     """600 collectives are issued without waiting, on a board of 256 slots; rank 0 issues all before the others do."""
-    backend, other, world_size = backend_by(path), dist.new_group(), dist.get_world_size()
+    backend, other, world_size = backend_by(transport), dist.new_group(), dist.get_world_size()
     fulls = [torch.full((world_size,), float(i)) for i in range(600)]
     shards = [torch.empty(1) for _ in fulls]
     if backend.rank != 0:
@@ -142,7 +158,7 @@ def many_in_flight_job(path):
     )
 
 
-def groups_job(path):
+def groups_job(transport):
     """Two groups of one process have a backend each; ranks and sources are those within the group."""
     world = dist.get_world_size()
     pair, rest = dist.new_group([0, world - 1]), dist.new_group(range(1, world))
@@ -150,7 +166,7 @@ def groups_job(path):
     for group, members in ((pair, [0, world - 1]), (rest, list(range(1, world)))):
         if dist.get_rank() not in members:
             continue
-        backend = backend_by(path, group)
+        backend = backend_by(transport, group)
         assert backend is dist.group_backend(group)
         assert (backend.rank, backend.world_size) == (members.index(dist.get_rank()), len(members))
         tensor = torch.tensor([float(dist.get_rank())])
@@ -181,9 +197,9 @@ def mismatch_job(first, second):
     return str(caught.value)
 
 
-def abandon_job(path):
+def abandon_job(transport):
     """All ranks leave what is in flight; then the group still works where the transport allows it."""
-    backend = backend_by(path)
+    backend = backend_by(transport)
     works = [backend.all_reduce(torch.ones(1000)) for _ in range(3)]
     backend.abandon(works, failed=False)
     shard = torch.empty(10)
@@ -191,10 +207,10 @@ def abandon_job(path):
     return shard.unique().tolist()
 
 
-def failing_rank_job(path):
+def failing_rank_job(transport):
     """Rank 1 fails with a collective in flight; rank 0 waits for it, and is told why."""
     group = dist.new_group(range(dist.get_world_size()))
-    backend = backend_by(path, group)
+    backend = backend_by(transport, group)
     shard, full = torch.empty(10), torch.ones(10 * backend.world_size)
     if backend.rank == 1:
         work = backend.reduce_scatter(shard, full)
@@ -212,6 +228,19 @@ def failing_rank_job(path):
     except CommError as error:
         backend.abandon([work], failed=True)  # as an engine does, so that this rank's peers go on to their errors
         return str(error)
+
+
+def late_job():
+    """Rank 1 never issues the collective for which rank 0 waits."""
+    group, other = dist.new_group(timeout=timedelta(seconds=1)), dist.new_group()
+    backend = backend_by("plain", group)
+    told = None
+    if backend.rank == 0:
+        with pytest.raises(CommError) as caught:
+            backend.all_gather(torch.empty(20), torch.empty(10), tag="layers.3").wait()
+        told = str(caught.value)
+    dist.barrier(other)
+    return told
 
 
 def one_rank_job():
@@ -258,26 +287,30 @@ def recorded_job():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_primitives_equal_plain_torch(world_size, path):
-    assert run_ranks(world_size, primitives_job, path) == [[]] * world_size
+def test_primitives_equal_plain_torch(world_size, transport):
+    assert run_ranks(world_size, primitives_job, transport) == [[]] * world_size
 
 
-def test_empty_tensors_cost_nothing(path):
-    assert run_ranks(2, empty_job, path) == [True, True]
+def test_a_plugins_backend_in_place_serves_groups():
+    assert run_ranks(2, primitives_job, "in place") == [[], []]
+
+
+def test_empty_tensors_cost_nothing(transport):
+    assert run_ranks(2, empty_job, transport) == [True, True]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_poll_makes_progress_and_waits_for_nobody(world_size, path):
-    assert run_ranks(world_size, poll_job, path) == [[world_size]] * world_size
+def test_poll_makes_progress_and_waits_for_nobody(world_size, transport):
+    assert run_ranks(world_size, poll_job, transport) == [[world_size]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_issuing_waits_for_nobody(world_size, path):
-    assert run_ranks(world_size, many_in_flight_job, path) == [True] * world_size
+def test_issuing_waits_for_nobody(world_size, transport):
+    assert run_ranks(world_size, many_in_flight_job, transport) == [True] * world_size
 
 
-def test_each_group_has_its_backend(path):
-    assert run_ranks(3, groups_job, path) == [[2], [2], [2, 2]]
+def test_each_group_has_its_backend(transport):
+    assert run_ranks(3, groups_job, transport) == [[2], [2], [2, 2]]
 
 
 @pytest.mark.parametrize(
@@ -308,15 +341,20 @@ def test_parts_of_an_all_to_all_that_do_not_agree_are_named():
     )
 
 
-def test_the_group_works_after_all_ranks_abandoned(path):
-    assert run_ranks(3, abandon_job, path) == [[3.0]] * 3
+def test_the_group_works_after_all_ranks_abandoned(transport):
+    assert run_ranks(3, abandon_job, transport) == [[3.0]] * 3
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_fails_is_named_to_those_that_wait(world_size, path):
-    told = run_ranks(world_size, failing_rank_job, path)
+def test_a_rank_that_fails_is_named_to_those_that_wait(world_size, transport):
+    told = run_ranks(world_size, failing_rank_job, transport)
     assert told[1] == "left"
     assert all("no such token" in each or "rank 1 left" in each for each in told[:1] + told[2:])
+
+
+def test_a_collective_that_times_out_is_named():
+    told, _ = run_ranks(2, late_job)
+    assert told.startswith("rank 0 cannot finish an all-gather (layers.3): ")
 
 
 def test_one_rank_copies():
@@ -337,9 +375,3 @@ def test_bad_arguments_are_named():
 def test_the_comms_logger_sees_them():
     counts = {"reduce_scatter": {160: 1}, "barrier": {0: 1}}
     assert run_ranks(2, recorded_job) == [counts, counts]
-
-
-def test_the_text_of_a_collective_is_cut_for_the_board():
-    long = boards.What("ä" * 300)
-    peer = boards.Peer(0, os.getpid(), 0)
-    assert 100 < len(peer.text(long.address)) <= 128

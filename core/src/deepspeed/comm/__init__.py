@@ -1,8 +1,8 @@
-"""Communication: `import deepspeed.comm as dist` has the surface of torch.distributed, and the three exchanges of ZeRO.
+"""Communication: `import deepspeed.comm as dist` has the surface of torch.distributed, and the collectives of ZeRO.
 
-May import `ops`, `accelerator`, `plugins`, `config` and below. Read `backend.py` (the contract), `torch_backend.py`
-(how it is met over gloo and others), `direct.py` (how between ranks of one machine), `start.py` (how a process joins),
-then `comm.py` (the public collectives).
+May import `ops`, `accelerator`, `plugins`, `config` and below. Read `backend.py` (the contract), `group_backend.py`
+(how one is chosen for a group), `torch_group.py` and `transports.py` (how it is met over gloo and others), `start.py`
+(how a process joins), then `comm.py` (the public collectives).
 """
 
 from torch.distributed import ProcessGroup, ReduceOp

@@ -6,7 +6,7 @@ gives it. `Backend` is the older one, which stages 0 to 2 use: three exchanges o
 A step of ZeRO calls them, never a collective by name: which primitive serves "reduce this bucket to its owners" is a
 property of the library, measured once and chosen by it. (What is not a step's is `torch.distributed`'s: the first
 weights, a fragment that a user asks for.) `torch_backend.TorchBackend` is the implementation over `torch.distributed`;
-a plugin gives another one with the hook `ds_comm_backend(name)`.
+a plugin gives another one with the hook `ds_comm_backend`.
 
 Shape legend: N numel of a flat buffer, S numel of a shard (N == W * S), W ranks of the group.
 """
@@ -69,6 +69,7 @@ class Capabilities:
     preferred_all_reduce_bytes: int
 
 
+@runtime_checkable
 class GroupBackend(Protocol):
     """The collectives of one process group. `deepspeed.comm.group_backend(group)` makes it, once per group.
 

@@ -1,15 +1,24 @@
 """`group_backend(group)`: the `GroupBackend` of a process group, chosen for it and made once."""
 
+from collections.abc import Callable
+
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import GroupBackend
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.backend import Backend, GroupBackend
+from deepspeed.comm.in_place_group import InPlaceGroup
 from deepspeed.comm.libraries import library_by_device, no_group_error
-from deepspeed.comm.reading_group import ReadingGroup
 from deepspeed.comm.record import RecordedGroup, comms_logger
 from deepspeed.comm.torch_group import TorchGroup
+from deepspeed.errors import CommError, PluginError
+from deepspeed.log import warn_once
+from deepspeed.ops.providers import HOST
+from deepspeed.plugins import plugin_manager
 
 _backends: dict[ProcessGroup, GroupBackend] = {}
+# What makes them; None: the choice is made for each group.
+_make: Callable[[ProcessGroup], GroupBackend] | None = None
 # Of which world group they are: a new world, also one that a library made, gets new ones.
 _world: ProcessGroup | None = None
 
@@ -25,13 +34,12 @@ def group_backend(group: ProcessGroup | None = None) -> GroupBackend:
     Raises:
         CommError: before `init_distributed`.
     """
-    global _world
-    world = torch_dist.group.WORLD if torch_dist.is_available() and torch_dist.is_initialized() else None
+    world = _current_world()
     if world is None:
         raise no_group_error("deepspeed.comm.group_backend()")
     if _world is not world:
-        _backends.clear()
-        _world = world
+        _backends.clear()  # the groups are gone: nothing to release
+        serve_by(None)
     group = world if group is None else group
     if group not in _backends:
         _backends[group] = _create(group)
@@ -53,7 +61,56 @@ def forget(group: ProcessGroup | None = None, *, failed: bool = False) -> None:
         backend.release()
 
 
+def serve_by(make: Callable[[ProcessGroup], GroupBackend] | None) -> None:
+    """Make the backends of groups of the current world this way; None: choose for each group again."""
+    global _make, _world
+    forget()
+    _make, _world = make, _current_world()
+
+
+def plugin_backend(name: str, group: ProcessGroup | None) -> Backend | GroupBackend | None:
+    """A plugin's answer to `ds_comm_backend`; the hook is called once per group, never per bucket.
+
+    Asked are the active plugins, and then the host extension, whichever accelerator was chosen.
+    """
+    get_accelerator()  # its plugin is among those that are asked
+    offered = plugin_manager().hook.ds_comm_backend(name=name, group=group)
+    if offered is None and HOST not in plugin_manager().providers("ds_comm_backend"):
+        offered = _ask_host_extension(name, group)
+    if offered is None or (not isinstance(offered, type) and isinstance(offered, Backend | GroupBackend)):
+        return offered
+    raise CommError(
+        f"a plugin gave {offered!r} as the communication backend {name!r}; it must be an object with the methods of "
+        "deepspeed.comm.backend.GroupBackend or Backend"
+    )
+
+
+def _current_world() -> ProcessGroup | None:
+    return torch_dist.group.WORLD if torch_dist.is_available() and torch_dist.is_initialized() else None
+
+
+def _ask_host_extension(name: str, group: ProcessGroup | None) -> Backend | GroupBackend | None:
+    if HOST not in plugin_manager().names() or plugin_manager().refusal(HOST):
+        return None
+    try:
+        return plugin_manager().ask(HOST, "ds_comm_backend", name=name, group=group)  # type: ignore[no-any-return]
+    except PluginError as error:
+        warn_once(f"{error}; going on with the collectives of torch.distributed")
+        return None
+
+
 def _create(group: ProcessGroup) -> GroupBackend:
-    libraries = library_by_device(group)
-    on_host = libraries.get("cpu", libraries.get(""))
-    return ReadingGroup(group) if on_host == "gloo" else TorchGroup(group)
+    if _make is not None:
+        return _make(group)
+    offered = plugin_backend(library_of(group), group)
+    if offered is None:
+        return TorchGroup(group)
+    return offered if isinstance(offered, GroupBackend) else InPlaceGroup(offered, group)
+
+
+def library_of(group: ProcessGroup) -> str:
+    """The name by which plugins know the library of `group`.
+
+    gloo where that serves the host, also beside another library for the device: a plugin for the host serves both.
+    """
+    return "gloo" if library_by_device(group).get("cpu") == "gloo" else str(torch_dist.get_backend(group))

@@ -5,6 +5,7 @@ MPI, Slurm, none. `environment.py` reads them; nothing here imports mpi4py unles
 """
 
 import errno
+import functools
 import os
 import socket
 import sys
@@ -20,10 +21,12 @@ from deepspeed.comm import comm
 from deepspeed.comm.backend import Backend
 from deepspeed.comm.environment import Placement, find_placement, loopback_address
 from deepspeed.comm.exit import settle_at_exit
-from deepspeed.comm.group_backend import forget
+from deepspeed.comm.group_backend import forget, library_of, plugin_backend, serve_by
+from deepspeed.comm.in_place_group import InPlaceGroup
 from deepspeed.comm.libraries import no_group_error
 from deepspeed.comm.record import RecordedBackend, comms_logger
 from deepspeed.comm.torch_backend import TorchBackend
+from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import log_dist
 from deepspeed.uncaught import report_to_launcher
@@ -90,7 +93,6 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
     Waits for nobody. While an exception is being handled, as in a `finally`, peers that wait for this rank raise.
     """
-    global _backend, _backend_world
     ends_all = group is None or group is torch_dist.group.WORLD
     try:
         forget(None if ends_all else group, failed=sys.exc_info()[1] is not None)
@@ -100,7 +102,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
             _backend.release()
     finally:
         if ends_all:
-            _backend, _backend_world = None, None
+            set_backend(None)
         torch_dist.destroy_process_group(group)
 
 
@@ -114,7 +116,7 @@ def backend(group: ProcessGroup | None = None) -> Backend:
     if world is None:
         raise no_group_error("deepspeed.comm.backend()")
     if _backend is None or _backend_world is not world:
-        _backend, _backend_world = _create_backend(str(torch_dist.get_backend(group))), world
+        _backend, _backend_world = _create_backend(library_of(world)), world
     return RecordedBackend(_backend) if comms_logger.enabled else _backend
 
 
@@ -122,14 +124,16 @@ def set_backend(new: Backend | None) -> None:
     """Use `new` from now on in this process (None: choose again). Called by tests and by backends' authors."""
     global _backend, _backend_world
     _backend, _backend_world = new, torch_dist.group.WORLD if comm.is_initialized() else None
+    serve_by(None if new is None else functools.partial(InPlaceGroup, new))
 
 
 def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, init_method: str | None = None) -> None:
     """Choose the `Backend` by name: one of a plugin's `ds_comm_backend`, or "torch"."""
     if ds_backend == "torch":
         set_backend(TorchBackend(str(torch_dist.get_backend())))
+        serve_by(TorchGroup)
         return
-    offered = _plugin_backend(ds_backend)
+    offered = _process_wide_backend(ds_backend)
     if offered is None:
         raise CommError(
             f"init_deepspeed_backend({ds_backend!r}): no installed plugin offers this backend with ds_comm_backend;"
@@ -168,7 +172,7 @@ def _find_library(asked: str) -> tuple[str, Backend | None]:
     """
     if not _unknown_to_torch(asked):
         return asked, None  # the plugin is asked by `backend()`, which knows on which group
-    offered = _plugin_backend(asked)
+    offered = _process_wide_backend(asked)
     if not _unknown_to_torch(asked):
         return asked, offered
     if offered is None:
@@ -271,19 +275,10 @@ def _failure(
 
 
 def _create_backend(name: str) -> Backend:
-    return _plugin_backend(name) or TorchBackend(name)
+    return _process_wide_backend(name) or TorchBackend(name)
 
 
-def _plugin_backend(name: str) -> Backend | None:
-    """A plugin's answer to `ds_comm_backend(name)`; the hook is called once per world, never per bucket."""
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.plugins.manager import plugin_manager
-
-    get_accelerator()  # its plugin is among those that are asked
-    offered = plugin_manager().hook.ds_comm_backend(name=name)
-    if offered is not None and (isinstance(offered, type) or not isinstance(offered, Backend)):
-        raise CommError(
-            f"a plugin gave {offered!r} as the communication backend {name!r}; an object with the methods of"
-            " deepspeed.comm.backend.Backend is meant"
-        )
-    return offered  # type: ignore[no-any-return]
+def _process_wide_backend(name: str) -> Backend | None:
+    """A plugin's `Backend` for all groups; None where plugins have one for each group, or none."""
+    offered = plugin_backend(name, None)
+    return offered if isinstance(offered, Backend) else None

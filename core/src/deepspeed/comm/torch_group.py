@@ -14,11 +14,11 @@ from deepspeed.comm.libraries import library_by_device
 from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, TensorCollectives, Transport
 from deepspeed.comm.watch import Watch
-from deepspeed.comm.work import DONE
+from deepspeed.comm.work import DONE, parts_of
 from deepspeed.errors import CommError
 
 # Two buckets of the preferred size. They stay between steps: fresh memory costs more than the sum it is for.
-_DEFAULT_STAGING_BYTES = 16 << 20
+DEFAULT_STAGING_BYTES = 16 << 20
 # Libraries that have no reduce-scatter and all-gather of whole tensors, or slow ones, and that complete on the host.
 _HOST_LIBRARIES = ("gloo", "mpi")
 
@@ -31,7 +31,7 @@ class TorchGroup:
         staging_bytes: limit on the memory that is kept for values that are still to be added.
     """
 
-    def __init__(self, group: ProcessGroup, staging_bytes: int = _DEFAULT_STAGING_BYTES) -> None:
+    def __init__(self, group: ProcessGroup, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
         self.group = group
         self.rank = torch_dist.get_rank(group)
         self.world_size = torch_dist.get_world_size(group)
@@ -43,7 +43,11 @@ class TorchGroup:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of the library for the group's device, or for host memory where the group has no other.
+        """Of the library for the group's device, or for host memory where the group has no other."""
+        return self.capabilities_of(self.world_size)
+
+    def capabilities_of(self, world_size: int) -> Capabilities:
+        """The same for a group of so many ranks.
 
         8 MiB for few ranks of a host library: a byte costs little less beyond it, and less of the last bucket is waited
         for. An all-reduce of two ranks: 16 MiB, which gloo steps through 3% faster than 4.
@@ -51,8 +55,8 @@ class TorchGroup:
         device = next((kind for kind in self._libraries if kind != "cpu"), "cpu")
         if self.library(device) not in _HOST_LIBRARIES:
             return Capabilities(True, device == "cpu", 32 << 20, 32 << 20)
-        size = (8 << 20) if self.world_size <= 8 else (32 << 20)
-        return Capabilities(False, True, size, (16 << 20) if self.world_size == 2 else size)
+        size = (8 << 20) if world_size <= 8 else (32 << 20)
+        return Capabilities(False, True, size, (16 << 20) if world_size == 2 else size)
 
     @property
     def held_bytes(self) -> int:
@@ -139,7 +143,7 @@ class TorchGroup:
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """Leave `works` unfinished; see `watch.py`."""
-        self.watch.abandon(works, failed=failed)
+        self.watch.abandon(parts_of(works), failed=failed)
 
     def release(self) -> None:
         """Drop the staging memory."""

@@ -95,11 +95,11 @@ class OnlyAllReduceAndBroadcast(TensorCollectives):
     def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
         """All-reduce, and copy the own part."""
         own = self.part(full_N, self.rank)
-        return Followed(self.all_reduce(full_N, tag), lambda: _copy(own, shard_S), in_poll=False)
+        return Followed(self.all_reduce(full_N, tag), lambda: copy(own, shard_S), in_poll=False)
 
     def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, tag: str) -> Work:
         """A broadcast from each rank."""
-        _copy(shard_S, self.part(full_N, self.rank))
+        copy(shard_S, self.part(full_N, self.rank))
         return as_work(
             *[
                 torch_dist.broadcast(self.part(full_N, rank), group=self.group, async_op=True, group_src=rank)
@@ -118,12 +118,12 @@ class OnlyAllReduceAndBroadcast(TensorCollectives):
         """By way of the host: the copy to it waits for the device."""
         on_host = torch.empty(output_N.shape, dtype=output_N.dtype, device="cpu")
         work = super().all_to_all(outputs, inputs, on_host, input_N.to("cpu"), tag)
-        return Followed(work, lambda: _copy(on_host, output_N), in_poll=False)
+        return Followed(work, lambda: copy(on_host, output_N), in_poll=False)
 
 
 class GlooOnHost(OnlyAllReduceAndBroadcast):
     """gloo on host memory: its all-to-all with a sum made here is three times as fast as its reduce-scatter, and a
-    broadcast from each rank as its all-gather; `docs/explanation/collectives.md` has the figures."""
+    broadcast from each rank as its all-gather; `benchmarks/collectives.md` has the figures."""
 
     def __init__(self, group: ProcessGroup, staging: StagingPool) -> None:
         super().__init__(group)
@@ -136,7 +136,7 @@ class GlooOnHost(OnlyAllReduceAndBroadcast):
 
         def add() -> None:
             others = [self.part(staged_N, rank) for rank in range(self.world_size) if rank != self.rank]
-            _copy(self.part(full_N, self.rank), shard_S)
+            copy(self.part(full_N, self.rank), shard_S)
             add_in_rank_order(shard_S, others, self.rank)
             self._staging.give_back(buffer)
 
@@ -164,7 +164,7 @@ def all_gather_into_tensor(output: torch.Tensor, input_: torch.Tensor, **kwargs:
     return _ALL_GATHER(output, input_, **kwargs)
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy, unless both are the same memory."""
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)

@@ -21,6 +21,24 @@ class _Done:
 DONE = _Done()
 
 
+class AllOf:
+    """Several works as one."""
+
+    __slots__ = ("works",)
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
+
+    def poll(self) -> bool:
+        """Poll each."""
+        return all(work.poll() for work in self.works)
+
+    def wait(self) -> None:
+        """Wait for each, in the order of issue."""
+        for work in self.works:
+            work.wait()
+
+
 class _Works:
     """Several torch works, waited for once."""
 
@@ -75,3 +93,14 @@ class Followed:
 def as_work(*works: torch_dist.Work | None) -> Work:
     """Several torch works (None: already done) as one."""
     return _Works([work for work in works if work is not None])
+
+
+def parts_of(works: Sequence[Work]) -> list[Work]:
+    """The works in flight that these are made of."""
+    found: list[Work] = []
+    for work in works:
+        if isinstance(work, AllOf):
+            found += parts_of(work.works)
+        else:
+            found += parts_of([work.work]) if isinstance(work, Followed) else [work]
+    return found

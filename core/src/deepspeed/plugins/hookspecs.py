@@ -23,6 +23,7 @@ from deepspeed.plugins.offer import Offer
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
     from deepspeed.config.root import DeepSpeedConfig
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 PROJECT = "deepspeed"
 # Grows by a minor step when a hook or an argument is added, by a major one when an old plugin would break.
-PLUGIN_API = "1.0"
+PLUGIN_API = "1.1"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -102,20 +103,24 @@ def ds_check_config(config: "DeepSpeedConfig") -> None:
 
 
 @hookspec(firstresult=True)
-def ds_comm_backend(name: str) -> "Any | None":
-    """Give the exchanges of the communication library called `name`. Called once per world group, on every rank.
+def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "Any | None":
+    """Give the collectives of the communication library called `name`. Called on every rank.
 
-    For a library that torch has, called when ZeRO first exchanges something: the answer replaces the exchanges that the
-    core makes of torch's collectives. For a name that torch does not have, called by `init_distributed`, before there
-    is a process group: the plugin may register a library of that name with torch (`torch.distributed.Backend.
-    register_backend`) and then need not answer; if it registers none, process groups are made over
-    `communication_backend_name()`. Also called by `init_deepspeed_backend(name)`.
+    With a group: once per process group, when an engine first needs its collectives; the answer serves that group and
+    replaces what the core makes of torch's collectives. Without: once per world group, for a `Backend` that serves all
+    groups of the process. For a name that torch does not have, called by `init_distributed`, before there is a process
+    group: the plugin may register a library of that name with torch (`torch.distributed.Backend.register_backend`) and
+    then need not answer; if it registers none, process groups are made over `communication_backend_name()`. Also called
+    by `init_deepspeed_backend(name)`. The host extension is asked last, whichever accelerator was chosen.
 
     Args:
         name: what the user or `communication_backend_name()` asked for, for example `"gloo"`.
+        group: the process group to serve; None: all groups. New in plugin API 1.1; a plugin without this argument gives
+            a `Backend`.
 
     Returns:
-        An object with the methods of `deepspeed.comm.backend.Backend`, or None.
+        With a group an object with the methods of `deepspeed.comm.backend.GroupBackend`; without, or instead of it, one
+        with those of `deepspeed.comm.backend.Backend`; or None.
     """
 
 

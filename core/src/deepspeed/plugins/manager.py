@@ -266,6 +266,21 @@ class PluginManager:
                 )
         return builders
 
+    def ask(self, name: str, hook_name: str, /, **values: Any) -> Any:
+        """What the accelerator plugin `name` answers to a hook by name, active or not; None where it has no such hook.
+
+        Raises:
+            PluginError: the plugin cannot be loaded, or failed in the hook.
+        """
+        plugin = self.load(name)
+        if not self._implements(plugin, hook_name):
+            return None
+        others = [other for other in self._candidates.get_plugins() if other is not plugin]
+        try:
+            return self._candidates.subset_hook_caller(hook_name, others)(**values)
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"{KINDS[ACCELERATORS]} {name!r} failed in {hook_name}: {one_line(error)}") from error
+
     # ----- inside ----------------------------------------------------------------------------------------------------
 
     def _group(self, group: str) -> list[Any]:

@@ -156,9 +156,6 @@ def _reset_package() -> None:
     start = sys.modules.get("deepspeed.comm.start")
     if start is not None:
         start.set_backend(None)
-    group_backend = sys.modules.get("deepspeed.comm.group_backend")
-    if group_backend is not None:
-        group_backend.forget()
     record = sys.modules.get("deepspeed.comm.record")
     if record is not None:
         record.comms_logger.reset()

@@ -131,6 +131,45 @@ dist.destroy_process_group()
     assert run_script(_PLUGIN + script) == ["[] better gloo True ['gloo']"]
 
 
+def test_a_plugins_backend_for_all_groups_serves_each():
+    script = """
+dist.init_distributed("mine")
+backend = dist.group_backend()
+shard = torch.empty(3)
+backend.reduce_scatter(shard, torch.arange(3.0)).wait()
+print(type(backend).__name__, backend.name, backend is dist.group_backend(), asked, shard.tolist())
+dist.destroy_process_group()
+dist.init_distributed("gloo")
+print(dist.group_backend().name)
+dist.destroy_process_group()
+"""
+    assert run_script(_PLUGIN + script) == ["InPlaceGroup mine True ['mine'] [0.0, 1.0, 2.0]", "better gloo"]
+
+
+def test_a_plugin_may_serve_each_group():
+    script = """
+from deepspeed.comm.torch_group import TorchGroup
+
+class PerGroup:
+    @hookimpl
+    def ds_comm_backend(self, name, group):
+        asked.append((name, group is not None))
+        return None if group is None else Mine(group)
+
+class Mine(TorchGroup):
+    pass
+
+plugin_manager().unregister("comm", FEATURES)
+plugin_manager().register(PerGroup(), "per group", FEATURES)
+plugin_manager().activate("per group", FEATURES)
+dist.init_distributed("gloo")
+first, second = dist.group_backend(), dist.group_backend(dist.new_group([0]))
+print(type(first).__name__, type(second).__name__, first is second, asked)
+dist.destroy_process_group()
+"""
+    assert run_script(_PLUGIN + script) == ["Mine Mine False [('gloo', True), ('gloo', True)]"]
+
+
 def test_a_plugin_may_register_its_library_with_torch():
     script = """
 from deepspeed.comm.start import _find_library
@@ -142,7 +181,10 @@ print(_find_library("registered"), asked)
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("none", "as the communication backend 'none'; an object with the methods of"), ("x", "no plugin gives it")],
+    [
+        ("none", "as the communication backend 'none'; it must be an object with the methods of"),
+        ("x", "no plugin gives it"),
+    ],
 )
 def test_a_plugin_without_a_backend_of_that_name(name, message):
     (line,) = run_script(_PLUGIN + _FAILING.format(backend=name))

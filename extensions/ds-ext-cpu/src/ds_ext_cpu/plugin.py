@@ -9,6 +9,9 @@ from deepspeed.plugins import Offer, hookimpl
 from ds_ext_cpu.numa import usable_nodes
 
 if TYPE_CHECKING:
+    from deepspeed.comm import Backend, GroupBackend
+    from torch.distributed import ProcessGroup
+
     from ds_ext_cpu.accelerator import CPU_Accelerator
 
 DS_PLUGIN_API = ">=1,<2"
@@ -38,6 +41,16 @@ def ds_op_builders() -> Mapping[str, type]:
     from ds_ext_cpu.op_builder import builders
 
     return builders()
+
+
+@hookimpl
+def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "Backend | GroupBackend | None":
+    """gloo's groups: ranks of one machine read each other's memory."""
+    if name != "gloo":
+        return None
+    from ds_ext_cpu.comm import ReadingBackend, ReadingGroup
+
+    return ReadingBackend(name) if group is None else ReadingGroup(group)
 
 
 def _num_cores() -> int:

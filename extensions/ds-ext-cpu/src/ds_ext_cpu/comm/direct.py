@@ -41,15 +41,15 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import ProcessGroup
-
 from deepspeed.comm.backend import Piece, Work
-from deepspeed.comm.boards import EPOCH_BITS, NUM_SLOTS, Meeting, Peer, PeerLeft, What, epoch_of, meet, what
 from deepspeed.comm.failure import FailureRecord
 from deepspeed.comm.pieces import even_pieces, view
-from deepspeed.comm.readings import Copy, Reading, Sum, Swap
 from deepspeed.comm.staging import StagingPool
 from deepspeed.errors import CommError, first_line
+from torch.distributed import ProcessGroup
+
+from ds_ext_cpu.comm.boards import EPOCH_BITS, NUM_SLOTS, Meeting, Peer, PeerLeft, What, epoch_of, meet, what
+from ds_ext_cpu.comm.readings import Copy, Reading, Sum, Swap
 
 #: what a rank that cannot go on says it has done: an epoch that no peer can join
 _NOTHING_MORE = 2**62

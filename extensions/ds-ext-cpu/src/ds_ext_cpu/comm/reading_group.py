@@ -1,66 +1,68 @@
 """`GroupBackend` for host memory: ranks of one machine read each other's memory, others send messages."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from deepspeed.comm.backend import Capabilities, Work
+from deepspeed.comm.staging import StagingPool
+from deepspeed.comm.torch_group import DEFAULT_STAGING_BYTES, TorchGroup
+from deepspeed.comm.transports import GlooOnHost, Transport
+from deepspeed.comm.work import parts_of
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import Capabilities, Work
-from deepspeed.comm.direct import DirectQueue, connect
-from deepspeed.comm.messages import FIRST_TAG, NUM_TAGS, MessageQueue
-from deepspeed.comm.readings import Reading
-from deepspeed.comm.staging import StagingPool
-from deepspeed.comm.torch_group import TorchGroup
-from deepspeed.comm.transports import GlooOnHost, Transport
+from ds_ext_cpu.comm.direct import DirectQueue, connect
+from ds_ext_cpu.comm.messages import FIRST_TAG, NUM_TAGS, MessageQueue
+from ds_ext_cpu.comm.readings import Reading
 
 # Among more ranks each would look at too many boards.
-_MAX_READING_RANKS = 8
+MAX_READING_RANKS = 8
 
 
 class ReadingGroup(TorchGroup):
-    """A group over gloo. Up to 8 ranks of one machine read each other's memory, where the kernel lets them."""
+    """A group over gloo. Up to 8 ranks of one machine read each other's memory, where the kernel lets them.
 
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group)
-        self._queue: DirectQueue | None = None
+    Args:
+        group: this process is a member of it.
+        staging_bytes: limit on the memory that is kept for values that are still to be added.
+    """
+
+    def __init__(self, group: ProcessGroup, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
+        super().__init__(group, staging_bytes)
+        self.queue: DirectQueue | None = None
         self._is_connected = False
 
     @property
     def capabilities(self) -> Capabilities:
         """Reading makes a reduce-scatter in one pass."""
-        found = super().capabilities
-        return Capabilities(
-            self._queue is not None,
-            found.completes_on_host,
-            found.preferred_bucket_bytes,
-            found.preferred_all_reduce_bytes,
-        )
+        return replace(super().capabilities, native_reduce_scatter=self.is_direct)
 
     @property
     def is_direct(self) -> bool:
         """Whether ranks read each other's memory."""
-        return self._queue is not None
+        return self.queue is not None
 
     def connect(self) -> None:
         """Find out together whether the ranks can read each other's memory."""
         if self._is_connected:
             return
         self._is_connected = True
-        if 1 < self.world_size <= _MAX_READING_RANKS:
-            self._queue = connect(self.group, self.staging)
+        if 1 < self.world_size <= MAX_READING_RANKS:
+            self.queue = connect(self.group, self.staging)
 
     def transport(self, device_type: str) -> Transport:
         """Reading or messages for host memory."""
         if device_type != "cpu":
             return super().transport(device_type)
-        return self._queue or _Messages(self.group, self.staging)
+        return self.queue or _Messages(self.group, self.staging)
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """Leave `works` unfinished. Ranks that read memory can go on if all of them abandon; see `watch.py` else."""
+        works = parts_of(works)
         read = [work for work in works if isinstance(work, Reading)]
-        if self._queue is not None:
-            self._queue.abandon(read, failed=failed)
-        if self._queue is None or len(read) < len(works):
+        if self.queue is not None:
+            self.queue.abandon(read, failed=failed)
+        if self.queue is None or len(read) < len(works):
             super().abandon([work for work in works if not isinstance(work, Reading)], failed=failed)
 
 
@@ -74,6 +76,6 @@ class _Messages(GlooOnHost):
 
     def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
         """gloo's for two ranks and for more than 8, where the sum's latency would be too high; else messages."""
-        if 2 < self.world_size <= _MAX_READING_RANKS:
+        if 2 < self.world_size <= MAX_READING_RANKS:
             return self._messages.reduce(full_N)
         return super().all_reduce(full_N, tag)

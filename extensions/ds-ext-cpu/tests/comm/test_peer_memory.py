@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from deepspeed.comm.peer_memory import is_supported, read_memory
+from ds_ext_cpu.comm.peer_memory import is_supported, read_memory
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs Linux on x86-64")
 

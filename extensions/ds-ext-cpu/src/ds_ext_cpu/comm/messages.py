@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import ProcessGroup
-
 from deepspeed.comm.backend import Piece, Work
 from deepspeed.comm.pieces import even_pieces, view
 from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.summing import add_in_rank_order
 from deepspeed.comm.work import as_work
+from torch.distributed import ProcessGroup
 
 # Tags of our messages start here, out of the way of tags that users give to send and recv.
 FIRST_TAG = 1 << 20

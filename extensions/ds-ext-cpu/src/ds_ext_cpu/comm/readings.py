@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as torch_dist
-
-from deepspeed.comm.boards import PeerGone, PeerLeft, What
 from deepspeed.comm.summing import add_in_rank_order
 from deepspeed.errors import CommError
 
+from ds_ext_cpu.comm.boards import PeerGone, PeerLeft, What
+
 if TYPE_CHECKING:
-    from deepspeed.comm.direct import DirectQueue
+    from ds_ext_cpu.comm.direct import DirectQueue
 
 #: elements that are read and added at a time: what a core's cache holds
 READ_NUMEL = 1 << 17

@@ -8,12 +8,12 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.comm import Piece, boards, direct, readings
+from deepspeed.comm import Piece
 from deepspeed.comm.staging import StagingPool
-from deepspeed.comm.torch_backend import TorchBackend
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.models import GPT, GPTConfig
+from ds_ext_cpu.comm import ReadingBackend, boards, direct, readings
 
 pytestmark = pytest.mark.usefixtures("direct")
 
@@ -107,7 +107,7 @@ def crossed_groups_job():
 
 def threads_job():
     """A thread with a group of its own each, all in one backend. They start together, on every rank."""
-    backend, world_size = TorchBackend("gloo"), dist.get_world_size()
+    backend, world_size = ReadingBackend("gloo"), dist.get_world_size()
     groups = [dist.new_group(range(world_size)) for _ in range(3)]
     for group in groups:
         backend.connect(group)
@@ -171,7 +171,7 @@ def other_groups_failure_job():
 
 def mismatch_job(numel, dtype, kind, pieces):
     """Rank 1 makes another exchange than rank 0. Both say so, and say so again, and can leave the group."""
-    backend = TorchBackend("gloo")
+    backend = ReadingBackend("gloo")
     backend.connect()
     mine = (1000, torch.float32, "sum", WHOLE) if dist.get_rank() == 0 else (numel, dtype, kind, pieces)
     numel, dtype, kind, pieces = mine
@@ -223,7 +223,7 @@ def subgroup_message_job():
 
 def more_than_slots_job():
     """Nobody waits for 600 exchanges; the board has 256 places. Every fifth has no piece for some ranks."""
-    backend, world_size = TorchBackend("gloo"), dist.get_world_size()
+    backend, world_size = ReadingBackend("gloo"), dist.get_world_size()
     flats = [torch.full((100 if i % 5 else 1,), float(i)) for i in range(600)]
     works = [
         backend.reduce(flat) if i % 3 else backend.reduce_to_owners(flat, [Piece(0, flat.numel(), 0)])
@@ -296,7 +296,7 @@ def losses_job(path, stage):
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    used = [member._direct is not None for member in engine.sharding.backend._members.values()]
+    used = [member.is_direct for member in engine.sharding.backend.groups.values()]
     assert used == [path == "direct"]
     return losses
 
@@ -344,7 +344,7 @@ def test_more_exchanges_than_places_on_the_board(world_size):
 
 
 @pytest.mark.parametrize(
-    ("numel", "dtype", "kind", "pieces", "said"),
+    ("elements", "dtype", "kind", "pieces", "said"),
     [
         (999, torch.float32, "sum", [Piece(0, 999, 0)], "a sum of 999 float32"),
         (1000, torch.bfloat16, "sum", WHOLE, "a sum of 1000 bfloat16"),
@@ -353,8 +353,8 @@ def test_more_exchanges_than_places_on_the_board(world_size):
         (1000, torch.float32, "sum", [Piece(0, 500, 0), Piece(500, 1000, 1)], "a sum of 1000 float32"),
     ],
 )
-def test_ranks_that_exchange_different_things(numel, dtype, kind, pieces, said):
-    first, second = run_ranks(2, mismatch_job, numel, dtype, kind, pieces)
+def test_ranks_that_exchange_different_things(elements, dtype, kind, pieces, said):
+    first, second = run_ranks(2, mismatch_job, elements, dtype, kind, pieces)
     assert re.match(rf"rank 0 makes a sum of 1000 float32 \(.*\) where rank 1 makes {said} \(.*\); all ranks", first)
     assert re.match(rf"rank 1 makes {said} \(.*\) where rank 0 makes a sum of 1000 float32 \(.*\); all ranks", second)
 
@@ -384,3 +384,9 @@ def test_a_reader_that_has_ended_needs_nothing():
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_losses_do_not_depend_on_the_way(stage):
     assert run_ranks(2, losses_job, "direct", stage) == run_ranks(2, losses_job, "messages", stage)
+
+
+def test_the_text_of_a_collective_is_cut_for_the_board():
+    long = boards.What("ä" * 300)
+    peer = boards.Peer(0, os.getpid(), 0)
+    assert 100 < len(peer.text(long.address)) <= 128

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import ProcessGroup
-
 from deepspeed.comm.failure import PeerFailed
-from deepspeed.comm.peer_memory import is_supported, read_memory
 from deepspeed.errors import CommError
 from deepspeed.log import logger
+from torch.distributed import ProcessGroup
+
+from ds_ext_cpu.comm.peer_memory import is_supported, read_memory
 
 #: exchanges of one group that a rank may have announced and a peer not yet done
 NUM_SLOTS = 256

@@ -1,0 +1,10 @@
+"""How ranks on host memory communicate: by reading each other's memory on one machine, else by messages.
+
+`plugin.py` offers it for groups over gloo. Read `reading_group.py` (what is chosen when), `direct.py` (the order of
+collectives), `readings.py` (who reads what), `boards.py` (where it is), and `messages.py`.
+"""
+
+from ds_ext_cpu.comm.reading_backend import ReadingBackend
+from ds_ext_cpu.comm.reading_group import ReadingGroup
+
+__all__ = ["ReadingBackend", "ReadingGroup"]
