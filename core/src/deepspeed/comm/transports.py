@@ -129,6 +129,19 @@ class GlooOnHost(OnlyAllReduceAndBroadcast):
         super().__init__(group)
         self._staging = staging
 
+    def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
+        """One all-reduce; of low precision among three or more ranks one in fp32, as gloo would round each sum."""
+        if self.world_size == 2 or full_N.dtype not in (torch.bfloat16, torch.float16):
+            return super().all_reduce(full_N, tag)
+        buffer, wide_N = self._staging.take(full_N.numel(), torch.float32, full_N.device)
+        work = super().all_reduce(wide_N.copy_(full_N), tag)
+
+        def round_off() -> None:
+            full_N.copy_(wide_N)
+            self._staging.give_back(buffer)
+
+        return Followed(work, round_off, in_poll=True)
+
     def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
         """All-to-all, and the sum of what came in the order of ranks."""
         buffer, staged_N = self._staging.take(full_N.numel(), full_N.dtype, full_N.device)

@@ -1,10 +1,10 @@
 """`init_distributed` in a process of its own: no environment, half an environment, a master that is not there."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
-import time
 
 import deepspeed.comm as dist
 import pytest
@@ -61,14 +61,13 @@ def test_half_an_environment_fails_at_once():
 
 
 def test_a_master_that_is_not_there_is_named_within_the_timeout():
-    started = time.monotonic()
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     (line,) = run_script(_FAILING.format(backend="gloo"), **variables)
     assert line.startswith("CommError rank 1 of 2 could not join")
     assert "127.0.0.1:9" in line
     assert "timeout 2 s" in line
     assert "Check that rank 0 runs" in line
-    assert time.monotonic() - started < 50  # not torch's thirty minutes
+    assert float(re.search(r"after ([\d.]+) s", line).group(1)) < 50  # not torch's thirty minutes
 
 
 def test_an_unknown_backend_is_named():
