@@ -18,8 +18,8 @@ A tag that is a symbolic link (`best -> global_step10`) is replaced by a folder;
 import os
 import pickle
 import shutil
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class TorchStore:
 
     def save(self, state: Any, folder: Path, name: str) -> int:
         compacted = compact(state)
-        with _without_checksums:
+        with _without_checksums():
             return write_file(layout.staging_folder(folder) / name, lambda file: torch.save(compacted, file))
 
     def wait(self) -> None:
@@ -104,31 +104,18 @@ class TorchStore:
             ) from error
 
 
-class _WithoutChecksums:
-    """Inside, `torch.save` computes no CRC32, which costs up to half of the speed of a fast disk.
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Inside, `torch.save` in this thread computes no CRC32, which costs up to a third of the speed of a fast disk.
 
-    `torch.load` never looks at these checksums; `unzip -t` does, and calls such files damaged. The option is one for
-    the whole process, so the first to enter notes its value and the last to leave puts it back.
+    `torch.load` never looks at these checksums; `unzip -t` does, and calls such files damaged.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._former = threading.Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._former = torch.serialization.get_crc32_options()
-                torch.serialization.set_crc32_options(False)
-            self._inside += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                torch.serialization.set_crc32_options(self._former)
-
-
-_without_checksums = _WithoutChecksums()
+    former = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(former)
 
 
 def _check_complete(staging: Path, sizes: Mapping[str, int | None]) -> None:

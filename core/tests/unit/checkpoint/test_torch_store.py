@@ -4,6 +4,7 @@ import os
 import pickle
 import resource
 import signal
+import threading
 
 import pytest
 import torch
@@ -111,6 +112,24 @@ def test_the_process_wide_checksum_option_is_put_back(tmp_path):
     finally:
         torch.serialization.set_crc32_options(True)
     assert value_in(tmp_path / "tag") == 2
+
+
+def test_threads_that_save_at_once_compute_no_checksums(tmp_path, monkeypatch):
+    """The option is one per thread in torch: a second saver sets its own."""
+    computed, both_save, save = [], threading.Barrier(2, timeout=60), torch.save
+
+    def note(state, file):
+        computed.append(torch.serialization.get_crc32_options())
+        both_save.wait()
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", note)
+    threads = [threading.Thread(target=save_version, args=(tmp_path / name, 1)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert computed == [False, False]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
