@@ -106,7 +106,7 @@ class TorchStore:
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Inside, `torch.save` in this thread computes no CRC32, which costs up to a third of the speed of a fast disk.
+    """Inside, `torch.save` in this thread computes no CRC32, which costs a quarter of the time of a fast disk.
 
     `torch.load` never looks at these checksums; `unzip -t` does, and calls such files damaged.
     """

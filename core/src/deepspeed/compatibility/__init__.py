@@ -1,14 +1,25 @@
 """What of DeepSpeed's documented interface works, works in another way, or is not here yet: one table, pure data.
 
-Read by `deepspeed._absent` (names that are not here yet), by the engine (its methods) and by
-docs/generate/compatibility.py (docs/reference/compatibility.md). When a feature arrives, its lines here go and the
+Read by `deepspeed._absent` (names that are not here yet), by the engine (its methods), by the launcher (its flags) and
+by docs/generate/compatibility.py (docs/reference/compatibility.md). When a feature arrives, its lines here go and the
 generated modules with them. May import nothing of the project. Read `records.py` first.
 """
 
 from deepspeed.compatibility.engine_methods import ENGINE_METHODS
-from deepspeed.compatibility.features import FEATURES
+from deepspeed.compatibility.features import FEATURES, LAUNCHER_FLAGS
 from deepspeed.compatibility.modules import MODULES
 from deepspeed.compatibility.records import EngineMethod, Feature, Module, Row, State
 from deepspeed.compatibility.surface import ROWS
 
-__all__ = ["ENGINE_METHODS", "FEATURES", "MODULES", "ROWS", "EngineMethod", "Feature", "Module", "Row", "State"]
+__all__ = [
+    "ENGINE_METHODS",
+    "FEATURES",
+    "LAUNCHER_FLAGS",
+    "MODULES",
+    "ROWS",
+    "EngineMethod",
+    "Feature",
+    "Module",
+    "Row",
+    "State",
+]

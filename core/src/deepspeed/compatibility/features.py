@@ -1,4 +1,4 @@
-"""The features that are not here yet."""
+"""The features that are not here yet, and the launcher's flags for them."""
 
 from deepspeed.compatibility.records import Feature
 
@@ -47,4 +47,16 @@ FEATURES = {
         "universal checkpoints", "load with the world size that saved, or use zero_to_fp32"
     ),
     "weight quantization": Feature("quantized weights", "use deepspeed.ops.quantizer on single tensors"),
+}
+
+_ELASTIC = Feature("elastic training", "start a fixed number of ranks with --num_accelerators")
+
+# Flag of the `deepspeed` command -> its feature. These parse, and then raise.
+LAUNCHER_FLAGS = {
+    "force_multi": Feature("launching on many nodes", "omit --force_multi to run on this machine"),
+    "elastic_training": _ELASTIC,
+    "min_elastic_nodes": _ELASTIC,
+    "max_elastic_nodes": _ELASTIC,
+    "autotuning": Feature("autotuning", "omit --autotuning and set the values in the config"),
+    "venv_script": Feature("launching on many nodes", "activate the environment before calling deepspeed"),
 }

@@ -10,20 +10,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from deepspeed._version import __version__
+from deepspeed.compatibility import LAUNCHER_FLAGS
 from deepspeed.errors import ConfigError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 LAUNCHERS = ("pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi")
-
-# flag -> what to do instead; these parse, and then raise
-_NOT_YET = {
-    "force_multi": "many nodes are a later feature; omit --force_multi to run on this machine",
-    "elastic_training": "elastic training is a later feature; start a fixed number of ranks with --num_accelerators",
-    "min_elastic_nodes": "elastic training is a later feature; start a fixed number of ranks with --num_accelerators",
-    "max_elastic_nodes": "elastic training is a later feature; start a fixed number of ranks with --num_accelerators",
-    "autotuning": "autotuning is a later feature; omit --autotuning and set the values in the config",
-    "venv_script": "remote nodes are a later feature; activate the environment before calling deepspeed",
-}
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -182,9 +173,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             f"{unknown[0]}: no such flag{_did_you_mean(parser, unknown[0])}; `deepspeed --help` lists the flags"
         )
-    for name, remedy in _NOT_YET.items():
+    for name, feature in LAUNCHER_FLAGS.items():
         if getattr(args, name) not in (None, False):
-            raise ConfigError(f"--{name}: not supported by this version: {remedy}")
+            raise ConfigError(feature.explain(f"--{name}"))
     _check_resources(args)
     _check_binding(args)
     _check_logs(args)
