@@ -13,7 +13,7 @@ from deepspeed.comm.record import RecordedGroup, comms_logger
 from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.errors import CommError, PluginError
 from deepspeed.log import warn_once
-from deepspeed.ops.providers import HOST
+from deepspeed.ops.implementations import HOST
 from deepspeed.plugins import plugin_manager
 
 _backends: dict[ProcessGroup, GroupBackend] = {}
