@@ -250,8 +250,8 @@ def comms_logger():
 def test_the_configuration_turns_the_comms_logger_on(make_engine, comms_logger, lines):
     engine = make_engine(Net(), zero_optimization={"stage": 1}, comms_logger={"enabled": True, "verbose": True})
     train(engine)
-    assert {"reduce_to_owners", "gather_from_owners"} <= set(comms_logger.comms_dict)
-    assert any(text.startswith("comm reduce_to_owners: ") for _, text in lines)
+    assert {"reduce_scatter", "all_gather"} <= set(comms_logger.comms_dict)
+    assert any(text.startswith("comm reduce_scatter: ") for _, text in lines)
     lines.clear()
     assert dist.log_summary() in lines[0][1]
 

@@ -359,7 +359,7 @@ def test_the_same_announcement_twice_is_one():
 
 
 @pytest.mark.parametrize(
-    "stated", [">=1,<2", "==1.0", ">=0.9", "==1", "<=1.0", " > 0.9 , < 1.1 ", "~=1.0", "==1.*", "!=2", ">=1.0.0"]
+    "stated", [">=1,<2", "==1.1", ">=0.9", "<=1.1", " > 0.9 , < 1.2 ", "~=1.0", "==1.*", "!=2", ">=1.0.0"]
 )
 def test_api_range_that_fits(stated):
     manager = make_manager(Entry("a", make_plugin("a", DS_PLUGIN_API=stated)))
@@ -379,11 +379,11 @@ sys.exit("packaging.specifiers" in sys.modules)
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        (">=2", r"made for plugin API '>=2', and this ds-core speaks 1.0 .*'>=1,<=1.0'.*upgrade ds-core"),
-        (">=1.1,<2", r"'>=1.1,<2', and this ds-core speaks 1.0 .*this ds-core is too old"),
-        ("<1", r"'<1', and this ds-core speaks 1.0 .*'>=1,<=1.0'.*the plugin is too old: upgrade its package"),
+        (">=2", r"made for plugin API '>=2', and this ds-core speaks 1.1 .*'>=1,<=1.1'.*upgrade ds-core"),
+        (">=1.2,<2", r"'>=1.2,<2', and this ds-core speaks 1.1 .*this ds-core is too old"),
+        ("<1", r"'<1', and this ds-core speaks 1.1 .*'>=1,<=1.1'.*the plugin is too old: upgrade its package"),
         ("~=0.3", "the plugin is too old"),
-        (">=0.5,!=1.0,<2", "install versions of the two that fit"),
+        (">=0.5,!=1.1,<2", "install versions of the two that fit"),
         ("===first", "install versions of the two that fit"),
         ("one", "states DS_PLUGIN_API = 'one'; a version range"),
         (1, "states DS_PLUGIN_API = 1; a version range"),
@@ -474,13 +474,13 @@ def test_only_active_plugins_hear_hooks_by_name():
         Entry("b", make_plugin("b", ds_comm_backend=knows("b"))),
     )
     manager.offers()  # loads both
-    assert manager.hook.ds_comm_backend(name="mine") is None
+    assert manager.hook.ds_comm_backend(name="mine", group=None) is None
     manager.activate("b")
-    assert manager.hook.ds_comm_backend(name="mine") == "b"
-    assert manager.hook.ds_comm_backend(name="theirs") is None
+    assert manager.hook.ds_comm_backend(name="mine", group=None) == "b"
+    assert manager.hook.ds_comm_backend(name="theirs", group=None) is None
     assert manager.providers("ds_comm_backend") == ["b"]
     manager.deactivate("b")
-    assert manager.hook.ds_comm_backend(name="mine") is None
+    assert manager.hook.ds_comm_backend(name="mine", group=None) is None
 
 
 def test_the_order_of_asking_does_not_depend_on_the_order_of_loading():
@@ -502,7 +502,7 @@ def test_the_order_of_asking_does_not_depend_on_the_order_of_loading():
 
     for order in ((device, features), (features, device), (features, device, features)):
         manager = make(*order)
-        assert manager.hook.ds_comm_backend(name="x") == "f"
+        assert manager.hook.ds_comm_backend(name="x", group=None) == "f"
         assert manager.providers("ds_comm_backend") == ["deepspeed.plugins:f", "deepspeed.plugins:g", "device"]
 
 

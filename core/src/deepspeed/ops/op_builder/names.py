@@ -23,7 +23,7 @@ class BuilderName:
     """
 
     is_builder_name = True
-    """What `deepspeed.ops.providers`, which `builders` imports, knows it by."""
+    """What `deepspeed.ops.registry` knows it by."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
