@@ -165,13 +165,13 @@ def test_a_rank_that_prints_nothing_is_not_waited_for():
 
 
 def train_with_comms_logger():
-    train(comms_logger={"enabled": True, "prof_all": False, "prof_ops": ["reduce_to_owners", "gather_from_owners"]})
+    train(comms_logger={"enabled": True, "prof_all": False, "prof_ops": ["reduce_scatter", "all_gather"]})
     rows = {op: sum(row[0] for row in sizes.values()) for op, sizes in dist.comms_logger.comms_dict.items()}
     return rows, dist.log_summary()
 
 
-def test_exchanges_of_training_are_recorded():
+def test_collectives_of_training_are_recorded():
     for rows, table in run_ranks(2, train_with_comms_logger):
-        assert set(rows) == {"reduce_to_owners", "gather_from_owners"}
+        assert set(rows) == {"reduce_scatter", "all_gather"}
         assert all(count >= NUM_STEPS for count in rows.values())
-        assert "reduce_to_owners" in table
+        assert "reduce_scatter" in table
