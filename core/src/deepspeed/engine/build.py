@@ -132,7 +132,7 @@ def initialize(
     )
     refuse_managed(module, basic_optimizer, precision.model_dtype)
     refuse_sharded(module, zero.stage)
-    sharding = _create_sharding(settings, precision, basic_optimizer, group, placement, device)
+    sharding = _create_sharding(settings, precision, basic_optimizer, mesh, placement, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     training = Training(
         sharding=sharding,
@@ -275,10 +275,11 @@ def _create_sharding(
     config: DeepSpeedConfig,
     precision: Precision,
     optimizer: Optimizer | None,
-    group: Any,
+    mesh: Mesh,
     placement: Placement,
     device: torch.device,
 ) -> Sharding:
+    group = mesh.gradient_group()
     zero = config.zero_optimization
     accumulation = config.data_types.grad_accum_dtype
     if accumulation not in (None, "fp32") and precision.model_dtype is None:
@@ -296,8 +297,12 @@ def _create_sharding(
         predivide_factor=_predivide_factor(config),
         allows_unused=zero.ignore_unused_parameters,
         placement=placement if optimizer is not None else Placement(),
+        model_ranks=tuple(comm.group_backend(mesh.group(axis)) for axis in ("tp", "pp") if mesh.size(axis) > 1),
+        counts_replicated=mesh.size("tp") == 1 or mesh.rank("tp") == 0,
         device=device,
     )
+    for ranks in options.model_ranks:
+        ranks.connect()
     if optimizer is None and zero.stage < 3:
         return Stage0(options, comm.group_backend(group), group)
     is_tested = optimizer is None or zero.stage == 0 or is_tested_with_zero(optimizer)

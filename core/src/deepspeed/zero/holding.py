@@ -50,6 +50,8 @@ class ShardingOptions:
     overlap: bool = True  # launch a bucket when it is full, not when the backward is over
     allows_unused: bool = True  # a parameter without gradient is skipped; False: it is an error that names it
     predivide_factor: float | None = None  # gradients are divided by this before the sum and by W / this after it
+    model_ranks: tuple[GroupBackend, ...] = ()  # one per axis (tp, pp) along which the caller divided the model
+    counts_replicated: bool = True  # this rank adds parameters to the norm that its tensor-parallel peers have, too
     device: torch.device | None = None  # that the parameters get (stage 3 moves them shard by shard)
     placement: Placement = field(default_factory=Placement)  # where masters, states and reduced gradients live
 

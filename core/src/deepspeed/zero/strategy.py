@@ -43,6 +43,7 @@ from deepspeed.zero.agreement import check_same
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.holding import Holding, ShardingOptions
+from deepspeed.zero.placement import exact_norm
 from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.update import OptimizerUpdate
 
@@ -338,7 +339,8 @@ class Sharding(Holding):
             self._refuse_unused()
         if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
             facts[0] = 0.0
-        self._norm = math.sqrt(facts[0]) * self._after_sum if facts[0] >= 0 else math.nan
+        square_sum = self._sum_over_model(facts[0])
+        self._norm = math.sqrt(square_sum) * self._after_sum if square_sum >= 0 else math.nan
         self._after_reduce()
 
     @_abandons_on_error
@@ -410,11 +412,31 @@ class Sharding(Holding):
             versions = [gradients._version for gradients in self._gradients]
             if versions != self._shown_versions:
                 self._shown_versions = versions
-                square_sum = self.placement.square_sum(self._reduced)
+                counts_all = self.options.counts_replicated
+                own = self.placement.square_sum(self._reduced) if counts_all else self._square_sum_of_own_parts()
+                square_sum = self._sum_over_model(own)
                 self._norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
 
     def _local_square_sum(self) -> float:
-        return self.placement.square_sum(self._norm_part())
+        if self.options.counts_replicated:
+            return self.placement.square_sum(self._norm_part())
+        if self.stage == 0 and self.rank > 0:  # every data-parallel rank has all
+            return 0.0
+        return self._square_sum_of_own_parts()
+
+    def _square_sum_of_own_parts(self) -> float:
+        """Of gradients that no tensor-parallel peer has."""
+        shards = (shard for group in self.groups for shard in group.shards)
+        parts = [shard.grad for shard in shards if is_tensor_parallel(self.params[shard.index])]
+        return sum(float(exact_norm(grad)) ** 2 for grad in parts if grad is not None)
+
+    def _sum_over_model(self, square_sum: float) -> float:
+        """Over the ranks that hold other parts of the same model."""
+        for ranks in self.options.model_ranks:
+            total = torch.tensor([square_sum], dtype=torch.float32, device=self.groups[0].device)
+            ranks.all_reduce(total).wait()
+            square_sum = total.item()
+        return square_sum
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.world_size == 1:
@@ -574,6 +596,11 @@ class Sharding(Holding):
         if self._rows is not None:
             self._rows.note_all(index)
         self.placement.gradients_changed()
+
+
+def is_tensor_parallel(param: Tensor) -> bool:
+    """Whether tensor-parallel ranks hold different parts of the parameter, by the mark that Megatron's layers set."""
+    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
 
 
 def _gradient_hook(sharding: "weakref.ref[Sharding]", index: int) -> Callable[[Tensor], None]:
