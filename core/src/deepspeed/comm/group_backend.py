@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
@@ -17,6 +18,8 @@ from deepspeed.ops.implementations import HOST
 from deepspeed.plugins import plugin_manager
 
 _backends: dict[ProcessGroup, GroupBackend] = {}
+#: process groups that were made for these backends, by the group that was asked for
+_own_groups: dict[ProcessGroup, ProcessGroup] = {}
 # What makes them; None: the choice is made for each group.
 _make: Callable[[ProcessGroup], GroupBackend] | None = None
 # Of which world group they are: a new world, also one that a library made, gets new ones.
@@ -39,6 +42,7 @@ def group_backend(group: ProcessGroup | None = None) -> GroupBackend:
         raise no_group_error("deepspeed.comm.group_backend()")
     if _world is not world:
         _backends.clear()  # the groups are gone: nothing to release
+        _own_groups.clear()
         serve_by(None)
     group = world if group is None else group
     if group not in _backends:
@@ -59,6 +63,9 @@ def forget(group: ProcessGroup | None = None, *, failed: bool = False) -> None:
         if failed and isinstance(backend, TorchGroup):
             backend.close()
         backend.release()
+        own = _own_groups.pop(ended, None)
+        if own is not None and _current_world() is _world:
+            torch_dist.destroy_process_group(own)
 
 
 def serve_by(make: Callable[[ProcessGroup], GroupBackend] | None) -> None:
@@ -102,10 +109,28 @@ def _ask_host_extension(name: str, group: ProcessGroup | None) -> Backend | Grou
 def _create(group: ProcessGroup) -> GroupBackend:
     if _make is not None:
         return _make(group)
+    group = _of_our_own(group)
     offered = plugin_backend(library_of(group), group)
     if offered is None:
         return TorchGroup(group)
     return offered if isinstance(offered, GroupBackend) else InPlaceGroup(offered, group)
+
+
+def _of_our_own(group: ProcessGroup) -> ProcessGroup:
+    """A process group with the same ranks for the engine alone, where the library matches collectives by their order.
+
+    The model may run collectives in its backward (experts, SyncBatchNorm), between which buckets are launched when they
+    are full: at places that differ between ranks which leave out different parameters. gloo would match a bucket here
+    with the model's collective there.
+    """
+    if set(library_by_device(group).values()) != {"gloo"} or torch_dist.get_world_size(group) == 1:
+        return group
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    ranks = torch_dist.get_process_group_ranks(group)
+    own = torch_dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    _own_groups[group] = own
+    return own
 
 
 def library_of(group: ProcessGroup) -> str:

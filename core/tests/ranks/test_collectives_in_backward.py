@@ -1,0 +1,79 @@
+"""A model that runs a collective of its own in its backward, as experts and SyncBatchNorm do, while ranks leave out
+different parameters.
+
+A hook that waited there for a peer's part of a bucket would wait for ever: the peer may be in the model's collective,
+which needs this rank.
+"""
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
+
+NUM_LAYERS, WIDTH, NUM_STEPS = 9, 24, 3  # many more buckets than may be in flight
+
+
+class SummedInBackward(torch.autograd.Function):
+    """Identity, whose gradient is averaged over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad / dist.get_world_size()
+
+
+class Net(torch.nn.Module):
+    """`skipped` layers are left out; before each layer there is a collective in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+
+    def forward(self, x, skipped):
+        for number, layer in enumerate(self.layers):
+            x = SummedInBackward.apply(x)
+            x = x if number in skipped else torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def skipped_by(rank, step):
+    return {(rank * 3 + step + offset) % NUM_LAYERS for offset in range(3)}
+
+
+def train_job(stage):
+    torch.manual_seed(0)
+    net = Net()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": WIDTH * WIDTH + WIDTH},
+    }
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+    assert len(engine.sharding.buckets) == NUM_LAYERS
+    for step in range(NUM_STEPS):
+        generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
+        x = torch.randn(2, WIDTH, generator=generator, requires_grad=True)
+        engine.backward(engine(x, skipped_by(dist.get_rank(), step)))
+        engine.step()
+    engine.destroy()
+    return [param.detach().clone() for param in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "direct"),
+    swept(
+        [(world, stage, direct) for world in (2, 3) for stage in (0, 1, 2) for direct in ("1", "0")],
+        lambda world, stage, direct: world == 3 and stage == 2,
+    ),
+)
+def test_hooks_wait_for_nobody(world_size, stage, direct):
+    ranks = run_ranks(world_size, train_job, stage, timeout_s=60, environment={"DS_COMM_DIRECT": direct})
+    for other in ranks[1:]:
+        assert all(map(torch.equal, ranks[0], other))
