@@ -1,9 +1,9 @@
-"""One group's weights and masters: views of one buffer, fp32 copies of the user's weights, shards per fragment."""
+"""One unit's weights and master weights: views of one buffer, fp32 copies of the user's weights, shards."""
 
 import pytest
 import torch
 from deepspeed.zero.flat_group import FlatGroup
-from deepspeed.zero.layout import GroupLayout, even_cuts, parameter_cuts
+from deepspeed.zero.layout import UnitLayout
 from torch.nn import Parameter
 
 SHAPES = [(2, 3), (5,), (1,)]
@@ -16,17 +16,17 @@ def make_params(dtype=torch.float32):
 
 def make_group(params, *, rank=0, world_size=1, model_dtype=None, is_flat=True, is_whole=False):
     numels = [param.numel() for param in params]
-    cuts = parameter_cuts(numels, world_size) if is_whole else even_cuts(numels, world_size)
+    divide = UnitLayout.whole if is_whole else UnitLayout.even
     return FlatGroup(
         params,
         first_index=10,
         param_group=0,
-        layout=GroupLayout(numels, cuts if is_flat else (0, sum(numels))),
+        layout=divide(numels, world_size) if is_flat else UnitLayout.single(numels),
         rank=rank,
         model_dtype=model_dtype,
         is_flat=is_flat,
         is_whole=is_whole,
-        allocate=lambda numel, dtype, device: torch.zeros(numel, dtype=dtype, device=device),
+        allocate=lambda numel, dtype, device: torch.full((numel,), 7.0, dtype=dtype, device=device),  # used memory
     )
 
 
@@ -72,17 +72,25 @@ def test_low_precision_gets_masters_flat_or_not(is_flat):
     assert group.master_S.numel() == 12
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_holds_masters_of_its_own_partition_only(rank):
+@pytest.mark.parametrize("rank", range(5))
+def test_a_rank_holds_master_weights_of_its_own_shard_only(rank):
     params = make_params()
-    flat = torch.cat([param.detach().reshape(-1) for param in params])
-    group = make_group(params, rank=rank, world_size=2, model_dtype=torch.bfloat16)
-    start, stop = group.layout.partition(rank)
-    assert group.master_S.numel() == stop - start == 6
+    flat = torch.cat([*(param.detach().reshape(-1) for param in params), torch.zeros(8)])  # 12 elements and padding
+    group = make_group(params, rank=rank, world_size=5, model_dtype=torch.bfloat16)
+    start, stop = group.layout.shard(rank)
+    assert group.master_S.numel() == stop - start == 4
     assert torch.equal(group.master_S, flat[start:stop])
     for shard in group.shards:
         assert torch.equal(shard.master, flat[shard.fragment.start : shard.fragment.stop])
         assert shard.index == 10 + shard.fragment.param
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_no_parameter_covers_is_zero(is_whole):
+    group = make_group(make_params(), world_size=3 if is_whole else 5, is_whole=is_whole)
+    gaps = group.layout.gaps()
+    assert gaps
+    assert all(group.flat_N[start:stop].tolist() == [0.0] * (stop - start) for start, stop in gaps)
 
 
 def test_a_fragment_of_a_sharded_fp32_group_shares_the_models_memory():
@@ -94,7 +102,7 @@ def test_a_fragment_of_a_sharded_fp32_group_shares_the_models_memory():
     assert params[shard.fragment.param].reshape(-1)[shard.fragment.param_start] == 9.0
 
 
-def test_whole_units_keep_the_parameters_shape():
+def test_whole_shards_keep_the_parameters_shape():
     params = make_params()
     shards = [shard for rank in (0, 1) for shard in make_group(params, rank=rank, world_size=2, is_whole=True).shards]
     assert [tuple(shard.master.shape) for shard in shards] == SHAPES

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from deepspeed.comm.backend import Piece
 from deepspeed.ops.reference_optimizer import ReferenceOptimizer
 from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.layout import Fragment
 from deepspeed.zero.update import Batch, OptimizerUpdate, takes_one_pass
 
 
-def make_unit(index, numel, *, dtype=torch.float32, grad_dtype=None, grad=1.0):
+def make_shard(index, numel, *, dtype=torch.float32, grad_dtype=None, grad=1.0):
     weight = torch.full((numel,), 1.0, dtype=dtype)
     master = weight if dtype == torch.float32 else weight.float()
     reduced = torch.full((numel,), grad, dtype=grad_dtype or dtype)
@@ -18,13 +17,13 @@ def make_unit(index, numel, *, dtype=torch.float32, grad_dtype=None, grad=1.0):
 
 def make_update(shards, used=None, per_batch=1, lr=0.5):
     optimizer = torch.optim.SGD([shard.master for shard in shards], lr=lr)
-    batches = [Batch(0, shards[i : i + per_batch], [Piece(0, 1, 0)]) for i in range(0, len(shards), per_batch)]
+    batches = [Batch(shards[i : i + per_batch], [i]) for i in range(0, len(shards), per_batch)]
     return OptimizerUpdate(optimizer, batches, used or [True] * len(shards)), batches
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_fp32_is_updated_in_place_with_scaled_gradients(scale):
-    shards = [make_unit(0, 2, grad=2.0), make_unit(1, 3, grad=4.0)]
+    shards = [make_shard(0, 2, grad=2.0), make_shard(1, 3, grad=4.0)]
     update, batches = make_update(shards)
     assert list(update.step(scale)) == batches
     assert shards[0].weight.tolist() == [1 - 0.5 * 2 * scale] * 2
@@ -35,7 +34,7 @@ def test_fp32_is_updated_in_place_with_scaled_gradients(scale):
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("per_batch", [1, 2, 3])
 def test_low_precision_widens_and_rounds_back(scale, per_batch):
-    shards = [make_unit(i, numel, dtype=torch.bfloat16, grad=1.0 + i) for i, numel in enumerate((2, 5, 1))]
+    shards = [make_shard(i, numel, dtype=torch.bfloat16, grad=1.0 + i) for i, numel in enumerate((2, 5, 1))]
     update, _ = make_update(shards, per_batch=per_batch, lr=0.1)
     for _ in update.step(scale):
         pass
@@ -48,8 +47,8 @@ def test_low_precision_widens_and_rounds_back(scale, per_batch):
 
 def test_gradients_that_are_wide_already_are_used_as_they_are():
     shards = [
-        make_unit(0, 2, dtype=torch.bfloat16, grad_dtype=torch.float32, grad=1.0),
-        make_unit(1, 2, dtype=torch.bfloat16),
+        make_shard(0, 2, dtype=torch.bfloat16, grad_dtype=torch.float32, grad=1.0),
+        make_shard(1, 2, dtype=torch.bfloat16),
     ]
     update, _ = make_update(shards, per_batch=2)
     for _ in update.step(0.5):
@@ -57,26 +56,28 @@ def test_gradients_that_are_wide_already_are_used_as_they_are():
     assert shards[0].master.tolist() == shards[1].master.tolist() == [0.75, 0.75]
 
 
-def test_a_unit_that_no_rank_used_is_left_alone():
-    shards = [make_unit(0, 2), make_unit(1, 2)]
+def test_a_shard_that_no_rank_used_is_left_alone():
+    shards = [make_shard(0, 2), make_shard(1, 2)]
     update, batches = make_update(shards, used=[False, True], per_batch=1)
     optimizer = update._optimizer
     optimizer.param_groups[0]["momentum"] = 0.9
-    assert list(update.step(1.0)) == batches, "all ranks publish every batch, also one without a shard to update"
+    assert list(update.step(1.0)) == batches, (
+        "all ranks gather the units of every batch, also of one without a shard to update"
+    )
     assert shards[0].weight.tolist() == [1.0, 1.0]
     assert shards[0].master not in optimizer.state
     assert shards[1].master in optimizer.state
 
 
 def test_a_batch_is_yielded_when_its_weights_are_final():
-    shards = [make_unit(0, 1), make_unit(1, 1)]
+    shards = [make_shard(0, 1), make_shard(1, 1)]
     update, _ = make_update(shards)
     seen = [[shard.weight.item() for shard in shards] for _ in update.step(1.0)]
     assert seen == [[0.5, 1.0], [0.5, 0.5]]
 
 
-def test_units_of_any_shape():
-    shard = make_unit(0, 6, dtype=torch.bfloat16)
+def test_shards_of_any_shape():
+    shard = make_shard(0, 6, dtype=torch.bfloat16)
     shard.master, shard.grad = shard.master.view(2, 3), shard.grad.view(2, 3)
     update, _ = make_update([shard])
     list(update.step(1.0))
@@ -94,13 +95,13 @@ class Spy(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_optimizer_sees_the_units_of_the_batch_and_keeps_its_groups(fails):
-    shards = [make_unit(i, 1) for i in range(3)]
+def test_the_optimizer_sees_the_shards_of_the_batch_and_keeps_its_groups(fails):
+    shards = [make_shard(i, 1) for i in range(3)]
     shards[2].param_group = 1
     masters = [shard.master for shard in shards]
     optimizer = Spy([{"params": masters[:2]}, {"params": masters[2:], "lr": 0.25}], lr=0.5)
     optimizer.fails = fails
-    update = OptimizerUpdate(optimizer, [Batch(0, shards[:1], []), Batch(0, shards[1:], [])], [True] * 3)
+    update = OptimizerUpdate(optimizer, [Batch(shards[:1], []), Batch(shards[1:], [])], [True] * 3)
     if fails:
         with pytest.raises(RuntimeError, match="in the step"):
             list(update.step(1.0))
@@ -136,9 +137,9 @@ class OnePassSGD(ReferenceOptimizer):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_pass_writes_masters_and_weights(dtype):
-    shards = [make_unit(i, numel, dtype=dtype, grad=1.0 + i) for i, numel in enumerate((2, 5, 1))]
+    shards = [make_shard(i, numel, dtype=dtype, grad=1.0 + i) for i, numel in enumerate((2, 5, 1))]
     optimizer = OnePassSGD([shard.master for shard in shards])
-    for _ in OptimizerUpdate(optimizer, [Batch(0, shards, [])], [True, True, False]).step(0.25):
+    for _ in OptimizerUpdate(optimizer, [Batch(shards, [])], [True, True, False]).step(0.25):
         pass
     assert optimizer.calls == 1
     for index, shard in enumerate(shards):
@@ -149,11 +150,11 @@ def test_one_pass_writes_masters_and_weights(dtype):
     assert all(param is shard.master for param, shard in zip(optimizer.param_groups[0]["params"], shards, strict=True))
 
 
-def test_one_pass_with_units_in_several_groups():
-    shards = [make_unit(0, 2), make_unit(1, 3)]
+def test_one_pass_with_shards_in_several_groups():
+    shards = [make_shard(0, 2), make_shard(1, 3)]
     shards[1].param_group = 1
     optimizer = OnePassSGD([{"params": [shards[0].master]}, {"params": [shards[1].master], "lr": 0.25}])
-    for _ in OptimizerUpdate(optimizer, [Batch(0, [shard], []) for shard in shards], [True, True]).step(1.0):
+    for _ in OptimizerUpdate(optimizer, [Batch([shard], []) for shard in shards], [True, True]).step(1.0):
         pass
     assert [shard.weight[0].item() for shard in shards] == [0.5, 0.75]
     assert optimizer.calls == 2, "a group without shards in a batch is not called"
@@ -174,19 +175,19 @@ def test_a_subclass_with_an_update_of_its_own_is_not_bypassed():
     assert not takes_one_pass(Mine([param]))
     assert not takes_one_pass(Stepping([param]))
     assert not takes_one_pass(torch.optim.SGD([param]))
-    shard = make_unit(0, 2)
-    for _ in OptimizerUpdate(Mine([shard.master]), [Batch(0, [shard], [])], [True]).step(1.0):
+    shard = make_shard(0, 2)
+    for _ in OptimizerUpdate(Mine([shard.master]), [Batch([shard], [])], [True]).step(1.0):
         pass
     assert shard.weight.tolist() == [0.0, 0.0]
 
 
 def test_a_hook_before_the_step_sees_gradients():
-    shard = make_unit(0, 2, grad=3.0)
+    shard = make_shard(0, 2, grad=3.0)
     optimizer = OnePassSGD([shard.master])
     seen = []
     optimizer.register_step_pre_hook(
         lambda it, args, kwargs: seen.append(it.param_groups[0]["params"][0].grad.tolist())
     )
-    for _ in OptimizerUpdate(optimizer, [Batch(0, [shard], [])], [True]).step(1.0):
+    for _ in OptimizerUpdate(optimizer, [Batch([shard], [])], [True]).step(1.0):
         pass
     assert seen == [[3.0, 3.0]]
