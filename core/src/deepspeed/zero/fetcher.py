@@ -44,9 +44,10 @@ class ParamFetcher:
         self._max_reuse_numel = max_reuse_numel
         self._next: dict[_Place, ParamUnit] = {}
         self._place: _Place = (None, None)
-        self._unused: dict[ParamUnit, None] = {}  # whole or on its way, and used by nobody; oldest first
+        whole = [unit for unit in units if unit.status is not _NOT_AVAILABLE]  # since an earlier fetcher
+        self._unused = dict.fromkeys(whole)  # whole or on its way, and used by nobody; oldest first
         self._digest = 0
-        self._live = LiveNumel()
+        self._live = LiveNumel(sum(unit.numel for unit in whole))
         self._total_numel = sum(unit.numel for unit in units)
         for unit in units:
             unit.live = self._live

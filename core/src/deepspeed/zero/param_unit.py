@@ -144,13 +144,13 @@ class ParamUnit:
                     "sharded; change parameters inside deepspeed.zero.GatheredParameters(params, modifier_rank=0)"
                 )
         self._move(ZeroParamStatus.INFLIGHT)
+        self.live.numel += self.numel
         self._full_N.untyped_storage().resize_(self._full_N.numel() * self._full_N.itemsize)
         try:
             self._work = self.ranks.all_gather(self._full_N, self.shard_S, tag=self.names[0])
         except CommError as error:
             raise self._explained(error) from error
         self.num_gathers += 1
-        self.live.numel += self.numel
 
     def finish(self) -> None:
         """Wait for the all-gather; the parameters are whole."""

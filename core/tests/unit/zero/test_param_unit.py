@@ -1,0 +1,276 @@
+"""A parameter unit by itself: what one rank has, the marks that libraries read, and the moves between its states.
+
+Peers are played here by a backend whose all-gather finds their shards; ranks/test_param_units.py has real ones.
+"""
+
+import pytest
+import torch
+from deepspeed import comm
+from deepspeed.errors import CommError, StateError
+from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_unit import (
+    LiveNumel,
+    ParamUnit,
+    saved_part,
+    shape_of,
+    unit_of,
+    whole,
+    whole_in_turn,
+)
+from torch.nn import Parameter
+
+AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus
+CPU = torch.device("cpu")
+
+
+def make_params(dtype=torch.float32):
+    return [
+        Parameter(torch.arange(6.0).view(2, 3).to(dtype)),
+        Parameter(torch.tensor(7.0, dtype=dtype)),
+        Parameter(torch.tensor([8.0, 9.0], dtype=dtype)),
+    ]
+
+
+NAMES = ["net.weight", "net.gain", "net.bias"]
+
+
+class Peers:
+    """Rank 0 of two. `full` is what all shards together are."""
+
+    rank, world_size, group = 0, 2, None
+
+    def __init__(self):
+        self.full, self.error, self.waits = None, None, 0
+
+    def all_gather(self, full_N, shard_S, *, tag=None):
+        if self.error == "launch":
+            raise CommError("a peer left")
+        self.tag = tag
+        peers = self
+
+        class Work:
+            def wait(self):
+                if peers.error == "wait":
+                    raise CommError("a peer left")
+                peers.waits += 1
+                full_N[shard_S.numel() :].copy_(peers.full[shard_S.numel() :])
+                full_N[: shard_S.numel()].copy_(shard_S)
+
+        return Work()
+
+
+@pytest.fixture
+def peers():
+    return Peers()
+
+
+@pytest.fixture
+def unit(peers):
+    params = make_params()
+    peers.full = torch.cat([*(param.detach().reshape(-1) for param in params), torch.zeros(3)])
+    return ParamUnit(params, NAMES, peers, device=CPU)
+
+
+def storage_bytes(unit):
+    return unit._full_N.untyped_storage().nbytes()
+
+
+# ---- one rank -------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_has_whole_parameters_for_good(single_rank):
+    params = make_params(torch.float32)
+    unit = ParamUnit(params, NAMES, comm.group_backend(None), device=CPU, dtype=torch.bfloat16)
+    assert not unit.is_sharded
+    for _ in range(2):
+        assert unit.status is AVAILABLE
+        for param, before in zip(params, make_params()):
+            assert torch.equal(param.detach(), before.bfloat16())
+            assert param.untyped_storage().data_ptr() == unit.shard_S.untyped_storage().data_ptr()
+        unit.release()
+        unit.gather()
+    assert unit.source_S.dtype is unit.source_dtype is torch.float32
+    assert unit.num_gathers == 0
+    with torch.no_grad():
+        params[2].fill_(5.0)
+    assert unit.shard_of(2).tolist() == [5.0, 5.0]
+
+
+# ---- marks ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_marks_that_libraries_read(unit, peers):
+    first, second, third = unit.params
+    assert [shape_of(param) for param in unit.params] == [(2, 3), (), (2,)]
+    assert [param.ds_numel for param in unit.params] == [6, 1, 2]
+    assert [param.ds_tensor.tolist() for param in unit.params] == [[0, 1, 2, 3, 4, 5], [], []]
+    assert [param.partition_numel() for param in unit.params] == [6, 0, 0]
+    assert len({param.ds_id for param in unit.params}) == 3
+    assert (first.ds_status, first.shape, unit_of(second)) == (NOT_AVAILABLE, (0,), unit)
+    first.all_gather()
+    assert third.ds_status is AVAILABLE
+    assert second.ds_summary()["shape"] == ()
+    with torch.no_grad():
+        first.zero_()
+    first.partition()
+    assert unit.shard_S.tolist() == [0, 1, 2, 3, 4, 5], "a change is dropped"
+    first.all_gather([third])
+    with torch.no_grad():
+        first.zero_()
+    third.partition([first], has_been_updated=True)
+    assert unit.shard_S.tolist() == [0] * 6
+    assert first.ds_summary()["status"] == "NOT_AVAILABLE"
+
+
+def test_a_plain_module_is_left_behind(unit):
+    params = unit.params
+    unit.restore_plain()
+    for param, before in zip(params, make_params()):
+        assert torch.equal(param, before)
+        assert unit_of(param) is None
+        assert not [name for name in vars(param) if name.startswith("ds_")]
+        assert not {"all_gather", "partition", "partition_numel"} & vars(param).keys()
+        assert param.untyped_storage().nbytes() == param.nbytes, "memory of its own"
+
+
+def test_a_unit_of_units_keeps_their_names_and_values(unit, peers):
+    """As `initialize` does it with what `zero.Init` sharded."""
+    params = unit.params
+    ids = [param.ds_id for param in params]
+    again = ParamUnit(params[1:], NAMES[1:], peers, device=CPU)
+    assert again.source_S.tolist() == [7.0, 8.0]
+    assert [param.ds_id for param in params] == ids
+    assert unit_of(params[0]) is unit
+    assert unit_of(params[1]) is again
+
+
+# ---- moves ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_there_between_gather_and_release(unit, peers):
+    assert (unit.status, storage_bytes(unit)) == (NOT_AVAILABLE, 0)
+    for count in (1, 2):
+        unit.launch()
+        assert (unit.status, storage_bytes(unit), peers.waits) == (INFLIGHT, 12 * 4, count - 1)
+        assert peers.tag == "net.weight"
+        unit.finish()
+        assert (unit.status, unit.num_gathers, unit.live.numel) == (AVAILABLE, count, 12)
+        for param, before in zip(unit.params, make_params()):
+            assert torch.equal(param, before)
+        unit.release()
+        assert (unit.status, storage_bytes(unit), unit.live.numel) == (NOT_AVAILABLE, 0, 0)
+        assert [param.numel() for param in unit.params] == [0, 0, 0]
+
+
+def test_a_saved_view_is_valid_again_after_the_next_gather(unit):
+    unit.gather()
+    view = unit.params[0].detach().t()  # as autograd saves one
+    unit.release()
+    assert view.untyped_storage().nbytes() == 0
+    unit.gather()
+    assert torch.equal(view, make_params()[0].t())
+
+
+def test_gather_and_release_are_idempotent(unit, peers):
+    unit.gather()
+    unit.gather()
+    assert (unit.num_gathers, peers.waits) == (1, 1)
+    unit.release()
+    unit.release()
+    assert unit.live == LiveNumel(0)
+
+
+@pytest.mark.parametrize("source", list(ZeroParamStatus))
+@pytest.mark.parametrize("target", list(ZeroParamStatus))
+def test_illegal_moves_are_refused(unit, source, target):
+    if source is not NOT_AVAILABLE:
+        unit.launch()
+    if source is AVAILABLE:
+        unit.finish()
+    legal = {NOT_AVAILABLE: INFLIGHT, INFLIGHT: AVAILABLE, AVAILABLE: NOT_AVAILABLE}
+    if legal[source] is target:
+        unit._move(target)
+        assert {param.ds_status for param in unit.params} == {target}
+    else:
+        with pytest.raises(
+            StateError, match=rf"net\.weight, net\.gain, net\.bias: {source.name} -> {target.name} is not a legal"
+        ):
+            unit._move(target)
+        assert unit.status is source
+
+
+def test_release_waits_for_the_all_gather(unit):
+    unit.launch()
+    with pytest.raises(StateError, match="INFLIGHT -> NOT_AVAILABLE"):
+        unit.release()
+
+
+def test_abandon_waits_for_nothing_and_gives_the_buffer_up(unit, peers):
+    assert unit.abandon() is None
+    unit.launch()
+    former = unit._full_N
+    work = unit.abandon()
+    assert (unit.status, peers.waits, unit.live.numel) == (NOT_AVAILABLE, 0, 0)
+    work.wait()  # what still arrives, arrives in the former buffer
+    assert former.untyped_storage().nbytes() == 12 * 4
+    assert storage_bytes(unit) == 0
+    unit.gather()
+    assert torch.equal(unit.params[0], make_params()[0])
+
+
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_a_failed_all_gather_names_the_parameters_and_can_be_abandoned(unit, peers, where):
+    peers.error = where
+    with pytest.raises(CommError, match=r"all-gather of the parameters net\.weight, net\.gain, net\.bias: a peer left"):
+        unit.gather()
+    unit.abandon()
+    assert (unit.status, unit.live.numel, storage_bytes(unit)) == (NOT_AVAILABLE, 0, 0)
+
+
+def test_a_value_that_was_put_in_while_sharded_is_refused(unit):
+    unit.params[2].data = torch.ones(2)
+    with pytest.raises(StateError, match=r"parameter net\.bias: found a value of shape \(2,\) that was put into it"):
+        unit.launch()
+    assert unit.status is NOT_AVAILABLE
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_shard_is_taken_from_whole_values(unit):
+    unit.set_shard_of(unit.params[0], torch.full((2, 3), 4.0))
+    unit.set_shard_of(unit.params[2], torch.full((2,), 4.0))  # of which the other rank has all
+    assert unit.shard_S.tolist() == [4.0] * 6
+    unit.gather()
+    unit._full_N.fill_(5.0)
+    unit.take_from_full()
+    assert unit.shard_S.tolist() == [5.0] * 6
+
+
+def test_whole_values_one_unit_at_a_time(unit, peers):
+    other_peers = Peers()
+    other_peers.full = torch.tensor([1.0, 2.0, 3.0, 0.0])
+    other = ParamUnit([Parameter(torch.tensor([1.0, 2.0, 3.0]))], ["other"], other_peers, device=CPU)
+    plain = Parameter(torch.ones(1))
+    seen = []
+    for param, value in whole_in_turn([*unit.params, plain, *other.params]):
+        assert value.shape == shape_of(param)
+        seen.append((unit.status is AVAILABLE, other.status is AVAILABLE))
+    assert seen == [(True, False)] * 3 + [(False, False), (False, True)]
+    assert (unit.status, other.status, unit.num_gathers) == (NOT_AVAILABLE, NOT_AVAILABLE, 1)
+
+
+def test_what_was_whole_before_stays_whole(unit):
+    unit.gather()
+    with whole(unit.params[0]) as value:
+        assert value.shape == (2, 3)
+    for _ in whole_in_turn(unit.params):
+        pass
+    assert unit.status is AVAILABLE
+
+
+def test_a_part_to_save_is_padded(unit):
+    assert [saved_part(param).tolist() for param in unit.params] == [[0.0, 1.0, 2.0], [7.0], [8.0]]
+    assert unit.status is NOT_AVAILABLE
+    plain = Parameter(torch.ones(3))
+    assert saved_part(plain).tolist() == [1.0] * 3
