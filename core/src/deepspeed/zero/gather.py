@@ -40,25 +40,37 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         self.params: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
         self.enabled = enabled
         self._modifier_rank = modifier_rank
-        self._gathered: list[ParamUnit] = []
+        self._held: list[tuple[ParamUnit, bool]] = []  # whether it is released when no other context holds it
         if fwd_module is not None:
             for param in self.params:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> "GatheredParameters":
         if self.enabled:
-            for unit in self._units():
-                if unit.status is not ZeroParamStatus.AVAILABLE:
+            try:
+                for unit in self._units():
+                    is_released = unit.status is not ZeroParamStatus.AVAILABLE or _is_idle(unit)
                     unit.gather()
-                    self._gathered.append(unit)
+                    unit.num_contexts += 1
+                    self._held.append((unit, is_released))
+            except BaseException:
+                self._let_go()
+                raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        gathered, self._gathered = self._gathered, []
-        if self.enabled and self._modifier_rank is not None and exc[0] is None:
-            self._keep_changes(self._modifier_rank)
-        for unit in gathered:
-            unit.release()
+        try:
+            if self.enabled and self._modifier_rank is not None and exc[0] is None:
+                self._keep_changes(self._modifier_rank)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, []
+        for unit, is_released in held:
+            unit.num_contexts -= 1
+            if is_released:
+                unit.release()
 
     def _units(self) -> list[ParamUnit]:
         return list(dict.fromkeys(unit for param in self.params if (unit := unit_of(param)) is not None))
@@ -69,6 +81,11 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             unit.take_from_full()
         for sharding in {manager for param in self.params if (manager := manager_of(param)) is not None}:
             sharding.weights_changed(self.params, source)
+
+
+def _is_idle(unit: ParamUnit) -> bool:
+    """Whether a whole unit is read by nobody now: it is whole because it may be used again soon."""
+    return unit.num_users == 0 and torch._C._current_graph_task_id() == -1
 
 
 def register_external_parameter(module: Module, parameter: Any) -> None:

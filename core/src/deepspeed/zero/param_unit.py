@@ -70,6 +70,7 @@ class ParamUnit:
         self.start, self.stop = self.layout.shard(ranks.rank)
         self.status = ZeroParamStatus.AVAILABLE
         self.num_users = 0  # modules whose forward runs and that use the unit
+        self.num_contexts = 0  # `GatheredParameters` that are open and hold the unit whole
         self.num_missing = 0  # gradients that are still to arrive in this backward
         self.num_gathers = 0  # all-gathers since the unit was made
         self.live = LiveNumel(self.numel)
@@ -178,8 +179,9 @@ class ParamUnit:
             self.finish()
 
     def release(self) -> None:
-        """Give the memory of the whole parameters back. Not while an all-gather is in flight."""
-        if self.status is ZeroParamStatus.NOT_AVAILABLE or not self.is_sharded:
+        """Give the memory of the whole parameters back, unless a context holds them. Not while an all-gather is in
+        flight."""
+        if self.status is ZeroParamStatus.NOT_AVAILABLE or not self.is_sharded or self.num_contexts > 0:
             return
         self._move(ZeroParamStatus.NOT_AVAILABLE)
         self.live.numel -= self.numel

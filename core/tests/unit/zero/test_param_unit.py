@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepspeed import comm
 from deepspeed.errors import CommError, StateError
+from deepspeed.zero.gather import GatheredParameters
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import (
     LiveNumel,
@@ -274,3 +275,30 @@ def test_a_part_to_save_is_padded(unit):
     assert unit.status is NOT_AVAILABLE
     plain = Parameter(torch.ones(3))
     assert saved_part(plain).tolist() == [1.0] * 3
+
+
+def test_an_open_context_holds_the_unit(unit):
+    with GatheredParameters(unit.params):
+        unit.release()
+        assert unit.status is AVAILABLE
+        with GatheredParameters(unit.params[0]):
+            unit.release()
+        assert unit.status is AVAILABLE
+    assert (unit.status, unit.num_contexts) == (NOT_AVAILABLE, 0)
+
+
+def test_a_context_that_cannot_be_entered_holds_nothing(unit, peers):
+    other_peers = Peers()
+    other = ParamUnit([Parameter(torch.ones(3))], ["other"], other_peers, device=CPU)
+    other_peers.error = "wait"
+    with pytest.raises(CommError, match="other"), GatheredParameters([*unit.params, *other.params]):
+        raise AssertionError("entered")
+    assert (unit.status, unit.num_contexts, other.num_contexts) == (NOT_AVAILABLE, 0, 0)
+
+
+def test_a_unit_that_a_running_module_uses_stays_whole_after_the_context(unit):
+    unit.gather()
+    unit.num_users = 1
+    with GatheredParameters(unit.params):
+        pass
+    assert unit.status is AVAILABLE

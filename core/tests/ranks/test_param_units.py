@@ -1,0 +1,334 @@
+"""Sharded parameters on two ranks: units, `GatheredParameters` in its forms, and `zero.Init`."""
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.errors import CommError, ConfigError, StateError
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
+from deepspeed.zero import GatheredParameters
+from deepspeed.zero.fragments import safe_get_full_fp32_param
+from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
+from torch import nn
+
+NOT_AVAILABLE = ZeroParamStatus.NOT_AVAILABLE
+
+
+def is_empty(param):
+    """Whether nothing of the whole parameter is in memory."""
+    unit = unit_of(param)
+    return unit.status is NOT_AVAILABLE and unit._full_N.untyped_storage().nbytes() == 0 == param.numel()
+
+
+# ---- units ----------------------------------------------------------------------------------------------------------
+
+
+def unit_job(from_first_rank):
+    rank = dist.get_rank()
+    values = [torch.arange(6.0).view(2, 3), torch.tensor(6.0), torch.tensor([7.0, 8.0])]
+    offset = 10.0 * rank * from_first_rank  # those of the second rank do not count
+    params = [nn.Parameter(value + offset) for value in values]
+    ranks = dist.group_backend(None)
+    unit = ParamUnit(params, ["a", "b", "c"], ranks, device=torch.device("cpu"), from_first_rank=from_first_rank)
+    assert unit.shard_S.tolist() == ([0, 1, 2, 3, 4, 5] if rank == 0 else [6, 7, 8, 0, 0, 0])
+    for _ in range(2):
+        assert all(is_empty(param) for param in params)
+        unit.gather()
+        assert all(torch.equal(param, value) for param, value in zip(params, values, strict=True))
+        unit.release()
+    unit.gather()
+    with torch.no_grad():
+        params[2].fill_(rank + 1.0)
+    unit.broadcast(1)
+    unit.take_from_full()
+    unit.release()
+    unit.gather()
+    assert params[2].tolist() == [2.0, 2.0]
+    unit.release()
+    unit.launch()
+    ranks.abandon([unit.abandon()], failed=False)
+    assert all(is_empty(param) for param in params)
+    try:
+        unit.gather()
+    except CommError:  # a library that cannot go on says so
+        return
+    assert torch.equal(params[0], values[0])
+
+
+@pytest.mark.parametrize("from_first_rank", [True, False])
+def test_gather_release_and_abandon(from_first_rank):
+    run_ranks(2, unit_job, from_first_rank)
+
+
+# ---- GatheredParameters ---------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def create_engine(module=None, **keys):
+    torch.manual_seed(3)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **keys.pop("zero", {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero,
+        "steps_per_print": 1_000_000,
+        **keys,
+    }
+    return deepspeed.initialize(model=Net() if module is None else module, config=config)[0]
+
+
+def plain_net():
+    torch.manual_seed(3)
+    return Net()
+
+
+def run_step(engine):
+    dtype = engine.module.first.weight.dtype
+    engine.backward(engine(torch.ones(4, 5, dtype=dtype)).float().square().mean())
+    engine.step()
+
+
+def forms_job():
+    module = create_engine().module
+    plain = plain_net()
+    first, second = module.first.weight, module.last.weight
+    forms = {
+        "one": first,
+        "a list": [first, second],
+        "a generator": module.parameters(),
+        "with others": [first, nn.Parameter(torch.ones(1))],
+    }
+    for form in forms.values():
+        assert is_empty(first)
+        with GatheredParameters(form) as context:
+            assert torch.equal(first, plain.first.weight)
+            assert all(param.shape == shape_of(param) for param in context.params)
+        assert is_empty(first)
+    with GatheredParameters(first, enabled=False):
+        assert is_empty(first)
+    with GatheredParameters([first]):
+        with GatheredParameters(module.parameters()):
+            assert second.shape == (3, 7)
+        assert torch.equal(first, plain.first.weight), "the outer context holds it"
+        assert is_empty(second)
+    with pytest.raises(RuntimeError, match="inside"), GatheredParameters(first):
+        raise RuntimeError("inside")
+    assert is_empty(first)
+
+
+def test_every_form_of_gathered_parameters():
+    run_ranks(2, forms_job)
+
+
+def modified_job(modifier_rank, keys):
+    engine = create_engine(**keys)
+    params = [engine.module.first.weight, engine.module.last.bias]
+    run_step(engine)
+    expected = [safe_get_full_fp32_param(param).clone() for param in params]
+    with GatheredParameters(params, modifier_rank=modifier_rank), torch.no_grad():
+        for param in params:
+            param.fill_(dist.get_rank() + 1 / 3)
+    if modifier_rank is not None:
+        low = torch.tensor(modifier_rank + 1 / 3).to(params[0].dtype).item()
+        expected = [torch.full_like(former, low) for former in expected]
+    for param, wanted in zip(params, expected, strict=True):
+        assert torch.equal(safe_get_full_fp32_param(param), wanted)
+        with GatheredParameters(param):
+            assert torch.equal(param, wanted.to(param.dtype))
+    run_step(engine)  # the update starts from what was set
+    assert 0 < (safe_get_full_fp32_param(params[0]) - expected[0]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("modifier_rank", [None, 0, 1])
+def test_only_the_modifiers_changes_are_kept_also_in_master_weights(modifier_rank, keys):
+    run_ranks(2, modified_job, modifier_rank, keys)
+
+
+def kept_whole_job(max_reuse):
+    """What a forward left whole, because it is needed again soon, is no way around the rules of the context."""
+    engine = create_engine(zero={"stage3_max_reuse_distance": max_reuse})
+    param, plain = engine.module.first.weight, plain_net()
+    with torch.no_grad():
+        engine(torch.ones(4, 5))
+        with GatheredParameters(param):
+            param.zero_()
+        output = engine(torch.ones(4, 5))
+        torch.testing.assert_close(output, plain(torch.ones(4, 5)))
+        with GatheredParameters(engine.module.parameters()):
+            engine(torch.ones(4, 5))
+            assert torch.equal(param, plain.first.weight), "a forward inside leaves it whole"
+        assert is_empty(param)
+
+
+@pytest.mark.parametrize("max_reuse", [0, 10**9])
+def test_a_forward_before_the_context_and_inside_it(max_reuse):
+    run_ranks(2, kept_whole_job, max_reuse)
+
+
+def outside_job():
+    engine = create_engine()
+    engine.module.last.bias.data = torch.zeros(3)
+    with pytest.raises(StateError, match=r"parameter last\.bias: found a value of shape \(3,\) that was put into it"):
+        run_step(engine)
+
+
+def test_a_value_put_in_outside_of_the_context_is_refused():
+    run_ranks(2, outside_job)
+
+
+# ---- zero.Init ------------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Draws numbers itself, between those of its children."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.inner = nn.Linear(numel, numel)
+        self.scale = nn.Parameter(torch.randn(numel))
+        self.register_buffer("positions", torch.arange(numel).float())
+        self.outer = nn.Linear(numel, numel)
+        self.outer.bias = self.inner.bias  # tied
+
+
+class Defined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled(4), Scaled(6)])
+        self.empty = nn.Parameter(torch.empty(0))
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
+
+        class Late(nn.Linear):
+            """A class that did not exist when the context was entered."""
+
+            def reset_parameters(self):
+                nn.init.uniform_(self.weight)
+                nn.init.constant_(self.bias, 2.0)
+
+        self.late = Late(4, 4)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+            if module.bias is not None:
+                module.bias.data.zero_()
+
+
+def assert_equal_weights(module, plain, dtype=None):
+    for (name, param), (plain_name, wanted) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == plain_name
+        assert param.requires_grad == wanted.requires_grad, name
+        wanted = wanted.to(dtype) if dtype is not None and wanted.is_floating_point() else wanted
+        assert wanted.numel() == 0 or is_empty(param), name
+        with GatheredParameters(param):
+            assert wanted.numel() == 0 or param.dtype == wanted.dtype, name
+            assert torch.equal(param, wanted.to(param.dtype)), name
+    for one, other in zip(module.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def construct_job(build, config, dtype):
+    torch.manual_seed(5 + dist.get_rank())  # rank 0's seed counts
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        module = build()
+        drawn = torch.rand(1)
+    torch.manual_seed(5)
+    plain = build()
+    assert dist.get_rank() > 0 or torch.equal(drawn, torch.rand(1)), "the generator is where it would be"
+    assert_equal_weights(module, plain, dtype)
+
+
+def defined_and_applied():
+    module = Defined()
+    module.apply(lambda each: nn.init.ones_(each.weight) if isinstance(each, nn.Linear) else None)
+    return module
+
+
+STAGE3 = {"zero_optimization": {"stage": 3}}
+BF16 = {**STAGE3, "bf16": {"enabled": True}, "train_batch_size": "auto"}
+BUILDS = [Net, Defined, defined_and_applied]
+
+
+@pytest.mark.parametrize(
+    ("build", "config", "dtype"),
+    swept(
+        [(build, *how) for build in BUILDS for how in ((None, None), (STAGE3, None), (BF16, torch.bfloat16))],
+        lambda build, config, dtype: build is not Net or config is STAGE3,
+    ),
+)
+def test_weights_equal_a_plain_construction_under_one_seed(build, config, dtype):
+    run_ranks(2, construct_job, build, config, dtype)
+
+
+def existing_and_nested_job():
+    module, inits = plain_net(), [vars(cls).get("__init__") for cls in (Net, nn.Linear)]
+    deepspeed.zero.Init(module=module)
+    assert_equal_weights(module, plain_net())
+    torch.manual_seed(3)
+    with deepspeed.zero.Init(config=STAGE3), deepspeed.zero.Init(remote_device="cpu"):
+        module = Net()
+        with deepspeed.zero.Init(enabled=False):
+            plain = nn.Linear(2, 2)
+    assert_equal_weights(module, plain_net())
+    with pytest.raises(RuntimeError, match="inside"), deepspeed.zero.Init():
+        raise RuntimeError("inside")
+    assert [vars(cls).get("__init__") for cls in (Net, nn.Linear)] == inits
+    assert "__init_subclass__" not in vars(nn.Module)
+    assert nn.Linear(2, 2).weight.shape == (2, 2)
+    assert plain is not None
+
+
+def test_an_existing_module_and_nested_contexts():
+    run_ranks(2, existing_and_nested_job)
+
+
+def refused_job():
+    for stage in (0, 1, 2):
+        with pytest.raises(ConfigError, match=rf"zero\.Init: zero_optimization\.stage is {stage}, so no parameter"):
+            deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": stage}})
+        with deepspeed.zero.Init():
+            module = Net()
+        with pytest.raises(ConfigError, match=rf"stage is {stage}, and 4 parameters .* 'first\.weight', were sharded"):
+            create_engine(module, zero={"stage": stage})
+
+
+def test_a_stage_that_shards_no_parameters_is_refused():
+    run_ranks(2, refused_job)
+
+
+def trained_job(keys, threshold):
+    """An engine of a sharded model goes the same way as one of a plain model, and leaves a plain module behind."""
+    results = []
+    for is_sharded in (True, False):
+        torch.manual_seed(3)
+        with deepspeed.zero.Init(enabled=is_sharded, dtype=torch.float32):
+            module = Net()
+        engine = create_engine(module, zero={"stage3_param_persistence_threshold": threshold}, **keys)
+        for _ in range(3):
+            run_step(engine)
+        engine.destroy()
+        assert all(unit_of(param) is None for param in module.parameters())
+        results.append([param.detach().clone() for param in module.parameters()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+        assert one.shape == other.shape
+
+
+@pytest.mark.parametrize("threshold", [0, 10])
+@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_model_of_the_context_trains_as_a_plain_one(keys, threshold):
+    run_ranks(2, trained_job, keys, threshold)
