@@ -194,9 +194,22 @@ def _apply_to_whole(module: Module, fn: Callable[[Module], Any]) -> Module:
     """`Module.apply` for sharded modules: `fn` sees the module's own parameters whole, and its changes stay."""
     for child in module.children():
         child.apply(fn)
-    with GatheredParameters(_own(module), modifier_rank=comm.get_global_rank(None, 0)):
+    with GatheredParameters(_own(module), modifier_rank=comm.get_global_rank(None, 0)), _as_constructed(_own(module)):
         fn(module)
     return module
+
+
+@contextlib.contextmanager
+def _as_constructed(params: list[Parameter]) -> Iterator[None]:
+    """Whole parameters in the dtype in which they were built: in another one, random numbers would be others."""
+    rounded = [(param, param.data) for param in params if unit_of(param) is not None]
+    for param, value in rounded:
+        unit = unit_of(param)
+        assert unit is not None
+        param.data = value.to(unit.source_dtype)
+    yield
+    for param, value in rounded:
+        param.data = value.copy_(param.data)
 
 
 def _own(module: Module) -> list[Parameter]:
