@@ -13,7 +13,7 @@ from deepspeed.zero.fragments import (
 from torch import nn
 
 X = torch.arange(16.0).view(4, 4) / 16
-SETTINGS = [(stage, dtype) for stage in (0, 1, 2) for dtype in ("fp32", "bf16")]
+SETTINGS = [(stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
 
 
 @pytest.fixture(params=SETTINGS, ids=[f"stage{stage}-{dtype}" for stage, dtype in SETTINGS])
@@ -22,7 +22,9 @@ def engine(make_engine, monkeypatch, request):
     stage, dtype = request.param
     torch.manual_seed(0)
     low = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
-    return make_engine(nn.Linear(4, 2), zero_optimization={"stage": stage}, **low)
+    return make_engine(
+        nn.Linear(4, 2), zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0}, **low
+    )
 
 
 def run_backward(engine):
