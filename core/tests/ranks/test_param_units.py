@@ -8,7 +8,7 @@ from deepspeed.errors import CommError, ConfigError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import GatheredParameters
-from deepspeed.zero.fragments import safe_get_full_fp32_param
+from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
 from torch import nn
@@ -175,6 +175,31 @@ def kept_whole_job(max_reuse):
 @pytest.mark.parametrize("max_reuse", [0, 10**9])
 def test_a_forward_before_the_context_and_inside_it(max_reuse):
     run_ranks(2, kept_whole_job, max_reuse)
+
+
+def set_while_gathered_job(keys):
+    """Whatever a forward has left whole or on its way, the next one reads what was set."""
+    engine = create_engine(nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))), zero=keys)
+    with torch.no_grad():
+        for _ in range(3):
+            engine(torch.ones(4, 5))
+        seen = [param.ds_status for param in engine.module.parameters()]
+        for param in engine.module.parameters():
+            safe_set_full_fp32_param(param, torch.eye(5))
+        assert torch.equal(engine(torch.ones(4, 5)), torch.ones(4, 5))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("keys", "status"),
+    [
+        ({}, ZeroParamStatus.AVAILABLE),
+        ({"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 30}, ZeroParamStatus.INFLIGHT),
+    ],
+    ids=["kept", "gathered ahead"],
+)
+def test_a_weight_that_was_set_is_read_next(keys, status):
+    assert all(seen[0] is status for seen in run_ranks(2, set_while_gathered_job, keys))
 
 
 def outside_job():

@@ -49,9 +49,12 @@ def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Ten
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     """Replace the weight, in fp32 and in the model's dtype, on every rank."""
+    unit = unit_of(param)
+    if unit is not None and unit.status is ZeroParamStatus.INFLIGHT:  # gathered ahead: peers read the shard
+        unit.finish()
     _scatter(param, value, "safe_set_full_fp32_param", lambda sharding, shard: shard.master)
     with torch.no_grad():
-        if (unit := unit_of(param)) is None or unit.status is ZeroParamStatus.AVAILABLE:
+        if unit is None or unit.status is ZeroParamStatus.AVAILABLE:
             param.copy_(value)
         if unit is not None and unit.is_sharded:
             unit.set_shard_of(param, value)
