@@ -134,7 +134,9 @@ def test_every_form_of_gathered_parameters():
 def modified_job(modifier_rank, keys):
     engine = create_engine(**keys)
     params = [engine.module.first.weight, engine.module.last.bias]
+    others = [engine.module.first.bias, engine.module.last.weight]
     run_step(engine)
+    masters = [safe_get_full_fp32_param(param).clone() for param in others]
     expected = [safe_get_full_fp32_param(param).clone() for param in params]
     with GatheredParameters(params, modifier_rank=modifier_rank), torch.no_grad():
         for param in params:
@@ -146,6 +148,8 @@ def modified_job(modifier_rank, keys):
         assert torch.equal(safe_get_full_fp32_param(param), wanted)
         with GatheredParameters(param):
             assert torch.equal(param, wanted.to(param.dtype))
+    for param, master in zip(others, masters, strict=True):
+        assert torch.equal(safe_get_full_fp32_param(param), master), "what was not changed keeps its precision"
     run_step(engine)  # the update starts from what was set
     assert 0 < (safe_get_full_fp32_param(params[0]) - expected[0]).abs().max() < 0.1
 

@@ -144,6 +144,15 @@ class FlatGroup:
             if shard.has_master:
                 shard.master.view(-1).copy_(shard.weight.view(-1))
 
+    def take_changes(self) -> None:
+        """Copy the weights that were changed from outside into the master weights. The others keep their precision: a
+        master weight that rounds to its weight is left as it is."""
+        for shard in self.shards:
+            if shard.has_master:
+                master = shard.master.view(-1)
+                weight = shard.weight.detach().view(-1).to(master.device)
+                master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
+
     def weights_from_masters(self) -> None:
         """Round the masters into the model's weights."""
         for shard in self.shards:

@@ -220,7 +220,10 @@ class Stage3(Stage2):
                 value = param.data.contiguous().view(-1)
                 self.backend.broadcast(value, torch.distributed.get_group_rank(self.backend.group, source)).wait()
                 param.data.view(-1).copy_(value)
-        self.masters_from_weights()
+        changed = set(params)
+        for group in self.groups:
+            if not changed.isdisjoint(group.params):
+                group.take_changes()
 
     # ---- states -------------------------------------------------------------------------------------------------
 

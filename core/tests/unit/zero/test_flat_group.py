@@ -120,6 +120,17 @@ def test_masters_and_weights_follow_each_other():
     assert torch.equal(params[1], torch.full((5,), 1 / 3, dtype=torch.bfloat16))
 
 
+def test_only_what_was_changed_is_taken_into_master_weights():
+    params = make_params()
+    group = make_group(params, model_dtype=torch.bfloat16)
+    before = group.master_S.clone()
+    with torch.no_grad():
+        params[1][2:4] = 3.0
+    group.take_changes()
+    assert torch.equal(group.shards[0].master, before[:6])
+    assert group.shards[1].master.tolist() == [*before[6:8].tolist(), 3.0, 3.0, before[10].item()]
+
+
 def test_parameters_that_are_not_contiguous():
     transposed = Parameter(torch.arange(6.0).view(2, 3).t())
     before = transposed.detach().clone()
