@@ -1,5 +1,7 @@
 """Sharded parameters on two ranks: units, `GatheredParameters` in its forms, and `zero.Init`."""
 
+from itertools import product
+
 import deepspeed
 import deepspeed.comm as dist
 import pytest
@@ -13,6 +15,7 @@ from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
 from torch import nn
 
+LOW = {"bf16": {"enabled": True}}
 NOT_AVAILABLE = ZeroParamStatus.NOT_AVAILABLE
 
 
@@ -154,8 +157,10 @@ def modified_job(modifier_rank, keys):
     assert 0 < (safe_get_full_fp32_param(params[0]) - expected[0]).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("modifier_rank", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("modifier_rank", "keys"),
+    swept(product([None, 0, 1], [{}, LOW]), lambda rank, keys: (rank == 0) is not bool(keys)),
+)
 def test_only_the_modifiers_changes_are_kept_also_in_master_weights(modifier_rank, keys):
     run_ranks(2, modified_job, modifier_rank, keys)
 
@@ -288,7 +293,7 @@ def defined_and_applied():
 
 
 STAGE3 = {"zero_optimization": {"stage": 3}}
-BF16 = {**STAGE3, "bf16": {"enabled": True}, "train_batch_size": "auto"}
+BF16 = {**STAGE3, **LOW, "train_batch_size": "auto"}
 BUILDS = [Net, Defined, defined_and_applied]
 
 
@@ -296,7 +301,7 @@ BUILDS = [Net, Defined, defined_and_applied]
     ("build", "config", "dtype"),
     swept(
         [(build, *how) for build in BUILDS for how in ((None, None), (STAGE3, None), (BF16, torch.bfloat16))],
-        lambda build, config, dtype: build is not Net or config is STAGE3,
+        lambda build, config, dtype: (build, config) in ((Net, None), (Defined, STAGE3), (defined_and_applied, BF16)),
     ),
 )
 def test_weights_equal_a_plain_construction_under_one_seed(build, config, dtype):
@@ -357,7 +362,8 @@ def trained_job(keys, threshold):
         assert one.shape == other.shape
 
 
-@pytest.mark.parametrize("threshold", [0, 10])
-@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("keys", "threshold"), swept(product([{}, LOW], [0, 10]), lambda keys, threshold: bool(keys) is bool(threshold))
+)
 def test_a_model_of_the_context_trains_as_a_plain_one(keys, threshold):
     run_ranks(2, trained_job, keys, threshold)
