@@ -351,7 +351,9 @@ def _optimizer_of_user(training: Training) -> Optimizer | None:
     """In fp32 without sharding the torch optimizer itself, as documented; else a wrapper whose step is the engine's."""
     optimizer, precision = training.basic_optimizer, training.precision
     is_plain = precision.model_dtype is None and not precision.checks_overflow
-    if optimizer is None or (training.sharding.stage == 0 and is_plain):
+    if optimizer is None:  # at stage 3 libraries find the hooks on the module here
+        return getattr(training.sharding, "hooks", None)
+    if training.sharding.stage == 0 and is_plain:
         return optimizer
     return ZeroOptimizer(training.sharding, optimizer, training.optimizer_step, precision.loss_scaler)
 

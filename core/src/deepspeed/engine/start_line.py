@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import registry
 from deepspeed.ops.kernel_optimizer import KernelOptimizer
 from deepspeed.precision import Autocast, Precision
+from deepspeed.zero.param_unit import shape_of
 
 if TYPE_CHECKING:
     from deepspeed.engine.engine import DeepSpeedEngine
@@ -41,8 +42,8 @@ def _dtype(precision: Precision) -> str:
 
 def _parameters(engine: "DeepSpeedEngine") -> str:
     parameters = list(engine.module.parameters())
-    numel = sum(parameter.numel() for parameter in parameters)
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    numel = sum(shape_of(parameter).numel() for parameter in parameters)
+    trained = sum(shape_of(parameter).numel() for parameter in parameters if parameter.requires_grad)
     return f"{numel:,} parameters" + (f" ({trained:,} trained)" if trained != numel else "")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
@@ -144,6 +145,10 @@ class Init(contextlib.AbstractContextManager["Init"]):
                     _replace(undo, Module, "apply", _apply_to_whole)
                     wrapped = zero_wrapper_for_fp_tensor_constructor(torch.arange, None, target_device="cpu")
                     _replace(undo, torch, "arange", wrapped)
+                    first_rank = torch.distributed.get_global_rank(self._ranks.group, 0)
+                    for name in _initializers():
+                        _replace(undo, torch.nn.init, name, _acting_on_whole(getattr(torch.nn.init, name), first_rank))
+                    undo.enter_context(_InPlaceOnWhole(first_rank))
                     self._undo = undo.pop_all()
         return self
 
@@ -210,6 +215,43 @@ def _as_constructed(params: list[Parameter]) -> Iterator[None]:
     yield
     for param, value in rounded:
         param.data = value.copy_(param.data)
+
+
+class _InPlaceOnWhole(TorchFunctionMode):
+    """Lets an in-place function see a sharded parameter whole, and keeps what it did: `p.normal_()` in the `__init__`
+    of a module above the one that owns the parameter."""
+
+    def __init__(self, first_rank: int) -> None:
+        super().__init__()
+        self._first_rank = first_rank
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and args and _is_released(args[0]):
+            func = _acting_on_whole(func, self._first_rank)
+        return func(*args, **(kwargs or {}))
+
+
+def _acting_on_whole(fn: Callable[..., Any], first_rank: int) -> Callable[..., Any]:
+    """An in-place function that gathers its first argument if that is a sharded parameter. All ranks call it; the
+    result of `first_rank` counts."""
+
+    @functools.wraps(fn)
+    def act(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_released(tensor):
+            return fn(tensor, *args, **kwargs)
+        with GatheredParameters(tensor, modifier_rank=first_rank):
+            return fn(tensor, *args, **kwargs)
+
+    return act
+
+
+def _is_released(tensor: Any) -> bool:
+    return getattr(tensor, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
+
+
+def _initializers() -> list[str]:
+    return [name for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_")]
 
 
 def _own(module: Module) -> list[Parameter]:

@@ -69,7 +69,7 @@ class ParamFetcher:
 
     def drop(self, unit: ParamUnit) -> None:
         """The last user of `unit` is done with it."""
-        if unit.status is not _AVAILABLE:
+        if unit.status is not _AVAILABLE or unit.num_contexts:
             return
         if self._is_used_again_soon(unit):
             self._unused[unit] = None
@@ -86,14 +86,6 @@ class ParamFetcher:
             unit.release()
         self._unused.clear()
         self._place = (None, None)
-
-    def release_unused(self) -> None:
-        """Release what nobody uses and what is not needed soon by what is known."""
-        for unit in list(self._unused):
-            if unit.status is ZeroParamStatus.INFLIGHT:
-                unit.finish()
-            if not self._is_used_again_soon(unit):
-                self._release(unit)
 
     def abandon(self) -> Iterator[Work]:
         """Forget the all-gathers in flight without waiting for them; yields their works."""
@@ -171,7 +163,7 @@ class ParamFetcher:
         for unit in list(self._unused):
             if excess <= 0:
                 return
-            if unit.status is _AVAILABLE:
+            if unit.status is _AVAILABLE and not unit.num_contexts:
                 excess -= unit.numel
                 self._release(unit)
 

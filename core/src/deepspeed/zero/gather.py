@@ -73,14 +73,25 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
                 unit.release()
 
     def _units(self) -> list[ParamUnit]:
-        return list(dict.fromkeys(unit for param in self.params if (unit := unit_of(param)) is not None))
+        """The units of the parameters, in the same order on all ranks: a list made from a set differs by rank."""
+        units = {unit for param in self.params if (unit := unit_of(param)) is not None}
+        return sorted(units, key=lambda unit: min(param.ds_id for param in unit.params))  # type: ignore[attr-defined]
 
     def _keep_changes(self, source: int) -> None:
         for unit in self._units():
             unit.broadcast(torch.distributed.get_group_rank(unit.ranks.group, source))
             unit.take_from_full()
+        for param in sorted({param for param in self.params if _stays_whole(param)}, key=lambda each: each.ds_id):
+            value = param.data.contiguous()
+            torch.distributed.broadcast(value, source, group=param.ds_process_group)
+            param.data.copy_(value)
         for sharding in {manager for param in self.params if (manager := manager_of(param)) is not None}:
-            sharding.weights_changed(self.params, source)
+            sharding.weights_changed(self.params)
+
+
+def _stays_whole(param: Any) -> bool:
+    """Whether it is a small parameter, which stage 3 does not shard; not a buffer, or one of no engine."""
+    return getattr(param, "ds_persist", False) and param.ds_world_size > 1
 
 
 def _is_idle(unit: ParamUnit) -> bool:

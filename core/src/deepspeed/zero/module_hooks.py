@@ -53,12 +53,14 @@ class ModuleHooks:
         self._units_of_module = dict(units_of_module)
         self._active: list[Module] = []  # modules whose forward runs, innermost last
         self._names = {each: name for name, each in module.named_modules()}
-        for each in module.modules():
-            each.ds_external_parameters = MethodType(_external_parameters, each)  # type: ignore[assignment]
+        for unit in fetcher.units:
+            unit.hooks = self
         self._register_deepspeed_module(module)
 
     def _register_deepspeed_module(self, module: Module, num_modules: int = 0) -> None:
         """Put the hooks on `module` and all modules below it; libraries take them off and put them back."""
+        for each in module.modules():
+            each.ds_external_parameters = MethodType(_external_parameters, each)  # type: ignore[assignment]
         if not any(unit.is_sharded for unit in self.param_coordinator.units):
             return
         for each in module.modules():
@@ -68,11 +70,23 @@ class ModuleHooks:
                 before = each.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
                 self.forward_hooks += [before, each.register_forward_hook(self._after_forward)]
 
-    def remove(self) -> None:
-        """Take everything off again. Idempotent."""
+    def params(self) -> Iterator[Parameter]:
+        """The parameters that are gathered by these hooks."""
+        return (param for unit in self.param_coordinator.units for param in unit.params)
+
+    def install_again(self) -> None:
+        """Put the hooks back where a library removed them by force."""
+        self._remove_handles()
+        self._register_deepspeed_module(self.module)
+
+    def _remove_handles(self) -> None:
         for handle in (*self.forward_hooks, *self.backward_hooks):
             handle.remove()
         self.forward_hooks, self.backward_hooks = [], []
+
+    def remove(self) -> None:
+        """Take everything off again. Idempotent."""
+        self._remove_handles()
         for each in self.module.modules():
             if isinstance(each._parameters, _WatchedParameters):
                 each._parameters = dict(each._parameters)

@@ -43,6 +43,13 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         return self.optimizer.defaults
 
     @property
+    def parameter_offload(self) -> Any:
+        """At stage 3 the hooks on the module (`ModuleHooks`), which libraries remove around `generate`."""
+        if self._sharding.stage != 3:
+            raise AttributeError(f"parameter_offload: zero_optimization.stage is {self._sharding.stage}, not 3")
+        return self._sharding.hooks
+
+    @property
     def overflow(self) -> bool:
         """Whether the last step was skipped because a gradient was inf or nan."""
         return self.loss_scaler.overflow

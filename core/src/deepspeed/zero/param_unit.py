@@ -12,12 +12,10 @@ and before its backward (`module_hooks.py`).
 Legend: N padded numel of the unit, S = N / W numel of a shard, W ranks.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,9 +25,8 @@ from torch.nn import Parameter
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import CommError, StateError
 from deepspeed.zero.layout import UnitLayout
+from deepspeed.zero.param_marks import mark, unmark
 from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
-
-_ids = itertools.count()
 
 
 @dataclass(slots=True)
@@ -73,13 +70,14 @@ class ParamUnit:
         self.num_contexts = 0  # `GatheredParameters` that are open and hold the unit whole
         self.num_missing = 0  # gradients that are still to arrive in this backward
         self.num_gathers = 0  # all-gathers since the unit was made
+        self.hooks: Any = None  # the `ModuleHooks` that gather it
         self.live = LiveNumel(self.numel)
         self._work: Work | None = None
         self._fill(torch.empty(self.layout.padded_numel, dtype=params[0].dtype, device=device), dtype, from_first_rank)
         self._nothing = self.shard_S.new_empty(0)
         self._renew_buffer()
         for index, param in enumerate(self.params):
-            _mark(param, self, index)
+            mark(param, self, index)
         if not self.is_sharded:  # the shard is everything, and the parameters are views of it for good
             self._views = self._cut(self.shard_S)
             self._point_at_views()
@@ -214,7 +212,7 @@ class ParamUnit:
         self.gather()
         for param in self.params:
             param.data = param.data.clone()
-            _unmark(param)
+            unmark(param)
         self._full_N.untyped_storage().resize_(0)
         self.params = []
 
@@ -242,8 +240,8 @@ def unit_of(param: Tensor) -> ParamUnit | None:
 
 def shape_of(param: Tensor) -> torch.Size:
     """The shape of the whole parameter."""
-    shape: torch.Size = getattr(param, "ds_shape", param.shape)
-    return shape
+    unit = unit_of(param)
+    return param.shape if unit is None else unit.shapes[param.ds_index]  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -291,80 +289,3 @@ def saved_part(param: Parameter) -> Tensor:
         mine = value.reshape(-1)[size * unit.ranks.rank : size * (unit.ranks.rank + 1)]
         part[: mine.numel()] = mine
     return part
-
-
-def _mark(param: Parameter, unit: ParamUnit, index: int) -> None:
-    """Give the parameter the attributes that libraries look up."""
-    attributes: dict[str, Any] = {
-        "ds_unit": unit,
-        "ds_index": index,
-        "ds_id": param.ds_id if hasattr(param, "ds_id") else next(_ids),
-        "ds_shape": unit.shapes[index],
-        "ds_numel": unit.shapes[index].numel(),
-        "ds_status": unit.status,
-        "ds_tensor": unit.shard_of(index),
-        "ds_persist": False,
-        "ds_active_sub_modules": set(),
-        "ds_process_group": unit.ranks.group,
-        "ds_world_size": unit.ranks.world_size,
-        "partition_numel": MethodType(_partition_numel, param),
-        "all_gather": MethodType(_all_gather, param),
-        "partition": MethodType(_partition, param),
-        "ds_summary": MethodType(_summary, param),
-    }
-    for name, value in attributes.items():
-        setattr(param, name, value)
-
-
-_MARKS = (
-    "ds_unit", "ds_index", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist",
-    "ds_active_sub_modules", "ds_process_group", "ds_world_size", "partition_numel", "all_gather", "partition",
-    "ds_summary",
-)  # fmt: skip
-
-
-def _unmark(param: Parameter) -> None:
-    for name in _MARKS:
-        if name in param.__dict__:
-            delattr(param, name)
-
-
-def _partition_numel(param: Any) -> int:
-    """Elements of this parameter that this rank keeps."""
-    numel: int = param.ds_tensor.numel()
-    return numel
-
-
-def _all_gather(param: Any, param_list: Sequence[Any] | None = None, **_: Any) -> None:
-    """Make this parameter, or those of `param_list`, whole: a collective."""
-    for each in [param] if param_list is None else param_list:
-        if (unit := unit_of(each)) is not None:
-            unit.gather()
-
-
-def _partition(param: Any, param_list: Sequence[Any] | None = None, has_been_updated: bool = False, **_: Any) -> None:
-    """Keep only this rank's shard of this parameter, or of those in `param_list`.
-
-    Args:
-        has_been_updated: whether the whole weights were changed, alike on all ranks.
-    """
-    for each in [param] if param_list is None else param_list:
-        unit = unit_of(each)
-        if unit is not None and unit.status is ZeroParamStatus.AVAILABLE:
-            if has_been_updated:
-                unit.take_from_full()
-            unit.release()
-
-
-def _summary(param: Any, **_: Any) -> dict[str, Any]:
-    """What is known of the parameter, for a log."""
-    return {
-        "id": param.ds_id,
-        "status": param.ds_status.name,
-        "numel": param.numel(),
-        "ds_numel": param.ds_numel,
-        "shape": tuple(param.shape),
-        "ds_shape": tuple(param.ds_shape),
-        "requires_grad": param.requires_grad,
-        "ds_tensor.shape": tuple(param.ds_tensor.shape),
-    }

@@ -22,7 +22,9 @@ from deepspeed.zero.fetcher import ParamFetcher
 from deepspeed.zero.granularity import UnitModule, divide
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.layout import UnitLayout
+from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import ModuleHooks
+from deepspeed.zero.param_marks import mark_whole, unmark
 from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
 from deepspeed.zero.stage2 import Stage2
 from deepspeed.zero.strategy import BackwardPlan
@@ -56,6 +58,8 @@ class Stage3(Stage2):
         self.partitioning = partitioning or Stage3Options()
         self.units: list[ParamUnit] = []
         self.hooks: ModuleHooks | None = None
+        self._borrowed: dict[Parameter, ModuleHooks] = {}  # parameters that another engine shards and trains
+        self._marked: list[Parameter] = []  # those that stay whole
         self._unit_modules: list[UnitModule] = []
         self._units_of_module: dict[Module, list[ParamUnit]] = {}
         self._unit_of_param: list[ParamUnit | None] = []  # by attached parameter
@@ -75,8 +79,11 @@ class Stage3(Stage2):
                 f"zero_optimization.stage 3: the update of {type(optimizer).__name__} looks at whole parameters, and "
                 "this stage holds shards of them; use stage 1 or 2"
             )
+        self._borrowed = _find_borrowed(module)
         is_sharded = self._choose_sharded(module)
         for param in module.parameters():
+            if param in self._borrowed:
+                continue
             unit = unit_of(param)
             if unit is not None and not is_sharded(param):  # a small one, sharded by zero.Init
                 unit.restore_plain()
@@ -101,7 +108,7 @@ class Stage3(Stage2):
             if numel >= self.partitioning.persistence_numel or room < 0:
                 break
             small.add(param)
-        return lambda param: param not in small and shape_of(param).numel() > 0
+        return lambda param: param not in small and param not in self._borrowed and shape_of(param).numel() > 0
 
     def _module_numel(self) -> int:
         """Elements that one all-gather serves well."""
@@ -166,6 +173,7 @@ class Stage3(Stage2):
         super()._finish_groups()
         self._unit_of_param = [unit_of(param) for param in self.params]
         self._shard_others()
+        self._mark_whole()
         if self.hooks is not None:
             self.hooks.remove()
         self.fetcher = ParamFetcher(
@@ -174,7 +182,16 @@ class Stage3(Stage2):
             max_live_numel=self.partitioning.max_live_numel,
             max_reuse_numel=self.partitioning.max_reuse_numel,
         )
-        self.hooks = ModuleHooks(self._module, self.fetcher, self._units_of_module)
+        if self._borrowed and not self.units:
+            self.hooks = next(iter(self._borrowed.values()))
+        else:
+            self.hooks = ModuleHooks(self._module, self.fetcher, self._units_of_module)
+
+    def _mark_whole(self) -> None:
+        for param in self._module.parameters():
+            if unit_of(param) is None and not hasattr(param, "ds_persist"):
+                mark_whole(param, self.backend)
+                self._marked.append(param)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -214,12 +231,7 @@ class Stage3(Stage2):
         self.fetcher.release_all()
         super().publish_all()
 
-    def weights_changed(self, params: Sequence[Parameter], source: int) -> None:
-        for param in params:
-            if unit_of(param) is None and self.world_size > 1:  # a small one, whole on every rank
-                value = param.data.contiguous().view(-1)
-                self.backend.broadcast(value, torch.distributed.get_group_rank(self.backend.group, source)).wait()
-                param.data.view(-1).copy_(value)
+    def weights_changed(self, params: Sequence[Tensor]) -> None:
         changed = set(params)
         for group in self.groups:
             if not changed.isdisjoint(group.params):
@@ -235,10 +247,37 @@ class Stage3(Stage2):
             if all(name in parts for name in unit.names):
                 states.load_parts(unit, [parts[name] for name in unit.names])
 
+    def retire(self) -> None:
+        """Leave the parameters, sharded as they are, to another engine, which trains them."""
+        self.units = []
+        self.destroy()
+
     def destroy(self) -> None:
-        if self.hooks is not None:
+        lenders = set(self._borrowed.values())
+        if self.hooks is not None and self.hooks not in lenders:
             self.hooks.remove()
+            for each in lenders:
+                each.install_again()
         super().destroy()
+        for param in self._marked:
+            unmark(param)
         for unit in self.units:
             unit.restore_plain()
+        self._borrowed, self._marked = {}, []
         self.units, self._units_of_module, self._unit_of_param, self._unit_modules = [], {}, [], []
+
+
+def _find_borrowed(module: Module) -> dict[Parameter, ModuleHooks]:
+    """Sharded parameters of an engine that trains them, or parts of the same model, with that engine's hooks.
+
+    An engine that evaluates leaves such parameters in the units where they are. Hooks that a dropped engine left
+    behind are removed.
+    """
+    by_param = {param: unit.hooks for param in module.parameters() if (unit := unit_of(param)) is not None}
+    hooks = {each for each in by_param.values() if each is not None}
+    live = {each for each in hooks if any(map(manager_of, each.params()))}
+    for each in hooks - live:
+        each.remove()
+    for each in live:
+        each.install_again()
+    return {param: each for param, each in by_param.items() if each in live}

@@ -568,9 +568,9 @@ class Sharding(Holding):
         for group in self.groups:
             group.masters_from_weights()
 
-    def weights_changed(self, params: Sequence[Parameter], source: int) -> None:
-        """`params` were changed inside `GatheredParameters` by the global rank `source`. Here every rank holds whole
-        weights, and the change is every rank's own."""
+    def weights_changed(self, params: Sequence[Tensor]) -> None:
+        """`params` were changed inside `GatheredParameters`. Here every rank holds whole weights, and the change is
+        every rank's own."""
 
     def publish_all(self) -> None:
         """Bring the masters of all ranks into the model's weights."""

@@ -1,0 +1,102 @@
+"""The attributes that libraries look up on the parameters of a stage-3 model: `ds_id`, `ds_shape`, `ds_status`, ...
+
+Every parameter of the model has them: those of a unit (`param_unit.py`), and small ones, which stay whole.
+"""
+
+import itertools
+from collections.abc import Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Parameter
+
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.zero.param_state import ZeroParamStatus
+
+if TYPE_CHECKING:
+    from deepspeed.zero.param_unit import ParamUnit
+
+_ids = itertools.count()
+
+
+def mark(param: Parameter, unit: "ParamUnit", index: int) -> None:
+    """Give a parameter of a unit its attributes."""
+    _set(param, unit.ranks, ds_unit=unit, ds_index=index, ds_tensor=unit.shard_of(index), ds_shape=unit.shapes[index])
+    param.ds_status = unit.status  # type: ignore[attr-defined]
+
+
+def mark_whole(param: Parameter, ranks: GroupBackend) -> None:
+    """Give the attributes to a parameter that every rank keeps whole: it is its own shard, always available."""
+    _set(param, ranks, ds_persist=True, ds_tensor=param, ds_shape=param.shape)
+
+
+def unmark(param: Parameter) -> None:
+    """Take the attributes off again."""
+    for name in _MARKS:
+        param.__dict__.pop(name, None)
+
+
+def _set(param: Parameter, ranks: GroupBackend, **attributes: Any) -> None:
+    common = {
+        "ds_id": param.ds_id if hasattr(param, "ds_id") else next(_ids),
+        "ds_numel": attributes["ds_shape"].numel(),
+        "ds_status": ZeroParamStatus.AVAILABLE,
+        "ds_persist": False,
+        "ds_active_sub_modules": set(),
+        "ds_process_group": ranks.group,
+        "ds_world_size": ranks.world_size,
+        "partition_numel": MethodType(_partition_numel, param),
+        "all_gather": MethodType(_all_gather, param),
+        "partition": MethodType(_partition, param),
+        "ds_summary": MethodType(_summary, param),
+    }
+    for name, value in {**common, **attributes}.items():
+        setattr(param, name, value)
+
+
+_MARKS = (
+    "ds_unit", "ds_index", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist",
+    "ds_active_sub_modules", "ds_process_group", "ds_world_size", "partition_numel", "all_gather", "partition",
+    "ds_summary",
+)  # fmt: skip
+
+
+def _partition_numel(param: Any) -> int:
+    """Elements of this parameter that this rank keeps."""
+    numel: int = param.ds_tensor.numel()
+    return numel
+
+
+def _all_gather(param: Any, param_list: Sequence[Any] | None = None, **_: Any) -> None:
+    """Make this parameter, or those of `param_list`, whole: a collective."""
+    for each in [param] if param_list is None else param_list:
+        if (unit := getattr(each, "ds_unit", None)) is not None:
+            unit.gather()
+
+
+def _partition(param: Any, param_list: Sequence[Any] | None = None, has_been_updated: bool = False, **_: Any) -> None:
+    """Keep only this rank's shard of this parameter, or of those in `param_list`.
+
+    Args:
+        has_been_updated: whether the whole weights were changed, alike on all ranks.
+    """
+    for each in [param] if param_list is None else param_list:
+        unit = getattr(each, "ds_unit", None)
+        if unit is not None and unit.status is ZeroParamStatus.AVAILABLE:
+            if has_been_updated:
+                unit.take_from_full()
+            unit.release()
+
+
+def _summary(param: Any, **_: Any) -> dict[str, Any]:
+    """What is known of the parameter, for a log."""
+    return {
+        "id": param.ds_id,
+        "status": param.ds_status.name,
+        "numel": param.numel(),
+        "ds_numel": param.ds_numel,
+        "shape": tuple(param.shape),
+        "ds_shape": tuple(param.ds_shape),
+        "requires_grad": param.requires_grad,
+        "ds_tensor.shape": tuple(param.ds_tensor.shape),
+    }
