@@ -14,6 +14,7 @@ ALIASES = {
     "runtime.fp16.loss_scaler": "precision.loss_scaler",
     "runtime.lr_schedules": "optim.lr_schedules",
     "runtime.zero.partition_parameters": "zero.construct",
+    "runtime.zero.tiling": "zero.tiling",
     "utils.groups": "parallel.groups",
     "utils.init_on_device": "zero.on_device",
     "utils.logging": "log",
@@ -83,6 +84,27 @@ COLLECTIONS = {
     "runtime.zero.utils": {
         "is_zero_supported_optimizer": "optim.traits:is_tested_with_zero",
     },
+    "runtime.zero.local_access": {
+        "safe_get_local_fp32_param": "zero.fragments:safe_get_local_fp32_param",
+        "safe_get_local_grad": "zero.fragments:safe_get_local_grad",
+        "safe_get_local_optimizer_state": "zero.fragments:safe_get_local_optimizer_state",
+        "safe_set_local_fp32_param": "zero.fragments:safe_set_local_fp32_param",
+        "safe_set_local_grad": "zero.fragments:safe_set_local_grad",
+        "safe_set_local_optimizer_state": "zero.fragments:safe_set_local_optimizer_state",
+    },
+    "runtime.zero.parameter_offload": {
+        "DeepSpeedZeRoOffload": "zero.module_hooks:ModuleHooks",
+    },
+    "runtime.zero.stage3": {
+        "DeepSpeedZeroOptimizer_Stage3": "zero.optimizer:ZeroOptimizer",
+        "estimate_zero3_model_states_mem_needs": "zero.memory_estimate:estimate_zero3_model_states_mem_needs",
+        "estimate_zero3_model_states_mem_needs_all_cold": (
+            "zero.memory_estimate:estimate_zero3_model_states_mem_needs_all_cold"
+        ),
+        "estimate_zero3_model_states_mem_needs_all_live": (
+            "zero.memory_estimate:estimate_zero3_model_states_mem_needs_all_live"
+        ),
+    },
     "runtime.zero.stage_1_and_2": {
         "DeepSpeedZeroOptimizer": "zero.optimizer:ZeroOptimizer",
         "estimate_zero2_model_states_mem_needs": "zero.memory_estimate:estimate_zero2_model_states_mem_needs",
@@ -114,8 +136,8 @@ PACKAGES = {
         "GatheredParameters": "zero.gather:GatheredParameters",
         "Init": "zero.construct:Init",
         "MiCS_Init": "runtime.zero.mics:MiCS_Init",
-        "TiledLinear": "runtime.zero.tiling:TiledLinear",
-        "TiledLinearReturnBias": "runtime.zero.tiling:TiledLinearReturnBias",
+        "TiledLinear": "zero.tiling:TiledLinear",
+        "TiledLinearReturnBias": "zero.tiling:TiledLinearReturnBias",
         "ZeroParamStatus": "zero.param_state:ZeroParamStatus",
         "register_external_parameter": "zero.gather:register_external_parameter",
         "unregister_external_parameter": "zero.gather:unregister_external_parameter",
@@ -129,15 +151,15 @@ PACKAGES = {
         "safe_get_full_fp32_param": "zero.fragments:safe_get_full_fp32_param",
         "safe_get_full_grad": "zero.fragments:safe_get_full_grad",
         "safe_get_full_optimizer_state": "zero.fragments:safe_get_full_optimizer_state",
-        "safe_get_local_fp32_param": "runtime.zero.local_access:safe_get_local_fp32_param",
-        "safe_get_local_grad": "runtime.zero.local_access:safe_get_local_grad",
-        "safe_get_local_optimizer_state": "runtime.zero.local_access:safe_get_local_optimizer_state",
+        "safe_get_local_fp32_param": "zero.fragments:safe_get_local_fp32_param",
+        "safe_get_local_grad": "zero.fragments:safe_get_local_grad",
+        "safe_get_local_optimizer_state": "zero.fragments:safe_get_local_optimizer_state",
         "safe_set_full_fp32_param": "zero.fragments:safe_set_full_fp32_param",
         "safe_set_full_grad": "zero.fragments:safe_set_full_grad",
         "safe_set_full_optimizer_state": "zero.fragments:safe_set_full_optimizer_state",
-        "safe_set_local_fp32_param": "runtime.zero.local_access:safe_set_local_fp32_param",
-        "safe_set_local_grad": "runtime.zero.local_access:safe_set_local_grad",
-        "safe_set_local_optimizer_state": "runtime.zero.local_access:safe_set_local_optimizer_state",
+        "safe_set_local_fp32_param": "zero.fragments:safe_set_local_fp32_param",
+        "safe_set_local_grad": "zero.fragments:safe_set_local_grad",
+        "safe_set_local_optimizer_state": "zero.fragments:safe_set_local_optimizer_state",
         "set_z3_leaf_module": "zero.leaf_modules:set_z3_leaf_module",
         "set_z3_leaf_modules": "zero.leaf_modules:set_z3_leaf_modules",
         "unset_z3_leaf_modules": "zero.leaf_modules:unset_z3_leaf_modules",

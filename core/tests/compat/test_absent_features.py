@@ -37,8 +37,7 @@ DOCUMENTED = """
     deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine
     deepspeed.runtime.pipe.topology:PipeModelDataParallelTopology
     deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF
-    deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3
-    deepspeed.runtime.zero.tiling:TiledLinear
+    deepspeed.runtime.zero.mics:MiCS_Init
     deepspeed.sequence.layer:DistributedAttention
     deepspeed:DeepSpeedTransformerConfig
     deepspeed:PipelineModule

@@ -36,7 +36,10 @@ FEATURES = {
     "pipeline parallelism": Feature("pipeline parallelism", "pass a torch.nn.Module to deepspeed.initialize"),
     "sequence parallelism": Feature("sequence parallelism", "leave the sequence whole on each rank"),
     "sparse attention": Feature("sparse attention", "use torch.nn.attention.flex_attention"),
-    "stage 3": Feature("ZeRO stage 3", "use zero_optimization.stage 2"),
+    "linear layers of stage 3": Feature(
+        "a linear layer for stage 3", "use torch.nn.Linear, of which no gathered weight is kept"
+    ),
+    "MiCS": Feature("MiCS", "use zero_optimization.stage 3 without mics_shard_size"),
     "sparse gradient tensors": Feature(
         "a sparse tensor type of its own", "use torch.sparse_coo_tensor and torch.nn.Embedding(sparse=True)"
     ),

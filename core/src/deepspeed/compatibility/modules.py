@@ -34,10 +34,6 @@ _MOE_FUNCTIONS = (
     "split_params_grads_into_shared_and_expert_params "
     "split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups"
 )
-_LOCAL_ACCESS = (
-    "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
-    "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
-)
 _FLOPS_FORMATS = (
     "number_to_string macs_to_string flops_to_string bytes_to_string params_to_string duration_to_string "
     "get_module_flops get_module_macs get_module_duration"
@@ -251,17 +247,9 @@ MODULES = {
     "runtime.tensor_parallel": _absent("tensor parallelism", "TPTrainingConfig TpTrainingManager"),
     "runtime.weight_quantizer": _absent("weight quantization", "WeightQuantization"),
     "runtime.zero.linear": _absent(
-        "stage 3", "LinearFunctionForZeroStage3 LinearModuleForZeroStage3", "zero3_linear_wrap"
+        "linear layers of stage 3", "LinearFunctionForZeroStage3 LinearModuleForZeroStage3", "zero3_linear_wrap"
     ),
-    "runtime.zero.local_access": _absent("stage 3", functions=_LOCAL_ACCESS),
-    "runtime.zero.mics": _absent("stage 3", "MiCS_Init MiCS_Offload MiCS_Optimizer"),
-    "runtime.zero.parameter_offload": _absent("stage 3", "DeepSpeedZeRoOffload"),
-    "runtime.zero.stage3": _absent(
-        "stage 3",
-        "DeepSpeedZeroOptimizer_Stage3",
-        "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live",
-    ),
-    "runtime.zero.tiling": _absent("stage 3", "TiledLinear TiledLinearReturnBias"),
+    "runtime.zero.mics": _absent("MiCS", "MiCS_Init MiCS_Offload MiCS_Optimizer"),
     "sequence": _absent("sequence parallelism"),
     "sequence.cross_entropy": _absent("sequence parallelism", functions="vocab_sequence_parallel_cross_entropy"),
     "sequence.fpdt_layer": _absent(

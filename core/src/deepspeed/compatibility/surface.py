@@ -10,7 +10,7 @@ W, D, N = State.WORKS, State.DIFFERS, State.NOT_YET
 
 _AREAS: dict[str, list[tuple[str, State, str]]] = {
     "Setup and launcher": [
-        ("deepspeed.initialize", D, "A `PipelineModule`, model or sequence parallelism and stage 3 are refused."),
+        ("deepspeed.initialize", D, "A `PipelineModule` is refused; models that divide themselves need `mpu`."),
         ("deepspeed.init_distributed", W, "gloo and the accelerator's library; MPI discovery with the extra `mpi`."),
         ("deepspeed.add_config_arguments", W, "`--deepspeed`, `--deepspeed_config`."),
         ("deepspeed.add_tuning_arguments", W, "The arguments of the learning rate schedules."),
@@ -122,24 +122,53 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
     ],
     "ZeRO": [
         ("stages 0, 1 and 2", W, "The same losses as plain torch."),
-        ("stage 3", N, "The configuration is refused."),
+        (
+            "stage 3",
+            D,
+            "The same losses as plain torch. ZeRO++, hpZ, MiCS and offload of parameters are refused; a parameter is "
+            "reduced in the bucket of its module.",
+        ),
+        ("leaf modules, `leaf_module`", W, "By class, name or suffix, and by `set_z3_leaf_modules`."),
         ("offload of optimizer states to host memory", W, "Stages 1 and 2."),
         ("sparse_gradients", D, "Right, with `SparseAdam` too; gradients are reduced as dense tensors."),
         ("offload to NVMe", N, "The configuration is refused."),
-        ("deepspeed.zero.Init", D, "Does nothing below stage 3, as documented; stage 3 is refused."),
-        ("deepspeed.zero.GatheredParameters", W, "Parameters are whole anyway."),
-        ("deepspeed.zero.register_external_parameter", W, "Checks its argument; parameters are whole anyway."),
+        (
+            "deepspeed.zero.Init",
+            D,
+            "Below stage 3 it raises, since nothing would be sharded. What a parent's `__init__` does in place stays.",
+        ),
+        ("deepspeed.zero.GatheredParameters", W, "Parameters stay whole around a forward inside it."),
+        (
+            "deepspeed.zero.register_external_parameter",
+            W,
+            "Other modules' reads are seen without it too.",
+        ),
         (
             "deepspeed.runtime.zero.config.DeepSpeedZeroConfig",
             W,
             "Documented keys are its attributes; with `ZeroStageEnum`.",
         ),
         ("deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig", W, "As documented."),
-        ("deepspeed.zero.TiledLinear", N, "It belongs to stage 3."),
-        ("deepspeed.runtime.zero.mics.MiCS_Init", N, "It belongs to stage 3."),
-        ("deepspeed.utils.set_z3_leaf_modules", W, "The marks matter to stage 3 only."),
+        ("deepspeed.zero.TiledLinear", W, "`TiledLinearReturnBias` too."),
+        ("deepspeed.runtime.zero.mics.MiCS_Init", N, "MiCS is not in this version."),
+        (
+            "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
+            D,
+            "The hooks on the module; made by `initialize` only.",
+        ),
+        (
+            "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+            D,
+            "The class of all stages.",
+        ),
+        ("deepspeed.runtime.zero.partition_parameters.is_zero_param", W, "As documented."),
+        ("deepspeed.utils.set_z3_leaf_modules", W, "Stage 3 gathers a marked module in one piece."),
         ("deepspeed.utils.safe_get_full_fp32_param", W, "`..._grad` and `..._optimizer_state`, get and set, too."),
-        ("deepspeed.utils.safe_get_local_fp32_param", N, "Stage 3; use the `safe_get_full_...` functions."),
+        (
+            "deepspeed.utils.safe_get_local_fp32_param",
+            W,
+            "`..._grad`, `..._optimizer_state`, get and set; all stages.",
+        ),
     ],
     "Checkpoints": [
         ("deepspeed.DeepSpeedEngine.save_checkpoint", W, "DeepSpeed's file layout."),
@@ -176,13 +205,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.autotuning.Autotuner", N, "`--autotuning` of the launcher neither."),
         (
             "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live",
-            W,
-            "`..._all_cold` too.",
+            D,
+            "`..._all_cold` too; the figures are those measured here.",
         ),
         (
             "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live",
-            N,
-            "It belongs to stage 3.",
+            D,
+            "`..._all_cold` too; the figures are those measured here.",
         ),
     ],
     "Communication": [

@@ -46,6 +46,7 @@ from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.throughput import ThroughputTimer
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.holding import ShardingOptions
+from deepspeed.zero.leaf_modules import mark_configured
 from deepspeed.zero.managed import refuse_managed, refuse_sharded
 from deepspeed.zero.offload.policy import asks_for_host, check_param_offload, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -132,6 +133,8 @@ def initialize(
     )
     refuse_managed(module, basic_optimizer, precision.model_dtype)
     refuse_sharded(module, zero.stage)
+    leaf = zero.leaf_module
+    mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
     sharding = _create_sharding(settings, precision, basic_optimizer, mesh, placement, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     training = Training(

@@ -8,12 +8,6 @@ if TYPE_CHECKING:
     from deepspeed.data.loader import RepeatingLoader as RepeatingLoader
     from deepspeed.log import log_dist as log_dist
     from deepspeed.log import logger as logger
-    from deepspeed.runtime.zero.local_access import safe_get_local_fp32_param as safe_get_local_fp32_param
-    from deepspeed.runtime.zero.local_access import safe_get_local_grad as safe_get_local_grad
-    from deepspeed.runtime.zero.local_access import safe_get_local_optimizer_state as safe_get_local_optimizer_state
-    from deepspeed.runtime.zero.local_access import safe_set_local_fp32_param as safe_set_local_fp32_param
-    from deepspeed.runtime.zero.local_access import safe_set_local_grad as safe_set_local_grad
-    from deepspeed.runtime.zero.local_access import safe_set_local_optimizer_state as safe_set_local_optimizer_state
     from deepspeed.utils import groups as groups
     from deepspeed.utils import init_on_device as init_on_device
     from deepspeed.utils import logging as logging
@@ -23,9 +17,15 @@ if TYPE_CHECKING:
     from deepspeed.zero.fragments import safe_get_full_fp32_param as safe_get_full_fp32_param
     from deepspeed.zero.fragments import safe_get_full_grad as safe_get_full_grad
     from deepspeed.zero.fragments import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+    from deepspeed.zero.fragments import safe_get_local_fp32_param as safe_get_local_fp32_param
+    from deepspeed.zero.fragments import safe_get_local_grad as safe_get_local_grad
+    from deepspeed.zero.fragments import safe_get_local_optimizer_state as safe_get_local_optimizer_state
     from deepspeed.zero.fragments import safe_set_full_fp32_param as safe_set_full_fp32_param
     from deepspeed.zero.fragments import safe_set_full_grad as safe_set_full_grad
     from deepspeed.zero.fragments import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+    from deepspeed.zero.fragments import safe_set_local_fp32_param as safe_set_local_fp32_param
+    from deepspeed.zero.fragments import safe_set_local_grad as safe_set_local_grad
+    from deepspeed.zero.fragments import safe_set_local_optimizer_state as safe_set_local_optimizer_state
     from deepspeed.zero.leaf_modules import get_z3_leaf_modules as get_z3_leaf_modules
     from deepspeed.zero.leaf_modules import set_z3_leaf_module as set_z3_leaf_module
     from deepspeed.zero.leaf_modules import set_z3_leaf_modules as set_z3_leaf_modules
@@ -46,15 +46,15 @@ _NAMES: dict[str, str] = {
     "safe_get_full_fp32_param": "deepspeed.zero.fragments:safe_get_full_fp32_param",
     "safe_get_full_grad": "deepspeed.zero.fragments:safe_get_full_grad",
     "safe_get_full_optimizer_state": "deepspeed.zero.fragments:safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param": "deepspeed.runtime.zero.local_access:safe_get_local_fp32_param",
-    "safe_get_local_grad": "deepspeed.runtime.zero.local_access:safe_get_local_grad",
-    "safe_get_local_optimizer_state": "deepspeed.runtime.zero.local_access:safe_get_local_optimizer_state",
+    "safe_get_local_fp32_param": "deepspeed.zero.fragments:safe_get_local_fp32_param",
+    "safe_get_local_grad": "deepspeed.zero.fragments:safe_get_local_grad",
+    "safe_get_local_optimizer_state": "deepspeed.zero.fragments:safe_get_local_optimizer_state",
     "safe_set_full_fp32_param": "deepspeed.zero.fragments:safe_set_full_fp32_param",
     "safe_set_full_grad": "deepspeed.zero.fragments:safe_set_full_grad",
     "safe_set_full_optimizer_state": "deepspeed.zero.fragments:safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param": "deepspeed.runtime.zero.local_access:safe_set_local_fp32_param",
-    "safe_set_local_grad": "deepspeed.runtime.zero.local_access:safe_set_local_grad",
-    "safe_set_local_optimizer_state": "deepspeed.runtime.zero.local_access:safe_set_local_optimizer_state",
+    "safe_set_local_fp32_param": "deepspeed.zero.fragments:safe_set_local_fp32_param",
+    "safe_set_local_grad": "deepspeed.zero.fragments:safe_set_local_grad",
+    "safe_set_local_optimizer_state": "deepspeed.zero.fragments:safe_set_local_optimizer_state",
     "set_z3_leaf_module": "deepspeed.zero.leaf_modules:set_z3_leaf_module",
     "set_z3_leaf_modules": "deepspeed.zero.leaf_modules:set_z3_leaf_modules",
     "tensor_fragment": "deepspeed.utils.tensor_fragment",

@@ -11,10 +11,11 @@ _NAMES = {
     "GatheredParameters": "deepspeed.zero.gather:GatheredParameters",
     "Init": "deepspeed.zero.construct:Init",
     "MiCS_Init": "deepspeed.runtime.zero.mics:MiCS_Init",
-    "TiledLinear": "deepspeed.runtime.zero.tiling:TiledLinear",
-    "TiledLinearReturnBias": "deepspeed.runtime.zero.tiling:TiledLinearReturnBias",
+    "TiledLinear": "deepspeed.zero.tiling:TiledLinear",
+    "TiledLinearReturnBias": "deepspeed.zero.tiling:TiledLinearReturnBias",
     "ZeroParamStatus": "deepspeed.zero.param_state:ZeroParamStatus",
     "register_external_parameter": "deepspeed.zero.gather:register_external_parameter",
+    "show_layout": "deepspeed.zero.show_layout:show_layout",
     "unregister_external_parameter": "deepspeed.zero.gather:unregister_external_parameter",
 }
 

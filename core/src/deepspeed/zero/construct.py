@@ -31,6 +31,7 @@ __all__ = [
     "Init",
     "ZeroParamStatus",
     "get_accelerator",
+    "is_zero_param",
     "register_external_parameter",
     "unregister_external_parameter",
     "zero_wrapper_for_fp_tensor_constructor",
@@ -187,6 +188,11 @@ class Init(contextlib.AbstractContextManager["Init"]):
                 dtype = self.dtype if param.is_floating_point() else None
                 unit = ParamUnit([param], [name], self._ranks, device=self._device, dtype=dtype, from_first_rank=True)
                 unit.source_S = None
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether stage 3 or `zero.Init` has taken over this parameter."""
+    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
 def _dtype_of(settings: DeepSpeedConfig | None) -> torch.dtype | None:

@@ -1,4 +1,7 @@
-"""`safe_get_*` and `safe_set_*`: one parameter's weight, gradient or optimizer state, whole, whatever the stage.
+"""`safe_get_*` and `safe_set_*`: one parameter's weight, gradient or optimizer state, whatever the stage.
+
+`..._full_...` give and take the whole parameter on every rank, `..._local_...` the elements that this rank's optimizer
+updates: a 1-D tensor, empty on a rank that has none of them. In stage 0 these are all elements.
 
 The user's calls for debugging and for methods that read gradients (AdaLoRA). All ranks call them together, between
 `backward` and `step` for gradients. Of a parameter that no engine manages there is no fp32 weight and no state (None),
@@ -66,16 +69,7 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
     Raises:
         StateError: if the optimizer has no such state yet, as before the first step.
     """
-
-    def pick(sharding: Sharding, shard: ParamShard) -> Tensor:
-        state = sharding.optimizer.state.get(shard.master, {}) if sharding.optimizer is not None else {}
-        if optim_state_key not in state:
-            raise StateError(
-                f"safe_set_full_optimizer_state: found no state {optim_state_key!r}, only {sorted(state)}; states "
-                "exist after the first step"
-            )
-        return state[optim_state_key]  # type: ignore[no-any-return]
-
+    pick = _picks_state("safe_set_full_optimizer_state", optim_state_key)
     _scatter(param, value, "safe_set_full_optimizer_state", pick)
 
 
@@ -89,6 +83,71 @@ def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     if found is not None:
         sharding, group, index = found
         sharding.gradient_was_replaced(group.first_index + index)
+
+
+def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
+    """This rank's elements of the fp32 weight, 1-D, copied."""
+    found = _find(param)
+    return None if found is None else _local(*found, lambda shard: shard.master)
+
+
+def safe_get_local_grad(param: Parameter) -> Tensor | None:
+    """This rank's elements of `safe_get_full_grad`, 1-D, copied."""
+    found = _find(param)
+    if found is None:
+        return None if param.grad is None else param.grad.reshape(-1)
+    sharding, group, index = found
+    sharding.reduce()
+    if not sharding.was_used(group.first_index + index):
+        return None
+    gradient = _local(sharding, group, index, lambda shard: shard.grad)
+    return gradient if gradient is None else gradient.mul_(sharding.average_factor)
+
+
+def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's elements of one state of the optimizer, 1-D, copied; None before the first step if there
+    are such elements."""
+    found = _find(param)
+    if found is None or (optimizer := found[0].optimizer) is None:
+        return None
+    return _local(*found, lambda shard: optimizer.state.get(shard.master, {}).get(optim_state_key))
+
+
+def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
+    """Replace this rank's elements of the fp32 weight; `value` as `safe_get_local_fp32_param` gives it. All ranks call
+    it. The model's own weights follow at once in stage 0 and where they are sharded, else with the next step."""
+    _set_local(param, value, "safe_set_local_fp32_param", lambda sharding, shard: shard.master)
+    sharding = manager_of(param)
+    assert sharding is not None
+    if (unit := unit_of(param)) is not None:
+        sharding.before_load()  # what is gathered has the former value
+        unit.shard_of(param.ds_index).copy_(value.detach().reshape(-1))  # type: ignore[attr-defined]
+    elif sharding.stage == 0:
+        with torch.no_grad():
+            param.copy_(value.view(param.shape))
+
+
+def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
+    """Replace this rank's elements of the reduced gradient; `value` as `safe_get_local_grad` gives it. All ranks call
+    it, and the step clips by the norm with it."""
+    found = _find(param)
+    if found is not None:
+        found[0].reduce()
+        value = value / found[0].average_factor
+    _set_local(param, value, "safe_set_local_grad", lambda sharding, shard: shard.grad)
+    if found is not None:
+        sharding, group, index = found
+        sharding.gradient_was_replaced(group.first_index + index)
+
+
+def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Replace this rank's elements of one state of the optimizer.
+
+    Raises:
+        StateError: if the optimizer has no such state yet, as before the first step.
+    """
+    pick = _picks_state("safe_set_local_optimizer_state", optim_state_key)
+    _set_local(param, value, "safe_set_local_optimizer_state", pick)
 
 
 def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
@@ -153,3 +212,49 @@ def _scatter(
         if target is not None:
             start = shard.fragment.param_start
             target.data.view(-1).copy_(flat[start : start + shard.fragment.numel])
+
+
+def _picks_state(asked: str, key: str) -> Callable[[Sharding, ParamShard], Tensor]:
+    """Gives a shard's state, which must exist."""
+
+    def pick(sharding: Sharding, shard: ParamShard) -> Tensor:
+        state = sharding.optimizer.state.get(shard.master, {}) if sharding.optimizer is not None else {}
+        if key not in state:
+            raise StateError(
+                f"{asked}: found no state {key!r}, only {sorted(state)}; states exist after the first step"
+            )
+        return state[key]  # type: ignore[no-any-return]
+
+    return pick
+
+
+def _local(
+    sharding: Sharding, group: FlatGroup, index: int, pick: Callable[[ParamShard], Tensor | None]
+) -> Tensor | None:
+    """This rank's fragments of one parameter, end to end."""
+    picked = [pick(shard) for shard in group.shards if shard.fragment.param == index]
+    present = [value.detach().reshape(-1) for value in picked if value is not None]
+    if len(present) < len(picked):
+        return None
+    return torch.cat(present) if present else torch.empty(0, device=group.params[index].device)
+
+
+def _set_local(
+    param: Parameter, value: Tensor, asked: str, pick: Callable[[Sharding, ParamShard], Tensor | None]
+) -> None:
+    """Copy `value`, this rank's elements of `param`, to where `pick` says."""
+    found = _find(param)
+    if found is None:
+        raise KeyError(f"{asked}: no engine manages this parameter of shape {tuple(shape_of(param))}")
+    sharding, group, index = found
+    shards = [shard for shard in group.shards if shard.fragment.param == index]
+    numel = sum(shard.fragment.numel for shard in shards)
+    if value.numel() != numel:
+        raise ValueError(f"{asked}: found a value of {value.numel()} elements, this rank has {numel} of the parameter")
+    flat = value.detach().reshape(-1)
+    start = 0
+    for shard in shards:
+        target = pick(sharding, shard)
+        if target is not None:
+            target.data.view(-1).copy_(flat[start : start + shard.fragment.numel])
+        start += shard.fragment.numel

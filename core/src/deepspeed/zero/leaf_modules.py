@@ -1,13 +1,15 @@
 """Leaf modules: those whose parameters stage 3 gathers all at once, without looking at their children.
 
 Called by users and by Accelerate (`transformer_moe_cls_names`) before `initialize`, for modules of which every forward
-uses other children, such as experts. The functions only mark modules; stages 0, 1 and 2 hold whole parameters and have
-no use for the marks.
+uses other children, such as experts; `initialize` calls it for `zero_optimization.leaf_module`. The functions only mark
+modules; `granularity.py` reads the marks. Stages 0, 1 and 2 hold whole parameters and have no use for them.
 """
 
 from collections.abc import Sequence
 
 from torch.nn import Module, Parameter
+
+from deepspeed.log import logger
 
 _MARK = "_z3_leaf"
 
@@ -50,8 +52,28 @@ def z3_leaf_module(model: Module) -> bool:
 
 
 def z3_leaf_parameter(parameter: Parameter) -> bool:
-    """Whether stage 3 gathers this parameter with a leaf module: never in this version."""
-    return bool(getattr(parameter, "ds_z3_leaf_module", False))
+    """Whether stage 3 gathers this parameter with a leaf module."""
+    return getattr(parameter, "ds_z3_leaf_module", None) is not None
+
+
+def mark_configured(model: Module, classes: Sequence[str], names: Sequence[str], suffixes: Sequence[str]) -> None:
+    """Mark the modules that `zero_optimization.leaf_module` names: by class, by path, by the end of the path.
+
+    What is found nowhere is logged, since one configuration may serve several models.
+    """
+    for kind, wanted, is_one in (
+        ("classes", classes, lambda name, module, each: _is_of(module, each)),
+        ("names", names, lambda name, module, each: name == each),
+        ("name_suffixes", suffixes, lambda name, module, each: name.endswith(each)),
+    ):
+        for each in wanted:
+            found = [module for name, module in model.named_modules() if is_one(name, module, each)]
+            for module in found:
+                set_z3_leaf_module(module, True)
+            if not found:
+                logger.warning(
+                    f"zero_optimization.leaf_module.{kind}: found no module {each!r} in {type(model).__name__}"
+                )
 
 
 def _mark(model: Module, classes: Sequence[type[Module] | str], flag: bool, raise_if_not_found: bool) -> list[Module]:

@@ -57,7 +57,7 @@ def _set(param: Parameter, ranks: GroupBackend, **attributes: Any) -> None:
 _MARKS = (
     "ds_unit", "ds_index", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist",
     "ds_active_sub_modules", "ds_process_group", "ds_world_size", "partition_numel", "all_gather", "partition",
-    "ds_summary",
+    "ds_summary", "ds_z3_leaf_module",
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from deepspeed.zero.fetcher import ParamFetcher
 from deepspeed.zero.granularity import UnitModule, divide
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.layout import UnitLayout
+from deepspeed.zero.leaf_modules import z3_leaf_module
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.param_marks import mark_whole, unmark
@@ -148,6 +149,9 @@ class Stage3(Stage2):
             dtype=self.options.model_dtype if param.is_floating_point() else None,
         )
         self.units.append(unit)
+        if z3_leaf_module(unit_module.module):
+            for param in unit.params:
+                param.ds_z3_leaf_module = unit_module.module  # type: ignore[attr-defined]
         self._units_of_module.setdefault(unit_module.module, []).append(unit)
         return unit
 
