@@ -30,7 +30,7 @@ TOOLS = (
     *("nox", "ruff", "mypy", "import-linter", "clang-format"),
     *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
     *("matplotlib", "tensorboard"),
-    *("accelerate", "transformers"),
+    *("accelerate", "lightning", "peft", "transformers", "trl"),
     "cookiecutter",
 )
 TESTS = Path("core/tests")

@@ -1,39 +1,29 @@
-"""A tiny GPT-2 trained through Accelerate's DeepSpeed plugin; run by `test_recipe.py` on two ranks.
+"""A tiny GPT-2 trained through Accelerate's DeepSpeed plugin; run by `test_train.py` on two ranks.
 
-    deepspeed --num_accelerators 2 --no_local_rank train.py --stage 1 --folder out
-    deepspeed --num_accelerators 2 --no_local_rank train.py --stage 1 --folder out --resume
+    export PYTHONPATH=downstream/shared
+    accelerate launch --use_deepspeed --num_processes 2 train.py --stage 2 --folder out
+    accelerate launch --use_deepspeed --num_processes 2 train.py --stage 2 --folder out --resume
 
-Every run writes the loss of each of its steps to `<folder>/losses.json`. `backend="gloo"` is what Accelerate needs on
-a machine without an accelerator that it knows; elsewhere the argument goes.
+Writes the loss of each step to `<folder>/result.json`. `--stage none` trains without DeepSpeed. `backend="gloo"` is
+what Accelerate needs on a machine without an accelerator that it knows; elsewhere the argument goes.
 """
 
-import argparse
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from accelerate.utils import DummyOptim, DummyScheduler, set_seed
+from task import create_model, create_samples, parse
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
-NUM_STEPS, SAVED_AFTER, ACCUMULATION, LEARNING_RATE = 16, 8, 2, 3e-3
-
-
-def create_model() -> GPT2LMHeadModel:
-    """Random weights. No dropout: Accelerate's data loader draws random numbers anew when it resumes."""
-    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    no_dropout = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
+NUM_STEPS, SAVED_AFTER, ACCUMULATION, LEARNING_RATE, NUM_WARMUP_STEPS = 16, 8, 2, 3e-3, 4
 
 
-def create_samples(count: int) -> list[dict[str, torch.Tensor]]:
-    """Counting upwards from anywhere: the next token can be learned."""
-    starts = torch.randint(0, 32, (count, 1), generator=torch.Generator().manual_seed(7))
-    return [{"input_ids": tokens, "labels": tokens} for tokens in (starts + torch.arange(16)) % 32]
-
-
-def config_plugin() -> DeepSpeedPlugin:
+def config_plugin(stage: int, bf16: bool) -> DeepSpeedPlugin:
     """Optimizer and schedule from the DeepSpeed config, with Accelerate's placeholders in the script."""
     return DeepSpeedPlugin(
         hf_ds_config={
@@ -41,51 +31,77 @@ def config_plugin() -> DeepSpeedPlugin:
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": ACCUMULATION,
             "gradient_clipping": 1.0,
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 2},
+            "bf16": {"enabled": bf16},
+            "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
             "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"},
+            },
         }
     )
 
 
+def script_plugin(stage: int) -> DeepSpeedPlugin | None:
+    """Optimizer and schedule from the script; None under `accelerate launch --use_deepspeed`, with its flags."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        return None
+    return DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1.0, zero3_save_16bit_model=True)
+
+
+def warmup(step: int) -> float:
+    """What DeepSpeed's WarmupLR does to the learning rate. Accelerate counts a step of two ranks as two."""
+    return min(1.0, max(0, step // 2 - 1) / NUM_WARMUP_STEPS)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--stage", type=int, choices=(1, 2), required=True)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser = parse(__doc__)
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--from-config", action="store_true", help="optimizer and schedule come from the config")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
 
     set_seed(0)
-    plugin = config_plugin() if args.from_config else DeepSpeedPlugin(zero_stage=args.stage, gradient_clipping=1.0)
+    plugin = None
+    if args.stage != "none":
+        stage = int(args.stage)
+        plugin = config_plugin(stage, args.bf16) if args.from_config else script_plugin(stage)
     accelerator = Accelerator(
+        cpu=args.stage == "none",
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=ACCUMULATION,
+        mixed_precision="bf16" if args.bf16 else None,
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
+    # no dropout: Accelerate's data loader draws random numbers again when it resumes
     model = create_model()
     loader = DataLoader(create_samples(NUM_STEPS * ACCUMULATION * 4), batch_size=2)
     if args.from_config:
         optimizer = DummyOptim(model.parameters(), lr=LEARNING_RATE)
-        scheduler = DummyScheduler(optimizer, warmup_num_steps=4)
+        scheduler = DummyScheduler(optimizer, warmup_num_steps=NUM_WARMUP_STEPS)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    losses = train(accelerator, model, optimizer, scheduler, loader, args.folder, args.resume)
+    result = train(accelerator, model, optimizer, scheduler, loader, args.folder, args.resume)
     assert type(accelerator.unwrap_model(model)) is GPT2LMHeadModel
-    assert set(accelerator.get_state_dict(model)) == set(accelerator.unwrap_model(model).state_dict())
+    weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        stage = model.zero_optimization_stage()
-        (args.folder / "losses.json").write_text(json.dumps({"stage": stage, "losses": losses}))
+        torch.save({name: value.float() for name, value in weights.items()}, args.folder / "weights.pt")
+        result["stage"] = model.zero_optimization_stage() if args.stage != "none" else None
+        (args.folder / "result.json").write_text(json.dumps(result))
     accelerator.end_training()
 
 
-def train(accelerator, model, optimizer, scheduler, loader, folder: Path, resume: bool) -> dict[int, float]:
-    """Step -> mean loss over its micro-batches and ranks; saves after SAVED_AFTER steps, or starts there."""
-    step, losses, waiting = 0, {}, []
+def train(
+    accelerator: Any, model: Any, optimizer: Any, scheduler: Any, loader: Any, folder: Path, resume: bool
+) -> dict[str, Any]:
+    """Each step's gradient norm, and its loss over micro-batches and ranks.
+
+    Saves after SAVED_AFTER steps, or starts there.
+    """
+    step, losses, norms, waiting = 0, [], [], []
     if resume:
         accelerator.load_state(str(folder / "state"))
         loader = accelerator.skip_first_batches(loader, SAVED_AFTER * ACCUMULATION)
@@ -95,17 +111,18 @@ def train(accelerator, model, optimizer, scheduler, loader, folder: Path, resume
             loss = model(**batch).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
         waiting.append(accelerator.gather(loss.detach().float()).mean().item())
         if accelerator.sync_gradients:
             step += 1
-            losses[step], waiting = sum(waiting) / len(waiting), []
+            losses.append(sum(waiting) / len(waiting))
+            waiting = []
             if step == SAVED_AFTER and not resume:
                 accelerator.save_state(str(folder / "state"))
-    return losses
+    return {"losses": losses, "norms": norms}
 
 
 if __name__ == "__main__":

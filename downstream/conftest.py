@@ -1,0 +1,161 @@
+"""`launch` starts the script beside a recipe's test on two ranks; `check_losses` compares what two runs wrote.
+
+`test_train.py` starts `train.py`. What the recipes share (a model, its data) is in `shared/`, on the scripts' path. The
+figures of all comparisons are printed at the end.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+SHARED = Path(__file__).parent / "shared"
+BIN = Path(sys.executable).parent
+LAUNCHERS = {
+    "deepspeed": [str(BIN / "deepspeed"), "--num_accelerators", "2", "--no_local_rank"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
+    "accelerate": [
+        *(str(BIN / "accelerate"), "launch", "--use_deepspeed", "--num_processes", "2"),
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+        *("--zero_stage", "2", "--gradient_accumulation_steps", "2", "--gradient_clipping", "1.0"),
+    ],
+    "python": [sys.executable],  # for a library that starts its own ranks
+}
+_TIMEOUT_S = 240.0
+_figures: list[tuple[str, float, float, float]] = []  # test, last loss, last loss of plain torch, largest difference
+
+
+class Launch:
+    """Runs one script, by a launcher or on forked ranks that have its libraries already."""
+
+    def __init__(self, script: Path) -> None:
+        self.script = script
+        self._server: subprocess.Popen[str] | None = None
+
+    def __call__(self, folder: Path, *flags: str, launcher: str | None = None) -> dict[str, Any]:
+        """What the script wrote to `<folder>/result.json`; the ranks' output is in the error if one fails.
+
+        Args:
+            folder: given to the script as `--folder`; it is the working directory too.
+            flags: the script's other arguments.
+            launcher: a name in LAUNCHERS; None forks the ranks.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        arguments = ["--folder", str(folder), *flags]
+        if launcher is None:
+            self._fork(folder, arguments)
+        else:
+            _run([*LAUNCHERS[launcher], str(self.script), *arguments], folder)
+        return json.loads((folder / "result.json").read_text())
+
+    def close(self) -> None:
+        """End the ranks, and the process that they are forked from."""
+        if self._server is not None:
+            self._server.communicate()  # closes its standard input
+            self._server = None
+
+    def _fork(self, folder: Path, arguments: list[str]) -> None:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
+        logs = [str(folder / f"rank{rank}.log") for rank in range(2)]
+        environments = [_of_rank(rank, store.port) for rank in range(2)]
+        job = {"arguments": arguments, "environments": environments, "directory": str(folder), "logs": logs}
+        codes = json.loads(self._ask(json.dumps(job)))
+        if codes != [0, 0]:
+            texts = [f"[rank {rank}]\n{Path(log).read_text()[-6000:]}" for rank, log in enumerate(logs)]
+            raise AssertionError(f"{self.script} {' '.join(arguments)} ended with {codes}\n" + "\n".join(texts))
+
+    def _ask(self, line: str) -> str:
+        if self._server is None:
+            self._server = self._start()
+            assert self._answer() == "ready\n", f"{self.script} could not be imported"
+        assert self._server.stdin is not None
+        self._server.stdin.write(line + "\n")
+        self._server.stdin.flush()
+        return self._answer()
+
+    def _start(self) -> "subprocess.Popen[str]":
+        command = [sys.executable, str(SHARED / "forking.py"), str(self.script)]
+        return subprocess.Popen(
+            command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def _answer(self) -> str:
+        assert self._server is not None
+        assert self._server.stdout is not None
+        if not select.select([self._server.stdout], [], [], _TIMEOUT_S)[0]:
+            self.close()
+            raise AssertionError(f"{self.script} did not end within {_TIMEOUT_S:g} s")
+        return self._server.stdout.readline()
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(
+        command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without a launcher's variables; libraries may not ask the network for anything."""
+    launcher_names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {name: value for name, value in os.environ.items() if name not in launcher_names}
+    return environment | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(SHARED), environment.get("PYTHONPATH")])),
+    }
+
+
+def _of_rank(rank: int, port: int) -> dict[str, str]:
+    """What torchrun gives each rank; its store is in the test's process."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "recipe",
+    }
+
+
+@pytest.fixture(scope="module")
+def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
+    """`launch(folder, "--stage", "2")` for the script beside the test file."""
+    name = request.path.name.removeprefix("test_")
+    launch = Launch(request.path.with_name(name))
+    yield launch
+    launch.close()
+
+
+@pytest.fixture
+def check_losses(request: pytest.FixtureRequest) -> Callable[[list[float], list[float], float], None]:
+    """`check_losses(found, expected, rel)`: asserts that each loss is the expected one within a relative tolerance."""
+
+    def check(found: list[float], expected: list[float], rel: float) -> None:
+        assert len(found) == len(expected)
+        largest = max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
+        _figures.append((request.node.nodeid, found[-1], expected[-1], largest))
+        assert found == pytest.approx(expected, rel=rel)
+        assert expected[-1] < expected[0] - 0.3, f"the plain run learned nothing: {expected}"
+
+    return check
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _figures:
+        terminalreporter.section("last loss, that of plain torch, largest relative difference of a step")
+    for name, found, expected, largest in _figures:
+        terminalreporter.write_line(f"{found:.5f}  {expected:.5f}  {largest:.1e}  {name}")

@@ -1,0 +1,87 @@
+"""A tiny GPT-2 trained by Lightning's `Trainer` with its `DeepSpeedStrategy`; run by `test_train.py` on two ranks.
+
+    export PYTHONPATH=downstream/shared
+    torchrun --nproc_per_node 2 train.py --stage 2 --folder out
+    torchrun --nproc_per_node 2 train.py --stage 2 --folder out --resume
+
+Writes the loss of each step to `<folder>/result.json`. `--stage none` trains with Lightning's DDP strategy.
+"""
+
+import json
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from host_accelerator import HostTrainerAccelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from task import create_model, create_samples, parse
+from torch.utils.data import DataLoader
+
+NUM_STEPS, SAVED_AFTER = 16, 8
+
+
+class Counter(pl.LightningModule):
+    """Trains the model; `losses` has the loss of each step, averaged over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = None
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        """Called by the Trainer inside `zero.Init` under stage 3, and more than once."""
+        if self.model is None:
+            self.model = create_model()
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        self.losses.append(self.trainer.strategy.reduce(loss.detach().float().clone(), reduce_op="mean").item())
+        return loss
+
+    def test_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
+        self.log("test_loss", self.model(**batch).loss.float(), sync_dist=True)
+
+
+def create_strategy(stage: str) -> Any:
+    if stage == "none":
+        return DDPStrategy(process_group_backend="gloo")
+    return DeepSpeedStrategy(stage=int(stage), process_group_backend="gloo")
+
+
+def main() -> None:
+    parser = parse(__doc__)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="from the checkpoint of an earlier run")
+    args = parser.parse_args()
+
+    strategy = create_strategy(args.stage)
+    trainer = pl.Trainer(
+        accelerator="cpu" if args.stage == "none" else HostTrainerAccelerator(),
+        devices=2,
+        strategy=strategy,
+        precision="bf16-mixed" if args.bf16 else "32-true",
+        max_steps=NUM_STEPS,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=args.stage == "3",  # asks parameters for their sizes
+        callbacks=[ModelCheckpoint(args.folder, "saved", every_n_train_steps=SAVED_AFTER, save_top_k=1)],
+        default_root_dir=args.folder,
+    )
+    model = Counter()
+    loader = DataLoader(create_samples(NUM_STEPS * 4), batch_size=2)
+    checkpoint = args.folder / "saved.ckpt"
+    trainer.fit(model, loader, ckpt_path=str(checkpoint) if args.resume else None)
+    tested = trainer.test(model, DataLoader(create_samples(8), batch_size=2), verbose=False)[0]["test_loss"]
+    if trainer.is_global_zero:
+        (args.folder / "result.json").write_text(json.dumps({"losses": model.losses, "tested": tested}))
+
+
+if __name__ == "__main__":
+    main()
