@@ -66,7 +66,8 @@ class DeepSpeedConfig(Section):
 
     config: see `read_config`.  world_size: number of data-parallel ranks.
     mpu, mesh_device: the older way to say so: `mpu.get_data_parallel_world_size()`, or the mesh's "data_parallel" axis.
-    batch_required: False accepts a config without batch sizes, as zero.Init gets it; they are None then.
+    batch_required: False leaves the batch sizes as they are written: zero.Init may get them before they are filled in,
+        and knows no number of data-parallel ranks.
     Raises ConfigError, its message beginning with the dotted key.
     """
 
@@ -208,15 +209,14 @@ class DeepSpeedConfig(Section):
         self._raw = raw
         self._auto = intake.auto
         self._world_size = _data_parallel_size(mpu, mesh_device) if world_size is None else world_size
-        self._resolve_batch(batch_required)
+        if batch_required:
+            self._resolve_batch()
         self._check_exclusions()
 
-    def _resolve_batch(self, required: bool) -> None:
+    def _resolve_batch(self) -> None:
         sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         if sizes[:2] == (None, None):
             waiting = [name for name in (TRAIN, MICRO) if name in self._auto]
-            if not required:
-                return
             if waiting:
                 raise ConfigError(f"{waiting[0]}: found 'auto', which only Hugging Face's Trainer or Accelerate fills; "
                                   "write a number")  # fmt: skip

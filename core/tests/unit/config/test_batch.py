@@ -96,6 +96,13 @@ def test_auto_that_nothing_decides():
     assert config.unresolved_auto() == [TRAIN, MICRO]
 
 
+def test_sizes_are_not_compared_where_they_are_not_required():
+    filled_for_two_ranks = {TRAIN: 8, MICRO: 2, STEPS: 2}
+    assert DeepSpeedConfig(filled_for_two_ranks, batch_required=False).train_batch_size == 8
+    with pytest.raises(ConfigError, match="^train_batch_size: found 8"):
+        DeepSpeedConfig(filled_for_two_ranks)
+
+
 def test_world_size_from_the_older_arguments():
     class Mpu:
         def get_data_parallel_world_size(self):
