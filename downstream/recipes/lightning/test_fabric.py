@@ -1,0 +1,24 @@
+"""Fabric with its DeepSpeed strategy has the losses that it has with DDP, also after a load."""
+
+import pytest
+
+CASES = {
+    "stage 1": ["--stage", "1"],
+    "stage 2": ["--stage", "2"],
+    "stage 2, bf16": ["--stage", "2", "--bf16"],
+}
+QUICK = {"stage 2"}
+
+
+@pytest.fixture(scope="module")
+def plain(launch, tmp_path_factory):
+    """What a run with DDP wrote."""
+    return launch(tmp_path_factory.mktemp("plain"), "--stage", "none")
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.sweep][each in QUICK :]) for each in CASES])
+def test_trains_saves_and_loads(case, launch, plain, check_losses, tmp_path):
+    whole = launch(tmp_path, *CASES[case])
+    check_losses(whole["losses"], plain["losses"], 5e-3 if "--bf16" in CASES[case] else 1e-6)
+    resumed = launch(tmp_path, *CASES[case], "--resume")
+    assert resumed["losses"] == pytest.approx(whole["losses"][8:], rel=1e-6)

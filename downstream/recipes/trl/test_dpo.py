@@ -1,0 +1,25 @@
+"""TRL's DPOTrainer under DeepSpeed, with a reference model in an engine of its own, has the losses of DDP."""
+
+import pytest
+
+CASES = {
+    "stage 2": ["--stage", "2"],
+    "stage 2, bf16": ["--stage", "2", "--bf16"],
+}
+QUICK = {"stage 2"}
+
+
+@pytest.fixture(scope="module")
+def plain(launch, tmp_path_factory):
+    """What a run with DDP wrote."""
+    return launch(tmp_path_factory.mktemp("plain"), "--stage", "none")
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.sweep][each in QUICK :]) for each in CASES])
+def test_losses_equal_those_of_plain_torch(case, launch, plain, check_losses, tmp_path):
+    found = launch(tmp_path, *CASES[case])
+
+    rel = 5e-3 if "--bf16" in CASES[case] else 1e-6
+    check_losses(found["losses"], plain["losses"], rel)
+    assert found["norms"] == pytest.approx(plain["norms"], rel=10 * rel)
+    assert found["reference"] == 0  # TRL shards the reference model under stage 3 only
