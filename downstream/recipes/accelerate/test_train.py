@@ -9,6 +9,7 @@ CASES = {
     "stage 2": ["--stage", "2"],
     "stage 2, bf16": ["--stage", "2", "--bf16", "--from-config"],
 }
+QUICK = {"stage 2"}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,9 @@ def check(found, expected, check_losses, rel):
     assert found["norms"] == pytest.approx(expected["norms"], rel=10 * rel)
 
 
-@pytest.mark.parametrize("case", ["stage 2", *(pytest.param(each, marks=pytest.mark.sweep) for each in CASES)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=() if each in QUICK else pytest.mark.sweep) for each in CASES]
+)
 def test_trains_saves_and_loads_its_state(case, launch, plain, check_losses, tmp_path):
     folder, expected = plain
     is_bf16 = "--bf16" in CASES[case]

@@ -56,7 +56,6 @@ def warmup(step: int) -> float:
 
 def main() -> None:
     parser = parse(__doc__)
-    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--from-config", action="store_true", help="optimizer and schedule come from the config")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()

@@ -18,19 +18,19 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from task import create_model, create_samples, parse
 from torch.utils.data import DataLoader
 
-NUM_STEPS, SAVED_AFTER = 16, 8
+NUM_EPOCHS, NUM_STEPS = 2, 8  # steps of an epoch
 
 
 class Counter(pl.LightningModule):
     """Trains the model; `losses` has the loss of each step, averaged over ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any = None) -> None:
         super().__init__()
-        self.model: Any = None
+        self.model = model
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
-        """Called by the Trainer inside `zero.Init` under stage 3, and more than once."""
+        """The Trainer calls it inside `zero.Init` under stage 3, and again before a test."""
         if self.model is None:
             self.model = create_model()
 
@@ -56,7 +56,7 @@ def create_strategy(stage: str) -> Any:
 
 def main() -> None:
     parser = parse(__doc__)
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--configure-model", action="store_true", help="build it inside zero.Init (stage 3)")
     parser.add_argument("--resume", action="store_true", help="from the checkpoint of an earlier run")
     args = parser.parse_args()
 
@@ -66,17 +66,17 @@ def main() -> None:
         devices=2,
         strategy=strategy,
         precision="bf16-mixed" if args.bf16 else "32-true",
-        max_steps=NUM_STEPS,
+        max_epochs=NUM_EPOCHS,
         gradient_clip_val=1.0,
         logger=False,
         enable_progress_bar=False,
-        enable_model_summary=args.stage == "3",  # asks parameters for their sizes
-        callbacks=[ModelCheckpoint(args.folder, "saved", every_n_train_steps=SAVED_AFTER, save_top_k=1)],
+        enable_model_summary=True,
+        callbacks=[ModelCheckpoint(args.folder, "{epoch}", every_n_epochs=1, save_top_k=-1)],
         default_root_dir=args.folder,
     )
-    model = Counter()
+    model = Counter() if args.configure_model else Counter(create_model())
     loader = DataLoader(create_samples(NUM_STEPS * 4), batch_size=2)
-    checkpoint = args.folder / "saved.ckpt"
+    checkpoint = args.folder / "epoch=0.ckpt"
     trainer.fit(model, loader, ckpt_path=str(checkpoint) if args.resume else None)
     tested = trainer.test(model, DataLoader(create_samples(8), batch_size=2), verbose=False)[0]["test_loss"]
     if trainer.is_global_zero:

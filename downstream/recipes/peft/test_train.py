@@ -20,7 +20,9 @@ def plain(launch, tmp_path_factory):
     return folder, launch(folder, "--stage", "none")
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.sweep][each in QUICK :]) for each in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=() if each in QUICK else pytest.mark.sweep) for each in CASES]
+)
 def test_losses_and_adapters_equal_those_of_plain_torch(case, launch, plain, check_losses, tmp_path):
     folder, expected = plain
     is_bf16 = "--bf16" in CASES[case]

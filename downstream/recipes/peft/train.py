@@ -1,4 +1,4 @@
-"""LoRA: adapters of PEFT on a frozen tiny GPT-2, trained by Hugging Face's Trainer; run by `test_train.py` on two ranks.
+"""LoRA adapters of PEFT on a frozen tiny GPT-2, trained by the Trainer; run by `test_train.py` on two ranks.
 
     export PYTHONPATH=downstream/shared
     deepspeed --num_accelerators 2 --no_local_rank train.py --stage 2 --folder out

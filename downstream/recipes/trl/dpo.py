@@ -33,7 +33,7 @@ def main() -> None:
         model=create_model(),
         ref_model=None if args.precompute else create_model(),
         args=arguments,
-        train_dataset=create_pairs(128),
+        train_dataset=create_pairs(128, args.folder / "data"),
         processing_class=create_tokenizer(),
     )
     set_seed(0)

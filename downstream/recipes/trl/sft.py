@@ -16,6 +16,10 @@ from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
 
 
+def create_adapters() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["c_attn", "c_fc"], modules_to_save=["ln_f"], fan_in_fan_out=True)
+
+
 def main() -> None:
     parser = parse(__doc__)
     parser.add_argument("--lora", action="store_true")
@@ -30,7 +34,7 @@ def main() -> None:
         args=arguments,
         train_dataset=create_texts(256),
         processing_class=create_tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=True) if args.lora else None,
+        peft_config=create_adapters() if args.lora else None,
     )
     set_seed(0)
     trainer.train()

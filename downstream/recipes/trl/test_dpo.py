@@ -15,7 +15,9 @@ def plain(launch, tmp_path_factory):
     return launch(tmp_path_factory.mktemp("plain"), "--stage", "none")
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.sweep][each in QUICK :]) for each in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=() if each in QUICK else pytest.mark.sweep) for each in CASES]
+)
 def test_losses_equal_those_of_plain_torch(case, launch, plain, check_losses, tmp_path):
     found = launch(tmp_path, *CASES[case])
 

@@ -11,7 +11,9 @@ CASES = {
 QUICK = {"stage 2"}
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.sweep][each in QUICK :]) for each in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=() if each in QUICK else pytest.mark.sweep) for each in CASES]
+)
 def test_losses_equal_those_of_plain_torch(case, launch, check_losses, tmp_path):
     flags = [flag for flag in CASES[case] if flag == "--lora"]
     expected = launch(tmp_path / "plain", "--stage", "none", *flags)
