@@ -72,6 +72,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "min_loss_scale": 1,
         },
     },
+    "lightning, stage 3 with offload": {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 1000000000000,
+            "offload_optimizer": {"device": "cpu", "nvme_path": "/local_nvme", "buffer_count": 4, "pin_memory": False},
+        },
+    },
+    "transformers, stage 3": {
+        "train_batch_size": 4,
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 1024,
+            "stage3_prefetch_bucket_size": 921,
+            "stage3_param_persistence_threshold": 320,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    },
     "trl": {  # keys with dots are no keys; they must be tolerated
         "train_batch_size": 1,
         "zero_optimization": {"stage": 0},
@@ -106,6 +125,9 @@ def test_configs_are_taken(name: str) -> None:
 # ---- the engine, built as each library builds it --------------------------------------------------------------------
 
 
+SHARD_ALL = {"stage3_param_persistence_threshold": 0}  # matters to stage 3 only
+
+
 def optimizers_of_accelerate(stage: int) -> list[bool]:
     """Accelerate's replacement of a torch optimizer under offload, made from its groups."""
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -131,8 +153,9 @@ def optimizers_of_accelerate(stage: int) -> list[bool]:
     return changed
 
 
-def test_accelerates_optimizers_on_the_host() -> None:
-    assert run_ranks(1, optimizers_of_accelerate, 2) == [[True, True, True]]
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerates_optimizers_on_the_host(stage: int) -> None:
+    assert run_ranks(1, optimizers_of_accelerate, stage) == [[True, True, True]]
 
 
 def as_transformers(stage: int, folder: str) -> dict[str, Any]:
@@ -141,7 +164,7 @@ def as_transformers(stage: int, folder: str) -> dict[str, Any]:
 
     logger.setLevel(30)
     model = torch.nn.Linear(4, 2)
-    config = {**CONFIGS["transformers"], "zero_optimization": {"stage": stage}}
+    config = {**CONFIGS["transformers"], "zero_optimization": {"stage": stage, **SHARD_ALL}}
     engine, face, _, scheduler = deepspeed.initialize(
         model=model, config_params=config, model_parameters=list(model.parameters())
     )
@@ -167,7 +190,7 @@ def as_transformers(stage: int, folder: str) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_transformers_engine(stage: int, tmp_path: Path) -> None:
     (facts,) = run_ranks(1, as_transformers, stage, str(tmp_path))
     assert facts == {
@@ -186,7 +209,7 @@ def test_transformers_engine(stage: int, tmp_path: Path) -> None:
 def as_accelerate(stage: int, folder: str) -> dict[str, Any]:
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    config = {**CONFIGS["accelerate"], "zero_optimization": {"stage": stage}, "an_unknown_key": {"a": 1}}
+    config = {**CONFIGS["accelerate"], "zero_optimization": {"stage": stage, **SHARD_ALL}, "an_unknown_key": {"a": 1}}
     engine, face, loader, scheduler = deepspeed.initialize(
         model=model,
         config_params=config,
@@ -208,6 +231,7 @@ def as_accelerate(stage: int, folder: str) -> dict[str, Any]:
         "optimizer": all(hasattr(face, name) for name in ("param_groups", "state", "defaults", "state_dict")),
         "scheduler": scheduler.get_last_lr() == [0.1 * 0.1],
         "device": engine.device.type == engine.module.weight.device.type,
+        "gathers": engine.zero_gather_16bit_weights_on_model_save(),
         "path": path is not None,
         "client state": client_state,
         "weights": sorted(engine._consolidated_16bit_state_dict()),
@@ -216,7 +240,7 @@ def as_accelerate(stage: int, folder: str) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accelerates_engine(stage: int, tmp_path: Path) -> None:
     (facts,) = run_ranks(1, as_accelerate, stage, str(tmp_path))
     assert facts == {
@@ -228,6 +252,7 @@ def test_accelerates_engine(stage: int, tmp_path: Path) -> None:
         "optimizer": True,
         "scheduler": True,
         "device": True,
+        "gathers": False,
         "path": True,
         "client state": {},
         "weights": ["bias", "weight"],
@@ -240,7 +265,7 @@ def as_lightning(stage: int, folder: str) -> dict[str, Any]:
 
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    config = {**CONFIGS["lightning"], "zero_optimization": {"stage": stage}}
+    config = {**CONFIGS["lightning"], "zero_optimization": {"stage": stage, **SHARD_ALL}}
     engine, face, _, _ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=0),
         config=config,
@@ -267,7 +292,7 @@ def as_lightning(stage: int, folder: str) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_lightnings_engine(stage: int, tmp_path: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files
 

@@ -8,8 +8,10 @@ CASES = {
     "stage 1": ["--stage", "1"],
     "stage 2": ["--stage", "2"],
     "stage 2, bf16": ["--stage", "2", "--bf16", "--from-config"],
+    "stage 3": ["--stage", "3"],
+    "stage 3, bf16": ["--stage", "3", "--bf16", "--from-config"],
 }
-QUICK = {"stage 2"}
+QUICK = {"stage 3"}
 
 
 @pytest.fixture(scope="module")

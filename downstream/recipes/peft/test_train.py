@@ -9,8 +9,12 @@ CASES = {
     "stage 2": ["--stage", "2"],
     "stage 2, activations checkpointed": ["--stage", "2", "--checkpointing", "not-reentrant"],
     "stage 2, bf16": ["--stage", "2", "--bf16"],
+    "stage 3": ["--stage", "3"],
+    "stage 3, activations checkpointed": ["--stage", "3", "--checkpointing", "not-reentrant"],
+    "stage 3, activations checkpointed, re-entrant": ["--stage", "3", "--checkpointing", "reentrant"],
+    "stage 3, bf16": ["--stage", "3", "--bf16"],
 }
-QUICK = {"stage 2"}
+QUICK = {"stage 3"}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,9 @@ CASES = {
     "stage 2": ["--stage", "2"],
     "stage 2, optimizer states in host memory": ["--stage", "2", "--offload"],
     "stage 2, bf16": ["--stage", "2", "--bf16"],
+    "stage 3": ["--stage", "3"],
+    "stage 3, optimizer from the config, its states in host memory": ["--stage", "3", "--offload", *OF_CONFIG],
+    "stage 3, bf16": ["--stage", "3", "--bf16"],
 }
 
 
@@ -42,9 +45,16 @@ def test_losses_equal_those_of_plain_torch(case, launch, plain, check_losses, tm
         assert_close(saved[name], value, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("sections", [["optimizer"], pytest.param(["optimizer", "scheduler"], marks=pytest.mark.sweep)])
-def test_resumes(sections, launch, plain, check_losses, tmp_path):
-    flags = ["--stage", "2", "--offload", "--from-config", *sections]
+@pytest.mark.parametrize(
+    ("stage", "sections"),
+    [
+        ("3", ["optimizer"]),
+        pytest.param("2", ["optimizer"], marks=pytest.mark.sweep),
+        pytest.param("2", ["optimizer", "scheduler"], marks=pytest.mark.sweep),
+    ],
+)
+def test_resumes(stage, sections, launch, plain, check_losses, tmp_path):
+    flags = ["--stage", stage, "--offload", "--from-config", *sections]
     whole = launch(tmp_path, *flags)
     (tmp_path / "result.json").unlink()
     resumed = launch(tmp_path, *flags, "--resume-from", str(tmp_path / "checkpoint-8"))
@@ -66,9 +76,16 @@ def test_launchers(launcher, launch, plain, check_losses, tmp_path):
     check(result, plain[1], check_losses, rel=1e-6)
 
 
-@pytest.mark.sweep
-def test_starts_from_a_saved_model_with_more_rows(launch, plain, check_losses, tmp_path):
-    folder, _ = plain
-    flags = ["--from-pretrained", str(folder / "saved"), "--resize"]
+@pytest.mark.parametrize("flags", [[], pytest.param(["--resize"], marks=pytest.mark.sweep)])
+def test_starts_from_a_saved_model(flags, launch, plain, check_losses, tmp_path):
+    """Under stage 3 `from_pretrained` builds the model inside `zero.Init`."""
+    flags = ["--from-pretrained", str(plain[0] / "saved"), *flags]
     expected = launch(tmp_path / "plain", "--stage", "none", *flags)
-    check(launch(tmp_path / "stage 2", "--stage", "2", *flags), expected, check_losses, rel=1e-6)
+    check(launch(tmp_path / "stage 3", "--stage", "3", *flags), expected, check_losses, rel=1e-6)
+
+
+@pytest.mark.sweep
+def test_only_evaluates(launch, plain, tmp_path):
+    flags = ["--only-evaluate", "--from-pretrained", str(plain[0] / "saved")]
+    found = launch(tmp_path, "--stage", "3", *flags)
+    assert found["evaluated"] == pytest.approx(plain[1]["evaluated"], rel=1e-6)

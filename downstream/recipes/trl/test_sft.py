@@ -7,6 +7,8 @@ CASES = {
     "stage 2": ["--stage", "2"],
     "stage 2, LoRA": ["--stage", "2", "--lora"],
     "stage 2, bf16": ["--stage", "2", "--bf16"],
+    "stage 3": ["--stage", "3"],
+    "stage 3, LoRA": ["--stage", "3", "--lora"],
 }
 QUICK = {"stage 2"}
 
