@@ -195,6 +195,35 @@ def test_zero_init_as_transformers_enters_it() -> None:
     assert run_ranks(2, build_under_init) == [facts, facts]
 
 
+class Parent(nn.Module):
+    """As nanoGPT and models of transformers: it initializes the weights of its children, which are built by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(8)
+        nn.init.trunc_normal_(self.child.weight, std=0.02)
+        for name, param in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.ones_(param)
+        with torch.no_grad():
+            self.norm.weight.fill_(3.0)
+
+
+def initialize_children() -> bool:
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=UNFILLED):
+        model = Parent()
+    torch.manual_seed(0)
+    expected = Parent()
+    with deepspeed.zero.GatheredParameters(model.parameters()):
+        return all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters()))
+
+
+def test_a_parent_initializes_its_children_inside_init() -> None:
+    assert run_ranks(2, initialize_children) == [True, True]
+
+
 def adapt_a_sharded_model() -> dict[str, Any]:
     """peft: adapters, built outside `zero.Init`, for a frozen model that was built inside."""
     with deepspeed.zero.Init(config_dict_or_path=UNFILLED):

@@ -7,6 +7,7 @@ CASES = {
     "stage 2": ["--stage", "2"],
     "stage 2, bf16": ["--stage", "2", "--bf16"],
     "stage 3": ["--stage", "3"],
+    "stage 3, built inside zero.Init": ["--stage", "3", "--configure-model"],
     "stage 3, bf16": ["--stage", "3", "--bf16"],
 }
 QUICK = {"stage 3"}

@@ -28,3 +28,9 @@ def test_losses_equal_those_of_plain_torch(case, launch, plain, check_losses, tm
     assert found["norms"] == pytest.approx(plain["norms"], rel=10 * rel)
     # TRL shards the reference model under stage 3 only
     assert found["reference"] == (3 if "3" in CASES[case] else 0)
+
+
+@pytest.mark.sweep
+def test_reference_computed_before_training(launch, plain, check_losses, tmp_path):
+    """An engine that only evaluates comes before the one that trains the same module."""
+    check_losses(launch(tmp_path, "--stage", "3", "--precompute")["losses"], plain["losses"], 1e-6)
