@@ -199,9 +199,8 @@ class ZeroConfig(Section):
     )
     gather_16bit_weights_on_model_save: Flag = key(
         False,
-        "Gather the weights for save_16bit_model().",
+        "Gather the weights for save_16bit_model() in stage 3; below it they are whole.",
         json_key="stage3_gather_16bit_weights_on_model_save",
-        support=quiet("stage 3 only; below it the weights are whole"),
     )
     module_granularity_threshold: Int = key(
         0,
