@@ -1,12 +1,12 @@
 """The contracts between the core and a communication library.
 
 `GroupBackend` serves one process group: asynchronous, out of place, one call per collective. `group_backend(group)`
-gives it. `Backend` is the older one, which stages 0 to 2 use: three exchanges of flat buffers, in place.
+gives it, and all stages of ZeRO use it. `torch_group.TorchGroup` is the implementation over `torch.distributed`; a
+plugin gives another one with the hook `ds_comm_backend`. (What is not a step's is `torch.distributed`'s: the first
+weights, a fragment that a user reads.)
 
-A step of ZeRO calls them, never a collective by name: which primitive serves "reduce this bucket to its owners" is a
-property of the library, measured once and chosen by it. (What is not a step's is `torch.distributed`'s: the first
-weights, a fragment that a user asks for.) `torch_backend.TorchBackend` is the implementation over `torch.distributed`;
-a plugin gives another one with the hook `ds_comm_backend`.
+`Backend` is the older contract: three collectives of flat buffers, in place, for all groups of a process. Plugins that
+give one are adapted by `in_place_group.py`; `torch_backend.TorchBackend` is the one of `deepspeed.comm.backend()`.
 
 Shape legend: N numel of a flat buffer, S numel of a shard (N == W * S), W ranks of the group.
 """
@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 class Piece(NamedTuple):
     """The half-open range `[start, stop)` of a flat buffer, in elements, and the rank that owns it.
 
-    `owner` is a rank *within the group* that the buffer is exchanged in.
+    `owner` is a rank *within the group*.
     """
 
     start: int
@@ -171,8 +171,8 @@ class Backend(Protocol):
     update, each followed by `Work.wait`, or all by one `abandon` where a rank cannot go on; `release` when an engine is
     destroyed.
 
-    The exchanges do not wait for peers. All ranks of `group` (None: every rank) call them in the same order with the
-    same sizes and pieces, and wait for them at the same places among the collectives of the program: an exchange may
+    The collectives do not wait for peers. All ranks of `group` (None: every rank) call them in the same order with the
+    same sizes and pieces, and wait for them at the same places among the collectives of the program: one may
     need all ranks inside a call here before it is over. `flat_N` is contiguous, 1-D, and must be neither written nor
     freed before `wait()`.
     """
@@ -181,19 +181,19 @@ class Backend(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes kept between exchanges for the next ones."""
+        """Bytes kept between collectives for the next ones."""
 
     def connect(self, group: ProcessGroup | None = None) -> None:
-        """Set up what exchanges in `group` need. Called by all ranks together, outside of any backward; idempotent."""
+        """Set up what collectives in `group` need. Called by all ranks together, outside of a backward; idempotent."""
 
     def preferred_bucket_bytes(self, world_size: int, *, to_owners: bool) -> int:
-        """Bytes of a bucket at which an exchange among `world_size` ranks is efficient and still overlaps.
+        """Bytes of a bucket at which a collective among `world_size` ranks is efficient and still overlaps.
 
         `to_owners`: of `reduce_to_owners`, else of `reduce`.
         """
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-        """An uninitialized 1-D buffer that exchanges well; a shared-memory backend hands out its own memory."""
+        """An uninitialized 1-D buffer that this library moves well; a shared-memory backend returns its own memory."""
 
     def reduce(self, flat_N: torch.Tensor, group: ProcessGroup | None = None) -> Work:
         """Sum `flat_N` over the ranks, in place, on every rank (stage 0, and what ranks agree on)."""

@@ -1,4 +1,4 @@
-"""Cutting a flat buffer into pieces with owners. Used by `torch_backend.py` and the exchanges it chooses from."""
+"""Cutting a flat buffer into pieces with owners. Used by `torch_backend.py` and `in_place_group.py`."""
 
 import math
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The comms logger: per operation and message size, how often it was called and how long the caller waited.
 
 `comm.py` reports every collective here while recording is on (config section `comms_logger`, or `comm.configure`), and
-`comm.backend()` every exchange of ZeRO. Durations are what the calling host sees: a call with `async_op=True` counts
-the time to start it, an exchange the time to start it and the time in its `wait`.
+the backends of groups every collective of ZeRO. Durations are what the calling host sees: a call with `async_op=True`
+counts the time to start it, a collective of ZeRO the time to start it and the time in its `wait`.
 """
 
 import functools
@@ -127,7 +127,7 @@ def recorded(function: _F) -> _F:
 
 
 class RecordedBackend:
-    """A `Backend` whose exchanges are recorded under the names of its methods. Handed out by `comm.backend()`."""
+    """A `Backend` whose collectives are recorded under the names of its methods. Returned by `comm.backend()`."""
 
     def __init__(self, backend: Backend) -> None:
         self.recorded = backend
@@ -250,7 +250,7 @@ def _unrecorded(works: Sequence[Work]) -> list[Work]:
 
 
 class _RecordedWork:
-    """An exchange in flight that is recorded when it was waited for."""
+    """A collective in flight that is recorded when it was waited for."""
 
     def __init__(self, work: Work, op: str, num_bytes: int, started_s: float) -> None:
         self.recorded = work

@@ -1,6 +1,6 @@
-"""Memory for values of other ranks that are about to be added, kept between exchanges.
+"""Memory for values of other ranks that are about to be added, kept between collectives.
 
-`messages.py` takes a buffer per exchange and `direct.py` one per sum, and give it back when the values are added. Fresh
+A transport takes a buffer per collective or per sum, and gives it back when the values are added. Fresh
 memory would cost a page fault per 4 KiB at every bucket, which is as long as the sum itself.
 """
 
@@ -9,7 +9,7 @@ import threading
 import torch
 
 _ROUND_BYTES = 1 << 12
-# A free buffer more than this many times larger than asked for is left for a larger exchange.
+# A free buffer more than this many times larger than asked for is left for a larger collective.
 _MAX_WASTE = 4
 
 

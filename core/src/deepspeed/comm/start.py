@@ -107,9 +107,9 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 
 def backend(group: ProcessGroup | None = None) -> Backend:
-    """The `Backend` of this process; ZeRO's only door to communication. `CommError` before `init_distributed`.
+    """The `Backend` of this process; for callers of collectives in place. `CommError` before `init_distributed`.
 
-    While the comms logger is on, one whose exchanges it sees.
+    While the comms logger is on, one whose collectives it sees.
     """
     global _backend, _backend_world
     world = torch_dist.group.WORLD if comm.is_initialized() else None
@@ -143,7 +143,7 @@ def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, in
 
 
 def is_backend(name: str) -> bool:
-    """True if the `Backend` in force has this name, for example "gloo"."""
+    """True if the current `Backend` has this name, for example "gloo"."""
     return comm.is_initialized() and backend().name == name
 
 
@@ -168,7 +168,7 @@ def _find_library(asked: str) -> tuple[str, Backend | None]:
     """The library for torch's process groups, and a plugin's `Backend` if `asked` is the name of one.
 
     A plugin's hook may register a library of that name with torch, and then need not give a `Backend`. When it gives
-    one and registers none, groups are torch's over the accelerator's library, and only ZeRO's exchanges the plugin's.
+    one and registers none, groups are torch's over the accelerator's library, and only ZeRO's collectives the plugin's.
     """
     if not _unknown_to_torch(asked):
         return asked, None  # the plugin is asked by `backend()`, which knows on which group

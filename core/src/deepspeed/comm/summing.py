@@ -1,6 +1,6 @@
 """The sum of what the ranks contributed, in the order of ranks, so that every rank would compute the same bits.
 
-Used by the exchanges that add here: `messages.py` and `direct.py`.
+Used by transports that add by themselves, instead of the library.
 """
 
 import torch
@@ -18,7 +18,7 @@ def add_in_rank_order(own: torch.Tensor, others: list[torch.Tensor], rank: int) 
     if own.dtype in (torch.bfloat16, torch.float16) and len(others) > 1:
         _add_in_fp32(own, others, rank)
         return
-    # x_0 .. x_{rank-1} add up in the first slot; then own joins (a + b is b + a to the last bit); then the rest.
+    # x_0 .. x_{rank-1} add up in the first of them; then own joins (a + b is b + a to the last bit); then the rest.
     if rank > 0:
         for other in others[1:rank]:
             others[0].add_(other)

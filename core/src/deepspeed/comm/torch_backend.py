@@ -1,4 +1,4 @@
-"""`Backend` over torch.distributed: the three collectives in place of stages 0 to 2, made of a `TorchGroup`'s.
+"""`Backend` over torch.distributed: three collectives in place, made of a `TorchGroup`'s.
 
 Shape legend: N numel of a flat buffer, W ranks of the group.
 """

@@ -442,7 +442,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
         The module keeps its weights, and can be used without an engine or given to `initialize` again. So can an
         optimizer that was given to `initialize`: it holds the model's parameters again, and keeps only the states of
-        those that it held all the time (stage 0 without fp32 masters).
+        those that it held all the time (stage 0 without fp32 master weights).
         """
         self._observers.close()
         self.sharding.destroy()

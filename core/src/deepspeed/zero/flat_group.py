@@ -28,7 +28,7 @@ class ParamShard:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer works on a copy, in higher precision or in another memory."""
+        """Whether the optimizer works on a copy, in higher precision or in host memory."""
         return self.master.data_ptr() != self.weight.data_ptr() or self.master.device != self.weight.device
 
 
@@ -44,8 +44,8 @@ class FlatGroup:
         model_dtype: dtype that the parameters get, or None to leave them.
         is_flat: whether the parameters become views of one buffer, so that they can be gathered in one go.
         is_whole: whether shards keep the shape of their parameter; needs cuts between parameters.
-        has_optimizer: without one there are no masters.
-        placement: where the masters live.
+        has_optimizer: without one there are no master weights.
+        placement: where the master weights live.
         allocate: gives a 1-D buffer for the flat weights.
         unit: shards the weights themselves (stage 3); they are in the model's dtype already.
     """
@@ -139,7 +139,7 @@ class FlatGroup:
         return buffer_N[start:stop]
 
     def masters_from_weights(self) -> None:
-        """Start the masters anew from the model's weights, after these were loaded."""
+        """Start the master weights again from the model's weights, after these were loaded."""
         for shard in self.shards:
             if shard.has_master:
                 shard.master.view(-1).copy_(shard.weight.view(-1))
@@ -154,7 +154,7 @@ class FlatGroup:
                 master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
 
     def weights_from_masters(self) -> None:
-        """Round the masters into the model's weights."""
+        """Round the master weights into the model's weights."""
         for shard in self.shards:
             if shard.has_master:
                 shard.weight.view(-1).copy_(shard.master.view(-1))

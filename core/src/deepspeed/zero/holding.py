@@ -46,14 +46,14 @@ class ShardingOptions:
     accumulation_dtype: torch.dtype | None = None  # of gradients between backwards; None is the parameter's own
     wire_dtype: torch.dtype | None = None  # of gradients on the way; None is the accumulation dtype
     bucket_numel: int = 500_000_000  # upper bound; the backend's own wish may be smaller
-    update_numel: int = 4 * 2**20  # fp32 elements updated and published in one go
+    update_numel: int = 4 * 2**20  # fp32 elements updated, and then gathered, in one go
     overlap: bool = True  # launch a bucket when it is full, not when the backward is over
     allows_unused: bool = True  # a parameter without gradient is skipped; False: it is an error that names it
     predivide_factor: float | None = None  # gradients are divided by this before the sum and by W / this after it
     model_ranks: tuple[GroupBackend, ...] = ()  # one per axis (tp, pp) along which the caller divided the model
     counts_replicated: bool = True  # this rank adds parameters to the norm that its tensor-parallel peers have, too
     device: torch.device | None = None  # that the parameters get (stage 3 moves them shard by shard)
-    placement: Placement = field(default_factory=Placement)  # where masters, states and reduced gradients live
+    placement: Placement = field(default_factory=Placement)  # where master weights, states and reduced gradients live
 
 
 class Holding:
@@ -74,7 +74,7 @@ class Holding:
         self.params: list[Parameter] = []
         self.buckets: list[Bucket] = []  # one for each unit, in the order in which a backward fills them
         self.saved_groups: list[list[int]] = []  # attached parameters as a checkpoint has them
-        self._given_params: list[list[Parameter]] = []  # by group of the optimizer, before it held masters
+        self._given_params: list[list[Parameter]] = []  # by group of the optimizer, before it held master weights
         self._is_whole = False  # the optimizer looks at whole matrices: fragments are whole parameters
         self._widens = False  # gradients are copied to fp32 before the update, part by part
         self._bucket_bytes = 0  # that the backend prefers
@@ -142,7 +142,7 @@ class Holding:
         if isinstance(optimizer, KernelOptimizer):
             optimizer.uses_kernel = True  # whatever it was in an engine before this one
         has_kernel = not isinstance(optimizer, KernelOptimizer) or optimizer.has_kernel
-        # of the weights as they are now: offloaded ones are not the host kernel's yet, and are widened in short pieces
+        # of the weights as they are now: offloaded ones are not the host kernel's yet, and are widened in short parts
         widens = options.model_dtype is not None and not takes_one_pass(optimizer)
         can = self.backend.capabilities
         preferred = can.preferred_bucket_bytes if self.stage > 0 else can.preferred_all_reduce_bytes
@@ -276,7 +276,7 @@ class Holding:
         self.buckets = sorted(buckets, key=lambda bucket: -first[bucket.index])
 
     def _batches(self) -> Iterator[Batch]:
-        is_one = not self._is_flat() and not self._widens  # nothing to publish
+        is_one = not self._is_flat() and not self._widens  # nothing to gather
         room = self._batch_numel()
         batch = Batch([], [])
         numel = 0

@@ -1,16 +1,16 @@
-"""Where the optimizer's side of the owned shard lives: masters, optimizer states and reduced gradients.
+"""Where the optimizer's side of the owned shard lives: master weights, optimizer states and reduced gradients.
 
-`Placement` is the answer "beside the weights": nothing is copied. `offload/host.py` is the other answer, another
-memory. `offload/policy.py` chooses. A stage asks, in this order, and does not look which of the two it has:
+`Placement` is the answer "beside the weights": nothing is copied. `offload/host.py` is the other answer, host memory.
+`offload/policy.py` chooses. A stage calls, in this order, and does not look which of the two it has:
 
-    1. allocate, home_of_gradients     per flat group: memory of its masters, memory of its reduced gradients
+    1. allocate, home_of_gradients     per unit: memory of its master weights, memory of its reduced gradients
     2. keeper                          per bucket; what it gives is called after each reduction
     3. settle                          every gradient of the step is where the optimizer reads it
     4. square_sum                      of what arrived
     5. copies, send, finish_sending    around the update of each batch
     6. forget                          with the gradients of the step
 
-Legend: S numel of this rank's partition of a flat group.
+Legend: S numel of this rank's shard of a unit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Placement:
         memory: for an accelerator whose memory is the host's: page-locks what the optimizer keeps, on request.
     """
 
-    #: whether it is another memory than the weights'
+    #: whether it is offloaded: in another memory than the weights
     is_apart = False
     #: reductions in flight after which a launch finishes the oldest, so that it is kept while the backward runs
     max_in_flight: int | None = None
@@ -53,7 +53,7 @@ class Placement:
         return tensor if self._host is None else self._host.pinned(tensor)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
-        """An uninitialized 1-D tensor for masters.
+        """An uninitialized 1-D tensor for master weights.
 
         Args:
             device: of the weights.
@@ -70,7 +70,7 @@ class Placement:
         return own_S
 
     def keeper(self, *, adds: bool) -> Keep | None:
-        """What a bucket of this rank hands its sum to; None: it stays where it is.
+        """What takes the sum of a bucket of this rank; None: it stays where it is.
 
         Args:
             adds: a sum joins what is there of this step, instead of replacing it.
@@ -78,7 +78,7 @@ class Placement:
         return None
 
     def settle(self) -> None:
-        """Return when every sum that was handed over can be read by the host."""
+        """Return when every sum that was taken can be read by the host."""
 
     def square_sum(self, reduced: Sequence[Tensor]) -> float:
         """Sum of squares of the reduced gradients, as `home_of_gradients` gave them."""
@@ -90,15 +90,15 @@ class Placement:
     def copies(self, shards: Sequence[ParamShard]) -> list[Tensor]:
         """Where the update of `shards` writes the weights rounded to the model's dtype, each in its master's shape.
 
-        Empty where the masters themselves are what the weights become.
+        Empty where the master weights themselves are what the weights become.
         """
         return [shard.weight.view_as(shard.master) for shard in shards if shard.has_master]
 
     def send(self, shards: Sequence[ParamShard], copies: Sequence[Tensor]) -> None:
-        """The masters of `shards` and their `copies` are final: bring them into the weights."""
+        """The master weights of `shards` and their `copies` are final: bring them into the weights."""
 
     def finish_sending(self) -> None:
-        """Return when masters and copies may be written again."""
+        """Return when master weights and copies may be written again."""
 
     def forget(self) -> None:
         """Forget every gradient."""
@@ -113,7 +113,7 @@ class Placement:
 
 
 def exact_norm(gradients: Tensor) -> Tensor:
-    """L2 norm, 0-D on their device; of few elements on the host in fp64, so that it does not tell how they are cut."""
+    """L2 norm, 0-D on their device; of few elements on the host in fp64, so that no cut changes it."""
     if gradients.numel() <= 2**16 and gradients.device.type == "cpu":  # some devices lack fp64
         return torch.linalg.vector_norm(gradients, dtype=torch.float64)
     return tensor_norm(gradients)

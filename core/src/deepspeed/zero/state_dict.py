@@ -301,7 +301,7 @@ def _unpacked(packed: list[Any]) -> Any:
 def _has_the_masters_shape(values: list[Any], shards: list[ParamShard]) -> bool:
     """Whether a state has one number per element, for every shard that has it.
 
-    One shard does not tell: a moment per row of a matrix has the size of the matrix's bias. Nor does a parameter of no
+    One shard is not enough: a moment per row of a matrix has the size of the matrix's bias. Nor does a parameter of no
     dimensions, whose `step` looks like its moments.
     """
     present = [(value, shard) for value, shard in zip(values, shards, strict=True) if value is not None]

@@ -110,7 +110,7 @@ class Sharding(Holding):
         return self.backend.all_reduce(wire_N, tag=bucket.index)
 
     def _publish(self, index: int) -> Work | None:
-        """Start to give the weights of a unit that was just updated to those who do not own them."""
+        """Start to all-gather the weights of a unit that was just updated."""
         return None
 
     def _norm_part(self) -> list[Tensor]:
@@ -458,7 +458,7 @@ class Sharding(Holding):
         assert self._updates is not None
         self._shown = {}
         for param in self.params:
-            param.grad = None  # the update points masters at their gradients, batch by batch
+            param.grad = None  # the update points master weights at their gradients, batch by batch
         gathers: list[Work] = []
         try:
             for batch in self._updates.step(scale * self._after_sum):
@@ -527,11 +527,11 @@ class Sharding(Holding):
     # ---- states and single parameters ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's masters and optimizer state; keys as in DeepSpeed's `*_optim_states.pt`."""
+        """This rank's master weights and optimizer state; keys as in DeepSpeed's `*_optim_states.pt`."""
         return states.collect(self)
 
     def load_state_dict(self, state: dict[str, Any], *, load_optimizer_states: bool = True) -> None:
-        """Take masters and optimizer state of a run with as many ranks and the same stage."""
+        """Take master weights and optimizer state of a run with as many ranks and the same stage."""
         self.check_state(state)
         self.restore_state(state, load_optimizer_states=load_optimizer_states)
         self.publish_all()
@@ -564,7 +564,7 @@ class Sharding(Holding):
         states.restore(self, saved, load_optimizer_states=load_optimizer_states)
 
     def masters_from_weights(self) -> None:
-        """Start the masters anew after the module's weights were loaded or changed from outside."""
+        """Start the master weights again after the module's weights were loaded or changed from outside."""
         for group in self.groups:
             group.masters_from_weights()
 
@@ -573,7 +573,7 @@ class Sharding(Holding):
         every rank's own."""
 
     def publish_all(self) -> None:
-        """Bring the masters of all ranks into the model's weights."""
+        """Bring the master weights of all ranks into the model's weights."""
         for group in self.groups:
             group.weights_from_masters()
         works = [work for index in range(len(self.groups)) if (work := self._publish(index)) is not None]

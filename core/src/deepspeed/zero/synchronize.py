@@ -1,6 +1,6 @@
 """Make every rank start from the same weights: those of the group's first rank.
 
-Called once, before a stage is attached, so that fp32 masters are copied from agreed values.
+Called once, before a stage is attached, so that fp32 master weights are copied from agreed values.
 """
 
 import torch

@@ -1,8 +1,9 @@
-"""The optimizer's step in batches of shards, so that little is alive at once and results can be published early.
+"""The optimizer's step in batches of shards, so that little is alive at once and results can be gathered early.
 
-Called by `Sharding.update`. An optimizer with a one-pass kernel reads the gradients as they are, and writes masters
-and the model's weights in the same pass. For any other, a batch's low-precision gradients are widened to fp32 in one
-buffer that all batches share, the step is made on the fp32 masters, and the result is rounded into the weights.
+Called by `Sharding.update`. An optimizer with a one-pass kernel reads the gradients as they are, and writes
+master weights and the model's weights in the same pass. For any other, a batch's low-precision gradients are widened to
+fp32 in one buffer that all batches share, the step is made on the fp32 master weights, and the result is rounded into
+the model's.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ class OptimizerUpdate:
     Args:
         used: by parameter, whether any rank has a gradient for it; written by the owner before each step. A shard
             without gradient is left alone, as torch's optimizers do with `grad = None`.
-        placement: where masters live, and how the new weights get from there into the model.
+        placement: where master weights live, and how the new weights get from there into the model.
         rows: for an optimizer that takes sparse gradients only.
     """
 
@@ -119,7 +120,7 @@ class OptimizerUpdate:
 
 
 def takes_one_pass(optimizer: Optimizer | None) -> TypeGuard[ReferenceOptimizer]:
-    """Whether the optimizer reads gradients, updates masters and writes weights in one pass; loads its kernel."""
+    """Whether one pass reads gradients, updates master weights and writes the model's; loads the optimizer's kernel."""
     return isinstance(optimizer, ReferenceOptimizer) and optimizer.takes_one_pass
 
 

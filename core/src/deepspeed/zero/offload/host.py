@@ -1,20 +1,20 @@
-"""`HostPlacement`: masters, optimizer states and reduced gradients of the owned shard in host memory.
+"""`HostPlacement`: master weights, optimizer states and reduced gradients of the owned shard in host memory.
 
     device                                   host
     bucket's sum  ------ lane, per bucket --> reduced [S]        while the backward runs
                                               optimizer step     batch by batch
-    weights       <----- lane, per batch ---- masters or copies  while the next batch is updated
+    weights       <----- lane, per batch ---- master weights     while the next batch is updated
 
-A sum that is the first of its step is copied straight to its place. A later one (stage 2 exchanges after every
-backward) is copied to a staging buffer and added by the host, as is one whose exchange has another dtype.
+A sum that is the first of its step is copied straight to its place. A later one (stages 2 and 3 reduce after
+every backward) is copied to a staging buffer and added by the host, as is one that was reduced in another dtype.
 Low-precision weights are rounded by the host, so that half the bytes cross.
 
 The norm is taken where the sum is at hand: of what is copied straight, on the device before it leaves; else here.
 
-Memory that crosses is page-locked on request: gradients, staging, and masters of fp32 weights. Optimizer states and
-masters of low-precision weights never cross, and are plain.
+Memory that crosses is page-locked on request: gradients, staging, and master weights of fp32 weights. Optimizer states
+and master weights of low-precision weights never cross, and are plain.
 
-Legend: S numel of this rank's partition of a flat group.
+Legend: S numel of this rank's shard of a unit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deepspeed.zero.placement import Keep, Placement, exact_norm
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, ParamShard
 
-#: sums on their way to the host at the same time, and so staging buffers for them; one more waits for the oldest,
+#: sums in flight to the host at the same time, and so staging buffers for them; one more waits for the oldest,
 #: unless it needs no buffer and the accelerator itself holds back what its memory has no room for
 MAX_ARRIVING = 4
 #: batches of weights on their way to the device at the same time, besides the one that is being updated
@@ -191,7 +191,7 @@ class HostPlacement(Placement):
         self._sent = self._lane.mark()
         if copies:
             self._outgoing.hold_last(self._sent)
-        self._sent.wait()  # on the device: what publishes these weights, or computes with them, comes after
+        self._sent.wait()  # on the device: what gathers these weights, or computes with them, comes after
 
     def finish_sending(self) -> None:
         if self._sent is not None:
