@@ -4,6 +4,7 @@ import contextlib
 from itertools import product
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from deepspeed.testing.engines import make_engine
 from deepspeed.testing.models import tiny_gpt
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload import lane
+from deepspeed.zero.synchronize import synchronize_module
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -236,6 +238,23 @@ def train_gpt(stage):
 def test_a_gpt_trains_as_on_the_cpu(sim_ranks, cpu_ranks):
     losses = sim_ranks(train_gpt, 2)
     assert losses == cpu_ranks(train_gpt, 2)
+
+
+# ----- weights in host memory, as stage 3 gets them ------------------------------------------------------------------
+
+
+def weights_of_the_first_rank():
+    deepspeed.init_distributed()
+    torch.manual_seed(dist.get_rank())
+    module = torch.nn.Linear(3, 2)
+    synchronize_module(module)
+    return module.weight.detach()
+
+
+def test_weights_in_host_memory_are_synchronized_through_the_device(sim_ranks):
+    first, *others = sim_ranks(weights_of_the_first_rank)
+    assert others
+    assert all(torch.equal(first, other) for other in others)
 
 
 # ----- checkpoints ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.zero.agreement import check_same, described
 from deepspeed.zero.param_unit import unit_of
 
@@ -29,7 +30,9 @@ def synchronize_module(module: torch.nn.Module, group: ProcessGroup | None = Non
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     works = []
     for tensor in tensors:
-        if tensor.nbytes >= _SMALL_BYTES and tensor.is_contiguous():
+        if tensor.nbytes >= _SMALL_BYTES and not _is_served(tensor.device, group):
+            _broadcast_together([tensor], source, group)
+        elif tensor.nbytes >= _SMALL_BYTES and tensor.is_contiguous():
             works.append(torch.distributed.broadcast(tensor, source, group=group, async_op=True))
         else:
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -41,8 +44,16 @@ def synchronize_module(module: torch.nn.Module, group: ProcessGroup | None = Non
 
 def _broadcast_together(tensors: list[Tensor], source: int, group: ProcessGroup | None) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    if not _is_served(flat.device, group):  # stage 3 moves parameters later, shard by shard
+        flat = flat.to(get_accelerator().current_device_name())
     torch.distributed.broadcast(flat, source, group=group)
     start = 0
     for tensor in tensors:
         tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
         start += tensor.numel()
+
+
+def _is_served(device: torch.device, group: ProcessGroup | None) -> bool:
+    """Whether the group has a library for tensors of such a device."""
+    group = torch.distributed.group.WORLD if group is None else group
+    return group is not None and torch.device(device.type) in group._device_types
