@@ -20,6 +20,7 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 PRECISIONS = {"fp32": {}, "bf16": BF16, "fp16": FP16}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+STAGE3 = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2])
 every_schedule = pytest.mark.parametrize("schedule", ["late", "early"])
 MIXES = [("fp32", "late"), ("fp32", "early"), ("bf16", "early"), ("fp16", "late")]
@@ -48,7 +49,7 @@ def create_engine(stage, precision, model=Net, clipping=0.0, accumulation=2, **s
         gradient_accumulation_steps=accumulation,
         gradient_clipping=clipping,
         optimizer={"type": "AdamW", "params": {"lr": 0.02}},
-        zero_optimization={"reduce_bucket_size": 64, **section},
+        zero_optimization={"reduce_bucket_size": 64, **STAGE3, **section},
         **PRECISIONS[precision],
     )
 
@@ -151,8 +152,8 @@ def test_exchanges_of_device_memory(sim_ranks):
 @pytest.mark.parametrize(
     ("stage", "precision", "schedule"),
     swept(
-        [(stage, *mix) for stage, mix in product((0, 1, 2), MIXES)],
-        lambda stage, *mix: stage == 2 or (stage, *mix) in ((0, "fp32", "late"), (1, "bf16", "early")),
+        [(stage, *mix) for stage, mix in product((0, 1, 2, 3), MIXES)],
+        lambda stage, *mix: stage >= 2 or (stage, *mix) in ((0, "fp32", "late"), (1, "bf16", "early")),
     ),
 )
 def test_losses_and_weights_are_those_of_the_cpu(sim_ranks, cpu_ranks, stage, precision, schedule):

@@ -76,6 +76,9 @@ class ParamUnit:
         self._fill(torch.empty(self.layout.padded_numel, dtype=params[0].dtype, device=device), dtype, from_first_rank)
         self._nothing = self.shard_S.new_empty(0)
         self._renew_buffer()
+        for param in self.params:
+            if not torch._has_compatible_shallow_copy_type(param.data, self._nothing):  # on another kind of device
+                torch.utils.swap_tensors(param, Parameter(self._nothing.clone(), requires_grad=param.requires_grad))
         for index, param in enumerate(self.params):
             mark(param, self, index)
         if not self.is_sharded:  # the shard is everything, and the parameters are views of it for good
