@@ -18,8 +18,9 @@ from deepspeed.ops.implementations import HOST
 from deepspeed.plugins import plugin_manager
 
 _backends: dict[ProcessGroup, GroupBackend] = {}
-#: process groups that were made for these backends, by the group that was asked for
-_own_groups: dict[ProcessGroup, ProcessGroup] = {}
+#: the process group that was made for the backend of the world; it stays as long as that
+_own_group: ProcessGroup | None = None
+_own_world: ProcessGroup | None = None
 # What makes them; None: the choice is made for each group.
 _make: Callable[[ProcessGroup], GroupBackend] | None = None
 # Of which world group they are: a new world, also one that a library made, gets new ones.
@@ -42,7 +43,6 @@ def group_backend(group: ProcessGroup | None = None) -> GroupBackend:
         raise no_group_error("deepspeed.comm.group_backend()")
     if _world is not world:
         _backends.clear()  # the groups are gone: nothing to release
-        _own_groups.clear()
         serve_by(None)
     group = world if group is None else group
     if group not in _backends:
@@ -63,9 +63,6 @@ def forget(group: ProcessGroup | None = None, *, failed: bool = False) -> None:
         if failed and isinstance(backend, TorchGroup):
             backend.close()
         backend.release()
-        own = _own_groups.pop(ended, None)
-        if own is not None and _current_world() is _world:
-            torch_dist.destroy_process_group(own)
 
 
 def serve_by(make: Callable[[ProcessGroup], GroupBackend] | None) -> None:
@@ -123,14 +120,15 @@ def _of_our_own(group: ProcessGroup) -> ProcessGroup:
     are full: at places that differ between ranks which leave out different parameters. gloo would match a bucket here
     with the model's collective there.
     """
-    if set(library_by_device(group).values()) != {"gloo"} or torch_dist.get_world_size(group) == 1:
+    is_world = group is _current_world()  # another group would have to be made by its members alone
+    if not is_world or set(library_by_device(group).values()) != {"gloo"} or torch_dist.get_world_size(group) == 1:
         return group
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     timeout = getattr(options, "_timeout", None)
-    ranks = torch_dist.get_process_group_ranks(group)
-    own = torch_dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-    _own_groups[group] = own
-    return own
+    global _own_group, _own_world
+    if _own_group is None or _own_world is not group:
+        _own_group, _own_world = torch_dist.new_group(timeout=timeout, backend="gloo"), group
+    return _own_group
 
 
 def library_of(group: ProcessGroup) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import CommError, StateError
 from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.param_marks import mark, unmark
@@ -166,7 +167,8 @@ class ParamUnit:
         self._point_at_views()
 
     def _explained(self, error: CommError) -> CommError:
-        return type(error)(
+        kind = PeerFailed if isinstance(error, PeerFailed) else CommError
+        return kind(
             f"all-gather of the parameters {', '.join(self.names[:3])}{' ...' * (len(self.names) > 3)}: {error}. In "
             "stage 3 all ranks take the same way through the model; where they cannot, as among experts, call "
             "deepspeed.utils.set_z3_leaf_modules for the module around them"

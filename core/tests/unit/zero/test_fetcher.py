@@ -14,7 +14,7 @@ class FakeUnit:
 
     def __init__(self, name, log, numel=10):
         self.names, self.numel, self.log = [name], numel, log
-        self.status, self.num_users, self.live = NOT_AVAILABLE, 0, LiveNumel()
+        self.status, self.num_users, self.num_contexts, self.live = NOT_AVAILABLE, 0, 0, LiveNumel()
 
     def launch(self):
         self._move(INFLIGHT, "launch")
@@ -200,17 +200,6 @@ def test_release_all_leaves_nothing_launched():
     assert model.units["a"].num_users == 0
     assert model.live == 0
     assert launches(model.read("abcd")) == "abcd"
-
-
-def test_release_unused_keeps_what_is_used():
-    model = Model("abcd", prefetch=1000)
-    model.read("abcd")
-    model.forget_place()
-    model.fetcher.use(model.units["a"])
-    model.fetcher.invalidate_trace()  # what was gathered ahead is needed no more
-    model.fetcher.release_unused()
-    assert model.whole() == ["a"]
-    assert model.live == 10
 
 
 def test_abandon_waits_for_nothing():
