@@ -288,7 +288,7 @@ def test_a_checkpoint_is_resumed_here_and_on_the_cpu(sim_ranks, cpu_ranks, tmp_p
     assert on_cpu[0] == pytest.approx(expected[0], rel=1e-2)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_checkpoint_of_the_cpu_is_resumed_on_the_device(sim_ranks, cpu_ranks, tmp_path, stage):
     expected = cpu_ranks(save, str(tmp_path), stage, {})
     assert sim_ranks(resume, str(tmp_path), stage, {})[0] == pytest.approx(expected[0], rel=1e-2)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import GroupBackend
 
 
@@ -91,9 +92,11 @@ def redistribute(
 
 
 def _all_to_all(sent: Tensor, sizes_out: list[int], sizes_in: list[int], ranks: GroupBackend) -> Tensor:
-    """Through host memory where the group has a library for it, which every such library can do. As bytes, since not
-    every library moves every dtype."""
-    device = torch.device("cpu") if torch.device("cpu") in ranks.group._device_types else sent.device
+    """Through host memory where the group has a library for it, which every such library can do, else through this
+    rank's device. As bytes, since not every library moves every dtype."""
+    host = torch.device("cpu")
+    is_served = host in ranks.group._device_types
+    device = host if is_served else torch.device(get_accelerator().current_device_name())
     width = sent.element_size()
     received = torch.empty(sum(sizes_in), dtype=sent.dtype, device=device)
     ranks.all_to_all(
