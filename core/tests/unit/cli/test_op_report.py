@@ -129,7 +129,7 @@ def test_a_compilers_error_is_one_line_with_the_log_and_without_the_command(vend
     monkeypatch.setenv("COLUMNS", "80")
     assert report.main(["--build"]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("transformer failed: ")]
-    assert "#error this cannot be compiled; its output is in " in line
+    assert "#error this cannot be compiled; all of its output is in " in line
     assert "-fPIC" not in line
     assert "-fPIC" in Path(line.rpartition(" ")[2]).read_text()
 
