@@ -82,7 +82,7 @@ class Placement:
 
     def square_sum(self, reduced: Sequence[Tensor]) -> float:
         """Sum of squares of the reduced gradients, as `home_of_gradients` gave them."""
-        return sum(float(exact_norm(gradients)) ** 2 for gradients in reduced)
+        return sum(value**2 for value in read([exact_norm(gradients) for gradients in reduced]))
 
     def gradients_changed(self) -> None:
         """Reduced gradients were written from outside."""
@@ -110,6 +110,13 @@ class Placement:
 
     def release(self) -> None:
         """Give back the memory that is held for copies."""
+
+
+def read(norms: Sequence[Tensor]) -> list[float]:
+    """0-D tensors as numbers, with one wait for all that are on a device."""
+    values = [float(norm) for norm in norms if norm.device.type == "cpu"]
+    on_device = [norm for norm in norms if norm.device.type != "cpu"]
+    return values + (torch.stack(on_device).tolist() if on_device else [])
 
 
 def exact_norm(gradients: Tensor) -> Tensor:

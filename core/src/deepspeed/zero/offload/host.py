@@ -32,7 +32,7 @@ from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.comm.backend import Work
 from deepspeed.zero.offload.buffers import BufferRing, HostMemory
 from deepspeed.zero.offload.lane import CopyLane, Mark
-from deepspeed.zero.placement import Keep, Placement, exact_norm
+from deepspeed.zero.placement import Keep, Placement, exact_norm, read
 
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, ParamShard
@@ -154,10 +154,7 @@ class HostPlacement(Placement):
             for host_shard in self._host_shards
             if host_shard.has_sum
         ]
-        values = [float(norm) for norm in norms if norm.device.type == "cpu"]
-        on_device = [norm for norm in norms if norm.device.type != "cpu"]
-        values += torch.stack(on_device).tolist() if on_device else []  # one wait for all of them
-        return sum(value**2 for value in values)
+        return sum(value**2 for value in read(norms))
 
     def gradients_changed(self) -> None:
         self._was_changed = True
