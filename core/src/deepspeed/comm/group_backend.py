@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
@@ -18,9 +17,6 @@ from deepspeed.ops.implementations import HOST
 from deepspeed.plugins import plugin_manager
 
 _backends: dict[ProcessGroup, GroupBackend] = {}
-#: the process group that was made for the backend of the world; it stays as long as that
-_own_group: ProcessGroup | None = None
-_own_world: ProcessGroup | None = None
 # What makes them; None: the choice is made for each group.
 _make: Callable[[ProcessGroup], GroupBackend] | None = None
 # Of which world group they are: a new world, also one that a library made, gets new ones.
@@ -106,29 +102,10 @@ def _ask_host_extension(name: str, group: ProcessGroup | None) -> Backend | Grou
 def _create(group: ProcessGroup) -> GroupBackend:
     if _make is not None:
         return _make(group)
-    group = _of_our_own(group)
     offered = plugin_backend(library_of(group), group)
     if offered is None:
         return TorchGroup(group)
     return offered if isinstance(offered, GroupBackend) else InPlaceGroup(offered, group)
-
-
-def _of_our_own(group: ProcessGroup) -> ProcessGroup:
-    """A process group with the same ranks for the engine alone, where the library matches collectives by their order.
-
-    The model may run collectives in its backward (experts, SyncBatchNorm), between which buckets are launched when they
-    are full: at places that differ between ranks which leave out different parameters. gloo would match a bucket here
-    with the model's collective there.
-    """
-    is_world = group is _current_world()  # another group would have to be made by its members alone
-    if not is_world or set(library_by_device(group).values()) != {"gloo"} or torch_dist.get_world_size(group) == 1:
-        return group
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    global _own_group, _own_world
-    if _own_group is None or _own_world is not group:
-        _own_group, _own_world = torch_dist.new_group(timeout=timeout, backend="gloo"), group
-    return _own_group
 
 
 def library_of(group: ProcessGroup) -> str:

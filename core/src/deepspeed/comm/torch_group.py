@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Capabilities, Work
 from deepspeed.comm.libraries import library_by_device
+from deepspeed.comm.own_group import own_group
 from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, TensorCollectives, Transport
 from deepspeed.comm.watch import Watch
@@ -38,6 +39,7 @@ class TorchGroup:
         self.name = str(torch_dist.get_backend(group))
         self.staging = StagingPool(staging_bytes)
         self.watch = Watch(group)
+        self._is_connected = False
         self._libraries = library_by_device(group)
         self._transports: dict[str, Transport] = {}
 
@@ -63,7 +65,13 @@ class TorchGroup:
         return self.staging.held_bytes
 
     def connect(self) -> None:
-        """Nothing: torch connects the ranks."""
+        """Take a process group apart from the model's collectives, where the library needs one."""
+        if self._is_connected:
+            return
+        self._is_connected = True
+        own = own_group(self.group)
+        if own is not self.group:
+            self.group, self.watch = own, Watch(own)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """An uninitialized 1-D tensor of torch's own allocator."""

@@ -129,7 +129,7 @@ class Bucket:
         for view, holds in zip(self._views, self._holds, strict=True):
             if not holds:
                 view.zero_()
-        for start, stop in self.layout.gaps():
+        for start, stop in self.layout.gaps:
             memory[start:stop].zero_()
         self._wire = memory if self._wire_dtype in (None, memory.dtype) else memory.to(self._wire_dtype)
         self._move(BucketState.REDUCING)

@@ -6,11 +6,9 @@ it any more. The fetcher gathers, keeps what is needed again soon, gathers ahead
 [Note: the order of use] Prefetching needs to know what comes next. Each use is noted as the successor of the two uses
 before it. The next time these two follow each other, the noted unit is gathered ahead, then its own successor, and so
 on, up to `prefetch_numel` elements. Where the flow of control has changed, the note is corrected: a wrong guess costs
-one gather, never a wrong result. All ranks see the same uses, so they issue the same all-gathers in the same order;
-`digest` is what they compare to find out where that is not so.
+one gather, never a wrong result. All ranks see the same uses, so they issue the same all-gathers in the same order.
 """
 
-import zlib
 from collections.abc import Iterator, Sequence
 
 from deepspeed.comm.backend import Work
@@ -46,7 +44,6 @@ class ParamFetcher:
         self._place: _Place = (None, None)
         whole = [unit for unit in units if unit.status is not _NOT_AVAILABLE]  # since an earlier fetcher
         self._unused = dict.fromkeys(whole)  # whole or on its way, and used by nobody; oldest first
-        self._digest = 0
         self._live = LiveNumel(sum(unit.numel for unit in whole))
         self._total_numel = sum(unit.numel for unit in units)
         for unit in units:
@@ -98,14 +95,6 @@ class ParamFetcher:
         self._place = (None, None)
 
     # ---- the order of use ----------------------------------------------------------------------------------------
-
-    @property
-    def digest(self) -> int:
-        """A checksum of all gathers since the last call of `start_digest`, below 2**24 (exact in fp32)."""
-        return self._digest & 0xFFFFFF
-
-    def start_digest(self) -> None:
-        self._digest = 0
 
     def is_invalid_trace(self) -> bool:
         """Whether no order of use is known."""
@@ -168,7 +157,6 @@ class ParamFetcher:
                 self._release(unit)
 
     def _launch(self, unit: ParamUnit) -> None:
-        self._digest = zlib.crc32(unit.names[0].encode(), self._digest)
         unit.launch()
 
     def _release(self, unit: ParamUnit) -> None:

@@ -82,7 +82,7 @@ class FlatGroup:
 
         self.flat_N: Tensor | None = allocate(layout.padded_numel, self.dtype, device) if is_flat else None
         if self.flat_N is not None:
-            for start, stop in layout.gaps():
+            for start, stop in layout.gaps:
                 self.flat_N[start:stop].zero_()
         self.master_S: Tensor | None = None
         if needs_master:

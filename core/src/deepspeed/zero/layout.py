@@ -49,6 +49,8 @@ class UnitLayout:
         self.offsets = tuple(offsets)
         self.shard_numel = shard_numel
         self.world_size = world_size
+        #: [start, stop) of the flat buffer that belong to no parameter
+        self.gaps = tuple(self._find_gaps())
         self._max_fragment_numel = max_fragment_numel or max(shard_numel, 1)
         self.fragments = tuple(fragment for param in range(len(self.numels)) for fragment in self._fragments_of(param))
 
@@ -95,8 +97,7 @@ class UnitLayout:
         """[start, stop) of the flat buffer that `rank` owns, padding included."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """[start, stop) of the flat buffer that belong to no parameter."""
+    def _find_gaps(self) -> list[tuple[int, int]]:
         ends = [0, *(offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True))]
         starts = [*self.offsets, self.padded_numel]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

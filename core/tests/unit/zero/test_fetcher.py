@@ -226,18 +226,6 @@ def test_the_order_can_be_forgotten():
     assert launches(model.log[-2:]) == "a"
 
 
-def digest_of(names):
-    model = Model("abc")
-    model.fetcher.start_digest()
-    model.read(names)
-    return model.fetcher.digest
-
-
-def test_the_digest_tells_other_gathers_apart():
-    assert digest_of("abc") == digest_of("abc") < 2**24
-    assert len({digest_of(names) for names in ("abc", "acb", "ab", "abcc", "")}) == 5
-
-
 def test_units_that_are_whole_already_count_and_make_room():
     log = []
     a, b = units = [FakeUnit("a", log), FakeUnit("b", log)]

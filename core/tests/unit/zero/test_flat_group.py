@@ -88,7 +88,7 @@ def test_a_rank_holds_master_weights_of_its_own_shard_only(rank):
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_what_no_parameter_covers_is_zero(is_whole):
     group = make_group(make_params(), world_size=3 if is_whole else 5, is_whole=is_whole)
-    gaps = group.layout.gaps()
+    gaps = group.layout.gaps
     assert gaps
     assert all(group.flat_N[start:stop].tolist() == [0.0] * (stop - start) for start, stop in gaps)
 

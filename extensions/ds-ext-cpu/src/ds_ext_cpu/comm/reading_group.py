@@ -30,7 +30,6 @@ class ReadingGroup(TorchGroup):
     def __init__(self, group: ProcessGroup, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
         super().__init__(group, staging_bytes)
         self.queue: DirectQueue | None = None
-        self._is_connected = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -46,9 +45,11 @@ class ReadingGroup(TorchGroup):
         """Find out together whether the ranks can read each other's memory."""
         if self._is_connected:
             return
-        self._is_connected = True
         if 1 < self.world_size <= MAX_READING_RANKS:
             self.queue = connect(self.group, self.staging)
+        if self.queue is None:
+            super().connect()
+        self._is_connected = True
 
     def transport(self, device_type: str) -> Transport:
         """Reading or messages for host memory."""
