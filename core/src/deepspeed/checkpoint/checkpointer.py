@@ -46,7 +46,7 @@ class Checkpointer:
         store: where bytes go; default `TorchStore`.
         prefix: of the shard files: `"bf16_"` when the model trains in bf16, else empty.
         partitioned_model: every data parallel rank has a model file of its own (ZeRO stage 3).
-        is_publisher: whether this rank makes, commits and names checkpoints; default: the first rank. Exactly one does.
+        commits: whether this rank makes, commits and names checkpoints; default: the first rank. Exactly one does.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Checkpointer:
         mp_rank: int = 0,
         mp_world_size: int = 1,
         partitioned_model: bool = False,
-        is_publisher: bool | None = None,
+        commits: bool | None = None,
     ) -> None:
         self.position = Position(dp_rank, dp_world_size, mp_rank, mp_world_size)
         self.store: Store = TorchStore() if store is None else store
         self.prefix = prefix
-        self.is_publisher = (dp_rank == 0 and mp_rank == 0) if is_publisher is None else is_publisher
+        self.commits = (dp_rank == 0 and mp_rank == 0) if commits is None else commits
         self._gather = gather
         self._model_file = layout.model_file(mp_rank, dp_rank if partitioned_model else None)
         self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
@@ -113,7 +113,7 @@ class Checkpointer:
         try:
             self._write(folder, files, what, save_latest)
         except Exception:
-            if self.is_publisher:
+            if self.commits:
                 self.store.discard(folder)
             raise
         return folder
@@ -122,7 +122,7 @@ class Checkpointer:
         """The steps of a save that touch the disk."""
 
         def create() -> None:
-            if self.is_publisher:
+            if self.commits:
                 self.store.create(folder)
 
         def write() -> dict[str, int | None]:
@@ -131,7 +131,7 @@ class Checkpointer:
             return sizes
 
         def commit() -> None:
-            if self.is_publisher:
+            if self.commits:
                 write_script(folder)
                 self.store.commit(folder, sizes_by_name)
                 if save_latest:

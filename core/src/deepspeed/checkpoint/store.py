@@ -8,7 +8,7 @@ from typing import Any, Protocol
 class Store(Protocol):
     """Keeps the files of one checkpoint folder. `Checkpointer` calls it in this order.
 
-    Saving, where "one" is the publishing rank and "all" is every rank that has something to write:
+    Saving, where "one" is the committing rank and "all" is every rank that has something to write:
 
     1. `create(folder)`             one: an empty place for a new version of `folder`; a former version stays whole
     2. `save(state, folder, name)`  all: one file of the new version; returns its bytes, None if not known yet

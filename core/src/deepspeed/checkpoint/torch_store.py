@@ -119,7 +119,7 @@ def _without_checksums() -> Iterator[None]:
 
 
 def _check_complete(staging: Path, sizes: Mapping[str, int | None]) -> None:
-    """Refuse to commit a version in which the publishing rank does not see every rank's file as it was written."""
+    """Refuse to commit a version in which the committing rank does not see every rank's file as it was written."""
     for name, size in sizes.items():
         path = staging / name
         found = path.stat().st_size if path.is_file() else None

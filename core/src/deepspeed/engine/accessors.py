@@ -165,7 +165,7 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     "curriculum_learning_enabled": lambda engine: False,
     "data_sampling_enabled": lambda engine: False,
     "dynamic_loss_scale": lambda engine: engine.precision.loss_scaler.is_dynamic,
-    "empty_partition_cache": lambda engine: engine.sharding.before_load(),
+    "empty_partition_cache": lambda engine: engine.sharding.release_gathered(),
     "get_batch_info": lambda engine: (
         engine.train_batch_size(),
         engine.train_micro_batch_size_per_gpu(),

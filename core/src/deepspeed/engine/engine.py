@@ -430,7 +430,7 @@ class DeepSpeedEngine(torch.nn.Module):
         collective."""
         if self.sharding.stage == 3:
             return export.gathered(
-                self.module, keeps=self.checkpointer.is_publisher, exclude_frozen=exclude_frozen_parameters
+                self.module, keeps=self.checkpointer.commits, exclude_frozen=exclude_frozen_parameters
             )
         raise ConfigError(
             f"_zero3_consolidated_16bit_state_dict: zero_optimization.stage is {self.sharding.stage}, nothing is "

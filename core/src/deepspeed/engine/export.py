@@ -43,7 +43,7 @@ def load_module(module: torch.nn.Module, weights: dict[str, Any], *, strict: boo
 
 def save_weights(module: torch.nn.Module, path: Path, checkpointer: Checkpointer, *, exclude_frozen: bool) -> None:
     """Write the module's whole weights, in its own dtype, on the first rank; all ranks call it, and fail together."""
-    weights = gathered(module, keeps=checkpointer.is_publisher, exclude_frozen=exclude_frozen)
+    weights = gathered(module, keeps=checkpointer.commits, exclude_frozen=exclude_frozen)
 
     def write() -> None:
         if weights is not None:

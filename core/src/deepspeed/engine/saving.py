@@ -54,7 +54,7 @@ class Saving:
 
         # apart: to collect shards takes collectives, which are for ranks that have all come so far
         what = f"save a checkpoint in {save_dir}"
-        state.sharding.before_load()  # what is gathered would be saved whole
+        state.sharding.release_gathered()  # what is gathered would be saved whole
         name, model_state = checkpointer.together(collect, what)
         shard_state = checkpointer.together(state.for_shard_file, what)
         frozen = checkpointer.together(lambda: state.frozen_parts(exclude_frozen=exclude_frozen), what)
@@ -114,9 +114,9 @@ class Saving:
             if not module_only:
                 state.restore_progress(loaded.model_state, with_scheduler=with_scheduler)
 
-        sharding.before_load()
+        sharding.release_gathered()
         for step in (check, restore, restore_shards, restore_progress):
             self.checkpointer.together(step, f"load {loaded.path}")
         if with_optimizer and loaded.shard_state is not None:
-            sharding.publish_all()  # a collective: only after every rank has restored its shard
+            sharding.weights_from_masters()  # a collective: only after every rank has restored its shard
         return loaded.path, loaded.client_state

@@ -1,7 +1,23 @@
-"""Stage 0: plain data parallelism. Everything it does is the base class; read `strategy.py`."""
+"""Stage 0: plain data parallelism. Every rank has averaged gradients whole, and shows them as `param.grad`.
+
+What it holds is the base class's (`holding.py`); how a step goes, `strategy.py`.
+"""
+
+from torch import Tensor
 
 from deepspeed.zero.strategy import Sharding
 
 
 class Stage0(Sharding):
     """Every rank holds parameters, gradients and optimizer state whole; 16 bytes per parameter in fp32."""
+
+    def _norm_part(self) -> list[Tensor]:
+        return [grads.tensor_split(self.world_size)[self.rank] for grads in self._reduced]
+
+    def _after_launch(self) -> None:
+        """Wait, so that `param.grad` can be read, and clipped, when the backward is over."""
+        self.reduce()
+
+    def _after_reduce(self) -> None:
+        if self.average_factor == 1.0:
+            self._shown.show(self.groups, self._gradients, self._used_anywhere)

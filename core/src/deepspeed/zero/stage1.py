@@ -47,19 +47,10 @@ class Stage1(Sharding):
     def _reduce(self, bucket: Bucket, wire_N: Tensor) -> Work:
         return self.backend.reduce_scatter(self.groups[bucket.index].shard_of(wire_N), wire_N, tag=bucket.index)
 
-    def _publish(self, index: int) -> Work | None:
+    def _all_gather_weights(self, index: int) -> Work | None:
         group = self.groups[index]
         assert group.flat_N is not None
         return self.backend.all_gather(group.flat_N, group.shard_of(group.flat_N), tag=index)
 
     def _owned_gradients(self, index: int) -> Tensor:
         return self.groups[index].shard_of(self._gradients[index])
-
-    def _norm_part(self) -> list[Tensor]:
-        return self._reduced
-
-    def _after_launch(self) -> None:
-        """Nobody reads gradients before the step: the collectives go on."""
-
-    def _after_reduce(self) -> None:
-        """No rank has whole gradients to show: `param.grad` stays None; `safe_get_full_grad` collects one."""

@@ -221,8 +221,8 @@ class Stage3(Stage2):
             if unit.num_users == 0:
                 self.fetcher.drop(unit)
 
-    def _publish(self, index: int) -> Work | None:
-        return super()._publish(index) if self.groups[index].unit is None else None
+    def _all_gather_weights(self, index: int) -> Work | None:
+        return super()._all_gather_weights(index) if self.groups[index].unit is None else None
 
     def _abandon(self, *works: Work, failed: bool) -> None:
         super()._abandon(*works, *self.fetcher.abandon(), failed=failed)
@@ -231,9 +231,9 @@ class Stage3(Stage2):
         self.fetcher.release_all()
         super().update(scale)
 
-    def publish_all(self) -> None:
+    def weights_from_masters(self) -> None:
         self.fetcher.release_all()
-        super().publish_all()
+        super().weights_from_masters()
 
     def weights_changed(self, params: Sequence[Tensor]) -> None:
         changed = set(params)
@@ -243,7 +243,7 @@ class Stage3(Stage2):
 
     # ---- states -------------------------------------------------------------------------------------------------
 
-    def before_load(self) -> None:
+    def release_gathered(self) -> None:
         self.fetcher.release_all()
 
     def load_frozen(self, parts: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""`Sharding`: how gradients are reduced and weights updated. The base class *is* stage 0.
+"""`Sharding`: how gradients are reduced and weights updated, in all stages.
 
 The engine calls, for every micro-batch and then once for the step:
 
@@ -10,9 +10,9 @@ The engine calls, for every micro-batch and then once for the step:
     6. zero_grad()
 
 A stage answers, above all: who owns what and where a bucket's gradients live (`holding.py`), which collective a full
-bucket gets (`_reduce`), and what follows the update (`_publish`). All that it may answer stands under "what a stage
-decides", here and in `holding.py`; `stage1.py`, `stage2.py` and `stage3.py` answer differently. One step as a walk,
-with the stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
+bucket gets (`_reduce`), and what follows the update (`_all_gather_weights`). All that it may answer stands under "what
+a stage decides", here and in `holding.py`; the answers of the base class are stage 0's. One step as a walk, with the
+stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 """
 
 import functools
@@ -42,8 +42,9 @@ from deepspeed.zero import state_dict as states
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.gradient_norm import square_sum_of_own_parts, sum_over_model
 from deepspeed.zero.holding import Holding, ShardingOptions
-from deepspeed.zero.placement import exact_norm
+from deepspeed.zero.shown_gradients import ShownGradients
 from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.update import OptimizerUpdate
 
@@ -74,7 +75,7 @@ def _abandons_on_error(method: _F) -> _F:
 
 
 class Sharding(Holding):
-    """Stage 0: every rank holds everything, gradients are averaged."""
+    """What happens to the gradients and weights of one engine; a subclass for each stage."""
 
     #: whether gradients are reduced after every backward, or only when they are needed
     reduces_always = False
@@ -88,8 +89,7 @@ class Sharding(Holding):
         self._reduces = False
         self._adds_up = False  # there are gradients of an earlier backward of this step
         self._refusal: Exception | None = None
-        self._shown: dict[int, Tensor] = {}  # by parameter: param.grad, a view of bucket memory
-        self._shown_versions: list[int] = []  # of that memory, by group: torch counts what is written into it
+        self._shown = ShownGradients()
         self._max_in_flight = self.placement.max_in_flight
         self._in_flight: deque[Bucket] = deque()
         self._is_launched = True  # no gradient waits on this rank for its reduction
@@ -109,13 +109,19 @@ class Sharding(Holding):
         """Start to sum a bucket over the ranks, into the part of `wire_N` that is its `result`."""
         return self.backend.all_reduce(wire_N, tag=bucket.index)
 
-    def _publish(self, index: int) -> Work | None:
+    def _all_gather_weights(self, index: int) -> Work | None:
         """Start to all-gather the weights of a unit that was just updated."""
         return None
 
     def _norm_part(self) -> list[Tensor]:
-        """The gradients whose squares this rank adds up; in stage 0 every rank has all, and takes a W-th of each."""
-        return [grads.tensor_split(self.world_size)[self.rank] for grads in self._reduced]
+        """The gradients whose squares this rank adds up: those of its shards."""
+        return self._reduced
+
+    def _after_launch(self) -> None:
+        """Every bucket of this backward was launched; nobody reads gradients before the step, so they go on."""
+
+    def _after_reduce(self) -> None:
+        """Reduced gradients are there; where no rank has whole ones, `param.grad` stays None."""
 
     # ---- building -----------------------------------------------------------------------------------------------
 
@@ -216,7 +222,7 @@ class Sharding(Holding):
             )
         plan = self._plan(by_user)
         self._take_shown()
-        self._shown = {}
+        self._shown.forget()
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
         self._adds_up = any(self._used)
@@ -287,10 +293,6 @@ class Sharding(Holding):
                     "it was unfrozen after initialize(), call engine.optimizer.add_param_group"
                 )
 
-    def _after_launch(self) -> None:
-        """Stage 0 waits, so that `param.grad` can be read, and clipped, when the backward is over."""
-        self.reduce()
-
     def _launch_rest(self) -> None:
         while self._launched < len(self.buckets):
             self._launch_next()
@@ -339,8 +341,7 @@ class Sharding(Holding):
             self._refuse_unused()
         if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
             facts[0] = 0.0
-        square_sum = self._sum_over_model(facts[0])
-        self._norm = math.sqrt(square_sum) * self._after_sum if square_sum >= 0 else math.nan
+        self._norm = self._root_over_model(facts[0]) * self._after_sum
         self._after_reduce()
 
     @_abandons_on_error
@@ -380,42 +381,16 @@ class Sharding(Holding):
     def _name_of(self, param: Tensor) -> str:
         return next((name for name, other in self._named if other is param), "?")
 
-    def _after_reduce(self) -> None:
-        """Stage 0 shows the averaged gradients as `param.grad`, as plain data parallelism does."""
-        if self._after_sum != 1.0:
-            return
-        for group, gradients in zip(self.groups, self._gradients, strict=True):
-            if gradients.dtype != group.dtype:
-                continue
-            for index, param in enumerate(group.params):
-                if self._used_anywhere[group.first_index + index]:
-                    offset = group.layout.offsets[index]
-                    shown = gradients.narrow(0, offset, param.numel()).view(param.shape)
-                    param.grad = self._shown[group.first_index + index] = shown
-        self._shown_versions = [gradients._version for gradients in self._gradients]
-
     def _take_shown(self) -> None:
-        """The step takes what the user made of the shown gradients: other values, another tensor, or None.
-
-        Every rank has all of them, so no communication is needed; the user does the same on every rank.
-        """
-        for index, shown in self._shown.items():
-            grad = self.params[index].grad
-            if grad is None:
-                shown.zero_()
-                self._used[index] = self._used_anywhere[index] = False
-                bucket, param_of_bucket = self._places[index]
-                bucket.forget(param_of_bucket)
-            elif grad is not shown:
-                shown.copy_(grad)
-        if self._shown and self._norm is not None:
-            versions = [gradients._version for gradients in self._gradients]
-            if versions != self._shown_versions:
-                self._shown_versions = versions
-                counts_all = self.options.counts_replicated
-                own = self.placement.square_sum(self._reduced) if counts_all else self._square_sum_of_own_parts()
-                square_sum = self._sum_over_model(own)
-                self._norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
+        """The step takes what the user made of the shown gradients: other values, another tensor, or None."""
+        for index in self._shown.take(self.params):
+            self._used[index] = self._used_anywhere[index] = False
+            bucket, param_of_bucket = self._places[index]
+            bucket.forget(param_of_bucket)
+        if self._shown and self._norm is not None and self._shown.were_written(self._gradients):
+            counts_all = self.options.counts_replicated
+            own = self.placement.square_sum(self._reduced) if counts_all else self._square_sum_of_own_parts()
+            self._norm = self._root_over_model(own)
 
     def _local_square_sum(self) -> float:
         if self.options.counts_replicated:
@@ -425,18 +400,12 @@ class Sharding(Holding):
         return self._square_sum_of_own_parts()
 
     def _square_sum_of_own_parts(self) -> float:
-        """Of gradients that no tensor-parallel peer has."""
-        shards = (shard for group in self.groups for shard in group.shards)
-        parts = [shard.grad for shard in shards if is_tensor_parallel(self.params[shard.index])]
-        return sum(float(exact_norm(grad)) ** 2 for grad in parts if grad is not None)
+        return square_sum_of_own_parts((shard for group in self.groups for shard in group.shards), self.params)
 
-    def _sum_over_model(self, square_sum: float) -> float:
-        """Over the ranks that hold other parts of the same model."""
-        for ranks in self.options.model_ranks:
-            total = torch.tensor([square_sum], dtype=torch.float32, device=self.groups[0].device)
-            ranks.all_reduce(total).wait()
-            square_sum = total.item()
-        return square_sum
+    def _root_over_model(self, square_sum: float) -> float:
+        """Root of the sum over the ranks that hold other parts of the model; nan where there is none."""
+        square_sum = sum_over_model(square_sum, self.options.model_ranks, self.groups[0].device)
+        return math.sqrt(square_sum) if square_sum >= 0 else math.nan
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.world_size == 1:
@@ -456,13 +425,13 @@ class Sharding(Holding):
     def update(self, scale: float = 1.0) -> None:
         """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
         assert self._updates is not None
-        self._shown = {}
+        self._shown.forget()
         for param in self.params:
             param.grad = None  # the update points master weights at their gradients, batch by batch
         gathers: list[Work] = []
         try:
             for batch in self._updates.step(scale * self._after_sum):
-                gathers += [work for index in batch.finished if (work := self._publish(index)) is not None]
+                gathers += [work for index in batch.finished if (work := self._all_gather_weights(index)) is not None]
             for work in gathers:
                 work.wait()
         except BaseException as error:
@@ -485,7 +454,7 @@ class Sharding(Holding):
             param.grad = None
             self._used[index] = False
         self._is_launched = True
-        self._shown = {}
+        self._shown.forget()
         self._norm = None
 
     def _zero_grad_of_optimizer(self, set_to_none: bool = True) -> None:
@@ -534,14 +503,14 @@ class Sharding(Holding):
         """Take master weights and optimizer state of a run with as many ranks and the same stage."""
         self.check_state(state)
         self.restore_state(state, load_optimizer_states=load_optimizer_states)
-        self.publish_all()
+        self.weights_from_masters()
 
     @property
     def keeps_parameters_whole(self) -> bool:
         """Whether no parameter is divided among ranks."""
         return self._is_whole
 
-    def before_load(self) -> None:
+    def release_gathered(self) -> None:
         """The module's weights are about to be saved or loaded, each rank's part by itself."""
 
     def load_frozen(self, parts: dict[str, Tensor]) -> None:
@@ -560,7 +529,7 @@ class Sharding(Holding):
         states.check(self, saved)
 
     def restore_state(self, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
-        """Put a state back that `check_state` let pass; `publish_all` is to follow."""
+        """Put a state back that `check_state` let pass; `weights_from_masters` is to follow."""
         states.restore(self, saved, load_optimizer_states=load_optimizer_states)
 
     def masters_from_weights(self) -> None:
@@ -572,11 +541,11 @@ class Sharding(Holding):
         """`params` were changed inside `GatheredParameters`. Here every rank holds whole weights, and the change is
         every rank's own."""
 
-    def publish_all(self) -> None:
+    def weights_from_masters(self) -> None:
         """Bring the master weights of all ranks into the model's weights."""
         for group in self.groups:
             group.weights_from_masters()
-        works = [work for index in range(len(self.groups)) if (work := self._publish(index)) is not None]
+        works = [work for index in range(len(self.groups)) if (work := self._all_gather_weights(index)) is not None]
         for work in works:
             work.wait()
 
@@ -596,11 +565,6 @@ class Sharding(Holding):
         if self._rows is not None:
             self._rows.note_all(index)
         self.placement.gradients_changed()
-
-
-def is_tensor_parallel(param: Tensor) -> bool:
-    """Whether tensor-parallel ranks hold different parts of the parameter, by the mark that Megatron's layers set."""
-    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
 
 
 def _gradient_hook(sharding: "weakref.ref[Sharding]", index: int) -> Callable[[Tensor], None]:

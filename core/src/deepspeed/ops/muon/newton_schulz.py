@@ -18,7 +18,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5, method: str = "gram", eps: flo
 
     "gram" multiplies the same polynomial up on the small square matrix R = X X^T and applies it once; equal up to
     rounding, cheaper for rectangular matrices. On the host and for "gram" the arithmetic is fp32; "standard" on a
-    device runs in bf16, as published. Called by `muon_update`.
+    device runs in bf16, as in the reference implementation. Called by `muon_update`.
 
     Args:
         matrix: (..., M, N), floating; leading dimensions are a batch.
