@@ -48,13 +48,14 @@ from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.leaf_modules import mark_configured
 from deepspeed.zero.managed import refuse_managed, refuse_sharded
+from deepspeed.zero.module_units import Stage3Options
 from deepspeed.zero.offload.policy import asks_for_host, check_param_offload, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.stage0 import Stage0
 from deepspeed.zero.stage1 import Stage1
 from deepspeed.zero.stage2 import Stage2
-from deepspeed.zero.stage3 import Stage3, Stage3Options
+from deepspeed.zero.stage3 import Stage3
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.synchronize import synchronize_module
 

@@ -1,0 +1,163 @@
+"""`ModuleUnits`: which parameters of a model stage 3 shards, and the units they form. Made by `stage3.py`.
+
+Large parameters form one unit per module, optimizer group, dtype and whether they train. Small ones stay whole. What
+another engine shards and trains stays in the units of that engine.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Module, Parameter
+
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.zero.granularity import UnitModule, divide
+from deepspeed.zero.leaf_modules import z3_leaf_module
+from deepspeed.zero.managed import manager_of
+from deepspeed.zero.module_hooks import ModuleHooks
+from deepspeed.zero.param_marks import mark_whole, unmark
+from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage3Options:
+    """What stage 3 needs of the configuration besides `ShardingOptions`. Sizes are numbers of elements."""
+
+    prefetch_numel: int = 50_000_000
+    max_live_numel: int = 1_000_000_000
+    max_reuse_numel: int = 1_000_000_000
+    persistence_numel: int = 100_000  # smaller parameters stay whole
+    model_persistence_numel: int = 2**63 - 1  # of all that stay whole, at most
+    min_granularity: int = 0
+
+
+class ModuleUnits:
+    """The units of one engine, `all`, and those of each module, `of_module`.
+
+    Args:
+        module: the model.
+        ranks: that share the parameters.
+        device: that the parameters get; None leaves them where they are.
+        dtype: that floating parameters of a unit get; None leaves them.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        ranks: GroupBackend,
+        options: Stage3Options,
+        *,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.all: list[ParamUnit] = []
+        self.of_module: dict[Module, list[ParamUnit]] = {}
+        #: parameters that another engine shards and trains
+        self.borrowed = _find_borrowed(module)
+        self._module = module
+        self._ranks, self._device, self._dtype = ranks, device, dtype
+        self._marked: list[Parameter] = []  # those that stay whole
+        is_sharded = self._choose_sharded(options)
+        for param in module.parameters():
+            if param not in self.borrowed and not is_sharded(param):
+                self._keep_whole(param)
+        # elements that one all-gather serves well
+        max_numel = min(options.prefetch_numel, ranks.capabilities.preferred_bucket_bytes // 4)
+        self._divided: list[UnitModule] = divide(
+            module, is_sharded, max_numel=max_numel, min_granularity=options.min_granularity
+        )
+
+    def _choose_sharded(self, options: Stage3Options) -> Callable[[Parameter], bool]:
+        """All parameters but the smallest; smaller ones first, up to the limit for the model."""
+        room = options.model_persistence_numel
+        small = set()
+        for param in sorted(self._module.parameters(), key=lambda each: shape_of(each).numel()):
+            numel = shape_of(param).numel()
+            room -= numel
+            if numel >= options.persistence_numel or room < 0:
+                break
+            small.add(param)
+        return lambda param: param not in small and param not in self.borrowed and shape_of(param).numel() > 0
+
+    def _keep_whole(self, param: Parameter) -> None:
+        unit = unit_of(param)
+        if unit is not None:  # sharded by zero.Init
+            unit.restore_plain()
+        if self._device is not None:
+            param.data = param.data.to(self._device)
+
+    def create_for(self, params: Sequence[Parameter]) -> Iterator[ParamUnit]:
+        """One unit after the other for those of `params`, of one dtype, that are sharded."""
+        wanted = set(params)
+        for unit_module in self._divided:
+            named = [(name, param) for name, param in unit_module.params if param in wanted]
+            if named:
+                yield self._create(unit_module, named)
+
+    def create_rest(self, attached: Sequence[Parameter]) -> None:
+        """Units for parameters that do not train, or that the optimizer does not have; all others are marked whole."""
+        trained = set(attached)
+        for unit_module in self._divided:
+            rest: dict[tuple[torch.dtype, bool], list[tuple[str, Parameter]]] = {}
+            for name, param in unit_module.params:
+                if param not in trained and unit_of(param) not in self.all:
+                    rest.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+            for named in rest.values():
+                self._create(unit_module, named).source_S = None
+        for param in self._module.parameters():
+            if unit_of(param) is None and not hasattr(param, "ds_persist"):
+                mark_whole(param, self._ranks)
+                self._marked.append(param)
+
+    def _create(self, unit_module: UnitModule, named: list[tuple[str, Parameter]]) -> ParamUnit:
+        param = named[0][1]
+        unit = ParamUnit(
+            [param for _, param in named],
+            [name for name, _ in named],
+            self._ranks,
+            device=self._device or param.device,
+            dtype=self._dtype if param.is_floating_point() else None,
+        )
+        self.all.append(unit)
+        if z3_leaf_module(unit_module.module):
+            for param in unit.params:
+                param.ds_z3_leaf_module = unit_module.module  # type: ignore[attr-defined]
+        self.of_module.setdefault(unit_module.module, []).append(unit)
+        return unit
+
+    def drop(self, params: Sequence[Parameter]) -> None:
+        """Make `params`, of a group that is added to the optimizer, plain again."""
+        for unit in dict.fromkeys(map(unit_of, params)):
+            if unit is not None and unit in self.all:
+                self.all.remove(unit)
+                for units in self.of_module.values():
+                    if unit in units:
+                        units.remove(unit)
+                unit.restore_plain()
+
+    def leave(self) -> None:
+        """Leave the parameters as they are, to another engine."""
+        self.all = []
+
+    def destroy(self) -> None:
+        """Make all parameters plain and whole. A collective."""
+        for param in self._marked:
+            unmark(param)
+        for unit in self.all:
+            unit.restore_plain()
+        self.all, self.of_module, self.borrowed, self._marked, self._divided = [], {}, {}, [], []
+
+
+def _find_borrowed(module: Module) -> dict[Parameter, ModuleHooks]:
+    """Sharded parameters of an engine that trains them, or parts of the same model, with that engine's hooks.
+
+    The hooks are put back where a library took them off; those that a dropped engine left behind are removed.
+    """
+    by_param = {param: unit.hooks for param in module.parameters() if (unit := unit_of(param)) is not None}
+    hooks = {each for each in by_param.values() if each is not None}
+    live = {each for each in hooks if any(map(manager_of, each.params()))}
+    for each in hooks - live:
+        each.remove()
+    for each in live:
+        each.install_again()
+    return {param: each for param, each in by_param.items() if each in live}
