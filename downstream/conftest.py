@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,21 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     launch = Launch(request.path.with_name(name))
     yield launch
     launch.close()
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A run of the script beside the test file without DeepSpeed."""
+
+    folder: Path
+    result: dict[str, Any]  # what it wrote
+
+
+@pytest.fixture(scope="module")
+def plain(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """What the runs with DeepSpeed are compared with."""
+    folder = tmp_path_factory.mktemp("plain")
+    return Plain(folder, launch(folder, "--stage", "none"))
 
 
 @pytest.fixture

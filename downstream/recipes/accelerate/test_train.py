@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from deepspeed.testing.tiers import swept
 from torch.testing import assert_close
 
 CASES = {
@@ -14,29 +15,20 @@ CASES = {
 QUICK = {"stage 3"}
 
 
-@pytest.fixture(scope="module")
-def plain(launch, tmp_path_factory):
-    """A run without DeepSpeed: its folder, and what it wrote."""
-    folder = tmp_path_factory.mktemp("plain")
-    return folder, launch(folder, "--stage", "none")
-
-
 def check(found, expected, check_losses, rel):
     check_losses(found["losses"], expected["losses"], rel)
     assert found["norms"] == pytest.approx(expected["norms"], rel=10 * rel)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=() if each in QUICK else pytest.mark.sweep) for each in CASES]
-)
+@pytest.mark.parametrize("case", swept(CASES, QUICK.__contains__))
 def test_trains_saves_and_loads_its_state(case, launch, plain, check_losses, tmp_path):
-    folder, expected = plain
+    expected = plain.result
     is_bf16 = "--bf16" in CASES[case]
     whole = launch(tmp_path, *CASES[case])
     check(whole, expected, check_losses, rel=5e-3 if is_bf16 else 1e-6)
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     if not is_bf16:
-        assert_close(weights, torch.load(folder / "weights.pt", weights_only=True), rtol=0, atol=1e-4)
+        assert_close(weights, torch.load(plain.folder / "weights.pt", weights_only=True), rtol=0, atol=1e-4)
 
     resumed = launch(tmp_path, *CASES[case], "--resume")
     assert resumed["losses"] == pytest.approx(whole["losses"][8:], rel=1e-6)
@@ -46,10 +38,10 @@ def test_trains_saves_and_loads_its_state(case, launch, plain, check_losses, tmp
 def test_accelerate_launch(launch, plain, check_losses, tmp_path):
     found = launch(tmp_path, "--stage", "2", launcher="accelerate")
     assert found["stage"] == 2
-    check(found, plain[1], check_losses, rel=1e-6)
+    check(found, plain.result, check_losses, rel=1e-6)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_launchers(launcher, launch, plain, check_losses, tmp_path):
-    check(launch(tmp_path, "--stage", "1", launcher=launcher), plain[1], check_losses, rel=1e-6)
+    check(launch(tmp_path, "--stage", "1", launcher=launcher), plain.result, check_losses, rel=1e-6)

@@ -1,6 +1,7 @@
 """Lightning's Trainer with its DeepSpeed strategy has the losses that it has with DDP, also after a resume."""
 
 import pytest
+from deepspeed.testing.tiers import swept
 
 CASES = {
     "stage 1": ["--stage", "1"],
@@ -13,20 +14,12 @@ CASES = {
 QUICK = {"stage 3"}
 
 
-@pytest.fixture(scope="module")
-def plain(launch, tmp_path_factory):
-    """What a run with DDP wrote."""
-    return launch(tmp_path_factory.mktemp("plain"), "--stage", "none")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=() if each in QUICK else pytest.mark.sweep) for each in CASES]
-)
+@pytest.mark.parametrize("case", swept(CASES, QUICK.__contains__))
 def test_trains_saves_resumes_and_tests(case, launch, plain, check_losses, tmp_path):
     rel = 5e-3 if "--bf16" in CASES[case] else 1e-6
     whole = launch(tmp_path, *CASES[case])
-    check_losses(whole["losses"], plain["losses"], rel)
-    assert whole["tested"] == pytest.approx(plain["tested"], rel=rel)
+    check_losses(whole["losses"], plain.result["losses"], rel)
+    assert whole["tested"] == pytest.approx(plain.result["tested"], rel=rel)
 
     assert (tmp_path / "epoch=0.ckpt" / "checkpoint").is_dir()
     resumed = launch(tmp_path, *CASES[case], "--resume")
@@ -36,4 +29,4 @@ def test_trains_saves_resumes_and_tests(case, launch, plain, check_losses, tmp_p
 
 @pytest.mark.sweep
 def test_lightnings_own_launcher(launch, plain, check_losses, tmp_path):
-    check_losses(launch(tmp_path, "--stage", "2", launcher="python")["losses"], plain["losses"], 1e-6)
+    check_losses(launch(tmp_path, "--stage", "2", launcher="python")["losses"], plain.result["losses"], 1e-6)

@@ -1,6 +1,7 @@
 """LoRA adapters on a frozen model have the losses and the weights under DeepSpeed that they have under DDP."""
 
 import pytest
+from deepspeed.testing.tiers import swept
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -17,24 +18,15 @@ CASES = {
 QUICK = {"stage 3"}
 
 
-@pytest.fixture(scope="module")
-def plain(launch, tmp_path_factory):
-    """A run with DDP: its folder, and what it wrote."""
-    folder = tmp_path_factory.mktemp("plain")
-    return folder, launch(folder, "--stage", "none")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=() if each in QUICK else pytest.mark.sweep) for each in CASES]
-)
+@pytest.mark.parametrize("case", swept(CASES, QUICK.__contains__))
 def test_losses_and_adapters_equal_those_of_plain_torch(case, launch, plain, check_losses, tmp_path):
-    folder, expected = plain
+    expected = plain.result
     is_bf16 = "--bf16" in CASES[case]
     found = launch(tmp_path, *CASES[case])
 
     check_losses(found["losses"], expected["losses"], 5e-3 if is_bf16 else 1e-6)
     assert (found["trainable"], found["total"]) == (expected["trainable"], expected["total"])
-    saved, reference = (load_file(each / "adapter" / "adapter_model.safetensors") for each in (tmp_path, folder))
+    saved, reference = (load_file(each / "adapter" / "adapter_model.safetensors") for each in (tmp_path, plain.folder))
     assert set(saved) == set(reference)
     if not is_bf16:
         assert_close(saved, reference, rtol=0, atol=1e-4)

@@ -17,13 +17,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def plain(launch, tmp_path_factory):
-    """A run without DeepSpeed: its folder, and what it wrote."""
-    folder = tmp_path_factory.mktemp("plain")
-    return folder, launch(folder, "--stage", "none")
-
-
 def check(result, expected, check_losses, rel):
     check_losses(result["losses"], expected["losses"], rel)
     assert result["norms"] == pytest.approx(expected["norms"], rel=10 * rel)
@@ -33,14 +26,14 @@ def check(result, expected, check_losses, rel):
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES)
 def test_losses_equal_those_of_plain_torch(case, launch, plain, check_losses, tmp_path):
-    folder, expected = plain
+    expected = plain.result
     result = launch(tmp_path, *CASES[case])
 
     is_bf16 = "--bf16" in CASES[case]
     check(result, expected, check_losses, rel=2e-3 if is_bf16 else 1e-6)
     if is_bf16:  # Adam makes whole steps of the rounding noise in a gradient that should be 0, as key biases have
         return
-    saved, reference = (load_file(each / "saved" / "model.safetensors") for each in (tmp_path, folder))
+    saved, reference = (load_file(each / "saved" / "model.safetensors") for each in (tmp_path, plain.folder))
     for name, value in reference.items():
         assert_close(saved[name], value, rtol=0, atol=1e-4)
 
@@ -60,7 +53,7 @@ def test_resumes(stage, sections, launch, plain, check_losses, tmp_path):
     resumed = launch(tmp_path, *flags, "--resume-from", str(tmp_path / "checkpoint-8"))
 
     if "scheduler" not in sections:  # WarmupDecayLR is one step later than the Trainer's own schedule
-        check(whole, plain[1], check_losses, rel=1e-6)
+        check(whole, plain.result, check_losses, rel=1e-6)
     assert (tmp_path / "checkpoint-8" / "global_step8").is_dir()
     # the resumed run's log begins with what the checkpoint brought of the first eight steps
     assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-6)
@@ -73,19 +66,19 @@ def test_resumes(stage, sections, launch, plain, check_losses, tmp_path):
 def test_launchers(launcher, launch, plain, check_losses, tmp_path):
     result = launch(tmp_path, "--stage", "1", launcher=launcher)
     assert result["stage"] == 1
-    check(result, plain[1], check_losses, rel=1e-6)
+    check(result, plain.result, check_losses, rel=1e-6)
 
 
 @pytest.mark.parametrize("flags", [[], pytest.param(["--resize"], marks=pytest.mark.sweep)])
 def test_starts_from_a_saved_model(flags, launch, plain, check_losses, tmp_path):
     """Under stage 3 `from_pretrained` builds the model inside `zero.Init`."""
-    flags = ["--from-pretrained", str(plain[0] / "saved"), *flags]
+    flags = ["--from-pretrained", str(plain.plain.folder / "saved"), *flags]
     expected = launch(tmp_path / "plain", "--stage", "none", *flags)
     check(launch(tmp_path / "stage 3", "--stage", "3", *flags), expected, check_losses, rel=1e-6)
 
 
 @pytest.mark.sweep
 def test_only_evaluates(launch, plain, tmp_path):
-    flags = ["--only-evaluate", "--from-pretrained", str(plain[0] / "saved")]
+    flags = ["--only-evaluate", "--from-pretrained", str(plain.plain.folder / "saved")]
     found = launch(tmp_path, "--stage", "3", *flags)
-    assert found["evaluated"] == pytest.approx(plain[1]["evaluated"], rel=1e-6)
+    assert found["evaluated"] == pytest.approx(plain.result["evaluated"], rel=1e-6)

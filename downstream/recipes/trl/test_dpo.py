@@ -1,6 +1,7 @@
 """TRL's DPOTrainer under DeepSpeed, with a reference model in an engine of its own, has the losses of DDP."""
 
 import pytest
+from deepspeed.testing.tiers import swept
 
 CASES = {
     "stage 2": ["--stage", "2"],
@@ -11,21 +12,13 @@ CASES = {
 QUICK = {"stage 3"}
 
 
-@pytest.fixture(scope="module")
-def plain(launch, tmp_path_factory):
-    """What a run with DDP wrote."""
-    return launch(tmp_path_factory.mktemp("plain"), "--stage", "none")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=() if each in QUICK else pytest.mark.sweep) for each in CASES]
-)
+@pytest.mark.parametrize("case", swept(CASES, QUICK.__contains__))
 def test_losses_equal_those_of_plain_torch(case, launch, plain, check_losses, tmp_path):
     found = launch(tmp_path, *CASES[case])
 
     rel = 5e-3 if "--bf16" in CASES[case] else 1e-6
-    check_losses(found["losses"], plain["losses"], rel)
-    assert found["norms"] == pytest.approx(plain["norms"], rel=10 * rel)
+    check_losses(found["losses"], plain.result["losses"], rel)
+    assert found["norms"] == pytest.approx(plain.result["norms"], rel=10 * rel)
     # TRL shards the reference model under stage 3 only
     assert found["reference"] == (3 if "3" in CASES[case] else 0)
 
@@ -33,4 +26,4 @@ def test_losses_equal_those_of_plain_torch(case, launch, plain, check_losses, tm
 @pytest.mark.sweep
 def test_reference_computed_before_training(launch, plain, check_losses, tmp_path):
     """An engine that only evaluates comes before the one that trains the same module."""
-    check_losses(launch(tmp_path, "--stage", "3", "--precompute")["losses"], plain["losses"], 1e-6)
+    check_losses(launch(tmp_path, "--stage", "3", "--precompute")["losses"], plain.result["losses"], 1e-6)

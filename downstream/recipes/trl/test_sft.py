@@ -1,6 +1,7 @@
 """TRL's SFTTrainer under DeepSpeed has the losses that it has under DDP."""
 
 import pytest
+from deepspeed.testing.tiers import swept
 
 CASES = {
     "stage 1": ["--stage", "1"],
@@ -13,9 +14,7 @@ CASES = {
 QUICK = {"stage 2"}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=() if each in QUICK else pytest.mark.sweep) for each in CASES]
-)
+@pytest.mark.parametrize("case", swept(CASES, QUICK.__contains__))
 def test_losses_equal_those_of_plain_torch(case, launch, check_losses, tmp_path):
     flags = [flag for flag in CASES[case] if flag == "--lora"]
     expected = launch(tmp_path / "plain", "--stage", "none", *flags)

@@ -75,14 +75,7 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     """Replace the reduced gradient, given as `safe_get_full_grad` gives it; the step clips by the norm with it."""
-    found = _find(param)
-    if found is not None:
-        found[0].reduce()
-        value = value / found[0].average_factor
-    _scatter(param, value, "safe_set_full_grad", lambda sharding, shard: shard.grad)
-    if found is not None:
-        sharding, group, index = found
-        sharding.gradient_was_replaced(group.first_index + index)
+    _replace_gradient(param, value, "safe_set_full_grad", _scatter)
 
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
@@ -130,14 +123,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
     """Replace this rank's elements of the reduced gradient; `value` as `safe_get_local_grad` gives it. All ranks call
     it, and the step clips by the norm with it."""
-    found = _find(param)
-    if found is not None:
-        found[0].reduce()
-        value = value / found[0].average_factor
-    _set_local(param, value, "safe_set_local_grad", lambda sharding, shard: shard.grad)
-    if found is not None:
-        sharding, group, index = found
-        sharding.gradient_was_replaced(group.first_index + index)
+    _replace_gradient(param, value, "safe_set_local_grad", _set_local)
 
 
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -148,6 +134,22 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_
     """
     pick = _picks_state("safe_set_local_optimizer_state", optim_state_key)
     _set_local(param, value, "safe_set_local_optimizer_state", pick)
+
+
+def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callable[..., None]) -> None:
+    """`write` is `_scatter` or `_set_local`."""
+    sharding, group, index = _managed(param, asked)
+    sharding.reduce()
+    write(param, value / sharding.average_factor, asked, lambda sharding, shard: shard.grad)
+    sharding.gradient_was_replaced(group.first_index + index)
+
+
+def _managed(param: Parameter, asked: str) -> tuple[Sharding, FlatGroup, int]:
+    """As `_find`, for a parameter that an engine must manage."""
+    found = _find(param)
+    if found is None:
+        raise KeyError(f"{asked}: no engine manages this parameter of shape {tuple(shape_of(param))}")
+    return found
 
 
 def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
@@ -198,10 +200,7 @@ def _scatter(
     param: Parameter, value: Tensor, asked: str, pick: Callable[[Sharding, ParamShard], Tensor | None]
 ) -> None:
     """Copy this rank's fragments of `value` to where `pick` says."""
-    found = _find(param)
-    if found is None:
-        raise KeyError(f"{asked}: no engine manages this parameter of shape {tuple(shape_of(param))}")
-    sharding, group, index = found
+    sharding, group, index = _managed(param, asked)
     if value.shape != shape_of(param):
         raise ValueError(
             f"{asked}: found a value of shape {tuple(value.shape)}, the parameter has {tuple(shape_of(param))}"
@@ -243,10 +242,7 @@ def _set_local(
     param: Parameter, value: Tensor, asked: str, pick: Callable[[Sharding, ParamShard], Tensor | None]
 ) -> None:
     """Copy `value`, this rank's elements of `param`, to where `pick` says."""
-    found = _find(param)
-    if found is None:
-        raise KeyError(f"{asked}: no engine manages this parameter of shape {tuple(shape_of(param))}")
-    sharding, group, index = found
+    sharding, group, index = _managed(param, asked)
     shards = [shard for shard in group.shards if shard.fragment.param == index]
     numel = sum(shard.fragment.numel for shard in shards)
     if value.numel() != numel:
