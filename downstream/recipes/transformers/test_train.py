@@ -72,13 +72,13 @@ def test_launchers(launcher, launch, plain, check_losses, tmp_path):
 @pytest.mark.parametrize("flags", [[], pytest.param(["--resize"], marks=pytest.mark.sweep)])
 def test_starts_from_a_saved_model(flags, launch, plain, check_losses, tmp_path):
     """Under stage 3 `from_pretrained` builds the model inside `zero.Init`."""
-    flags = ["--from-pretrained", str(plain.plain.folder / "saved"), *flags]
+    flags = ["--from-pretrained", str(plain.folder / "saved"), *flags]
     expected = launch(tmp_path / "plain", "--stage", "none", *flags)
     check(launch(tmp_path / "stage 3", "--stage", "3", *flags), expected, check_losses, rel=1e-6)
 
 
 @pytest.mark.sweep
 def test_only_evaluates(launch, plain, tmp_path):
-    flags = ["--only-evaluate", "--from-pretrained", str(plain.plain.folder / "saved")]
+    flags = ["--only-evaluate", "--from-pretrained", str(plain.folder / "saved")]
     found = launch(tmp_path, "--stage", "3", *flags)
     assert found["evaluated"] == pytest.approx(plain.result["evaluated"], rel=1e-6)
