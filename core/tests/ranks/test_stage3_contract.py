@@ -1,5 +1,6 @@
 """Stage 3 as libraries and users meet it: engines that share a module, contexts around forwards, `zero.Init`."""
 
+import copy
 from typing import Any
 
 import deepspeed
@@ -121,32 +122,66 @@ def test_a_context_keeps_parameters_whole_around_a_forward_and_brings_small_ones
 
 
 class Parent(nn.Module):
-    """Changes weights of its children, as nanoGPT and transformers do."""
+    """Changes weights of its children in all the ways of torch, as nanoGPT and transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-        nn.init.xavier_uniform_(self.body[0].weight)
+        self.body = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+        for param in self.parameters():
+            if param.dim() > 1:
+                nn.init.xavier_uniform_(param)
         for name, param in self.body.named_parameters():
             if name.startswith("1."):
                 param.requires_grad_(True)
                 nn.init.normal_(param, std=0.02)
+        nn.init.kaiming_uniform_(self.body[0].weight)
         with torch.no_grad():
             self.body[2].weight.copy_(torch.ones(8, 8)).mul_(3)
+            self.body[2].bias[3] = 7
+            torch.eye(8, out=self.body[3].weight)
+        self._change_data()
+        self.body.apply(lambda module: isinstance(module, nn.Linear) and module.bias.data.mul_(2))
+        self.copies = nn.ModuleList([copy.deepcopy(self.body[4])])
+        self.numel = sum(param.numel() for param in self.parameters())
+
+    def _change_data(self) -> None:
+        self.body[0].weight.data.normal_(0.0, 0.02)
+        self.body[1].weight.data[2:4].zero_()
+        row = self.body[2].weight.data[0]
+        first, second = self.body[3].bias.data, self.body[4].bias.data
+        self.late = nn.Linear(8, 8)  # a module is built, and sharded, while views are held
+        row.uniform_()
+        first.copy_(second.fill_(2.0))
+        self.body[4].weight.data = torch.rand(8, 8)
+        self.late.bias.detach().view(2, 4).T[1].normal_()
 
 
-def build_under_init() -> list[bool]:
-    torch.manual_seed(1)
-    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+def build_under_init(dtype: torch.dtype) -> list[bool]:
+    torch.manual_seed(1 + deepspeed.comm.get_rank())  # the first rank's seed counts
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG, dtype=dtype):
         net = Parent()
     state = torch.random.get_rng_state()
     torch.manual_seed(1)
     plain = Parent()
-    same_stream = torch.equal(state, torch.random.get_rng_state())
+    facts = [net.numel == plain.numel, all(param.numel() == 0 for param in net.parameters())]
+    if deepspeed.comm.get_rank() == 0:
+        facts.append(torch.equal(state, torch.random.get_rng_state()))
     with GatheredParameters(net.parameters()):
-        equal = [torch.equal(one, other) for one, other in zip(net.parameters(), plain.parameters(), strict=True)]
-    return [same_stream, *equal]
+        pairs = zip(net.parameters(), plain.parameters(), strict=True)
+        facts += [param.dtype == dtype and torch.equal(param, other.to(dtype)) for param, other in pairs]
+    return facts
 
 
-def test_what_an_init_of_a_parent_does_to_weights_of_its_children_stays() -> None:
-    assert run_ranks(2, build_under_init) == [[True] * 7] * 2
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_an_init_of_a_parent_does_to_weights_of_its_children_stays(dtype: torch.dtype) -> None:
+    for facts in run_ranks(2, build_under_init, dtype):
+        assert all(facts), facts
+
+
+def refuse_another_shape() -> None:
+    with deepspeed.zero.Init(), pytest.raises(ValueError, match=r"parameter weight: .* of shape \(2, 2\), .* \(4, 8\)"):
+        nn.Linear(8, 4).weight.data = torch.zeros(2, 2)
+
+
+def test_data_of_another_shape_is_refused_inside_init() -> None:
+    run_ranks(2, refuse_another_shape)

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
-from torch.overrides import TorchFunctionMode
+from torch.nn import Module
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.errors import ConfigError
 from deepspeed.zero.gather import GatheredParameters, register_external_parameter, unregister_external_parameter
+from deepspeed.zero.init_access import WholeOnAccess
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 
@@ -143,20 +143,17 @@ class Init(contextlib.AbstractContextManager["Init"]):
                     for cls in list(_subclasses(Module)):
                         self._patch_class(undo, cls)
                     _replace(undo, Module, "__init_subclass__", classmethod(self._see_new_class))
-                    _replace(undo, Module, "apply", _apply_to_whole)
                     wrapped = zero_wrapper_for_fp_tensor_constructor(torch.arange, None, target_device="cpu")
                     _replace(undo, torch, "arange", wrapped)
                     first_rank = torch.distributed.get_global_rank(self._ranks.group, 0)
-                    for name in _initializers():
-                        _replace(undo, torch.nn.init, name, _acting_on_whole(getattr(torch.nn.init, name), first_rank))
-                    undo.enter_context(_InPlaceOnWhole(first_rank))
+                    self._access = undo.enter_context(WholeOnAccess(first_rank))
                     self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self.enabled:
             Init._depth -= 1
-            self._undo.close()
+            self._undo.__exit__(*exc)
 
     def _see_new_class(self, cls: type[Module], **kwargs: Any) -> None:
         super(Module, cls).__init_subclass__(**kwargs)
@@ -178,6 +175,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
                 init(module, *args, **kwargs)
             finally:
                 module.__dict__.pop(_UNDER_CONSTRUCTION, None)
+            self._access.shard_unreferenced()
             self._shard(module)
 
         _replace(undo, cls, "__init__", construct)
@@ -199,69 +197,6 @@ def _dtype_of(settings: DeepSpeedConfig | None) -> torch.dtype | None:
     if settings is not None and settings.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if settings is not None and settings.fp16.enabled else None
-
-
-def _apply_to_whole(module: Module, fn: Callable[[Module], Any]) -> Module:
-    """`Module.apply` for sharded modules: `fn` sees the module's own parameters whole, and its changes stay."""
-    for child in module.children():
-        child.apply(fn)
-    with GatheredParameters(_own(module), modifier_rank=comm.get_global_rank(None, 0)), _as_constructed(_own(module)):
-        fn(module)
-    return module
-
-
-@contextlib.contextmanager
-def _as_constructed(params: list[Parameter]) -> Iterator[None]:
-    """Whole parameters in the dtype in which they were built: in another one, random numbers would be others."""
-    rounded = [(param, param.data) for param in params if unit_of(param) is not None]
-    for param, value in rounded:
-        unit = unit_of(param)
-        assert unit is not None
-        param.data = value.to(unit.source_dtype)
-    yield
-    for param, value in rounded:
-        param.data = value.copy_(param.data)
-
-
-class _InPlaceOnWhole(TorchFunctionMode):
-    """Lets an in-place function see a sharded parameter whole, and keeps what it did: `p.normal_()` in the `__init__`
-    of a module above the one that owns the parameter."""
-
-    def __init__(self, first_rank: int) -> None:
-        super().__init__()
-        self._first_rank = first_rank
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and args and _is_released(args[0]):
-            func = _acting_on_whole(func, self._first_rank)
-        return func(*args, **(kwargs or {}))
-
-
-def _acting_on_whole(fn: Callable[..., Any], first_rank: int) -> Callable[..., Any]:
-    """An in-place function that gathers its first argument if that is a sharded parameter. All ranks call it; the
-    result of `first_rank` counts."""
-
-    @functools.wraps(fn)
-    def act(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_released(tensor):
-            return fn(tensor, *args, **kwargs)
-        with GatheredParameters(tensor, modifier_rank=first_rank):
-            return fn(tensor, *args, **kwargs)
-
-    return act
-
-
-def _is_released(tensor: Any) -> bool:
-    return getattr(tensor, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
-
-
-def _initializers() -> list[str]:
-    return [name for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_")]
-
-
-def _own(module: Module) -> list[Parameter]:
-    return [param for param in module._parameters.values() if param is not None]
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -75,11 +75,11 @@ class ParamUnit:
         self.live = LiveNumel(self.numel)
         self._work: Work | None = None
         self._fill(torch.empty(self.layout.padded_numel, dtype=params[0].dtype, device=device), dtype, from_first_rank)
-        self._nothing = self.shard_S.new_empty(0)
+        self.nothing = self.shard_S.new_empty(0)
         self._renew_buffer()
         for param in self.params:
-            if not torch._has_compatible_shallow_copy_type(param.data, self._nothing):  # on another kind of device
-                torch.utils.swap_tensors(param, Parameter(self._nothing.clone(), requires_grad=param.requires_grad))
+            if not torch._has_compatible_shallow_copy_type(param, self.nothing):  # on another kind of device
+                torch.utils.swap_tensors(param, Parameter(self.nothing.clone(), requires_grad=param.requires_grad))
         for index, param in enumerate(self.params):
             mark(param, self, index)
         if not self.is_sharded:  # the shard is everything, and the parameters are views of it for good
@@ -189,7 +189,7 @@ class ParamUnit:
         self._move(ZeroParamStatus.NOT_AVAILABLE)
         self.live.numel -= self.numel
         for param in self.params:
-            param.data = self._nothing
+            param.data = self.nothing
         self._full_N.untyped_storage().resize_(0)
 
     def abandon(self) -> Work | None:

@@ -1,0 +1,161 @@
+"""Sharded parameters that other code reads or changes inside `zero.Init`.
+
+The `__init__` of a parent, or `apply`, may initialize the weights of modules below it again, in any of torch's ways:
+`init.normal_(p)`, `p.data.normal_()`, `p[0] = 0`, `p.data = x`. These modules are complete and so are sharded already.
+`WholeOnAccess` sees every torch function that is called with such a parameter, and gathers it first: in the dtype in
+which it was constructed, since random numbers differ by dtype. What was there is already rounded to the dtype of the
+shards: `p.mul_(3)` starts from rounded values.
+
+[Note: until it is not referenced] What a function returns may share memory with the parameter, and may be written to
+later: `row = p.data[0]; row.zero_()`. So a gathered parameter is sharded again only when nothing refers to its memory
+any more: the number of references to the storage is what it was after the gather. It is looked at whenever another
+parameter is gathered or a module is complete. The reference counts of CPython are the same on all ranks that run the
+same code, so all ranks shard the same parameters at the same places.
+"""
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from deepspeed.zero.gather import GatheredParameters
+from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
+
+#: properties of a tensor that share its memory; no other property reads values
+_VIEWS = {
+    getattr(Tensor, name).__get__  # type: ignore[attr-defined]
+    for name in ("data", "T", "mT", "H", "mH", "real", "imag")
+}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_PROPERTY = ("__get__", "__set__", "__delete__")
+#: what depends on the shape alone is answered for the whole parameter
+_OF_SHAPE = {Tensor.shape.__get__, Tensor.ndim.__get__}  # type: ignore[attr-defined]
+_OF_SHAPE |= {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__}
+#: functions that neither read values nor change them
+_OF_NO_VALUES = {Tensor.requires_grad_, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size}
+_OF_NO_VALUES |= {Tensor.__repr__, Tensor.__hash__, torch._has_compatible_shallow_copy_type, torch.is_floating_point}
+
+
+class WholeOnAccess(TorchFunctionMode):
+    """Lets torch functions see sharded parameters whole, and keeps what they change. All ranks call the same functions.
+
+    Args:
+        first_rank: global rank whose changes count.
+    """
+
+    def __init__(self, first_rank: int) -> None:
+        super().__init__()
+        self._first_rank = first_rank
+        self._whole: dict[Parameter, _Whole] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _SET_DATA and (args[0] in self._whole or _is_set_by_user(*args)):
+            self._gather(args[0]).set(args[1])
+            return None
+        if _reads_values(func):
+            for param in list(_sharded((*args, *kwargs.values()))):
+                self._gather(param)
+        elif func in _OF_SHAPE and _is_sharded(args[0]):
+            args = (torch.empty(shape_of(args[0]), device="meta"), *args[1:])
+        return func(*args, **kwargs)
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: Any) -> None:
+        super().__exit__(kind, *exc)
+        self._shard(list(self._whole.values()), kind, *exc)
+
+    def shard_unreferenced(self) -> None:
+        """Shard the parameters again whose memory nothing refers to; see [Note: until it is not referenced]."""
+        with torch._C.DisableTorchFunction():
+            self._shard([each for each in self._whole.values() if not each.is_referenced()])
+
+    def _gather(self, param: Parameter) -> "_Whole":
+        if param not in self._whole:
+            self.shard_unreferenced()
+            self._whole[param] = _Whole(param, self._first_rank)
+        return self._whole[param]
+
+    def _shard(self, done: "list[_Whole]", *exc: Any) -> None:
+        for each in done:
+            del self._whole[each.param]
+            each.shard(*exc)
+
+
+class _Whole:
+    """A parameter that is whole until `shard` is called, in the dtype in which it was constructed."""
+
+    def __init__(self, param: Parameter, first_rank: int) -> None:
+        unit = unit_of(param)
+        assert unit is not None
+        self.param = param
+        self._context = GatheredParameters(param, modifier_rank=first_rank)
+        self._context.__enter__()
+        self._rounded = param.data
+        self._value = self._rounded.to(unit.source_dtype)
+        param.data = self._value
+        self._num_references = _num_references(self._value)
+
+    def is_referenced(self) -> bool:
+        return _num_references(self._value) > self._num_references
+
+    def set(self, value: Tensor) -> None:
+        """Take the values that are assigned to `param.data`."""
+        if value.shape != self._value.shape:
+            unit = unit_of(self.param)
+            assert unit is not None
+            raise ValueError(
+                f"zero.Init: parameter {unit.names[0]}: param.data was set to a value of shape {tuple(value.shape)}, "
+                f"and the parameter, which is sharded, has the shape {tuple(self._value.shape)}; assign a value of "
+                "this shape, or a new torch.nn.Parameter"
+            )
+        self._value.copy_(value)
+
+    def shard(
+        self,
+        kind: type[BaseException] | None = None,
+        value: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        """Keep this rank's shard of what the first rank has; after an exception, of what was there before."""
+        if kind is None and self._rounded is not self._value:
+            self._rounded.copy_(self._value)
+        self.param.data = self._rounded
+        self._context.__exit__(kind, value, traceback)
+
+
+def _reads_values(func: Callable[..., Any]) -> bool:
+    if getattr(func, "__name__", "") in _PROPERTY:
+        return func in _VIEWS
+    return func not in _OF_SHAPE and func not in _OF_NO_VALUES
+
+
+def _sharded(values: Any) -> Iterator[Parameter]:
+    """The sharded parameters among arguments, also in lists of them."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _sharded(value)
+        elif _is_sharded(value):
+            yield value
+
+
+def _is_sharded(value: Any) -> bool:
+    """Whether it is a parameter whose values are not here, or not in the dtype in which it was constructed. One that
+    the caller has gathered is left as it is."""
+    unit: ParamUnit | None = getattr(value, "ds_unit", None)
+    if unit is None or unit.num_contexts > 0:
+        return False
+    return unit.status is ZeroParamStatus.NOT_AVAILABLE or (not unit.is_sharded and value.dtype != unit.source_dtype)
+
+
+def _is_set_by_user(param: Any, value: Any) -> bool:
+    """Whether `param.data = value` is not the release of the parameter."""
+    return _is_sharded(param) and value is not param.ds_unit.nothing
+
+
+def _num_references(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
