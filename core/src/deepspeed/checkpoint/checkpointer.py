@@ -14,6 +14,7 @@ from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
     Position,
+    check_kind,
     check_model_state,
     check_shard,
     find_folder,
@@ -73,7 +74,7 @@ class Checkpointer:
     @property
     def writes_model(self) -> bool:
         """Whether `save` takes a `model_state` from this rank: the first data parallel rank, or all in stage 3."""
-        return self.position.dp_rank == 0 or self._model_file.startswith("zero_")
+        return self.position.dp_rank == 0 or layout.is_partitioned(self._model_file)
 
     def save(
         self,
@@ -174,6 +175,7 @@ class Checkpointer:
 
         def read() -> LoadedCheckpoint:
             folder = find_folder(directory, name)
+            check_kind(folder, self._model_file, self.position)
             path = folder / self._model_file
             state = self.store.load(path, map_location, mmap=True)
             check_model_state(state, path, self.position, needs_shard=load_shard)

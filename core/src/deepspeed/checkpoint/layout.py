@@ -35,6 +35,7 @@ MODEL_STATE_KEYS = frozenset(
 )
 
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|lock|latest)")
+_PARTITIONED = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_\d+_model_states\.pt")
 _SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 
 
@@ -47,6 +48,21 @@ def model_file(mp_rank: int, dp_rank: int | None = None) -> str:
 def shard_file(dp_rank: int, mp_rank: int, prefix: str = "") -> str:
     """Name of one rank's optimizer shard; `prefix` is `"bf16_"` when the model trains in bf16."""
     return f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
+def is_partitioned(model_file: str) -> bool:
+    """Whether it is the name of a model file of ZeRO stage 3."""
+    return _PARTITIONED.fullmatch(model_file) is not None
+
+
+def partitioned_models_in(folder: Path) -> set[int]:
+    """The data parallel ranks whose model files of ZeRO stage 3 are in `folder`."""
+    return {int(match["dp"]) for path in folder.iterdir() if (match := _PARTITIONED.fullmatch(path.name))}
+
+
+def has_models(folder: Path) -> bool:
+    """Whether `folder` holds a model file of any stage."""
+    return any(path.name.endswith("_model_states.pt") for path in folder.iterdir())
 
 
 def shards_in(folder: Path) -> dict[tuple[int, int], Path]:

@@ -12,6 +12,7 @@ from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.errors import CheckpointError
 
 _SHOWN = 8  # names in one message
+_WEIGHTS_ALONE = f"take the weights alone: run {layout.SCRIPT_FILE} and load its file into the model before initialize"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,24 @@ def check_model_state(state: Any, path: Path, position: Position, *, needs_shard
     saved_dp = state.get("dp_world_size", position.dp_world_size)
     if needs_shard and saved_dp != position.dp_world_size:
         raise CheckpointError(_other_world_size(path.parent, saved_dp, position))
+
+
+def check_kind(folder: Path, model_file: str, position: Position) -> None:
+    """Refuse what a job of another kind saved: stage 3 has one model file per rank, the others have one for all."""
+    is_stage_3, saved_ranks = layout.is_partitioned(model_file), layout.partitioned_models_in(folder)
+    if is_stage_3 and saved_ranks:
+        saved = 1 + max(saved_ranks | {dp for dp, _ in layout.shards_in(folder)})
+        if saved != position.dp_world_size:
+            raise CheckpointError(
+                f"{folder} was saved by {saved} data parallel ranks with ZeRO stage 3, this job has "
+                f"{position.dp_world_size}. Start the job with {saved}, or {_WEIGHTS_ALONE}."
+            )
+    if is_stage_3 != bool(saved_ranks) and not (folder / model_file).exists() and layout.has_models(folder):
+        saved_stage, stage = ("0, 1 or 2", "3") if is_stage_3 else ("3", "0, 1 or 2")
+        raise CheckpointError(
+            f"{folder} was saved by ZeRO stage {saved_stage}, this job runs stage {stage}. Set zero_optimization.stage "
+            f"to that of the save, or {_WEIGHTS_ALONE}."
+        )
 
 
 def find_shard(folder: Path, position: Position, prefix: str, model_state: dict[str, Any]) -> Path:

@@ -6,6 +6,7 @@ from typing import Any
 from deepspeed.checkpoint import Checkpointer, check_new_tag, validate_tag
 from deepspeed.engine.events import tell
 from deepspeed.engine.module_state import check_module_state, fill_module
+from deepspeed.engine.other_units import fit_module_state, frozen_parts
 from deepspeed.engine.training_state import TrainingState
 
 
@@ -92,19 +93,24 @@ class Saving:
         if loaded is None:
             return None, None
 
+        weights = loaded.model_state["module"]
+
         def check() -> None:
+            nonlocal weights
+            if sharding.stage == 3:
+                weights = fit_module_state(state.module, loaded.model_state)
             if custom_load_fn is None:
-                check_module_state(state.module, loaded.model_state["module"], strict=strict, source=loaded.path)
+                check_module_state(state.module, weights, strict=strict, source=loaded.path)
             if with_optimizer:
                 state.check_optimizer(loaded)
 
         def restore() -> None:
             sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights
-            fill_module(state.module, loaded.model_state["module"], strict=strict, custom_load_fn=custom_load_fn)
+            fill_module(state.module, weights, strict=strict, custom_load_fn=custom_load_fn)
 
         def restore_shards() -> None:
             with sharding.among_peers():
-                sharding.load_frozen(loaded.model_state.get("frozen_param_fragments") or {})
+                sharding.load_frozen(frozen_parts(state.module, loaded.model_state))
                 if with_optimizer:
                     state.restore_optimizer(loaded, with_states=with_states)
                 else:

@@ -44,7 +44,7 @@ class TrainingState:
         module, sharding, progress = self.module, self.sharding, self.training.progress
         optimizer, lr_scheduler = self.training.optimizer, self.training.lr_scheduler
         named = list(module.named_parameters())
-        frozen = {} if exclude_frozen else {name: param for name, param in named if not param.requires_grad}
+        untrained = self._untrained(exclude_frozen=exclude_frozen)
         names = {id(param): name for name, param in named}
         return {
             "module": module_state_dict(module, exclude_frozen=exclude_frozen),
@@ -53,7 +53,7 @@ class TrainingState:
             "param_shapes": [
                 {names[id(param)]: shape_of(param) for param in params} for params in sharding.saved_parameters()
             ],
-            "frozen_param_shapes": {name: shape_of(param) for name, param in frozen.items()},
+            "frozen_param_shapes": {name: shape_of(param) for name, param in untrained.items()},
             "frozen_param_fragments": {},  # filled by `frozen_parts`
             "shared_params": {
                 name: names[id(param)]
@@ -74,10 +74,20 @@ class TrainingState:
         }
 
     def frozen_parts(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-        """What this rank saves of each frozen parameter. A collective in stage 3."""
-        named = self.module.named_parameters()
+        """What this rank saves of each parameter that no optimizer trains. A collective in stage 3."""
         with self.sharding.among_peers():
-            return {} if exclude_frozen else {n: saved_part(param) for n, param in named if not param.requires_grad}
+            untrained = self._untrained(exclude_frozen=exclude_frozen)
+            return {name: saved_part(param) for name, param in untrained.items()}
+
+    def _untrained(self, *, exclude_frozen: bool) -> dict[str, torch.nn.Parameter]:
+        """Frozen parameters; in stage 3 also others that the optimizer does not have: no shard of it holds them."""
+        trained = {param for params in self.sharding.saved_parameters() for param in params}
+        return {
+            name: param
+            for name, param in self.module.named_parameters()
+            if not (param.requires_grad or exclude_frozen)
+            or (self.sharding.stage == 3 and param.requires_grad and param not in trained)
+        }
 
     def for_shard_file(self) -> dict[str, Any] | None:
         """The content of this rank's `*_optim_states.pt`; None without sharding, where the model file has it all."""

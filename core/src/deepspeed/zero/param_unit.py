@@ -289,8 +289,13 @@ def saved_part(param: Parameter) -> Tensor:
     if unit is None:
         return param.detach()
     with whole(param) as value:
-        size = math.ceil(value.numel() / unit.ranks.world_size)
-        part = value.new_zeros(size)
-        mine = value.reshape(-1)[size * unit.ranks.rank : size * (unit.ranks.rank + 1)]
-        part[: mine.numel()] = mine
+        return part_of(value, unit.ranks)
+
+
+def part_of(value: Tensor, ranks: GroupBackend) -> Tensor:
+    """This rank's part of ceil(n / W) elements of a whole parameter, 1-D, padded with zeros."""
+    size = math.ceil(value.numel() / ranks.world_size)
+    part = value.new_zeros(size)
+    mine = value.reshape(-1)[size * ranks.rank : size * (ranks.rank + 1)]
+    part[: mine.numel()] = mine
     return part

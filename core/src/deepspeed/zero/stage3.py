@@ -154,6 +154,9 @@ class Stage3(Stage2):
         for unit in self.units:
             if all(name in parts for name in unit.names):
                 states.load_parts(unit, [parts[name] for name in unit.names])
+        for name, param in self._module.named_parameters():
+            if name in parts and unit_of(param) is None:  # sharded where it was saved
+                param.data.copy_(states.whole_of_parts(parts[name], param.shape, self.backend))
 
     def retire(self) -> None:
         """Leave the parameters, sharded as they are, to another engine, which trains them."""

@@ -31,6 +31,7 @@ from deepspeed.zero.redistribute import Run, contiguous, in_parameters, redistri
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from deepspeed.comm.backend import GroupBackend
     from deepspeed.zero.flat_group import FlatGroup, ParamShard
     from deepspeed.zero.param_unit import ParamUnit
     from deepspeed.zero.strategy import Sharding
@@ -277,6 +278,14 @@ def load_parts(unit: ParamUnit, parts: list[Tensor]) -> None:
     flat = torch.cat([part.reshape(-1).to(unit.shard_S) for part in parts])
     before = in_parameters(layout.numels, unit.ranks.world_size)
     unit.shard_S.copy_(redistribute(flat, before, runs, unit.shard_S.numel(), unit.ranks))
+
+
+def whole_of_parts(part: Tensor, shape: torch.Size, ranks: GroupBackend) -> Tensor:
+    """A whole parameter, on every rank, from this rank's part of it as `saved_part` gave it. A collective."""
+    numel = shape.numel()
+    everywhere = [Run(0, 0, numel, rank, 0) for rank in range(ranks.world_size)]
+    before = in_parameters([numel], ranks.world_size)
+    return redistribute(part.reshape(-1), before, everywhere, numel, ranks).view(shape)
 
 
 def _gathered(sharding: Sharding, value: Any) -> list[Any]:

@@ -1,0 +1,111 @@
+"""Checkpoints of stage 3: loaded where other parameters are sharded, and what no optimizer trains."""
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.errors import CheckpointError
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
+from deepspeed.zero import GatheredParameters
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    """Trained and frozen layers of several sizes, a tied weight, a scale that the optimizer does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(5, 7).requires_grad_(False)
+        self.norm = nn.LayerNorm(7)
+        self.last = nn.Linear(7, 3)
+        self.tied = nn.Linear(7, 3)
+        self.tied.weight = self.last.weight
+        self.scale = nn.Parameter(torch.rand(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.frozen(x)))
+        return self.last(x) + self.tied(x) + self.scale.detach().sum()
+
+
+def create_engine(threshold: int, seed: int, low: bool) -> Any:
+    torch.manual_seed(seed)
+    net = Net()
+    trained = [param for name, param in net.named_parameters() if param.requires_grad and name != "scale"]
+    zero = {"stage": 3, "stage3_param_persistence_threshold": threshold}
+    config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": low}, "zero_optimization": zero}
+    optimizer = torch.optim.AdamW([{"params": trained[:3]}, {"params": trained[3:]}], lr=0.01)
+    return deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
+
+
+def train(engine: Any) -> None:
+    x = torch.linspace(-1, 1, 20).view(4, 5).to(next(engine.module.parameters()).dtype)
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+
+
+def weights(engine: Any) -> list[Tensor]:
+    with GatheredParameters(engine.module.parameters()):
+        return [param.detach().clone() for param in engine.module.parameters()]
+
+
+def resume_job(folder: str, saved_threshold: int, threshold: int, low: bool) -> None:
+    engine = create_engine(saved_threshold, 0, low)
+    train(engine)
+    engine.save_checkpoint(folder)
+    saved = weights(engine)
+    train(engine)
+    finished = weights(engine)
+    engine.destroy()
+    resumed = create_engine(threshold, 1, low)
+    resumed.load_checkpoint(folder)
+    assert all(map(torch.equal, weights(resumed), saved))
+    train(resumed)
+    assert all(map(torch.equal, weights(resumed), finished))
+    consolidated = get_fp32_state_dict_from_zero_checkpoint(folder)
+    names = [name for name, _ in resumed.module.named_parameters()]
+    dtype = saved[0].dtype
+    assert all(torch.equal(consolidated[name].to(dtype), value) for name, value in zip(names, saved, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("saved_threshold", "threshold", "low"),
+    swept(
+        [(0, 0, False), (0, 10, True), (0, 1000, False), (10, 0, True), (10, 22, False), (1000, 0, False)],
+        lambda saved, threshold, low: (saved, threshold) in ((0, 10), (1000, 0)),
+    ),
+)
+def test_a_checkpoint_loads_where_other_parameters_are_sharded(tmp_path, saved_threshold, threshold, low):
+    run_ranks(2, resume_job, str(tmp_path), saved_threshold, threshold, low)
+
+
+def save_job(folder: str, stage: int) -> None:
+    create_of_stage(stage).save_checkpoint(folder, "good")
+
+
+def create_of_stage(stage: int) -> Any:
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "optimizer": {"type": "Adam"}}
+    return deepspeed.initialize(model=Net(), config=config)[0]
+
+
+def refused_job(folder: str, stage: int, message: str) -> None:
+    engine = create_of_stage(stage)
+    for keys in ({}, {"load_optimizer_states": False}, {"load_module_only": True}):
+        with pytest.raises(CheckpointError, match=f"{message}.*weights alone: run zero_to_fp32.py"):
+            engine.load_checkpoint(folder, "good", **keys)
+
+
+@pytest.mark.parametrize(
+    ("saved_stage", "stage", "world_size", "message"),
+    [
+        (3, 3, 1, "saved by 2 data parallel ranks with ZeRO stage 3, this job has 1"),
+        (3, 3, 3, "saved by 2 data parallel ranks with ZeRO stage 3, this job has 3"),
+        (3, 2, 2, "saved by ZeRO stage 3, this job runs stage 0, 1 or 2"),
+        (2, 3, 2, "saved by ZeRO stage 0, 1 or 2, this job runs stage 3"),
+    ],
+)
+def test_another_job_is_refused_with_what_to_do(tmp_path, saved_stage, stage, world_size, message):
+    run_ranks(2, save_job, str(tmp_path), saved_stage)
+    run_ranks(world_size, refused_job, str(tmp_path), stage, message)
