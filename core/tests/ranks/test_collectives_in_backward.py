@@ -16,17 +16,18 @@ NUM_LAYERS, WIDTH, NUM_STEPS = 9, 24, 3  # many more buckets than may be in flig
 
 
 class SummedInBackward(torch.autograd.Function):
-    """Identity, whose gradient is averaged over the ranks."""
+    """Identity, whose gradient is averaged over the ranks of a group."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, group):
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
         grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad / dist.get_world_size()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad / dist.get_world_size(ctx.group), None
 
 
 class Net(torch.nn.Module):
@@ -35,10 +36,11 @@ class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+        self.group = None
 
     def forward(self, x, skipped):
         for number, layer in enumerate(self.layers):
-            x = SummedInBackward.apply(x)
+            x = SummedInBackward.apply(x, self.group)
             x = x if number in skipped else torch.tanh(layer(x))
         return x.square().mean()
 
@@ -47,7 +49,8 @@ def skipped_by(rank, step):
     return {(rank * 3 + step + offset) % NUM_LAYERS for offset in range(3)}
 
 
-def train_job(stage):
+def train_job(stage, mesh_param=None):
+    """The parameters after the steps; with `mesh_param` the model communicates in its data-parallel group."""
     torch.manual_seed(0)
     net = Net()
     config = {
@@ -55,7 +58,8 @@ def train_job(stage):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": WIDTH * WIDTH + WIDTH},
     }
-    engine, *_ = deepspeed.initialize(model=net, config=config)
+    engine, *_ = deepspeed.initialize(model=net, config=config, mesh_param=mesh_param)
+    net.group = engine.mesh.group("dp") if mesh_param else None
     assert len(engine.sharding.buckets) == NUM_LAYERS
     for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
@@ -77,3 +81,17 @@ def test_hooks_wait_for_nobody(world_size, stage, direct):
     ranks = run_ranks(world_size, train_job, stage, timeout_s=60, environment={"DS_COMM_DIRECT": direct})
     for other in ranks[1:]:
         assert all(map(torch.equal, ranks[0], other))
+
+
+def parts_of_the_world_job(stage):
+    """As `train_job` on two data-parallel groups, whose ranks have made different numbers of groups before."""
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    return train_job(stage, {"dp": 2, "tp": 2})
+
+
+@pytest.mark.parametrize("stage", swept([0, 1, 2], lambda stage: stage == 2))
+def test_so_is_it_in_groups_of_some_ranks(stage):
+    ranks = run_ranks(4, parts_of_the_world_job, stage, timeout_s=60, environment={"DS_COMM_DIRECT": "0"})
+    for first, second in ((0, 2), (1, 3)):
+        assert all(map(torch.equal, ranks[first], ranks[second]))

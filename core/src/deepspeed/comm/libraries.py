@@ -1,5 +1,8 @@
 """The process groups of torch, and the libraries that serve them."""
 
+from datetime import timedelta
+
+import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
@@ -16,3 +19,10 @@ def library_by_device(group: ProcessGroup) -> dict[str, str]:
     config = str(torch_dist.get_backend_config(group))
     libraries = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     return libraries or {"": str(torch_dist.get_backend(group))}
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """How long a collective of a group over gloo waits for a peer; torch's default where this torch does not say it."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", torch_dist.distributed_c10d.default_pg_timeout)
+    return timeout

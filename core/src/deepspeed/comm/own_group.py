@@ -3,31 +3,39 @@
 The model may run collectives in its backward (experts, SyncBatchNorm), between which buckets are launched when they are
 full: at places that differ between ranks which leave out different parameters. gloo would match a bucket here with the
 model's collective there. Called by `TorchGroup.connect`.
+
+[Note: not torch's new_group] With `use_local_synchronization` the members alone make a group, and torch names it after
+its ranks and the number of groups that this process is in. Members that are in different numbers of groups use
+different names, so each waits for the others' addresses under its own; and a group that is made again after one was
+destroyed finds the addresses of the former. Without it all ranks of the world must take part, and here only the members
+are present. So the group is made of torch's classes, under a name that its first rank draws.
 """
+
+import secrets
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
 
-from deepspeed.comm.libraries import library_by_device
+from deepspeed.comm.libraries import library_by_device, timeout_of
 
-_own_group: ProcessGroup | None = None
-# Of which world `_own_group` is. It stays as long as that: torch names a group by its ranks, and one that is made again
-# would find the addresses of the former.
-_own_world: ProcessGroup | None = None
+_NAME_BYTES = 8
 
 
 def own_group(group: ProcessGroup) -> ProcessGroup:
-    """A gloo group of the same ranks as `group`, made once; `group` itself where it is not the world or not gloo's.
+    """A gloo group of the same ranks as `group`, with its timeout; `group` itself where it is not gloo's, or one rank.
 
-    All ranks call it together. (A group of some ranks would have to be made by these alone.)
+    All ranks of `group` call it together. torch has no record of the new group, which ends when nothing refers to it;
+    it is for functions of `torch.distributed` that take ranks within a group.
     """
-    global _own_group, _own_world
-    is_world = group is torch_dist.group.WORLD
-    if not is_world or set(library_by_device(group).values()) != {"gloo"} or torch_dist.get_world_size(group) == 1:
+    if set(library_by_device(group).values()) != {"gloo"} or group.size() == 1:
         return group
-    if _own_group is None or _own_world is not group:
-        options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        _own_group, _own_world = torch_dist.new_group(timeout=timeout, backend="gloo"), group
-    return _own_group
+    host = torch.device("cpu")
+    name = torch.frombuffer(bytearray(secrets.token_bytes(_NAME_BYTES)), dtype=torch.uint8)
+    torch_dist.broadcast(name, group=group, group_src=0)
+    default_store = torch_dist.distributed_c10d._get_default_store()
+    store = PrefixStore(f"deepspeed/{bytes(name.tolist()).hex()}", default_store)
+    own, kind = ProcessGroup(store, group.rank(), group.size()), ProcessGroup.BackendType.GLOO
+    own._set_default_backend(kind)
+    own._register_backend(host, kind, ProcessGroupGloo(store, own.rank(), own.size(), timeout_of(group)))
+    return own

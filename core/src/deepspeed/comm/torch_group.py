@@ -34,6 +34,7 @@ class TorchGroup:
 
     def __init__(self, group: ProcessGroup, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
         self.group = group
+        self.own_group = group  # in which the collectives run; another one from `connect` on, where they need it
         self.rank = torch_dist.get_rank(group)
         self.world_size = torch_dist.get_world_size(group)
         self.name = str(torch_dist.get_backend(group))
@@ -69,9 +70,7 @@ class TorchGroup:
         if self._is_connected:
             return
         self._is_connected = True
-        own = own_group(self.group)
-        if own is not self.group:
-            self.group, self.watch = own, Watch(own)
+        self.own_group = self.watch.group = own_group(self.group)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """An uninitialized 1-D tensor of torch's own allocator."""
@@ -171,8 +170,8 @@ class TorchGroup:
         """What moves tensors of such a device."""
         library = self.library(device_type)
         if library == "gloo" and device_type == "cpu":
-            return GlooOnHost(self.group, self.staging)
-        return (OnlyAllReduceAndBroadcast if library in _HOST_LIBRARIES else TensorCollectives)(self.group)
+            return GlooOnHost(self.own_group, self.staging)
+        return (OnlyAllReduceAndBroadcast if library in _HOST_LIBRARIES else TensorCollectives)(self.own_group)
 
     def _start(
         self, kind: str, tag: str | int | None, tensor: torch.Tensor, call: Callable[[Transport, str], Work]

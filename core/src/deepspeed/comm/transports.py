@@ -53,8 +53,8 @@ class TensorCollectives:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self.rank = torch_dist.get_rank(group)
-        self.world_size = torch_dist.get_world_size(group)
+        self.rank = group.rank()
+        self.world_size = group.size()
 
     def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
         """One all-reduce."""

@@ -20,7 +20,7 @@ class Watch:
     """What this rank has in flight in one group over gloo, and whether that failed."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        self.group = group  # whose connections `close` closes
         self._failures = FailureRecord(group)
         self._num_failures = 0
         self._failure: CommError | None = None
@@ -73,14 +73,14 @@ class Watch:
         gloo has no call for it (`abort` and `shutdown` of its process groups do nothing), but it closes the connections
         of a group in which a receive runs into its time limit.
         """
-        rank, nothing = torch_dist.get_rank(self._group), torch.empty(1, device="cpu")
-        for peer in range(torch_dist.get_world_size(self._group)):
+        rank, nothing = self.group.rank(), torch.empty(1, device="cpu")
+        for peer in range(self.group.size()):
             if peer != rank:
                 with contextlib.suppress(RuntimeError):  # the time limit
                     self._receive(nothing, peer).wait(timedelta(milliseconds=1))
 
     def _receive(self, tensor: torch.Tensor, peer: int) -> torch_dist.Work:
-        work = torch_dist.irecv(tensor, group=self._group, tag=_UNUSED_TAG, group_src=peer)
+        work = torch_dist.irecv(tensor, group=self.group, tag=_UNUSED_TAG, group_src=peer)
         assert work is not None
         return work
 

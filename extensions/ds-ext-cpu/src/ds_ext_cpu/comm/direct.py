@@ -35,7 +35,6 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from itertools import chain
 from typing import NamedTuple
 
@@ -43,6 +42,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.comm.backend import Piece, Work
 from deepspeed.comm.failure import FailureRecord
+from deepspeed.comm.libraries import timeout_of
 from deepspeed.comm.pieces import even_pieces, view
 from deepspeed.comm.staging import StagingPool
 from deepspeed.errors import CommError, first_line
@@ -94,7 +94,7 @@ class DirectQueue:
         self.world_size = torch_dist.get_world_size(group)
         self.staging = staging
         self.board, self.peers, first_epoch = meeting
-        self._timeout_s = _timeout_of(group).total_seconds()
+        self._timeout_s = timeout_of(group).total_seconds()
         self.done = 0  # the last exchange for which this rank has read
         self._open: deque[Reading] = deque()
         self._unannounced: deque[Reading] = deque()  # those of `_open` that wait for a slot on the board
@@ -366,10 +366,3 @@ def _old(kind: str, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> What:
 def _copy_own(source: torch.Tensor, target: torch.Tensor) -> None:
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)
-
-
-def _timeout_of(group: ProcessGroup) -> timedelta:
-    """After what time a collective of `group` gives up; torch's default where this torch does not tell."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    timeout: timedelta = getattr(options, "_timeout", torch_dist.distributed_c10d.default_pg_timeout)
-    return timeout

@@ -34,8 +34,8 @@ class MessageQueue:
         self, group: ProcessGroup, staging: StagingPool, first_tag: int = FIRST_TAG, *, waits_for_room: bool = True
     ) -> None:
         self.staging = staging
-        self.rank = torch_dist.get_rank(group)
-        self.world_size = torch_dist.get_world_size(group)
+        self.rank = group.rank()
+        self.world_size = group.size()
         self.sums: deque[_Sum] = deque()
         self._group = group
         self._first_tag = first_tag

@@ -55,7 +55,7 @@ class ReadingGroup(TorchGroup):
         """Reading or messages for host memory."""
         if device_type != "cpu":
             return super().transport(device_type)
-        return self.queue or _Messages(self.group, self.staging)
+        return self.queue or _Messages(self.own_group, self.staging)
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """Leave `works` unfinished. Ranks that read memory can go on if all of them abandon; see `watch.py` else."""
