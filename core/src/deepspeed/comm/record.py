@@ -16,6 +16,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Backend, Capabilities, GroupBackend, Piece, Work
+from deepspeed.comm.work import parts_of
 from deepspeed.log import logger, report
 
 _COLUMNS = (
@@ -246,7 +247,7 @@ class RecordedGroup:
 
 
 def _unrecorded(works: Sequence[Work]) -> list[Work]:
-    return [work.recorded if isinstance(work, _RecordedWork) else work for work in works]
+    return [work.recorded if isinstance(work, _RecordedWork) else work for work in parts_of(works)]
 
 
 class _RecordedWork:

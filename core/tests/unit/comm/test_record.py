@@ -7,7 +7,8 @@ import pytest
 import torch
 from deepspeed.comm import comms_logger
 from deepspeed.comm.comm import CommsLogger
-from deepspeed.comm.record import recorded
+from deepspeed.comm.record import RecordedGroup, recorded
+from deepspeed.comm.work import DONE, AllOf, Followed
 
 
 @recorded
@@ -83,3 +84,26 @@ def test_arguments_come_after_the_config():
 
 def test_summary_of_nothing_says_so(caplog):
     assert dist.log_summary().splitlines()[1:] == []
+
+
+class Backend:
+    """Whose collectives are over at once."""
+
+    name, group, rank, world_size = "none", None, 0, 2
+    connect = allocate = release = None
+
+    def all_reduce(self, full_N, *, tag=None):
+        return DONE
+
+    def abandon(self, works, *, failed):
+        self.abandoned = works
+
+
+def test_what_is_abandoned_is_what_the_backend_gave_also_inside_other_works():
+    dist.configure(enabled=True)
+    backend = Backend()
+    group = RecordedGroup(backend)
+    work = group.all_reduce(torch.zeros(4))
+    assert work is not DONE
+    group.abandon([work, Followed(work, lambda: None, in_poll=False), AllOf([work])], failed=False)
+    assert backend.abandoned == [DONE, DONE, DONE]
