@@ -125,8 +125,14 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "stage 3",
             D,
-            "The same losses as plain torch. ZeRO++, hpZ, MiCS and offload of parameters are refused; a parameter is "
-            "reduced in the bucket of its module.",
+            "The same losses as plain torch. hpZ, MiCS and offload of parameters are refused; a parameter is reduced "
+            "in the bucket of its module.",
+        ),
+        (
+            "zero_quantized_weights, zero_quantized_gradients",
+            D,
+            "Stage 3 only, below it they raise. Blocks of 256 elements; gradients by one all-to-all, not one within "
+            "nodes and one between them. `zero_quantized_nontrainable_weights` and `zeropp_loco_param` are refused.",
         ),
         ("leaf modules, `leaf_module`", W, "By class, name or suffix, and by `set_z3_leaf_modules`."),
         ("offload of optimizer states to host memory", W, "Stages 1 and 2."),

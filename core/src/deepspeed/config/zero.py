@@ -14,7 +14,7 @@ from deepspeed.config.enums import OffloadDeviceEnum
 
 _NVME = quiet("offload to nvme only")
 _OFFLOAD = quiet("offload only")
-_LATER = refused("ZeRO++ and MiCS are not in this version")
+_LATER = refused("hpZ and MiCS are not in this version")
 
 
 def _whole(value: Any) -> Any:
@@ -235,10 +235,22 @@ class ZeroConfig(Section):
         False, "Log when the recorded order of modules changes.", support=quiet("a changed order costs one gather")
     )
     zero_hpz_partition_size: Int = key(1, "Ranks of the secondary partition.", unit="ranks", ge=1, support=_LATER)
-    zero_quantized_weights: Flag = key(False, "Gather weights in int8.", support=_LATER)
-    zero_quantized_nontrainable_weights: Flag = key(False, "Keep frozen weights in int8.", support=_LATER)
-    zero_quantized_gradients: Flag = key(False, "Reduce gradients in int4.", support=_LATER)
-    zeropp_loco_param: Free | None = key(None, "Error feedback of quantized gradients (LoCo).", support=_LATER)
+    zero_quantized_weights: Flag = key(
+        False, "Gather the weights of sharded parameters for modules in int8 (ZeRO++); stage 3 only."
+    )
+    zero_quantized_nontrainable_weights: Flag = key(
+        False,
+        "Keep frozen weights in int8.",
+        support=refused("frozen weights keep their dtype in this version; zero_quantized_weights gathers them in int8"),
+    )
+    zero_quantized_gradients: Flag = key(
+        False, "Reduce the gradients of sharded parameters in int4 (ZeRO++); stage 3 only."
+    )
+    zeropp_loco_param: Free | None = key(
+        None,
+        "Error feedback of quantized gradients (LoCo).",
+        support=refused("gradients are quantized without error feedback in this version"),
+    )
     mics_shard_size: Int = key(-1, "Ranks of a MiCS shard group; -1: off.", unit="ranks", support=_LATER)
     mics_hierarchical_params_gather: Flag = key(False, "Gather inside a node first.", support=_LATER)
 

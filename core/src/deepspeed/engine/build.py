@@ -120,6 +120,7 @@ def initialize(
 
     zero = settings.zero_optimization
     check_param_offload(zero.offload_param, stage=zero.stage, device=device)
+    _refuse_quantized(zero)
     module = _move(model, device, zero.stage)
     precision = _create_precision(settings, device)
     placement = choose_placement(zero.offload_optimizer, stage=zero.stage, device=device)
@@ -331,7 +332,19 @@ def _stage3_options(zero: ZeroConfig) -> Stage3Options:
         persistence_numel=zero.param_persistence_threshold,
         model_persistence_numel=zero.model_persistence_threshold,
         min_granularity=zero.module_granularity_threshold,
+        quantizes_weights=zero.zero_quantized_weights,
+        quantizes_gradients=zero.zero_quantized_gradients,
     )
+
+
+def _refuse_quantized(zero: ZeroConfig) -> None:
+    """Below stage 3 weights are not gathered for modules, and gradients are reduced as they are."""
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if getattr(zero, name) and zero.stage < 3:
+            raise ConfigError(
+                f"zero_optimization.{name}: found true with zero_optimization.stage {zero.stage}, which sends weights "
+                f"and gradients in their own dtype; set stage to 3, or {name} to false"
+            )
 
 
 def _move(model: torch.nn.Module, device: torch.device, stage: int) -> torch.nn.Module:

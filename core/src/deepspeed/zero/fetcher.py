@@ -31,15 +31,23 @@ class ParamFetcher:
             ahead (`stage3_max_live_parameters`).
         max_reuse_numel: a unit that is used again before so many elements of others are is kept
             (`stage3_max_reuse_distance`).
+        quantizes: all-gathers send int8 (`zero_quantized_weights`).
     """
 
     def __init__(
-        self, units: Sequence[ParamUnit], *, prefetch_numel: int, max_live_numel: int, max_reuse_numel: int
+        self,
+        units: Sequence[ParamUnit],
+        *,
+        prefetch_numel: int,
+        max_live_numel: int,
+        max_reuse_numel: int,
+        quantizes: bool = False,
     ) -> None:
         self.units = list(units)
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
         self._max_reuse_numel = max_reuse_numel
+        self._quantizes = quantizes
         self._next: dict[_Place, ParamUnit] = {}
         self._place: _Place = (None, None)
         whole = [unit for unit in units if unit.status is not _NOT_AVAILABLE]  # since an earlier fetcher
@@ -157,7 +165,7 @@ class ParamFetcher:
                 self._release(unit)
 
     def _launch(self, unit: ParamUnit) -> None:
-        unit.launch()
+        unit.launch(quantizes=self._quantizes)
 
     def _release(self, unit: ParamUnit) -> None:
         self._unused.pop(unit, None)

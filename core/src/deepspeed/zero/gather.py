@@ -12,7 +12,6 @@ from torch.nn import Module, Parameter
 
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import EXTERNAL
-from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 
 
@@ -49,10 +48,8 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         if self.enabled:
             try:
                 for unit in self._units():
-                    is_released = unit.status is not ZeroParamStatus.AVAILABLE or _is_idle(unit)
-                    unit.gather()
+                    self._held.append((unit, unit.gather_to_read()))
                     unit.num_contexts += 1
-                    self._held.append((unit, is_released))
             except BaseException:
                 self._let_go()
                 raise
@@ -92,11 +89,6 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
 def _stays_whole(param: Any) -> bool:
     """Whether it is a small parameter, which stage 3 does not shard; not a buffer, or one of no engine."""
     return getattr(param, "ds_persist", False) and param.ds_world_size > 1
-
-
-def _is_idle(unit: ParamUnit) -> bool:
-    """Whether a whole unit is read by nobody now: it is whole because it may be used again soon."""
-    return unit.num_users == 0 and torch._C._current_graph_task_id() == -1
 
 
 def register_external_parameter(module: Module, parameter: Any) -> None:

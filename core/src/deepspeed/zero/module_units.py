@@ -29,6 +29,8 @@ class Stage3Options:
     persistence_numel: int = 100_000  # smaller parameters stay whole
     model_persistence_numel: int = 2**63 - 1  # of all that stay whole, at most
     min_granularity: int = 0
+    quantizes_weights: bool = False  # modules get weights rounded to int8; see quantized.py
+    quantizes_gradients: bool = False  # gradients are sent in int4
 
 
 class ModuleUnits:

@@ -9,6 +9,10 @@ back: the saved views are valid again when the backward reads them, and no memor
 the storage is empty would be read from nowhere, hence every module that owns a parameter gathers before its forward
 and before its backward (`module_hooks.py`).
 
+[Note: exact weights] For modules the all-gather may send int8 (ZeRO++, `quantized.py`); shards and master weights stay
+exact. Whoever reads whole weights for another end, or changes them, calls `gather`, which repeats an all-gather that
+was not exact.
+
 Legend: N padded numel of the unit, S = N / W numel of a shard, W ranks.
 """
 
@@ -25,9 +29,12 @@ from torch.nn import Parameter
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import CommError, StateError
+from deepspeed.zero import quantized
 from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.param_marks import mark, unmark
 from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
+
+_NO_GRAPH_TASK = -1
 
 
 @dataclass(slots=True)
@@ -71,6 +78,7 @@ class ParamUnit:
         self.num_contexts = 0  # `GatheredParameters` that are open and hold the unit whole
         self.num_missing = 0  # gradients that are still to arrive in this backward
         self.num_gathers = 0  # all-gathers since the unit was made
+        self.is_exact = True  # whole parameters are what the shards hold, not rounded to int8
         self.hooks: Any = None  # the `ModuleHooks` that gather it
         self.live = LiveNumel(self.numel)
         self._work: Work | None = None
@@ -138,8 +146,8 @@ class ParamUnit:
 
     # ---- gather and release --------------------------------------------------------------------------------------
 
-    def launch(self) -> None:
-        """Issue the all-gather. All ranks do so in the same order."""
+    def launch(self, *, quantizes: bool = False) -> None:
+        """Issue the all-gather, with `quantizes` in int8. All ranks do so in the same order."""
         for param, name in zip(self.params, self.names, strict=True):
             if param.numel() != 0:
                 raise StateError(
@@ -150,9 +158,13 @@ class ParamUnit:
         self.live.numel += self.numel
         self._full_N.untyped_storage().resize_(self._full_N.numel() * self._full_N.itemsize)
         try:
-            self._work = self.ranks.all_gather(self._full_N, self.shard_S, tag=self.names[0])
+            if quantizes:
+                self._work = quantized.all_gather(self.ranks, self._full_N, self.shard_S, tag=self.names[0])
+            else:
+                self._work = self.ranks.all_gather(self._full_N, self.shard_S, tag=self.names[0])
         except CommError as error:
             raise self._explained(error) from error
+        self.is_exact = not quantizes
         self.num_gathers += 1
 
     def finish(self) -> None:
@@ -175,11 +187,21 @@ class ParamUnit:
         )
 
     def gather(self) -> None:
-        """Make the parameters whole, whatever they are."""
-        if self.status is ZeroParamStatus.NOT_AVAILABLE:
-            self.launch()
+        """Make the parameters whole and exact, whatever they are; see [Note: exact weights]."""
         if self.status is ZeroParamStatus.INFLIGHT:
             self.finish()
+        if not self.is_exact:
+            self.release()
+        if self.status is ZeroParamStatus.NOT_AVAILABLE:
+            self.launch()
+            self.finish()
+
+    def gather_to_read(self) -> bool:
+        """`gather` for a reader that is no module; returns whether to release afterwards: no module reads them now."""
+        in_backward = torch._C._current_graph_task_id() != _NO_GRAPH_TASK
+        is_read = self.status is ZeroParamStatus.AVAILABLE and (self.num_users > 0 or in_backward)
+        self.gather()
+        return not is_read
 
     def release(self) -> None:
         """Give the memory of the whole parameters back, unless a context holds them. Not while an all-gather is in
@@ -205,6 +227,12 @@ class ParamUnit:
     def take_from_full(self) -> None:
         """Keep this rank's part of the whole parameters, which were changed."""
         if self.is_sharded:
+            if not self.is_exact:
+                raise StateError(
+                    f"parameters {', '.join(self.names[:3])}: found weights that were gathered in int8 for a module, "
+                    "so the shards cannot be taken from them; gather them with deepspeed.zero.GatheredParameters, and "
+                    "change them there"
+                )
             self.shard_S.copy_(self._full_N[self.start : self.stop])
 
     def broadcast(self, source: int) -> None:
@@ -253,14 +281,15 @@ def shape_of(param: Tensor) -> torch.Size:
 def whole(param: Parameter) -> Iterator[Tensor]:
     """The value of the whole parameter, detached; a collective if the parameter is sharded."""
     unit = unit_of(param)
-    if unit is None or unit.status is ZeroParamStatus.AVAILABLE:
+    if unit is None:
         yield param.data
         return
-    unit.gather()
+    is_released = unit.gather_to_read()
     try:
         yield param.data
     finally:
-        unit.release()
+        if is_released:
+            unit.release()
 
 
 def whole_in_turn(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -273,8 +302,7 @@ def whole_in_turn(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
             if held is not None and unit is not held:
                 held.release()
                 held = None
-            if unit is not None and unit.status is not ZeroParamStatus.AVAILABLE:
-                unit.gather()
+            if unit is not None and unit is not held and unit.gather_to_read():
                 held = unit
             yield param, param.data
     finally:

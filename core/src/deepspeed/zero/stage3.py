@@ -15,7 +15,10 @@ from torch.optim import Optimizer
 
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import ConfigError
+from deepspeed.zero import quantized
 from deepspeed.zero import state_dict as states
+from deepspeed.zero.agreement import check_same
+from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.fetcher import ParamFetcher
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.layout import UnitLayout
@@ -69,6 +72,14 @@ class Stage3(Stage2):
         self.module_units = ModuleUnits(module, self.backend, self.partitioning, device=device, dtype=dtype)
         super().attach(module, optimizer, plan, is_elementwise=is_elementwise)
 
+    def agree(self, optimizer: Optimizer | None, param_groups: Sequence[Sequence[Parameter]]) -> None:
+        super().agree(optimizer, param_groups)
+        facts = {
+            "zero_quantized_weights": str(self.partitioning.quantizes_weights),
+            "zero_quantized_gradients": str(self.partitioning.quantizes_gradients),
+        }
+        check_same(facts, self.group)
+
     def hold_group(self, index: int, params: Sequence[Parameter]) -> None:
         self.module_units.drop(params)
         super().hold_group(index, params)
@@ -95,6 +106,7 @@ class Stage3(Stage2):
             prefetch_numel=self.partitioning.prefetch_numel,
             max_live_numel=self.partitioning.max_live_numel,
             max_reuse_numel=self.partitioning.max_reuse_numel,
+            quantizes=self.partitioning.quantizes_weights,
         )
         if self.module_units.borrowed and not self.units:
             self.hooks = next(iter(self.module_units.borrowed.values()))
@@ -124,6 +136,12 @@ class Stage3(Stage2):
         for unit in self.units:
             if unit.num_users == 0:
                 self.fetcher.drop(unit)
+
+    def _reduce(self, bucket: Bucket, wire_N: Tensor) -> Work:
+        group = self.groups[bucket.index]
+        if group.unit is None or not self.partitioning.quantizes_gradients:
+            return super()._reduce(bucket, wire_N)
+        return quantized.reduce_scatter(self.backend, group.shard_of(wire_N), wire_N, tag=bucket.index)
 
     def _all_gather_weights(self, index: int) -> Work | None:
         return super()._all_gather_weights(index) if self.groups[index].unit is None else None

@@ -13,7 +13,10 @@ def check(**keys):
 ON = {"enabled": True}
 REFUSED = [
     ("zero_optimization.mics_shard_size", {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}),
-    ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}),
+    (
+        "zero_optimization.zeropp_loco_param",
+        {"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}},
+    ),
     (
         "zero_optimization.offload_optimizer.device",
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},

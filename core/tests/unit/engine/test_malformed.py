@@ -22,8 +22,8 @@ MALFORMED = {
         "0 or 1 or 2 or 3",
     ),
     "a feature of a later version": (
-        {"train_batch_size": 4, "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}, **ADAM},
-        "zero_optimization.zero_quantized_gradients",
+        {"train_batch_size": 4, "zero_optimization": {"parameter_alignment": True}, **ADAM},
+        "zero_optimization.parameter_alignment",
         "false",
     ),
     "two precisions": (

@@ -16,7 +16,8 @@ class FakeUnit:
         self.names, self.numel, self.log = [name], numel, log
         self.status, self.num_users, self.num_contexts, self.live = NOT_AVAILABLE, 0, 0, LiveNumel()
 
-    def launch(self):
+    def launch(self, *, quantizes=False):
+        assert not quantizes
         self._move(INFLIGHT, "launch")
         self.live.numel += self.numel
 

@@ -1,0 +1,148 @@
+"""Collectives that send few bits: int8 weights in an all-gather, int4 gradients in a reduction (ZeRO++).
+
+    all_gather         each rank sends its shard in int8                                              (qwZ)
+    reduce_scatter     each rank sends each peer its part in int4, by one all-to-all; the receiver
+                       brings the parts back to fp32, adds them in rank order and rounds once         (qgZ)
+
+Source: G. Wang et al., ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3. The all-to-all here has one step, not one within
+a node and one between nodes. Blocks of `BLOCK_NUMEL` elements have one fp32 scale each, symmetric around 0, so that
+|x - x'| <= scale / 2 with scale = max|x| / 127 in int8 and max|x| / 7 in int4 (`ops/quantizer/groups.py`). A block with
+inf or nan comes back as nan: an overflow stays one. What is gathered is rounded on every rank alike, its own included.
+
+A group of one rank sends nothing, and what the quantizer does not take (fp64, integers) is sent as it is.
+Called by `param_unit.py` for weights that a module is about to read, and by `stage3.py` for gradients.
+
+Legend: N numel of a full buffer, S of a shard, W ranks, B bytes of a shard in few bits.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.comm.work import Followed
+from deepspeed.ops.operators import FLOATS
+from deepspeed.ops.quantizer import dequantize, dequantize_reduce, quantize
+
+#: elements with one scale: 0.125 bits more per element
+BLOCK_NUMEL = 256
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+
+_SCALE_BYTES = torch.float32.itemsize
+#: scales and codes begin at a multiple of this, which the widest loads of the kernels want
+_ALIGNMENT_BYTES = 16
+
+
+def all_gather(ranks: GroupBackend, full_N: Tensor, shard_S: Tensor, *, tag: str | int | None = None) -> Work:
+    """`GroupBackend.all_gather` with the shards in int8. `shard_S` may be written as soon as this returns."""
+    if not _is_quantized(ranks, shard_S):
+        return ranks.all_gather(full_N, shard_S, tag=tag)
+    packing = Packing(shard_S.numel(), WEIGHT_BITS)
+    packed_WB = _allocate(ranks, packing, full_N.device)
+    packing.pack(shard_S, packed_WB[ranks.rank])
+
+    def unpack() -> None:
+        for packed_B, part_S in zip(packed_WB, full_N.view(ranks.world_size, -1), strict=True):
+            packing.unpack(packed_B, part_S)
+
+    work = ranks.all_gather(packed_WB.view(-1), packed_WB[ranks.rank], tag=tag)
+    return Followed(work, unpack, in_poll=full_N.device.type == "cpu")
+
+
+def reduce_scatter(ranks: GroupBackend, shard_S: Tensor, full_N: Tensor, *, tag: str | int | None = None) -> Work:
+    """`GroupBackend.reduce_scatter` with the parts in int4. `full_N` may be written as soon as this returns."""
+    if not _is_quantized(ranks, shard_S):
+        return ranks.reduce_scatter(shard_S, full_N, tag=tag)
+    packing = Packing(shard_S.numel(), GRADIENT_BITS)
+    sent_WB, packed_WB = (_allocate(ranks, packing, full_N.device) for _ in range(2))
+    for part_S, packed_B in zip(full_N.view(ranks.world_size, -1), sent_WB, strict=True):
+        packing.pack(part_S, packed_B)
+    work = ranks.all_to_all(packed_WB.view(-1), sent_WB.view(-1), tag=tag)
+    return Followed(work, lambda: packing.unpack_sum(packed_WB, shard_S), in_poll=full_N.device.type == "cpu")
+
+
+class _Run(NamedTuple):
+    """Blocks of one length."""
+
+    elements: slice
+    num_blocks: int
+    scales: slice  # of the packed bytes
+    codes: slice
+
+
+class Packing:
+    """How S elements lie in B bytes: the scales of all blocks, then their codes. The last block may be shorter.
+
+    Args:
+        numel: S, at least 1.
+        bits: 8 or 4 per element.
+    """
+
+    def __init__(self, numel: int, bits: int) -> None:
+        self.numel = numel
+        self.bits = bits
+        num_full, num_left = divmod(numel, BLOCK_NUMEL)
+        self._codes_start = _aligned((num_full + (num_left > 0)) * _SCALE_BYTES)
+        self._runs = list(self._cut(num_full, num_left))
+        self.num_bytes = _aligned(self._runs[-1].codes.stop)
+
+    def _cut(self, num_full: int, num_left: int) -> Iterator[_Run]:
+        if num_full:
+            yield self._run(0, num_full, BLOCK_NUMEL)
+        if num_left:
+            yield self._run(num_full, 1, num_left)
+
+    def _run(self, first: int, num_blocks: int, block_numel: int) -> _Run:
+        """`num_blocks` blocks after the first `first` ones, which are full."""
+        start, codes = first * BLOCK_NUMEL, self._codes_start + first * BLOCK_NUMEL * self.bits // 8
+        num_codes = num_blocks * math.ceil(block_numel * self.bits / 8)
+        return _Run(
+            slice(start, start + num_blocks * block_numel),
+            num_blocks,
+            slice(first * _SCALE_BYTES, (first + num_blocks) * _SCALE_BYTES),
+            slice(codes, codes + num_codes),
+        )
+
+    def pack(self, numbers_S: Tensor, packed_B: Tensor) -> None:
+        """Write `numbers_S`, fp32, bf16 or fp16, to `packed_B`, int8."""
+        for run in self._runs:
+            codes, scales = quantize(numbers_S[run.elements], run.num_blocks, self.bits)
+            packed_B[run.codes].copy_(codes.view(-1))
+            packed_B[run.scales].view(torch.float32).copy_(scales.view(-1))
+
+    def unpack(self, packed_B: Tensor, numbers_S: Tensor) -> None:
+        """Write what `pack` made to `numbers_S`, rounded to its dtype."""
+        for run in self._runs:
+            numbers = numbers_S[run.elements]
+            codes, scales = self._parts(run, packed_B)
+            numbers.copy_(dequantize(codes, scales, self.bits, shape=numbers.shape, dtype=numbers.dtype))
+
+    def unpack_sum(self, packed_WB: Tensor, sum_S: Tensor) -> None:
+        """Write the sum of W packed shards to `sum_S`: added in fp32 in the order of ranks, rounded once."""
+        for run in self._runs:
+            numbers = sum_S[run.elements]
+            codes, scales = self._parts(run, packed_WB)
+            numbers.copy_(dequantize_reduce(codes, scales, self.bits, shape=numbers.shape, dtype=numbers.dtype))
+
+    def _parts(self, run: _Run, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a run, views with a block in each row; `packed` is (..., B)."""
+        codes = packed[..., run.codes].unflatten(-1, (run.num_blocks, -1))
+        scales = packed[..., run.scales].view(torch.float32).unsqueeze(-1)
+        return codes, scales
+
+
+def _is_quantized(ranks: GroupBackend, shard_S: Tensor) -> bool:
+    return ranks.world_size > 1 and shard_S.numel() > 0 and shard_S.dtype in FLOATS
+
+
+def _allocate(ranks: GroupBackend, packing: Packing, device: torch.device) -> Tensor:
+    """A packed shard of each rank, (W, B)."""
+    numel = ranks.world_size * packing.num_bytes
+    return ranks.allocate(numel, torch.int8, device).view(ranks.world_size, packing.num_bytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
