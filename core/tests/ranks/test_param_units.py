@@ -13,6 +13,7 @@ from deepspeed.zero import GatheredParameters
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
+from deepspeed.zero.unit_ranks import UnitRanks
 from torch import nn
 
 LOW = {"bf16": {"enabled": True}}
@@ -34,7 +35,9 @@ def unit_job(from_first_rank):
     offset = 10.0 * rank * from_first_rank  # those of the second rank do not count
     params = [nn.Parameter(value + offset) for value in values]
     ranks = dist.group_backend(None)
-    unit = ParamUnit(params, ["a", "b", "c"], ranks, device=torch.device("cpu"), from_first_rank=from_first_rank)
+    unit = ParamUnit(
+        params, ["a", "b", "c"], UnitRanks.over(ranks), device=torch.device("cpu"), from_first_rank=from_first_rank
+    )
     assert unit.shard_S.tolist() == ([0, 1, 2, 3, 4, 5] if rank == 0 else [6, 7, 8, 0, 0, 0])
     for _ in range(2):
         assert all(is_empty(param) for param in params)
@@ -51,7 +54,8 @@ def unit_job(from_first_rank):
     assert params[2].tolist() == [2.0, 2.0]
     unit.release()
     unit.launch()
-    ranks.abandon([unit.abandon()], failed=False)
+    _, work = unit.abandon()
+    ranks.abandon([work], failed=False)
     assert all(is_empty(param) for param in params)
     try:
         unit.gather()

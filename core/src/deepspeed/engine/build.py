@@ -38,6 +38,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.optim import is_elementwise, is_tested_with_zero
 from deepspeed.parallel import groups
+from deepspeed.parallel.expert_params import expert_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
@@ -58,6 +59,7 @@ from deepspeed.zero.stage2 import Stage2
 from deepspeed.zero.stage3 import Stage3
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.synchronize import synchronize_module
+from deepspeed.zero.unit_groups import UnitGroups, unit_groups
 
 
 def initialize(
@@ -137,7 +139,8 @@ def initialize(
     refuse_sharded(module, zero.stage)
     leaf = zero.leaf_module
     mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
-    sharding = _create_sharding(settings, precision, basic_optimizer, mesh, placement, device)
+    units = unit_groups(mesh, module)
+    sharding = _create_sharding(settings, precision, basic_optimizer, mesh, units, placement, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     training = Training(
         sharding=sharding,
@@ -147,7 +150,8 @@ def initialize(
         basic_optimizer=basic_optimizer,
         train_batch_size=int(settings.train_batch_size),
     )
-    synchronize_module(module, group)
+    experts = {name: mesh.gradient_group(size) for name, size in expert_sizes(module).items()}
+    synchronize_module(module, group, experts)
     sharding.attach(
         module,
         basic_optimizer,
@@ -281,10 +285,11 @@ def _create_sharding(
     precision: Precision,
     optimizer: Optimizer | None,
     mesh: Mesh,
+    units: UnitGroups,
     placement: Placement,
     device: torch.device,
 ) -> Sharding:
-    group = mesh.gradient_group()
+    group, ranks = mesh.gradient_group(), units.dense.everyone
     zero = config.zero_optimization
     accumulation = config.data_types.grad_accum_dtype
     if accumulation not in (None, "fp32") and precision.model_dtype is None:
@@ -302,14 +307,15 @@ def _create_sharding(
         predivide_factor=_predivide_factor(config),
         allows_unused=zero.ignore_unused_parameters,
         placement=placement if optimizer is not None else Placement(),
+        groups=units,
         model_ranks=tuple(comm.group_backend(mesh.group(axis)) for axis in ("tp", "pp") if mesh.size(axis) > 1),
         counts_replicated=mesh.size("tp") == 1 or mesh.rank("tp") == 0,
         device=device,
     )
-    for ranks in options.model_ranks:
-        ranks.connect()
+    for each in options.model_ranks:
+        each.connect()
     if optimizer is None and zero.stage < 3:
-        return Stage0(options, comm.group_backend(group), group)
+        return Stage0(options, ranks, group)
     is_tested = optimizer is None or zero.stage == 0 or is_tested_with_zero(optimizer)
     if not is_tested and not config.zero_allow_untested_optimizer:
         raise ConfigError(
@@ -319,9 +325,9 @@ def _create_sharding(
     stages: dict[int, type[Sharding]] = {0: Stage0, 1: Stage1, 2: Stage2}
     offered = plugin_manager().hook.ds_sharding(name=str(zero.stage))
     if offered is None and zero.stage == 3:
-        return Stage3(options, comm.group_backend(group), group, _stage3_options(zero))
+        return Stage3(options, ranks, group, _stage3_options(zero))
     stage = offered or stages[zero.stage]
-    return stage(options, comm.group_backend(group), group)  # type: ignore[no-any-return]
+    return stage(options, ranks, group)  # type: ignore[no-any-return]
 
 
 def _stage3_options(zero: ZeroConfig) -> Stage3Options:

@@ -402,9 +402,10 @@ class DeepSpeedEngine(torch.nn.Module):
             nothing was saved.
 
         Raises:
-            ConfigError: if the caller divided the model over ranks (pipeline or tensor parallelism): no rank has whole
-                weights.
+            ConfigError: if the caller divided the model over ranks (pipeline, tensor or expert parallelism): no rank
+                has whole weights.
         """
+        self.sharding.unit_groups.refuse_divided_experts("save_16bit_model")
         if self.mesh.model_size > 1:
             raise ConfigError(
                 f"save_16bit_model: the model is divided over {self.mesh.model_size} ranks (pp x tp), and each has a "
@@ -423,11 +424,13 @@ class DeepSpeedEngine(torch.nn.Module):
     save_fp16_model = save_16bit_model  # the documented older name
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        self.sharding.unit_groups.refuse_divided_experts("_consolidated_16bit_state_dict")
         return export.consolidated(self.module, exclude_frozen=exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights of a sharded model on the first rank, None on others; libraries call it when the stage is 3. A
         collective."""
+        self.sharding.unit_groups.refuse_divided_experts("_zero3_consolidated_16bit_state_dict")
         if self.sharding.stage == 3:
             return export.gathered(
                 self.module, keeps=self.checkpointer.commits, exclude_frozen=exclude_frozen_parameters
@@ -446,6 +449,7 @@ class DeepSpeedEngine(torch.nn.Module):
         """
         self._observers.close()
         self.sharding.destroy()
-        self.sharding.backend.release()
+        for ranks in self.sharding.backends:
+            ranks.release()
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
         self._arguments.clear()  # a given optimizer holds states

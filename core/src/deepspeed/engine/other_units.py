@@ -44,7 +44,7 @@ def frozen_parts(module: Module, model_state: Mapping[str, Any]) -> dict[str, Te
             if was_sharded:
                 parts[name] = fragments[name]
             elif unit is not None:
-                parts[name] = part_of(fragments[name], unit.ranks)
+                parts[name] = part_of(fragments[name], unit.unit_ranks.everyone)
     return parts
 
 

@@ -44,6 +44,7 @@ class Saving:
     ) -> None:
         """See `DeepSpeedEngine.save_checkpoint`."""
         state, checkpointer = self._state, self.checkpointer
+        state.sharding.unit_groups.refuse_divided_experts("save_checkpoint")
 
         def collect() -> tuple[str, dict[str, Any] | None]:
             name = check_new_tag(f"global_step{state.training.progress.global_steps}" if tag is None else tag)
@@ -85,6 +86,7 @@ class Saving:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `DeepSpeedEngine.load_checkpoint`."""
         state, sharding = self._state, self._state.sharding
+        sharding.unit_groups.refuse_divided_experts("load_checkpoint")
         with_states = with_optimizer and not module_only and state.has_optimizer
         with_optimizer = with_states or sharding.stage == 3  # there the weights are in the optimizer's shards
         loaded = self.checkpointer.load(

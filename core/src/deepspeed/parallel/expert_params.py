@@ -1,7 +1,12 @@
 """Which parameters belong to experts: those with the attribute `allreduce` set to False, as documented.
 
-This is `deepspeed.moe.utils`. Mixture of experts is not in this version, so a model has none unless its author marked
-them; scripts ask before they know. Such parameters are refused where they would need groups of their own.
+This is `deepspeed.moe.utils`. The layers of a mixture of experts are not in this version, so a model has experts only
+if its author marked them:
+
+    param.allreduce = False
+    param.group_name = "ep_size_2"      # the experts are divided over two ranks
+
+Their gradients are summed over the ranks that hold the same experts (`zero/unit_ranks.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +20,9 @@ from deepspeed.errors import ConfigError
 
 ParamGroup = dict[str, Any]
 
+#: a group of experts is named by the number of ranks over which they are divided
+EXPERT_PREFIX = "ep_size_"
+
 
 def has_moe_layers(module: Module) -> tuple[bool, int]:
     """Whether the module has mixture-of-experts layers, and the experts of each: never in this version."""
@@ -24,6 +32,32 @@ def has_moe_layers(module: Module) -> tuple[bool, int]:
 def is_moe_param(param: Tensor) -> bool:
     """Whether the parameter is an expert's."""
     return getattr(param, "allreduce", True) is False
+
+
+def expert_group_of(param: Tensor) -> str | None:
+    """The name of the group of an expert's parameter; None for a parameter that all ranks have."""
+    return str(getattr(param, "group_name", None)) if is_moe_param(param) else None
+
+
+def expert_sizes(module: Module) -> dict[str, int]:
+    """For every group of experts in the module the number of ranks over which they are divided, by name.
+
+    Raises:
+        ConfigError: for a parameter of an expert without such a name.
+    """
+    sizes: dict[str, int] = {}
+    for path, param in module.named_parameters():
+        if not is_moe_param(param):
+            continue
+        name = getattr(param, "group_name", None)
+        size = str(name).removeprefix(EXPERT_PREFIX)
+        if size == name or not size.isdecimal() or int(size) < 1:
+            raise ConfigError(
+                f"parameter {path}: it is marked as an expert's (allreduce=False), and its group_name is {name!r}; "
+                f'give the number of ranks over which the experts are divided, such as "{EXPERT_PREFIX}2"'
+            )
+        sizes[str(name)] = int(size)
+    return dict(sorted(sizes.items()))
 
 
 def is_moe_param_group(param_group: ParamGroup) -> bool:

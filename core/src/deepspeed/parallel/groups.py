@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
 from deepspeed.errors import CommError
+from deepspeed.parallel.expert_params import EXPERT_PREFIX
 from deepspeed.parallel.layout import grid, read_layout
 from deepspeed.parallel.mesh import Mesh, RankGrid
 from deepspeed.parallel.mpu import mesh_of_mpu
@@ -22,8 +23,6 @@ from deepspeed.parallel.mpu import mesh_of_mpu
 _viewed: Mesh | None = None  # what the functions below answer from
 _default: Mesh | None = None  # of engines that are given no other: the user's own, or all ranks data parallel
 _world_clones: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-
-_EXPERT_PREFIX = "ep_size_"
 
 
 # ---- which mesh ----------------------------------------------------------------------------------------------------
@@ -280,12 +279,12 @@ def _get_expert_data_parallel_rank(group_name: str) -> int:
 
 def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup]:
     """Name -> expert-parallel group."""
-    return {f"{_EXPERT_PREFIX}{size}": grid.group("ep") for size, grid in _expert_grids().items()}
+    return {f"{EXPERT_PREFIX}{size}": grid.group("ep") for size, grid in _expert_grids().items()}
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup]:
     """Name -> expert-data-parallel group."""
-    return {f"{_EXPERT_PREFIX}{size}": grid.group("edp") for size, grid in _expert_grids().items()}
+    return {f"{EXPERT_PREFIX}{size}": grid.group("edp") for size, grid in _expert_grids().items()}
 
 
 def _get_max_expert_size() -> int:
@@ -295,7 +294,7 @@ def _get_max_expert_size() -> int:
 
 def _get_max_expert_size_name() -> str:
     """Name of the groups of that size."""
-    return f"{_EXPERT_PREFIX}{_get_max_expert_size()}"
+    return f"{EXPERT_PREFIX}{_get_max_expert_size()}"
 
 
 # ---- inside --------------------------------------------------------------------------------------------------------
@@ -330,9 +329,9 @@ def _expert_grids() -> Mapping[int, RankGrid]:
 
 def _experts(name: str) -> RankGrid:
     grids = _expert_grids()
-    size = name.removeprefix(_EXPERT_PREFIX)
+    size = name.removeprefix(EXPERT_PREFIX)
     if not size.isdecimal() or int(size) not in grids:
-        has = ", ".join(f"{_EXPERT_PREFIX}{size}" for size in grids) or "none"
+        has = ", ".join(f"{EXPERT_PREFIX}{size}" for size in grids) or "none"
         raise CommError(
             f"groups: asked for the expert groups {name!r}, found {has}; make them on all ranks first, with "
             "groups._create_expert_and_data_parallel(expert_parallel_size)"

@@ -1,7 +1,8 @@
 """ZeRO: gradients, optimizer states and parameters divided among ranks.
 
 May import `precision`, `optim`, `parallel`, `comm` and below. Read `strategy.py` (the contract, and stage 0), then
-`stage1.py` and `stage2.py` beside it, `holding.py`, `layout.py`, `bucket.py`, `update.py`, `backward_window.py`.
+`stage1.py` and `stage2.py` beside it, `holding.py`, `layout.py`, `unit_ranks.py`, `bucket.py`, `update.py`,
+`backward_window.py`.
 Stage 3: `stage3.py`, `param_unit.py`, `fetcher.py`, `module_hooks.py`, `granularity.py`, then `construct.py`
 (`zero.Init`) and `gather.py`. Checkpoints: `state_dict.py`, `redistribute.py`. Names load on first use.
 """

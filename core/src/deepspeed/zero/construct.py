@@ -11,20 +11,24 @@ This is also what `deepspeed.runtime.zero.partition_parameters` names: libraries
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.errors import ConfigError
+from deepspeed.parallel import groups
+from deepspeed.parallel.expert_params import expert_group_of
 from deepspeed.zero.gather import GatheredParameters, register_external_parameter, unregister_external_parameter
 from deepspeed.zero.init_access import WholeOnAccess
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
+from deepspeed.zero.unit_ranks import UnitRanks
 
 __all__ = [
     "GatheredParameters",
@@ -150,10 +154,12 @@ class Init(contextlib.AbstractContextManager["Init"]):
                     self._undo = undo.pop_all()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self.enabled:
             Init._depth -= 1
-            self._undo.__exit__(*exc)
+            self._undo.__exit__(kind, error, traceback)
 
     def _see_new_class(self, cls: type[Module], **kwargs: Any) -> None:
         super(Module, cls).__init_subclass__(**kwargs)
@@ -184,8 +190,16 @@ class Init(contextlib.AbstractContextManager["Init"]):
         for name, param in module.named_parameters():
             if unit_of(param) is None and param.numel() > 0:
                 dtype = self.dtype if param.is_floating_point() else None
-                unit = ParamUnit([param], [name], self._ranks, device=self._device, dtype=dtype, from_first_rank=True)
+                ranks = self._ranks_of(param)
+                unit = ParamUnit([param], [name], ranks, device=self._device, dtype=dtype, from_first_rank=True)
                 unit.source_S = None
+
+    def _ranks_of(self, param: Parameter) -> UnitRanks:
+        """Those that hold the parameter: of an expert's, the ranks with the same experts."""
+        name = expert_group_of(param)
+        if name is None:
+            return UnitRanks.over(self._ranks)
+        return UnitRanks.over(comm.group_backend(groups._get_expert_data_parallel_group(name)))
 
 
 def is_zero_param(parameter: Any) -> bool:

@@ -11,7 +11,7 @@ one gather, never a wrong result. All ranks see the same uses, so they issue the
 
 from collections.abc import Iterator, Sequence
 
-from deepspeed.comm.backend import Work
+from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import LiveNumel, ParamUnit
 
@@ -92,8 +92,8 @@ class ParamFetcher:
         self._unused.clear()
         self._place = (None, None)
 
-    def abandon(self) -> Iterator[Work]:
-        """Forget the all-gathers in flight without waiting for them; yields their works."""
+    def abandon(self) -> Iterator[tuple[GroupBackend, Work]]:
+        """Forget the all-gathers in flight without waiting for them; yields the group and the work of each."""
         for unit in self.units:
             if (work := unit.abandon()) is not None:
                 yield work

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from deepspeed.zero.layout import Fragment, UnitLayout
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.unit_ranks import UnitRanks
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class FlatGroup:
         first_index: index of the first of them among all attached parameters.
         param_group: index of the group in `optimizer.param_groups`.
         layout: who owns what; one owner for everything in stage 0.
-        rank: this process within the data-parallel group (0 in stage 0).
+        ranks: the groups over which the gradients are summed.
         model_dtype: dtype that the parameters get, or None to leave them.
         is_flat: whether the parameters become views of one buffer, so that they can be gathered in one go.
         is_whole: whether shards keep the shape of their parameter; needs cuts between parameters.
@@ -57,7 +58,7 @@ class FlatGroup:
         first_index: int,
         param_group: int,
         layout: UnitLayout,
-        rank: int,
+        ranks: UnitRanks,
         model_dtype: torch.dtype | None,
         is_flat: bool,
         is_whole: bool,
@@ -71,7 +72,8 @@ class FlatGroup:
         self.first_index = first_index
         self.param_group = param_group
         self.layout = layout
-        self.rank = rank
+        self.ranks = ranks
+        self.rank = rank = ranks.rank if layout.world_size > 1 else 0  # as an owner of shards
         source_dtype = unit.source_dtype if unit is not None else params[0].dtype
         self.dtype = model_dtype if model_dtype is not None and source_dtype.is_floating_point else source_dtype
         device = params[0].device

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from deepspeed.comm.backend import GroupBackend
 from deepspeed.errors import StateError
 from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.managed import manager_of
@@ -26,7 +27,7 @@ from deepspeed.zero.strategy import Sharding
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     """The fp32 weight that the optimizer updates, with the parameter's shape, on every rank."""
     found = _find(param)
-    return None if found is None else _assemble(*found, param, lambda shard: shard.master)
+    return None if found is None else _assemble(found, param, lambda shard: shard.master)
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
@@ -38,7 +39,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     sharding.reduce()
     if not sharding.was_used(group.first_index + index):
         return None
-    gradient = _assemble(sharding, group, index, param, lambda shard: shard.grad)
+    gradient = _assemble(found, param, lambda shard: shard.grad)
     return gradient if gradient is None or sharding.average_factor == 1.0 else gradient.mul_(sharding.average_factor)
 
 
@@ -47,7 +48,7 @@ def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Ten
     found = _find(param)
     if found is None or (optimizer := found[0].optimizer) is None:
         return None
-    return _assemble(*found, param, lambda shard: optimizer.state.get(shard.master, {}).get(optim_state_key))
+    return _assemble(found, param, lambda shard: optimizer.state.get(shard.master, {}).get(optim_state_key))
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
@@ -157,15 +158,16 @@ def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
     return None if sharding is None else (sharding, *sharding.find(param))
 
 
-def _assemble(sharding: Sharding, group: FlatGroup, index: int, param: Parameter, pick: Any) -> Tensor | None:
+def _assemble(found: tuple[Sharding, FlatGroup, int], param: Parameter, pick: Any) -> Tensor | None:
     """Collect the owners' fragments of one parameter into a new tensor of its shape.
 
     `pick` gives a shard's tensor, or None if it has none; either all ranks have one or none has.
     """
+    _, group, index = found
     fragments = [fragment for fragment in group.layout.fragments if fragment.param == index]
     mine = [(shard, pick(shard)) for shard in group.shards if shard.fragment.param == index]
     picked = [value for _, value in mine if value is not None]
-    dtype = _agree_on_dtype(sharding, picked[0].dtype if picked else None, param.device)
+    dtype = _agree_on_dtype(group.ranks.everyone, picked[0].dtype if picked else None, param.device)
     if dtype is None:
         return None
     shape = shape_of(param)
@@ -174,7 +176,7 @@ def _assemble(sharding: Sharding, group: FlatGroup, index: int, param: Parameter
         whole_N.narrow(0, shard.fragment.param_start, shard.fragment.numel).copy_(value.detach().reshape(-1))
     if group.layout.world_size > 1:
         works = [
-            sharding.backend.broadcast(whole_N.narrow(0, each.param_start, each.numel), each.owner)
+            group.ranks.shards.broadcast(whole_N.narrow(0, each.param_start, each.numel), each.owner)
             for each in fragments
         ]
         for work in works:
@@ -188,11 +190,11 @@ _DTYPES = (
 )  # fmt: skip
 
 
-def _agree_on_dtype(sharding: Sharding, dtype: torch.dtype | None, device: torch.device) -> torch.dtype | None:
+def _agree_on_dtype(ranks: GroupBackend, dtype: torch.dtype | None, device: torch.device) -> torch.dtype | None:
     """The dtype that the owners have, known to ranks that own nothing of the parameter."""
     code = torch.tensor(-1 if dtype is None else _DTYPES.index(dtype), device=device)
-    if sharding.world_size > 1:
-        torch.distributed.all_reduce(code, op=torch.distributed.ReduceOp.MAX, group=sharding.group)
+    if ranks.world_size > 1:
+        torch.distributed.all_reduce(code, op=torch.distributed.ReduceOp.MAX, group=ranks.group)
     return None if code.item() < 0 else _DTYPES[int(code.item())]
 
 

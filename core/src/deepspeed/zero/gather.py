@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import EXTERNAL
 from deepspeed.zero.param_unit import ParamUnit, unit_of
+from deepspeed.zero.unit_ranks import source_in
 
 
 class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]):
@@ -21,8 +22,8 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
     Args:
         params: one parameter, or any iterable of them. A parameter brings those that are gathered with it.
         modifier_rank: global rank whose changes count: on leaving it broadcasts the whole parameters, and every rank
-            keeps its shard of them, also of the fp32 master weights. None: the parameters are only read, and changes
-            are dropped.
+            keeps its shard of them, also of the fp32 master weights. Of experts that this rank does not hold, those of
+            the first rank that does count. None: the parameters are only read, and changes are dropped.
         fwd_module: a module whose forward reads the parameters, which are external to it.
         enabled: False turns the context off.
 
@@ -76,11 +77,12 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
 
     def _keep_changes(self, source: int) -> None:
         for unit in self._units():
-            unit.broadcast(torch.distributed.get_group_rank(unit.ranks.group, source))
+            unit.broadcast(source)
             unit.take_from_full()
         for param in sorted({param for param in self.params if _stays_whole(param)}, key=lambda each: each.ds_id):
             value = param.data.contiguous()
-            torch.distributed.broadcast(value, source, group=param.ds_process_group)
+            group = param.ds_process_group
+            torch.distributed.broadcast(value, group=group, group_src=source_in(group, source))
             param.data.copy_(value)
         for sharding in {manager for param in self.params if (manager := manager_of(param)) is not None}:
             sharding.weights_changed(self.params)

@@ -27,6 +27,8 @@ from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.layout import UnitLayout, divide_into_units
 from deepspeed.zero.param_unit import ParamUnit, shape_of
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.unit_groups import UnitGroups
+from deepspeed.zero.unit_ranks import UnitRanks
 from deepspeed.zero.update import Batch, takes_one_pass
 
 #: elements whose gradients are widened to fp32 at once: 2 MiB, which a core's cache holds. Measured for Adam on 25 M
@@ -50,6 +52,7 @@ class ShardingOptions:
     overlap: bool = True  # launch a bucket when it is full, not when the backward is over
     allows_unused: bool = True  # a parameter without gradient is skipped; False: it is an error that names it
     predivide_factor: float | None = None  # gradients are divided by this before the sum and by W / this after it
+    groups: UnitGroups | None = None  # of the units; None: all are those of the whole data-parallel group
     model_ranks: tuple[GroupBackend, ...] = ()  # one per axis (tp, pp) along which the caller divided the model
     counts_replicated: bool = True  # this rank adds parameters to the norm that its tensor-parallel peers have, too
     device: torch.device | None = None  # that the parameters get (stage 3 moves them shard by shard)
@@ -68,7 +71,10 @@ class Holding:
         self.placement = options.placement
         self.world_size = backend.world_size
         self.rank = backend.rank
-        backend.connect()  # here all ranks are at the same place; in a backward they need not be
+        self.unit_groups = options.groups or UnitGroups(UnitRanks.over(backend))
+        self.backends = self.unit_groups.backends()
+        for ranks in self.backends:
+            ranks.connect()  # here all ranks are at the same place; in a backward they need not be
         self.optimizer: Optimizer | None = None
         self.groups: list[FlatGroup] = []  # one for each unit
         self.params: list[Parameter] = []
@@ -86,13 +92,8 @@ class Holding:
 
     # ---- what a stage decides -----------------------------------------------------------------------------------
 
-    @property
-    def _owner_rank(self) -> int:
-        """This rank as an owner of shards; in stage 0 one owner has everything, and that is every rank."""
-        return 0
-
-    def _layout(self, numels: Sequence[int]) -> UnitLayout:
-        """How a unit of these parameters is divided."""
+    def _layout(self, numels: Sequence[int], world_size: int) -> UnitLayout:
+        """How a unit of these parameters is divided over the ranks that share it; in stage 0 every rank owns all."""
         return UnitLayout.single(numels, self._max_fragment_numel())
 
     def _is_flat(self) -> bool:
@@ -101,17 +102,18 @@ class Holding:
 
     def _create_gradients(self, group: FlatGroup, dtype: torch.dtype) -> Tensor:
         """The gradient memory of one unit that lives from step to step: all N elements."""
-        return self.placement.pinned(self.backend.allocate(group.layout.padded_numel, dtype, group.device))
+        return self.placement.pinned(group.ranks.shards.allocate(group.layout.padded_numel, dtype, group.device))
 
     def _create_bucket(self, index: int) -> Bucket:
         """The bucket of the unit `index`."""
-        everything = (0, self.groups[index].layout.padded_numel)
+        group = self.groups[index]
+        everything = (0, group.layout.padded_numel)
         return Bucket(
             index,
-            self.groups[index].layout,
+            group.layout,
             memory=lambda: self._gradients[index],
             result=everything,
-            kept=everything if self.rank == 0 else (0, 0),
+            kept=everything if group.ranks.rank == 0 else (0, 0),
             wire_dtype=self.options.wire_dtype,
             keep=self.placement.keeper(adds=False),
         )
@@ -169,24 +171,24 @@ class Holding:
         return described((str(self._positions.get(id(param))), param) for param in params if param.requires_grad)
 
     def hold_group(self, index: int, params: Sequence[Parameter]) -> None:
-        """Split one optimizer group by dtype and lay out each part in units."""
+        """Split one optimizer group by dtype and by who shares the parameters, and lay out each part in units."""
         self._refuse_attached(index, params)
-        by_dtype: dict[torch.dtype, list[Parameter]] = {}
+        parts: dict[tuple[torch.dtype, UnitRanks], list[Parameter]] = {}
         for param in params:
             if param.requires_grad and shape_of(param).numel() > 0:
-                by_dtype.setdefault(param.dtype, []).append(param)
+                parts.setdefault((param.dtype, self.unit_groups.of(param)), []).append(param)
         first = len(self.groups)
-        for same_dtype in by_dtype.values():
-            self._hold_units(index, same_dtype)
+        for alike in parts.values():
+            self._hold_units(index, alike)
             place = {id(param): position for position, param in enumerate(self.params)}
-            self.saved_groups.append([place[id(param)] for param in same_dtype])
+            self.saved_groups.append([place[id(param)] for param in alike])
         self._given_params.append(list(params))
         if self.optimizer is not None:
             masters = [shard.master for group in self.groups[first:] for shard in group.shards]
             self.optimizer.param_groups[index]["params"] = masters
 
     def _hold_units(self, index: int, params: Sequence[Parameter]) -> None:
-        """Lay out parameters of one dtype."""
+        """Lay out parameters of one dtype that the same ranks share."""
         numels = [param.numel() for param in params]
         positions = [self._positions.get(id(param), 0) for param in params]
         for run in divide_into_units(numels, positions, self._unit_numel(params)):
@@ -194,18 +196,19 @@ class Holding:
 
     def _hold(self, params: Sequence[Parameter], index: int, unit: ParamUnit | None = None) -> None:
         """Make one unit of parameters; `unit`: it shards the weights themselves."""
+        ranks = self.unit_groups.of(params[0])
         group = FlatGroup(
             params,
             first_index=len(self.params),
             param_group=index,
-            layout=self._layout([shape_of(param).numel() for param in params]),
-            rank=self._owner_rank,
+            layout=self._layout([shape_of(param).numel() for param in params], ranks.world_size),
+            ranks=ranks,
             model_dtype=self.options.model_dtype,
             is_flat=unit is None and self._is_flat(),
             is_whole=self._is_whole,
             has_optimizer=self.optimizer is not None,
             placement=self.placement,
-            allocate=self.backend.allocate,
+            allocate=ranks.shards.allocate,
             unit=unit,
         )
         self.groups.append(group)
@@ -218,7 +221,8 @@ class Holding:
         wish = min(self._bucket_bytes // self._accumulation_dtype(params[0].dtype).itemsize, self._third())
         numel = min(self.options.bucket_numel, wish)
         largest = max(param.numel() for param in params)
-        return max(numel, largest * self.world_size) if self._is_whole and self.stage > 0 else numel
+        world_size = self.unit_groups.of(params[0]).world_size
+        return max(numel, largest * world_size) if self._is_whole and self.stage > 0 else numel
 
     def _third(self) -> int:
         return max(MIN_BUCKET_NUMEL, self._total_numel // 3)
@@ -300,7 +304,7 @@ class Holding:
     @property
     def exchange_bytes(self) -> int:
         """Bytes that stay allocated between steps for collectives: no states, but held."""
-        return self.backend.held_bytes + self.placement.held_bytes
+        return sum(ranks.held_bytes for ranks in self.backends) + self.placement.held_bytes
 
     def find(self, param: Parameter) -> tuple[FlatGroup, int]:
         """The unit of a parameter and its index in it.

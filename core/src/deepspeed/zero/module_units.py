@@ -1,7 +1,7 @@
 """`ModuleUnits`: which parameters of a model stage 3 shards, and the units they form. Made by `stage3.py`.
 
-Large parameters form one unit per module, optimizer group, dtype and whether they train. Small ones stay whole. What
-another engine shards and trains stays in the units of that engine.
+Large parameters form one unit per module, optimizer group, dtype, ranks that share them, and whether they train. Small
+ones stay whole. What another engine shards and trains stays in the units of that engine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Module, Parameter
 
-from deepspeed.comm.backend import GroupBackend
 from deepspeed.zero.granularity import UnitModule, divide
 from deepspeed.zero.leaf_modules import z3_leaf_module
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.param_marks import mark_whole, unmark
 from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
+from deepspeed.zero.unit_groups import UnitGroups
+from deepspeed.zero.unit_ranks import UnitRanks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class ModuleUnits:
 
     Args:
         module: the model.
-        ranks: that share the parameters.
+        groups: over which the parameters are sharded.
         device: that the parameters get; None leaves them where they are.
         dtype: that floating parameters of a unit get; None leaves them.
     """
@@ -46,7 +47,7 @@ class ModuleUnits:
     def __init__(
         self,
         module: Module,
-        ranks: GroupBackend,
+        groups: UnitGroups,
         options: Stage3Options,
         *,
         device: torch.device | None,
@@ -57,14 +58,14 @@ class ModuleUnits:
         #: parameters that another engine shards and trains
         self.borrowed = _find_borrowed(module)
         self._module = module
-        self._ranks, self._device, self._dtype = ranks, device, dtype
+        self._groups, self._device, self._dtype = groups, device, dtype
         self._marked: list[Parameter] = []  # those that stay whole
         is_sharded = self._choose_sharded(options)
         for param in module.parameters():
             if param not in self.borrowed and not is_sharded(param):
                 self._keep_whole(param)
         # elements that one all-gather serves well
-        max_numel = min(options.prefetch_numel, ranks.capabilities.preferred_bucket_bytes // 4)
+        max_numel = min(options.prefetch_numel, groups.dense.shards.capabilities.preferred_bucket_bytes // 4)
         self._divided: list[UnitModule] = divide(
             module, is_sharded, max_numel=max_numel, min_granularity=options.min_granularity
         )
@@ -89,7 +90,7 @@ class ModuleUnits:
             param.data = param.data.to(self._device)
 
     def create_for(self, params: Sequence[Parameter]) -> Iterator[ParamUnit]:
-        """One unit after the other for those of `params`, of one dtype, that are sharded."""
+        """One unit after the other for those of `params`, of one dtype and of the same ranks, that are sharded."""
         wanted = set(params)
         for unit_module in self._divided:
             named = [(name, param) for name, param in unit_module.params if param in wanted]
@@ -100,15 +101,16 @@ class ModuleUnits:
         """Units for parameters that do not train, or that the optimizer does not have; all others are marked whole."""
         trained = set(attached)
         for unit_module in self._divided:
-            rest: dict[tuple[torch.dtype, bool], list[tuple[str, Parameter]]] = {}
+            rest: dict[tuple[torch.dtype, bool, UnitRanks], list[tuple[str, Parameter]]] = {}
             for name, param in unit_module.params:
                 if param not in trained and unit_of(param) not in self.all:
-                    rest.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+                    kind = (param.dtype, param.requires_grad, self._groups.of(param))
+                    rest.setdefault(kind, []).append((name, param))
             for named in rest.values():
                 self._create(unit_module, named).source_S = None
         for param in self._module.parameters():
             if unit_of(param) is None and not hasattr(param, "ds_persist"):
-                mark_whole(param, self._ranks)
+                mark_whole(param, self._groups.of(param).everyone)
                 self._marked.append(param)
 
     def _create(self, unit_module: UnitModule, named: list[tuple[str, Parameter]]) -> ParamUnit:
@@ -116,7 +118,7 @@ class ModuleUnits:
         unit = ParamUnit(
             [param for _, param in named],
             [name for name, _ in named],
-            self._ranks,
+            self._groups.of(param),
             device=self._device or param.device,
             dtype=self._dtype if param.is_floating_point() else None,
         )

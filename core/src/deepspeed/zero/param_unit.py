@@ -33,6 +33,7 @@ from deepspeed.zero import quantized
 from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.param_marks import mark, unmark
 from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
+from deepspeed.zero.unit_ranks import UnitRanks, source_in
 
 _NO_GRAPH_TASK = -1
 
@@ -50,7 +51,7 @@ class ParamUnit:
     Args:
         params: parameters with at least one element, of one dtype and requires_grad.
         names: what errors and tables call them.
-        ranks: who holds the shards.
+        ranks: who holds the shards, and the same parameters.
         dtype: that the weights get; default: their own.
         device: of shards and gathered weights.
         from_first_rank: the weights of the group's first rank count; else those of all ranks are equal already.
@@ -60,7 +61,7 @@ class ParamUnit:
         self,
         params: Sequence[Parameter],
         names: Sequence[str],
-        ranks: GroupBackend,
+        ranks: UnitRanks,
         *,
         device: torch.device,
         dtype: torch.dtype | None = None,
@@ -68,7 +69,8 @@ class ParamUnit:
     ) -> None:
         self.params = list(params)
         self.names = list(names)
-        self.ranks = ranks
+        self.unit_ranks = ranks
+        self.ranks = ranks.shards
         self.shapes = [shape_of(param) for param in params]
         numels = [shape.numel() for shape in self.shapes]
         self.layout = UnitLayout.even(numels, ranks.world_size)
@@ -101,8 +103,8 @@ class ParamUnit:
         for param, view in zip(self.params, self._cut(full_N), strict=True):
             with whole(param) as value:
                 view.copy_(value)
-        if from_first_rank and self.is_sharded:
-            self.ranks.broadcast(full_N, 0).wait()
+        if from_first_rank and self.unit_ranks.everyone.world_size > 1:
+            self.unit_ranks.everyone.broadcast(full_N, 0).wait()
         self.source_dtype = full_N.dtype
         #: this rank's part of the weights before they are rounded to `dtype`: what fp32 master weights start from
         self.source_S: Tensor | None = full_N[self.start : self.stop].clone()
@@ -214,15 +216,15 @@ class ParamUnit:
             param.data = self.nothing
         self._full_N.untyped_storage().resize_(0)
 
-    def abandon(self) -> Work | None:
-        """Forget an all-gather in flight without waiting for it; returns its work, for the backend."""
+    def abandon(self) -> tuple[GroupBackend, Work] | None:
+        """Forget an all-gather in flight without waiting for it; returns its work, and the group that gets it."""
         if self.status is not ZeroParamStatus.INFLIGHT:
             return None
         work, self._work = self._work, None
         self._move(ZeroParamStatus.AVAILABLE)
         self._renew_buffer()  # peers may still read the former one, which the backend holds
         self.release()
-        return work
+        return None if work is None else (self.ranks, work)
 
     def take_from_full(self) -> None:
         """Keep this rank's part of the whole parameters, which were changed."""
@@ -236,9 +238,11 @@ class ParamUnit:
             self.shard_S.copy_(self._full_N[self.start : self.stop])
 
     def broadcast(self, source: int) -> None:
-        """Give every rank the whole parameters of the rank `source` of the group."""
-        if self.is_sharded:
-            self.ranks.broadcast(self._full_N, source).wait()
+        """Give every rank the whole parameters of the global rank `source`, or of the first that has them."""
+        everyone = self.unit_ranks.everyone
+        if everyone.world_size > 1:
+            whole_N = self._full_N if self.is_sharded else self.shard_S
+            everyone.broadcast(whole_N, source_in(everyone.group, source)).wait()
 
     def restore_plain(self) -> None:
         """Leave whole, ordinary parameters behind, each with memory of its own."""
@@ -317,7 +321,7 @@ def saved_part(param: Parameter) -> Tensor:
     if unit is None:
         return param.detach()
     with whole(param) as value:
-        return part_of(value, unit.ranks)
+        return part_of(value, unit.unit_ranks.everyone)
 
 
 def part_of(value: Tensor, ranks: GroupBackend) -> Tensor:

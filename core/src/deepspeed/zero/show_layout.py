@@ -47,7 +47,7 @@ def _rows(sharding: Sharding, names: dict[Parameter, str]) -> Iterator[UnitRow]:
     for group in sharding.groups:
         if group.unit is None:
             start, stop = group.layout.shard(group.rank)
-            yield _row_of_whole(group.params, names, stop - start, sharding.world_size)
+            yield _row_of_whole(group.params, names, stop - start, group.ranks.world_size)
             for param in group.params:
                 left.pop(param, None)
     if left:  # what the optimizer does not have

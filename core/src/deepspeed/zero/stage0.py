@@ -5,6 +5,7 @@ What it holds is the base class's (`holding.py`); how a step goes, `strategy.py`
 
 from torch import Tensor
 
+from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.strategy import Sharding
 
 
@@ -12,7 +13,11 @@ class Stage0(Sharding):
     """Every rank holds parameters, gradients and optimizer state whole; 16 bytes per parameter in fp32."""
 
     def _norm_part(self) -> list[Tensor]:
-        return [grads.tensor_split(self.world_size)[self.rank] for grads in self._reduced]
+        parts = zip(self.groups, self._reduced, strict=True)
+        return [grads.tensor_split(group.ranks.world_size)[group.ranks.rank] for group, grads in parts]
+
+    def _counts(self, group: FlatGroup) -> bool:
+        return group.ranks.rank == 0
 
     def _after_launch(self) -> None:
         """Wait, so that `param.grad` can be read, and clipped, when the backward is over."""

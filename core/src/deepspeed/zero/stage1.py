@@ -20,23 +20,20 @@ class Stage1(Sharding):
 
     stage = 1
 
-    @property
-    def _owner_rank(self) -> int:
-        return self.rank
-
-    def _layout(self, numels: Sequence[int]) -> UnitLayout:
+    def _layout(self, numels: Sequence[int], world_size: int) -> UnitLayout:
         if self._is_whole:
-            return UnitLayout.whole(numels, self.world_size)
-        return UnitLayout.even(numels, self.world_size, self._max_fragment_numel())
+            return UnitLayout.whole(numels, world_size)
+        return UnitLayout.even(numels, world_size, self._max_fragment_numel())
 
     def _is_flat(self) -> bool:
         return True
 
     def _create_bucket(self, index: int) -> Bucket:
-        shard = self.groups[index].layout.shard(self.rank)
+        group = self.groups[index]
+        shard = group.layout.shard(group.rank)
         return Bucket(
             index,
-            self.groups[index].layout,
+            group.layout,
             memory=lambda: self._gradients[index],
             result=shard,
             kept=shard,
@@ -45,12 +42,13 @@ class Stage1(Sharding):
         )
 
     def _reduce(self, bucket: Bucket, wire_N: Tensor) -> Work:
-        return self.backend.reduce_scatter(self.groups[bucket.index].shard_of(wire_N), wire_N, tag=bucket.index)
+        group = self.groups[bucket.index]
+        return group.ranks.shards.reduce_scatter(group.shard_of(wire_N), wire_N, tag=bucket.index)
 
     def _all_gather_weights(self, index: int) -> Work | None:
         group = self.groups[index]
         assert group.flat_N is not None
-        return self.backend.all_gather(group.flat_N, group.shard_of(group.flat_N), tag=index)
+        return group.ranks.shards.all_gather(group.flat_N, group.shard_of(group.flat_N), tag=index)
 
     def _owned_gradients(self, index: int) -> Tensor:
         return self.groups[index].shard_of(self._gradients[index])

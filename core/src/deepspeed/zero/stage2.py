@@ -33,23 +33,22 @@ class Stage2(Stage1):
         self._pools: dict[tuple[torch.dtype, torch.device], BucketPool] = {}
         self._summed: set[int] = set()  # units whose shard holds a sum of this step
 
-    @property
-    def _is_alone(self) -> bool:
+    def _is_alone(self, group: FlatGroup) -> bool:
         """One rank that keeps its gradients beside its weights: its shard is the whole buffer, so none is borrowed."""
-        return self.world_size == 1 and not self.placement.is_apart
+        return group.ranks.world_size == 1 and not self.placement.is_apart
 
     def _create_gradients(self, group: FlatGroup, dtype: torch.dtype) -> Tensor:
         numel = 0 if self.placement.is_apart else group.layout.shard_numel
-        return self.placement.pinned(self.backend.allocate(numel, dtype, group.device))
+        return self.placement.pinned(group.ranks.shards.allocate(numel, dtype, group.device))
 
     def _owned_gradients(self, index: int) -> Tensor:
         return self._gradients[index]
 
     def _create_bucket(self, index: int) -> Bucket:
-        if self._is_alone:
-            return super()._create_bucket(index)
         group = self.groups[index]
-        shard = group.layout.shard(self.rank)
+        if self._is_alone(group):
+            return super()._create_bucket(index)
+        shard = group.layout.shard(group.rank)
         return Bucket(
             index,
             group.layout,

@@ -21,7 +21,6 @@ from deepspeed.zero.agreement import check_same
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.fetcher import ParamFetcher
 from deepspeed.zero.holding import ShardingOptions
-from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_unit import ParamUnit, unit_of
@@ -44,7 +43,9 @@ class Stage3(Stage2):
         super().__init__(options, backend, group)
         self.partitioning = partitioning or Stage3Options()
         self.hooks: ModuleHooks | None = None
-        self.module_units = ModuleUnits(Module(), backend, self.partitioning, device=None, dtype=None)  # none yet
+        self.module_units = ModuleUnits(
+            Module(), self.unit_groups, self.partitioning, device=None, dtype=None
+        )  # none yet
         self._unit_of_param: list[ParamUnit | None] = []  # by attached parameter
 
     @property
@@ -67,9 +68,8 @@ class Stage3(Stage2):
                 f"zero_optimization.stage 3: the update of {type(optimizer).__name__} looks at whole parameters, and "
                 "this stage holds shards of them; use stage 1 or 2"
             )
-        device, dtype = self.options.device, self.options.model_dtype
         self._module = module
-        self.module_units = ModuleUnits(module, self.backend, self.partitioning, device=device, dtype=dtype)
+        self.module_units = self._divide(module)
         super().attach(module, optimizer, plan, is_elementwise=is_elementwise)
 
     def agree(self, optimizer: Optimizer | None, param_groups: Sequence[Sequence[Parameter]]) -> None:
@@ -79,6 +79,10 @@ class Stage3(Stage2):
             "zero_quantized_gradients": str(self.partitioning.quantizes_gradients),
         }
         check_same(facts, self.group)
+
+    def _divide(self, module: Module) -> ModuleUnits:
+        device, dtype = self.options.device, self.options.model_dtype
+        return ModuleUnits(module, self.unit_groups, self.partitioning, device=device, dtype=dtype)
 
     def hold_group(self, index: int, params: Sequence[Parameter]) -> None:
         self.module_units.drop(params)
@@ -91,9 +95,6 @@ class Stage3(Stage2):
             unit.source_S = None
         if small := [param for param in params if unit_of(param) is None]:
             super()._hold_units(index, small)
-
-    def _layout(self, numels: Sequence[int]) -> UnitLayout:
-        return UnitLayout.even(numels, self.world_size, self._max_fragment_numel())
 
     def _finish_groups(self) -> None:
         super()._finish_groups()
@@ -141,12 +142,12 @@ class Stage3(Stage2):
         group = self.groups[bucket.index]
         if group.unit is None or not self.partitioning.quantizes_gradients:
             return super()._reduce(bucket, wire_N)
-        return quantized.reduce_scatter(self.backend, group.shard_of(wire_N), wire_N, tag=bucket.index)
+        return quantized.reduce_scatter(group.ranks.shards, group.shard_of(wire_N), wire_N, tag=bucket.index)
 
     def _all_gather_weights(self, index: int) -> Work | None:
         return super()._all_gather_weights(index) if self.groups[index].unit is None else None
 
-    def _abandon(self, *works: Work, failed: bool) -> None:
+    def _abandon(self, *works: tuple[GroupBackend, Work], failed: bool) -> None:
         super()._abandon(*works, *self.fetcher.abandon(), failed=failed)
 
     def update(self, scale: float = 1.0) -> None:

@@ -42,11 +42,13 @@ from deepspeed.zero import state_dict as states
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.gradient_norm import square_sum_of_own_parts, sum_over_model
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.shown_gradients import ShownGradients
 from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.update import OptimizerUpdate
+from deepspeed.zero.use_slots import UseSlots
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -107,7 +109,7 @@ class Sharding(Holding):
 
     def _reduce(self, bucket: Bucket, wire_N: Tensor) -> Work:
         """Start to sum a bucket over the ranks, into the part of `wire_N` that is its `result`."""
-        return self.backend.all_reduce(wire_N, tag=bucket.index)
+        return self.groups[bucket.index].ranks.shards.all_reduce(wire_N, tag=bucket.index)
 
     def _all_gather_weights(self, index: int) -> Work | None:
         """Start to all-gather the weights of a unit that was just updated."""
@@ -116,6 +118,10 @@ class Sharding(Holding):
     def _norm_part(self) -> list[Tensor]:
         """The gradients whose squares this rank adds up: those of its shards."""
         return self._reduced
+
+    def _counts(self, group: FlatGroup) -> bool:
+        """Whether this rank, among those that hold the same gradients of a unit, adds them to the norm."""
+        return True
 
     def _after_launch(self) -> None:
         """Every bucket of this backward was launched; nobody reads gradients before the step, so they go on."""
@@ -198,6 +204,7 @@ class Sharding(Holding):
         self._others = [(name, param) for name, param in self._named if id(param) not in attached]
         self._used = [False] * len(self.params)
         self._used_anywhere = list(self._used)
+        self._use_slots = UseSlots(group.ranks for group in self.groups for _ in group.params)
         self._hooks = [
             param.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), index))
             for index, param in enumerate(self.params)
@@ -309,7 +316,7 @@ class Sharding(Holding):
             )
         self._abandon(failed=True)
 
-    def _abandon(self, *works: Work, failed: bool) -> None:
+    def _abandon(self, *works: tuple[GroupBackend, Work], failed: bool) -> None:
         """Forget every gradient, and the collectives in flight, `works` and those of buckets.
 
         Waits for nobody: peers may be in another collective.
@@ -317,10 +324,13 @@ class Sharding(Holding):
         Peers that wait for this rank raise if it `failed`. All ranks that do so can go on where the backend says so.
         """
         self._in_flight.clear()
-        works += tuple(work for bucket in self.buckets if (work := bucket.abandon()) is not None)
+        for bucket in self.buckets:
+            if (work := bucket.abandon()) is not None:
+                works += ((self.groups[bucket.index].ranks.shards, work),)
         self.zero_grad()
-        if self.world_size > 1:
-            self.backend.abandon(works, failed=failed)
+        for ranks in self.backends:
+            if ranks.world_size > 1:
+                ranks.abandon([work for issuer, work in works if issuer is ranks], failed=failed)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -355,10 +365,9 @@ class Sharding(Holding):
                 bucket.finish()
             self.placement.settle()
             late = [float(bucket.is_late) for bucket in self.buckets]
-            facts = self._sum_over_ranks([self._local_square_sum(), *map(float, self._used), *late])
-            num_used = len(self._used)
-            self._used_anywhere[:] = [count > 0 for count in facts[1 : 1 + num_used]]
-            late = facts[1 + num_used :]
+            facts = self._sum_over_ranks([self._local_square_sum(), *self._use_slots.spread(self._used), *late])
+            self._used_anywhere[:] = self._use_slots.own(facts[1:])
+            late = facts[1 + self._use_slots.count :]
             if not any(late):
                 break
             for bucket, is_late in zip(self.buckets, late, strict=True):
@@ -387,20 +396,23 @@ class Sharding(Holding):
             self._used[index] = self._used_anywhere[index] = False
             bucket, param_of_bucket = self._places[index]
             bucket.forget(param_of_bucket)
-        if self._shown and self._norm is not None and self._shown.were_written(self._gradients):
+        if not self._shown or self._norm is None:
+            return
+        were_written = self._shown.were_written(self._gradients)
+        if self.unit_groups.divides_experts:  # other ranks have others, and do not know whether these were written
+            self._norm = self._root_over_model(self._sum_over_ranks([self._local_square_sum()])[0])
+        elif were_written:
             counts_all = self.options.counts_replicated
-            own = self.placement.square_sum(self._reduced) if counts_all else self._square_sum_of_own_parts()
+            own = self.placement.square_sum(self._reduced) if counts_all else self._square_sum_of_own_parts(self.groups)
             self._norm = self._root_over_model(own)
 
     def _local_square_sum(self) -> float:
         if self.options.counts_replicated:
             return self.placement.square_sum(self._norm_part())
-        if self.stage == 0 and self.rank > 0:  # every data-parallel rank has all
-            return 0.0
-        return self._square_sum_of_own_parts()
+        return self._square_sum_of_own_parts([group for group in self.groups if self._counts(group)])
 
-    def _square_sum_of_own_parts(self) -> float:
-        return square_sum_of_own_parts((shard for group in self.groups for shard in group.shards), self.params)
+    def _square_sum_of_own_parts(self, groups: Sequence[FlatGroup]) -> float:
+        return square_sum_of_own_parts((shard for group in groups for shard in group.shards), self.params)
 
     def _root_over_model(self, square_sum: float) -> float:
         """Root of the sum over the ranks that hold other parts of the model; nan where there is none."""
@@ -428,11 +440,13 @@ class Sharding(Holding):
         self._shown.forget()
         for param in self.params:
             param.grad = None  # the update points master weights at their gradients, batch by batch
-        gathers: list[Work] = []
+        gathers: list[tuple[GroupBackend, Work]] = []
         try:
             for batch in self._updates.step(scale * self._after_sum):
-                gathers += [work for index in batch.finished if (work := self._all_gather_weights(index)) is not None]
-            for work in gathers:
+                for index in batch.finished:
+                    if (work := self._all_gather_weights(index)) is not None:
+                        gathers.append((self.groups[index].ranks.shards, work))
+            for _, work in gathers:
                 work.wait()
         except BaseException as error:
             self._broken_by = first_line(error)
@@ -489,8 +503,9 @@ class Sharding(Holding):
         try:
             yield
         except BaseException:
-            if self.world_size > 1:
-                self.backend.abandon((), failed=True)
+            for ranks in self.backends:
+                if ranks.world_size > 1:
+                    ranks.abandon((), failed=True)
             raise
 
     # ---- states and single parameters ---------------------------------------------------------------------------

@@ -3,11 +3,14 @@
 Called once, before a stage is attached, so that fp32 master weights are copied from agreed values.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.parallel.expert_params import expert_group_of
 from deepspeed.zero.agreement import check_same, described
 from deepspeed.zero.param_unit import unit_of
 
@@ -15,18 +18,36 @@ from deepspeed.zero.param_unit import unit_of
 _SMALL_BYTES = 2**20
 
 
-def synchronize_module(module: torch.nn.Module, group: ProcessGroup | None = None) -> None:
+def synchronize_module(
+    module: torch.nn.Module,
+    group: ProcessGroup | None = None,
+    experts: Mapping[str, ProcessGroup] | None = None,
+) -> None:
     """Broadcast parameters and buffers from the first rank of `group`. No-op on one rank.
+
+    Args:
+        experts: by `param.group_name`, the ranks that hold the same experts; their parameters come from the first of
+            these.
 
     Raises:
         ConfigError: on every rank, if the module's tensors are not the same by name, shape and dtype.
     """
     if torch.distributed.get_world_size(group) == 1:
         return
-    source = torch.distributed.get_global_rank(group, 0) if group is not None else 0
     named = [*module.named_parameters(), *module.named_buffers()]
     check_same({"the module": described(named)}, group)
-    tensors = [tensor.data for _, tensor in named if tensor.numel() > 0 and unit_of(tensor) is None]
+    by_group: dict[ProcessGroup | None, list[Tensor]] = {}
+    for _, tensor in named:
+        if tensor.numel() > 0 and unit_of(tensor) is None:
+            name = expert_group_of(tensor)
+            ranks = group if name is None or experts is None else experts[name]
+            by_group.setdefault(ranks, []).append(tensor.data)
+    for ranks, tensors in by_group.items():
+        _synchronize(tensors, ranks)
+
+
+def _synchronize(tensors: list[Tensor], group: ProcessGroup | None) -> None:
+    source = torch.distributed.get_global_rank(group, 0) if group is not None else 0
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     works = []
     for tensor in tensors:

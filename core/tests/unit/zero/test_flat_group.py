@@ -1,9 +1,12 @@
 """One unit's weights and master weights: views of one buffer, fp32 copies of the user's weights, shards."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.layout import UnitLayout
+from deepspeed.zero.unit_ranks import UnitRanks
 from torch.nn import Parameter
 
 SHAPES = [(2, 3), (5,), (1,)]
@@ -22,7 +25,7 @@ def make_group(params, *, rank=0, world_size=1, model_dtype=None, is_flat=True, 
         first_index=10,
         param_group=0,
         layout=divide(numels, world_size) if is_flat else UnitLayout.single(numels),
-        rank=rank,
+        ranks=UnitRanks.over(SimpleNamespace(rank=rank, world_size=world_size)),
         model_dtype=model_dtype,
         is_flat=is_flat,
         is_whole=is_whole,

@@ -18,6 +18,7 @@ from deepspeed.zero.param_unit import (
     whole,
     whole_in_turn,
 )
+from deepspeed.zero.unit_ranks import UnitRanks
 from torch.nn import Parameter
 
 AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus
@@ -69,7 +70,7 @@ def peers():
 def unit(peers):
     params = make_params()
     peers.full = torch.cat([*(param.detach().reshape(-1) for param in params), torch.zeros(3)])
-    return ParamUnit(params, NAMES, peers, device=CPU)
+    return ParamUnit(params, NAMES, UnitRanks.over(peers), device=CPU)
 
 
 def storage_bytes(unit):
@@ -81,7 +82,7 @@ def storage_bytes(unit):
 
 def test_one_rank_has_whole_parameters_for_good(single_rank):
     params = make_params(torch.float32)
-    unit = ParamUnit(params, NAMES, comm.group_backend(None), device=CPU, dtype=torch.bfloat16)
+    unit = ParamUnit(params, NAMES, UnitRanks.over(comm.group_backend(None)), device=CPU, dtype=torch.bfloat16)
     assert not unit.is_sharded
     for _ in range(2):
         assert unit.status is AVAILABLE
@@ -138,7 +139,7 @@ def test_a_unit_of_units_keeps_their_names_and_values(unit, peers):
     """As `initialize` does it with what `zero.Init` sharded."""
     params = unit.params
     ids = [param.ds_id for param in params]
-    again = ParamUnit(params[1:], NAMES[1:], peers, device=CPU)
+    again = ParamUnit(params[1:], NAMES[1:], UnitRanks.over(peers), device=CPU)
     assert again.source_S.tolist() == [7.0, 8.0]
     assert [param.ds_id for param in params] == ids
     assert unit_of(params[0]) is unit
@@ -210,7 +211,8 @@ def test_abandon_waits_for_nothing_and_gives_the_buffer_up(unit, peers):
     assert unit.abandon() is None
     unit.launch()
     former = unit._full_N
-    work = unit.abandon()
+    ranks, work = unit.abandon()
+    assert ranks is peers
     assert (unit.status, peers.waits, unit.live.numel) == (NOT_AVAILABLE, 0, 0)
     work.wait()  # what still arrives, arrives in the former buffer
     assert former.untyped_storage().nbytes() == 12 * 4
@@ -251,7 +253,7 @@ def test_the_shard_is_taken_from_whole_values(unit):
 def test_whole_values_one_unit_at_a_time(unit, peers):
     other_peers = Peers()
     other_peers.full = torch.tensor([1.0, 2.0, 3.0, 0.0])
-    other = ParamUnit([Parameter(torch.tensor([1.0, 2.0, 3.0]))], ["other"], other_peers, device=CPU)
+    other = ParamUnit([Parameter(torch.tensor([1.0, 2.0, 3.0]))], ["other"], UnitRanks.over(other_peers), device=CPU)
     plain = Parameter(torch.ones(1))
     seen = []
     for param, value in whole_in_turn([*unit.params, plain, *other.params]):
@@ -289,7 +291,7 @@ def test_an_open_context_holds_the_unit(unit):
 
 def test_a_context_that_cannot_be_entered_holds_nothing(unit, peers):
     other_peers = Peers()
-    other = ParamUnit([Parameter(torch.ones(3))], ["other"], other_peers, device=CPU)
+    other = ParamUnit([Parameter(torch.ones(3))], ["other"], UnitRanks.over(other_peers), device=CPU)
     other_peers.error = "wait"
     with pytest.raises(CommError, match="other"), GatheredParameters([*unit.params, *other.params]):
         raise AssertionError("entered")

@@ -1,0 +1,83 @@
+"""`UnitGroups`: the groups of all units of an engine, from its mesh and the marks on the parameters of experts.
+
+Made by `engine/build.py`; stages ask `of(param)`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.nn import Module
+
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.group_backend import group_backend
+from deepspeed.errors import ConfigError
+from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
+from deepspeed.parallel.mesh import Mesh
+from deepspeed.zero.agreement import check_same
+from deepspeed.zero.unit_ranks import UnitRanks
+
+
+@dataclass(frozen=True)
+class UnitGroups:
+    """The groups of all units of an engine.
+
+    Args:
+        dense: of parameters that all ranks of the data group hold.
+        experts: of parameters of experts, by `param.group_name`.
+    """
+
+    dense: UnitRanks
+    experts: Mapping[str, UnitRanks] = field(default_factory=dict)
+
+    def of(self, param: Tensor) -> UnitRanks:
+        """The groups of the unit of a parameter."""
+        name = expert_group_of(param)
+        return self.dense if name is None else self.experts[name]
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether ranks hold different experts."""
+        return any(ranks.num_parts > 1 for ranks in self.experts.values())
+
+    def refuse_divided_experts(self, asked: str) -> None:
+        """Called before a save or a load, which knows no experts yet.
+
+        Raises:
+            ConfigError: if ranks hold different experts.
+        """
+        if self.divides_experts:
+            raise ConfigError(
+                f"{asked}: the experts of the model are divided over ranks (param.group_name is "
+                f"{', '.join(self.experts)}), and saving such a model is not in this version; save the "
+                "module's own state_dict() on every rank, in stage 3 after engine.destroy()"
+            )
+
+    def backends(self) -> list[GroupBackend]:
+        """All groups, each once, in the same order on all ranks."""
+        return list(dict.fromkeys(self._all()))
+
+    def _all(self) -> Iterator[GroupBackend]:
+        for ranks in (self.dense, *self.experts.values()):
+            yield from (each for each in (ranks.everyone, ranks.shards, ranks.replicas) if each is not None)
+
+
+def unit_groups(mesh: Mesh, module: Module) -> UnitGroups:
+    """The groups of the units of `module`. A collective, which makes the groups of experts that are not there yet.
+
+    Raises:
+        ConfigError: on every rank, if ranks mark different parameters as experts; for a mark without a group.
+    """
+    data_group = mesh.gradient_group()
+    marks = {path: name for path, param in module.named_parameters() if (name := expert_group_of(param)) is not None}
+    check_same({"the parameters of experts, with their group_name,": str(marks)}, data_group)
+    sizes = expert_sizes(module)
+    dense = UnitRanks.over(group_backend(data_group))
+    return UnitGroups(dense, {name: _of_experts(mesh, size, dense) for name, size in sizes.items()})
+
+
+def _of_experts(mesh: Mesh, ep_size: int, dense: UnitRanks) -> UnitRanks:
+    if ep_size == 1:  # every rank holds all experts
+        return dense
+    grid = mesh.experts(ep_size)
+    return UnitRanks.over(group_backend(grid.group("edp")), part=grid.rank("ep"), num_parts=ep_size)
