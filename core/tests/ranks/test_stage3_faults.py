@@ -62,6 +62,13 @@ train_step()
 engine.save_checkpoint(folder, "good")
 if case == "value":
     net.left.weight.data = torch.ones(8, 8)
+elif case == "in place":
+    with torch.no_grad():
+        net.left.weight.mul_(2)
+elif case == "in place, whole":
+    engine.module.left.weight.all_gather()
+    with torch.no_grad():
+        net.left.weight.mul_(2)
 elif rank == 1:
     net.goes_right = case == "path"
     net.fails = case == "forward"
@@ -111,9 +118,12 @@ def load_job(folder: str) -> int:
     return engine.global_steps
 
 
-CHANGED = "StateError: parameter left.weight: found a value of shape .8, 8. that was put into it while it was sharded"
+CHANGED = "StateError: parameter left.weight: found a value of shape .8, 8. that was put into it outside"
+IN_PLACE = "StateError: parameter left.weight: found an in-place change outside of deepspeed.zero.GatheredParameters"
 CAUSES = {
     "value": [CHANGED, CHANGED],
+    "in place": [IN_PLACE, IN_PLACE],
+    "in place, whole": [IN_PLACE, IN_PLACE],
     "path": [
         r"rank 0 makes .* \(left.weight\) where rank 1 makes .* \(right.weight\)",
         r"rank 1 makes .* \(right.weight\) where rank 0 makes .* \(left.weight\)",

@@ -88,6 +88,8 @@ class ParamFetcher:
             if unit.status is ZeroParamStatus.INFLIGHT:
                 unit.finish()
             unit.num_users = 0
+            if unit.status is _AVAILABLE:
+                unit.refuse_changes()
             unit.release()
         self._unused.clear()
         self._place = (None, None)
@@ -169,4 +171,5 @@ class ParamFetcher:
 
     def _release(self, unit: ParamUnit) -> None:
         self._unused.pop(unit, None)
+        unit.refuse_changes()
         unit.release()

@@ -67,6 +67,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         held, self._held = self._held, []
         for unit, is_released in held:
             unit.num_contexts -= 1
+            unit.accept_changes()
             if is_released:
                 unit.release()
 

@@ -37,7 +37,13 @@ _PROPERTY = ("__get__", "__set__", "__delete__")
 _OF_SHAPE = {Tensor.shape.__get__, Tensor.ndim.__get__}  # type: ignore[attr-defined]
 _OF_SHAPE |= {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__}
 #: functions that neither read values nor change them
-_OF_NO_VALUES = {Tensor.requires_grad_, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size}
+_OF_NO_VALUES = {
+    Tensor.requires_grad_,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.element_size,
+    Tensor.is_set_to,
+}
 _OF_NO_VALUES |= {Tensor.__repr__, Tensor.__hash__, torch._has_compatible_shallow_copy_type, torch.is_floating_point}
 
 

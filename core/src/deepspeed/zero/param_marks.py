@@ -85,6 +85,7 @@ def _partition(param: Any, param_list: Sequence[Any] | None = None, has_been_upd
         if unit is not None and unit.status is ZeroParamStatus.AVAILABLE:
             if has_been_updated:
                 unit.take_from_full()
+            unit.accept_changes()
             unit.release()
 
 

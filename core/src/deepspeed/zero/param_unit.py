@@ -86,6 +86,7 @@ class ParamUnit:
         self._work: Work | None = None
         self._fill(torch.empty(self.layout.padded_numel, dtype=params[0].dtype, device=device), dtype, from_first_rank)
         self.nothing = self.shard_S.new_empty(0)
+        self._versions: list[int] = []
         self._renew_buffer()
         for param in self.params:
             if not torch._has_compatible_shallow_copy_type(param, self.nothing):  # on another kind of device
@@ -95,6 +96,7 @@ class ParamUnit:
         if not self.is_sharded:  # the shard is everything, and the parameters are views of it for good
             self._views = self._cut(self.shard_S)
             self._point_at_views()
+        self.accept_changes()
         self.release()
 
     def _fill(self, full_N: Tensor, dtype: torch.dtype | None, from_first_rank: bool) -> None:
@@ -144,18 +146,14 @@ class ParamUnit:
         first, _ = self.layout.fragment_of(index, self.ranks.rank)
         mine = self.shard_of(index)
         start = first - self.layout.offsets[index]
+        self._versions[index] = param._version
         mine.copy_(value.detach().reshape(-1)[start : start + mine.numel()])
 
     # ---- gather and release --------------------------------------------------------------------------------------
 
     def launch(self, *, quantizes: bool = False) -> None:
         """Issue the all-gather, with `quantizes` in int8. All ranks do so in the same order."""
-        for param, name in zip(self.params, self.names, strict=True):
-            if param.numel() != 0:
-                raise StateError(
-                    f"parameter {name}: found a value of shape {tuple(param.shape)} that was put into it while it was "
-                    "sharded; change parameters inside deepspeed.zero.GatheredParameters(params, modifier_rank=0)"
-                )
+        self.refuse_changes()
         self._move(ZeroParamStatus.INFLIGHT)
         self.live.numel += self.numel
         self._full_N.untyped_storage().resize_(self._full_N.numel() * self._full_N.itemsize)
@@ -216,6 +214,39 @@ class ParamUnit:
             param.data = self.nothing
         self._full_N.untyped_storage().resize_(0)
 
+    def accept_changes(self) -> None:
+        """What was changed up to now was kept, or dropped on purpose."""
+        self._versions = [param._version for param in self.params]
+
+    def refuse_changes(self) -> None:
+        """Called where what was changed outside of `GatheredParameters` would be lost: before the parameters are
+        gathered, and before they are released.
+
+        Torch counts the in-place operations on a parameter, also while it is an empty tensor. It does not count those
+        on `param.data`.
+
+        Raises:
+            StateError: names a parameter; once for a change, so that what is cleaned up later does not fail.
+        """
+        if not self.is_sharded or self.num_contexts > 0:
+            return
+        is_whole = self.status is ZeroParamStatus.AVAILABLE
+        for index, param in enumerate(self.params):
+            expected = self._views[index] if is_whole else self.nothing
+            if param._version == self._versions[index] and param.is_set_to(expected):
+                continue
+            is_in_place = param.is_set_to(expected)
+            change = (
+                "an in-place change" if is_in_place else f"a value of shape {tuple(param.shape)} that was put into it"
+            )
+            param.data = expected
+            self.accept_changes()
+            raise StateError(
+                f"parameter {self.names[index]}: found {change} outside of deepspeed.zero.GatheredParameters. The "
+                "parameter is sharded, so the change would be lost; make it inside "
+                "deepspeed.zero.GatheredParameters(params, modifier_rank=0)"
+            )
+
     def abandon(self) -> tuple[GroupBackend, Work] | None:
         """Forget an all-gather in flight without waiting for it; returns its work, and the group that gets it."""
         if self.status is not ZeroParamStatus.INFLIGHT:
@@ -236,6 +267,7 @@ class ParamUnit:
                     "change them there"
                 )
             self.shard_S.copy_(self._full_N[self.start : self.stop])
+        self.accept_changes()
 
     def broadcast(self, source: int) -> None:
         """Give every rank the whole parameters of the global rank `source`, or of the first that has them."""

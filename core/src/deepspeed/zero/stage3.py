@@ -176,6 +176,8 @@ class Stage3(Stage2):
         for name, param in self._module.named_parameters():
             if name in parts and unit_of(param) is None:  # sharded where it was saved
                 param.data.copy_(states.whole_of_parts(parts[name], param.shape, self.backend))
+        for unit in self.units:  # `load_state_dict` has copied empty tensors into the released parameters
+            unit.accept_changes()
 
     def retire(self) -> None:
         """Leave the parameters, sharded as they are, to another engine, which trains them."""

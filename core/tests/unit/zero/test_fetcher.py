@@ -24,6 +24,9 @@ class FakeUnit:
     def finish(self):
         self._move(AVAILABLE, "finish")
 
+    def refuse_changes(self):
+        """There are none."""
+
     def release(self):
         if self.status is not NOT_AVAILABLE:
             self._move(NOT_AVAILABLE, "release")

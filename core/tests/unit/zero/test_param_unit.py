@@ -234,7 +234,44 @@ def test_a_value_that_was_put_in_while_sharded_is_refused(unit):
     unit.params[2].data = torch.ones(2)
     with pytest.raises(StateError, match=r"parameter net\.bias: found a value of shape \(2,\) that was put into it"):
         unit.launch()
-    assert unit.status is NOT_AVAILABLE
+    assert (unit.status, unit.params[2].numel()) == (NOT_AVAILABLE, 0)
+    unit.launch()  # the change was refused; nothing else is in the way
+
+
+def in_place(param):
+    with torch.no_grad():
+        param.mul_(2)
+
+
+def through_a_view(param):
+    param.detach().reshape(-1)[:1].zero_()
+
+
+def with_data(param):
+    param.data = param.data * 2
+
+
+@pytest.mark.parametrize("change", [in_place, through_a_view, with_data])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_change_outside_of_the_context_is_refused_once(unit, is_whole, change):
+    if is_whole:
+        unit.gather()
+    change(unit.params[0])
+    with pytest.raises(StateError, match=r"parameter net\.weight: found .* outside of deepspeed\.zero\.Gathered"):
+        unit.refuse_changes()
+    unit.refuse_changes()
+
+
+def test_changes_inside_of_the_context_are_not_refused(unit):
+    with GatheredParameters(unit.params):
+        in_place(unit.params[0])
+        unit.refuse_changes()
+    unit.gather()
+    unit.refuse_changes()
+    unit.params[0].partition()
+    in_place(unit.params[0])
+    with pytest.raises(StateError), GatheredParameters(unit.params):
+        pass
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
