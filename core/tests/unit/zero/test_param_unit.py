@@ -300,13 +300,15 @@ def test_whole_values_one_unit_at_a_time(unit, peers):
     assert (unit.status, other.status, unit.num_gathers) == (NOT_AVAILABLE, NOT_AVAILABLE, 1)
 
 
-def test_what_was_whole_before_stays_whole(unit):
+@pytest.mark.parametrize(("num_users", "status"), [(1, AVAILABLE), (0, NOT_AVAILABLE)])
+def test_reading_leaves_whole_what_a_module_uses(unit, num_users, status):
     unit.gather()
+    unit.num_users = num_users
     with whole(unit.params[0]) as value:
         assert value.shape == (2, 3)
     for _ in whole_in_turn(unit.params):
         pass
-    assert unit.status is AVAILABLE
+    assert unit.status is status
 
 
 def test_a_part_to_save_is_padded(unit):

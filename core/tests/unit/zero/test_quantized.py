@@ -10,6 +10,7 @@ from deepspeed.testing.models import tiny_gpt
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.quantized import BLOCK_NUMEL, Packing
+from deepspeed.zero.unit_ranks import UnitRanks
 from torch import nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -143,7 +144,7 @@ def test_a_gather_that_is_not_for_a_module_is_exact():
     values = torch.tensor([1.0, 0.3, 1.0, 0.3])
     peers = Peers()
     param = nn.Parameter(values.clone())
-    unit = ParamUnit([param], ["net.weight"], peers, device=torch.device("cpu"))
+    unit = ParamUnit([param], ["net.weight"], UnitRanks.over(peers), device=torch.device("cpu"))
     unit.launch(quantizes=True)
     unit.finish()
     assert not torch.equal(param.detach(), values)
