@@ -26,11 +26,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 # method of a backend -> what it is in a count
 PRIMITIVES = {
-    "reduce": "all-reduce",
     "all_reduce": "all-reduce",
-    "reduce_to_owners": "reduce-scatter",
     "reduce_scatter": "reduce-scatter",
-    "gather_from_owners": "all-gather",
     "all_gather": "all-gather",
     "broadcast": "broadcast",
     "all_to_all": "all-to-all",
@@ -44,8 +41,8 @@ TORCH_COLLECTIVES = (
 
 
 @contextlib.contextmanager
-def counted_collectives(*backends):
-    """Inside, every collective of backends of these types is counted, once each however a backend makes it.
+def counted_collectives():
+    """Inside, every collective of the backend of all ranks is counted, once each however the backend makes it.
 
     Yields:
         A Counter of names in `PRIMITIVES`, "small" in place of the name for few elements; "torch.distributed.<name>"
@@ -71,20 +68,13 @@ def counted_collectives(*backends):
         return counted
 
     with contextlib.ExitStack() as stack:
-        for owner in {type(backend) for backend in backends}:
-            for method in PRIMITIVES.keys() & dir(owner):
-                call = counting(PRIMITIVES[method], getattr(owner, method))
-                stack.enter_context(mock.patch.object(owner, method, call))
+        owner = type(dist.group_backend())
+        for method, name in PRIMITIVES.items():
+            stack.enter_context(mock.patch.object(owner, method, counting(name, getattr(owner, method))))
         for name in TORCH_COLLECTIVES:
             call = counting(f"torch.distributed.{name}", getattr(torch.distributed, name))
             stack.enter_context(mock.patch.object(torch.distributed, name, call))
         yield counts
-
-
-def backends():
-    """Every object that ZeRO may call here."""
-    per_group = getattr(dist, "group_backend", None)
-    return [dist.backend(), *([per_group(None)] if per_group else [])]
 
 
 def is_supported(stage):
@@ -120,7 +110,7 @@ def count_step(stage, precision, own_optimizer):
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(2, WIDTH, generator=generator).to(getattr(torch, DTYPES[precision]))
     for number in range(3):
-        with counted_collectives(*backends()) if number == 2 else contextlib.nullcontext(Counter()) as counts:
+        with counted_collectives() if number == 2 else contextlib.nullcontext(Counter()) as counts:
             engine.backward(engine(x).float().square().mean())
             engine.step()
     num_buckets = len(engine.sharding.buckets)
@@ -132,11 +122,11 @@ def count_step(stage, precision, own_optimizer):
 
 
 def collectives_of_a_job():
-    with counted_collectives(*backends()) as counts:
-        dist.backend().reduce(torch.ones(SMALL_NUMEL + 1)).wait()
-        dist.backend().reduce(torch.ones(3)).wait()
+    with counted_collectives() as counts:
+        dist.group_backend().all_reduce(torch.ones(SMALL_NUMEL + 1)).wait()
+        dist.group_backend().all_reduce(torch.ones(3)).wait()
         torch.distributed.all_reduce(torch.ones(3))
-    dist.backend().reduce(torch.ones(3)).wait()
+    dist.group_backend().all_reduce(torch.ones(3)).wait()
     return dict(counts)
 
 

@@ -7,7 +7,6 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.comm.group_backend import forget
-from deepspeed.comm.torch_backend import TorchBackend
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 
@@ -20,7 +19,7 @@ def backend_by(transport, group=None):
     os.environ["DS_COMM_DIRECT"] = "1" if transport == "direct" else "0"
     forget()
     if transport == "in place":
-        dist.set_backend(PluginBackend("gloo"))
+        dist.set_backend(PluginBackend())
     if transport == "plain":
         dist.init_deepspeed_backend("torch")
     backend = dist.group_backend(group)
@@ -31,8 +30,47 @@ def backend_by(transport, group=None):
     return backend
 
 
-class PluginBackend(TorchBackend):
-    """As a plugin gives it that was made before groups had backends."""
+class PluginBackend:
+    """As a plugin of API 1.0 gives it: collectives in place, for all groups, whose works have no `poll`."""
+
+    name, held_bytes = "mine", 0
+
+    def connect(self, group=None):
+        """Nothing to set up."""
+
+    def preferred_bucket_bytes(self, world_size, *, to_owners):
+        return 1 << 20
+
+    def allocate(self, numel, dtype, device):
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def reduce(self, flat_N, group=None):
+        return OldWork([torch.distributed.all_reduce(flat_N, group=group, async_op=True)])
+
+    def reduce_to_owners(self, flat_N, pieces, group=None):
+        parts = [(flat_N[piece.start : piece.stop], piece.owner) for piece in pieces]
+        reduce = torch.distributed.reduce
+        return OldWork([reduce(part, group=group, group_dst=owner, async_op=True) for part, owner in parts])
+
+    def gather_from_owners(self, flat_N, pieces, group=None):
+        parts = [(flat_N[piece.start : piece.stop], piece.owner) for piece in pieces]
+        broadcast = torch.distributed.broadcast
+        return OldWork([broadcast(part, group=group, group_src=owner, async_op=True) for part, owner in parts])
+
+    def abandon(self, works, group=None, *, failed):
+        """gloo finishes what was issued."""
+
+    def release(self):
+        """Nothing is kept."""
+
+
+class OldWork:
+    def __init__(self, works):
+        self.works = works
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
 
 
 def values_of(rank, numel, dtype):
@@ -71,6 +109,11 @@ def primitives_job(transport):
             torch.testing.assert_close(full, expected, rtol=rtol, atol=4 * world_size * narrowest)
         else:
             expect("all_reduce", full, expected)
+
+        for few in (1, 2):  # fewer than ranks
+            full = torch.full((few,), rank + 1, dtype=dtype)
+            backend.all_reduce(full).wait()
+            expect("all_reduce of few", full, torch.full((few,), sum(range(1, world_size + 1)), dtype=dtype))
 
         full, shard = values_of(rank, numel, dtype), torch.empty(SHARD, dtype=dtype)
         backend.reduce_scatter(shard, full).wait()

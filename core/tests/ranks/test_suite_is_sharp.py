@@ -20,7 +20,9 @@ TESTS = {
     "in flight": lambda folder: test_communication.test_an_exchange_in_flight_is_done_after_its_wait(),
     "gather": lambda folder: test_communication.test_gather_scatter_swap_and_broadcast(),
     "send": lambda folder: test_communication.test_one_rank_sends_to_another(),
-    "owners": lambda folder: test_communication.test_zeros_exchanges_reach_owners_and_come_back(),
+    "zero": lambda folder: test_communication.test_zeros_collectives(),
+    "many": lambda folder: test_communication.test_many_are_in_flight_and_waited_for_in_any_order(),
+    "abandon": lambda folder: test_communication.test_the_group_works_after_all_ranks_abandoned_a_collective(),
     "train": lambda folder: test_training.test_losses_are_those_of_plain_torch(2, "fp32"),
     "train-bf16": lambda folder: test_training.test_losses_are_those_of_plain_torch(1, "bf16"),
 }
@@ -58,7 +60,7 @@ def _plain():
     reset_accelerator()
 
 
-@pytest.mark.parametrize("name", swept(TESTS, lambda name: name in ("owners", "train-bf16")))
+@pytest.mark.parametrize("name", swept(TESTS, lambda name: name in ("zero", "train-bf16")))
 def test_every_part_of_an_answer_is_looked_at(name, tmp_path, monkeypatch):
     kept = []
     ask = ranks.run

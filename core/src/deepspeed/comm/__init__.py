@@ -52,7 +52,6 @@ from deepspeed.comm.comm import (
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.record import comms_logger, log_summary
 from deepspeed.comm.start import (
-    backend,
     destroy_process_group,
     get_local_rank,
     init_deepspeed_backend,
@@ -60,7 +59,6 @@ from deepspeed.comm.start import (
     is_backend,
     set_backend,
 )
-from deepspeed.comm.torch_backend import TorchBackend
 
 __all__ = [
     "Backend",
@@ -69,7 +67,6 @@ __all__ = [
     "Piece",
     "ProcessGroup",
     "ReduceOp",
-    "TorchBackend",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -80,7 +77,6 @@ __all__ = [
     "all_to_all",
     "all_to_all_single",
     "allgather_fn",
-    "backend",
     "barrier",
     "broadcast",
     "broadcast_object_list",

@@ -2,11 +2,10 @@
 
 `GroupBackend` serves one process group: asynchronous, out of place, one call per collective. `group_backend(group)`
 gives it, and all stages of ZeRO use it. `torch_group.TorchGroup` is the implementation over `torch.distributed`; a
-plugin gives another one with the hook `ds_comm_backend`. (What is not a step's is `torch.distributed`'s: the first
-weights, a fragment that a user reads.)
+plugin gives another one with the hook `ds_comm_backend`.
 
-`Backend` is the older contract: three collectives of flat buffers, in place, for all groups of a process. Plugins that
-give one are adapted by `in_place_group.py`; `torch_backend.TorchBackend` is the one of `deepspeed.comm.backend()`.
+`Backend` is the contract of plugin API 1.0: three collectives of flat buffers, in place, for all groups of a process.
+Plugins that give one are adapted by `in_place_group.py`. The core has no other use for it.
 
 Shape legend: N numel of a flat buffer, S numel of a shard (N == W * S), W ranks of the group.
 """
@@ -164,7 +163,7 @@ class GroupBackend(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
-    """What a communication library offers to the sharding strategies.
+    """What a plugin of API 1.0 gives with `ds_comm_backend`; new plugins give a `GroupBackend`.
 
     Call order: `connect` once per engine; `preferred_bucket_bytes` and `allocate` while buffers are built; then
     `reduce*` in backward, one `reduce` of a few fp64 or fp32 numbers per step, and `gather_from_owners` after the

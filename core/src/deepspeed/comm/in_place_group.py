@@ -1,4 +1,4 @@
-"""`GroupBackend` over a plugin's `Backend`, which has collectives in place, for all groups of the process.
+"""`GroupBackend` over a `Backend`, which plugins of API 1.0 give: collectives in place, for all groups of the process.
 
 Shape legend: N numel of a flat buffer, S numel of a shard.
 """
@@ -9,7 +9,6 @@ import torch
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Backend, Capabilities, Piece, Work
-from deepspeed.comm.pieces import even_pieces
 from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.comm.transports import TensorCollectives, Transport, copy
 from deepspeed.comm.work import Followed, parts_of
@@ -74,19 +73,24 @@ class _InPlace(TensorCollectives):
 
     def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
         """A sum of W equal pieces, and a copy of the own one."""
-        pieces = even_pieces(full_N.numel(), self.world_size)
+        pieces = self._pieces(full_N)
         work = _Unpolled(self._backend.reduce_to_owners(full_N, pieces, self.group))
         return Followed(work, lambda: copy(self.part(full_N, self.rank), shard_S), in_poll=False)
 
     def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, tag: str) -> Work:
         """A copy to the own place, and a gather of W equal pieces."""
         copy(shard_S, self.part(full_N, self.rank))
-        pieces = even_pieces(full_N.numel(), self.world_size)
+        pieces = self._pieces(full_N)
         return _Unpolled(self._backend.gather_from_owners(full_N, pieces, self.group))
 
     def broadcast(self, tensor_N: torch.Tensor, source: int, tag: str) -> Work:
         """A gather of one piece."""
         return _Unpolled(self._backend.gather_from_owners(tensor_N, [Piece(0, tensor_N.numel(), source)], self.group))
+
+    def _pieces(self, full_N: torch.Tensor) -> list[Piece]:
+        """W equal parts, in the order of ranks."""
+        size = full_N.numel() // self.world_size
+        return [Piece(rank * size, (rank + 1) * size, rank) for rank in range(self.world_size)]
 
 
 class _Unpolled:

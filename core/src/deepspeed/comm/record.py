@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import Backend, Capabilities, GroupBackend, Piece, Work
+from deepspeed.comm.backend import Capabilities, GroupBackend, Work
 from deepspeed.comm.work import parts_of
 from deepspeed.log import logger, report
 
@@ -33,8 +32,8 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 _ALL_REDUCES = frozenset({"all_reduce", "all_reduce_coalesced", "inference_all_reduce"})
 _WITH_PARTS = frozenset(
     {
-        *("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "gather_from_owners"),
-        *("reduce_scatter", "reduce_scatter_tensor", "reduce_to_owners"),
+        *("all_gather", "all_gather_into_tensor", "all_gather_coalesced"),
+        *("reduce_scatter", "reduce_scatter_tensor"),
         *("all_to_all", "all_to_all_single"),
     }
 )
@@ -127,58 +126,6 @@ def recorded(function: _F) -> _F:
     return call  # type: ignore[return-value]
 
 
-class RecordedBackend:
-    """A `Backend` whose collectives are recorded under the names of its methods. Returned by `comm.backend()`."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.recorded = backend
-        self.name = backend.name
-
-    @property
-    def held_bytes(self) -> int:
-        return self.recorded.held_bytes
-
-    def connect(self, group: ProcessGroup | None = None) -> None:
-        """The recorded backend's."""
-        self.recorded.connect(group)
-
-    def preferred_bucket_bytes(self, world_size: int, *, to_owners: bool) -> int:
-        """The recorded backend's."""
-        return self.recorded.preferred_bucket_bytes(world_size, to_owners=to_owners)
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-        """The recorded backend's."""
-        return self.recorded.allocate(numel, dtype, device)
-
-    def reduce(self, flat_N: torch.Tensor, group: ProcessGroup | None = None) -> Work:
-        """Recorded with the bytes of `flat_N`."""
-        return _recorded_exchange("reduce", flat_N, lambda: self.recorded.reduce(flat_N, group))
-
-    def reduce_to_owners(
-        self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
-    ) -> Work:
-        """Recorded with the bytes of `flat_N`."""
-        return _recorded_exchange(
-            "reduce_to_owners", flat_N, lambda: self.recorded.reduce_to_owners(flat_N, pieces, group)
-        )
-
-    def gather_from_owners(
-        self, flat_N: torch.Tensor, pieces: Sequence[Piece], group: ProcessGroup | None = None
-    ) -> Work:
-        """Recorded with the bytes of `flat_N`."""
-        return _recorded_exchange(
-            "gather_from_owners", flat_N, lambda: self.recorded.gather_from_owners(flat_N, pieces, group)
-        )
-
-    def abandon(self, works: Sequence[Work], group: ProcessGroup | None = None, *, failed: bool) -> None:
-        """The recorded backend's; what was abandoned is not recorded."""
-        self.recorded.abandon(_unrecorded(works), group, failed=failed)
-
-    def release(self) -> None:
-        """The recorded backend's."""
-        self.recorded.release()
-
-
 class RecordedGroup:
     """A `GroupBackend` whose collectives are recorded under the names of its methods. `group_backend()` returns it."""
 
@@ -202,21 +149,19 @@ class RecordedGroup:
 
     def all_reduce(self, full_N: torch.Tensor, *, tag: str | int | None = None) -> Work:
         """Recorded with the bytes of `full_N`."""
-        return _recorded_exchange("all_reduce", full_N, lambda: self.recorded.all_reduce(full_N, tag=tag))
+        return _recorded("all_reduce", full_N, lambda: self.recorded.all_reduce(full_N, tag=tag))
 
     def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, *, tag: str | int | None = None) -> Work:
         """Recorded with the bytes of `full_N`."""
-        return _recorded_exchange(
-            "reduce_scatter", full_N, lambda: self.recorded.reduce_scatter(shard_S, full_N, tag=tag)
-        )
+        return _recorded("reduce_scatter", full_N, lambda: self.recorded.reduce_scatter(shard_S, full_N, tag=tag))
 
     def all_gather(self, full_N: torch.Tensor, shard_S: torch.Tensor, *, tag: str | int | None = None) -> Work:
         """Recorded with the bytes of `full_N`."""
-        return _recorded_exchange("all_gather", full_N, lambda: self.recorded.all_gather(full_N, shard_S, tag=tag))
+        return _recorded("all_gather", full_N, lambda: self.recorded.all_gather(full_N, shard_S, tag=tag))
 
     def broadcast(self, tensor_N: torch.Tensor, source: int, *, tag: str | int | None = None) -> Work:
         """Recorded with the bytes of `tensor_N`."""
-        return _recorded_exchange("broadcast", tensor_N, lambda: self.recorded.broadcast(tensor_N, source, tag=tag))
+        return _recorded("broadcast", tensor_N, lambda: self.recorded.broadcast(tensor_N, source, tag=tag))
 
     def all_to_all(
         self,
@@ -228,7 +173,7 @@ class RecordedGroup:
         tag: str | int | None = None,
     ) -> Work:
         """Recorded with the bytes of `output_N`."""
-        return _recorded_exchange(
+        return _recorded(
             "all_to_all",
             output_N,
             lambda: self.recorded.all_to_all(output_N, input_N, output_numels, input_numels, tag=tag),
@@ -272,12 +217,12 @@ class _RecordedWork:
             comms_logger.add(self._op, self._num_bytes, spent_s + time.perf_counter() - start)
 
 
-def _recorded_exchange(op: str, flat_N: torch.Tensor, exchange: Callable[[], Work]) -> Work:
+def _recorded(op: str, tensor_N: torch.Tensor, call: Callable[[], Work]) -> Work:
     if not comms_logger.wants(op, prof=False):
-        return exchange()
+        return call()
     start = time.perf_counter()
-    work = exchange()
-    return _RecordedWork(work, op, flat_N.numel() * flat_N.element_size(), time.perf_counter() - start)
+    work = call()
+    return _RecordedWork(work, op, tensor_N.nbytes, time.perf_counter() - start)
 
 
 def log_summary(show_straggler: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""`init_distributed`: from whatever started this process to a process group, and the one `Backend` of the process.
+"""`init_distributed`: from whatever started this process to a process group, and what serves its collectives.
 
 The order in which an environment is looked for: arguments, torchrun and the `deepspeed` launcher (RANK, WORLD_SIZE),
 MPI, Slurm, none. `environment.py` reads them; nothing here imports mpi4py unless MPI started us.
@@ -21,11 +21,8 @@ from deepspeed.comm import comm
 from deepspeed.comm.backend import Backend
 from deepspeed.comm.environment import Placement, find_placement, loopback_address
 from deepspeed.comm.exit import settle_at_exit
-from deepspeed.comm.group_backend import forget, library_of, plugin_backend, serve_by
+from deepspeed.comm.group_backend import forget, group_backend, plugin_backend, serve_by
 from deepspeed.comm.in_place_group import InPlaceGroup
-from deepspeed.comm.libraries import no_group_error
-from deepspeed.comm.record import RecordedBackend, comms_logger
-from deepspeed.comm.torch_backend import TorchBackend
 from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import log_dist
@@ -33,10 +30,6 @@ from deepspeed.uncaught import report_to_launcher
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
-
-_backend: Backend | None = None
-# Of which world group `_backend` is: a new world, also one that a library made, gets a new one.
-_backend_world: ProcessGroup | None = None
 
 
 def init_distributed(
@@ -96,41 +89,23 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     ends_all = group is None or group is torch_dist.group.WORLD
     try:
         forget(None if ends_all else group, failed=sys.exc_info()[1] is not None)
-        if ends_all and _backend is not None:
-            if sys.exc_info()[1] is not None and isinstance(_backend, TorchBackend):
-                _backend.close()
-            _backend.release()
     finally:
         if ends_all:
             set_backend(None)
         torch_dist.destroy_process_group(group)
 
 
-def backend(group: ProcessGroup | None = None) -> Backend:
-    """The `Backend` of this process; for callers of collectives in place. `CommError` before `init_distributed`.
-
-    While the comms logger is on, one whose collectives it sees.
-    """
-    global _backend, _backend_world
-    world = torch_dist.group.WORLD if comm.is_initialized() else None
-    if world is None:
-        raise no_group_error("deepspeed.comm.backend()")
-    if _backend is None or _backend_world is not world:
-        _backend, _backend_world = _create_backend(library_of(world)), world
-    return RecordedBackend(_backend) if comms_logger.enabled else _backend
-
-
 def set_backend(new: Backend | None) -> None:
-    """Use `new` from now on in this process (None: choose again). Called by tests and by backends' authors."""
-    global _backend, _backend_world
-    _backend, _backend_world = new, torch_dist.group.WORLD if comm.is_initialized() else None
+    """Serve all groups of the current world by `new` (None: choose for each group again).
+
+    Called for plugins that give one `Backend` for the process, and by tests.
+    """
     serve_by(None if new is None else functools.partial(InPlaceGroup, new))
 
 
 def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, init_method: str | None = None) -> None:
-    """Choose the `Backend` by name: one of a plugin's `ds_comm_backend`, or "torch"."""
+    """Choose by name what serves all groups: a `Backend` of a plugin's `ds_comm_backend`, or "torch"."""
     if ds_backend == "torch":
-        set_backend(TorchBackend(str(torch_dist.get_backend())))
         serve_by(TorchGroup)
         return
     offered = _process_wide_backend(ds_backend)
@@ -143,8 +118,8 @@ def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, in
 
 
 def is_backend(name: str) -> bool:
-    """True if the current `Backend` has this name, for example "gloo"."""
-    return comm.is_initialized() and backend().name == name
+    """True if the collectives of all ranks are served by a backend of this name, for example "gloo"."""
+    return comm.is_initialized() and group_backend().name == name
 
 
 def get_local_rank() -> int:
@@ -171,7 +146,7 @@ def _find_library(asked: str) -> tuple[str, Backend | None]:
     one and registers none, groups are torch's over the accelerator's library, and only ZeRO's collectives the plugin's.
     """
     if not _unknown_to_torch(asked):
-        return asked, None  # the plugin is asked by `backend()`, which knows on which group
+        return asked, None  # the plugin is asked by `group_backend`, for each group
     offered = _process_wide_backend(asked)
     if not _unknown_to_torch(asked):
         return asked, offered
@@ -272,10 +247,6 @@ def _failure(
         f" to this machine, that all {placement.world_size} ranks were started, and that torch has the {library!r}"
         " backend"
     )
-
-
-def _create_backend(name: str) -> Backend:
-    return _process_wide_backend(name) or TorchBackend(name)
 
 
 def _process_wide_backend(name: str) -> Backend | None:

@@ -46,11 +46,7 @@ class TorchGroup:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of the library for the group's device, or for host memory where the group has no other."""
-        return self.capabilities_of(self.world_size)
-
-    def capabilities_of(self, world_size: int) -> Capabilities:
-        """The same for a group of so many ranks.
+        """Of the library for the group's device, or for host memory where the group has no other.
 
         8 MiB for few ranks of a host library: a byte costs little less beyond it, and less of the last bucket is waited
         for. An all-reduce of two ranks: 16 MiB, which gloo steps through 3% faster than 4.
@@ -58,8 +54,8 @@ class TorchGroup:
         device = next((kind for kind in self._libraries if kind != "cpu"), "cpu")
         if self.library(device) not in _HOST_LIBRARIES:
             return Capabilities(True, device == "cpu", 32 << 20, 32 << 20)
-        size = (8 << 20) if world_size <= 8 else (32 << 20)
-        return Capabilities(False, True, size, (16 << 20) if world_size == 2 else size)
+        size = (8 << 20) if self.world_size <= 8 else (32 << 20)
+        return Capabilities(False, True, size, (16 << 20) if self.world_size == 2 else size)
 
     @property
     def held_bytes(self) -> int:

@@ -148,7 +148,7 @@ def train(monkeypatch):
 
 def test_its_own_library_makes_the_process_group():
     assert torch.distributed.get_backend() == "pyccl"
-    assert dist.backend().name == "pyccl"
+    assert dist.group_backend().name == "pyccl"
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -9,7 +9,7 @@ from deepspeed.plugins import Offer, hookimpl
 from ds_ext_cpu.numa import usable_nodes
 
 if TYPE_CHECKING:
-    from deepspeed.comm import Backend, GroupBackend
+    from deepspeed.comm import GroupBackend
     from torch.distributed import ProcessGroup
 
     from ds_ext_cpu.accelerator import CPU_Accelerator
@@ -44,13 +44,13 @@ def ds_op_builders() -> Mapping[str, type]:
 
 
 @hookimpl
-def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "Backend | GroupBackend | None":
+def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "GroupBackend | None":
     """gloo's groups: ranks of one machine read each other's memory."""
-    if name != "gloo":
+    if name != "gloo" or group is None:
         return None
-    from ds_ext_cpu.comm import ReadingBackend, ReadingGroup
+    from ds_ext_cpu.comm import ReadingGroup
 
-    return ReadingBackend(name) if group is None else ReadingGroup(group)
+    return ReadingGroup(group)
 
 
 def _num_cores() -> int:

@@ -118,22 +118,87 @@ def test_one_rank_sends_to_another() -> None:
     assert torch.equal(second, _arange(torch.device("cpu"), 7))
 
 
-def exchange_with_owners() -> tuple[torch.Tensor, torch.Tensor]:
+def zeros_collectives() -> dict[str, torch.Tensor]:
     rank, device = _start()
-    backend = dist.backend()
-    pieces = [dist.Piece(0, 300, 0), dist.Piece(300, 1000, 1)]
-    flat = backend.allocate(1000, torch.float32, device)
-    flat.copy_(_arange(device, rank, numel=1000))
-    backend.reduce_to_owners(flat, pieces).wait()
-    mine = flat[pieces[rank].start : pieces[rank].stop].cpu()
-    backend.gather_from_owners(flat, pieces).wait()
-    return mine, flat.cpu()
+    backend = dist.group_backend()
+    backend.connect()
+    full, shard = (backend.allocate(numel, torch.float32, device) for numel in (2 * _NUMEL, _NUMEL))
+    found = {}
+    backend.all_reduce(full.copy_(_arange(device, rank, numel=2 * _NUMEL)), tag="sum").wait()
+    found["summed"] = full.cpu().clone()
+    backend.reduce_scatter(shard, full.copy_(_arange(device, rank, numel=2 * _NUMEL)), tag=1).wait()
+    found["scattered"] = shard.cpu().clone()
+    backend.reduce_scatter(own := full.chunk(2)[rank], full.copy_(_arange(device, rank, numel=2 * _NUMEL))).wait()
+    found["scattered in place"] = own.cpu().clone()
+    backend.all_gather(full.zero_(), shard.copy_(_arange(device, 100 * rank))).wait()
+    found["gathered"] = full.cpu().clone()
+    (own := full.zero_().chunk(2)[rank]).copy_(_arange(device, 100 * rank))
+    backend.all_gather(full, own).wait()
+    found["gathered in place"] = full.cpu().clone()
+    backend.broadcast(shard.copy_(_arange(device, 100 * rank)), 1).wait()
+    found["broadcast"] = shard.cpu().clone()
+    swapped = backend.allocate(2 * _NUMEL, torch.float32, device)
+    backend.all_to_all(swapped, full + rank).wait()
+    found["swapped"] = swapped.cpu().clone()
+    sent, received = [1 + rank, 3 + rank], [1 + 2 * rank, 2 + 2 * rank]  # elements to and from ranks 0 and 1
+    uneven = backend.allocate(sum(received), torch.float32, device)
+    backend.all_to_all(uneven, _arange(device, 100 * rank, numel=sum(sent)), received, sent).wait()
+    found["swapped unevenly"] = uneven.cpu().clone()
+    backend.barrier()
+    backend.release()
+    return found
 
 
-def test_zeros_exchanges_reach_owners_and_come_back() -> None:
-    wanted = _arange(torch.device("cpu"), 0, numel=1000) * 2 + 1
-    (first, whole), (second, other) = ranks.run(2, exchange_with_owners)
-    assert torch.equal(first, wanted[:300])
-    assert torch.equal(second, wanted[300:])
-    assert torch.equal(whole, wanted)
-    assert torch.equal(other, wanted)
+def test_zeros_collectives() -> None:
+    host = torch.device("cpu")
+    both = _arange(host, 0, numel=2 * _NUMEL) * 2 + 1
+    first, second = (_arange(host, 100 * rank) for rank in range(2))
+    for rank, found in enumerate(ranks.run(2, zeros_collectives)):
+        own = both.chunk(2)[rank]
+        mine = (first, second)[rank]
+        sent = [_arange(host, 100 * a, numel=4 + 2 * a).split([1 + a, 3 + a])[rank] for a in range(2)]
+        wanted = {
+            "summed": both,
+            "scattered": own,
+            "scattered in place": own,
+            "gathered": torch.cat((first, second)),
+            "gathered in place": torch.cat((first, second)),
+            "broadcast": second,
+            "swapped": torch.cat((mine, mine + 1)),
+            "swapped unevenly": torch.cat(sent),
+        }
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), f"{name} on rank {rank}"
+
+
+def many_in_flight() -> list[float]:
+    rank, device = _start()
+    backend = dist.group_backend()
+    fulls = [backend.allocate(2 * _NUMEL, torch.float32, device).fill_(number + rank) for number in range(20)]
+    shards = [backend.allocate(_NUMEL, torch.float32, device) for _ in fulls]
+    works = [backend.reduce_scatter(shard, full) for shard, full in zip(shards, fulls, strict=True)]
+    for work in (*works[::2], *works[1::2]):
+        assert isinstance(work.poll(), bool)
+        work.wait()
+        work.wait()
+    return [value for shard in shards for value in shard.unique().tolist()]
+
+
+def test_many_are_in_flight_and_waited_for_in_any_order() -> None:
+    wanted = [2.0 * number + 1 for number in range(20)]
+    assert ranks.run(2, many_in_flight) == [wanted, wanted]
+
+
+def abandoned() -> list[float]:
+    rank, device = _start()
+    backend = dist.group_backend()
+    full, shard = (backend.allocate(numel, torch.float32, device).fill_(rank) for numel in (2 * _NUMEL, _NUMEL))
+    backend.abandon([backend.all_gather(full, shard)], failed=False)
+    other = backend.allocate(_NUMEL, torch.float32, device).fill_(rank)
+    backend.all_reduce(other).wait()
+    return other.unique().tolist()
+
+
+def test_the_group_works_after_all_ranks_abandoned_a_collective() -> None:
+    assert ranks.run(2, abandoned) == [[1.0], [1.0]]

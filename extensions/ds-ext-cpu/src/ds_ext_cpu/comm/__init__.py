@@ -4,7 +4,6 @@
 collectives), `readings.py` (who reads what), `boards.py` (where it is), and `messages.py`.
 """
 
-from ds_ext_cpu.comm.reading_backend import ReadingBackend
 from ds_ext_cpu.comm.reading_group import ReadingGroup
 
-__all__ = ["ReadingBackend", "ReadingGroup"]
+__all__ = ["ReadingGroup"]

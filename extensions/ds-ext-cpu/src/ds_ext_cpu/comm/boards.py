@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from ds_ext_cpu.comm.peer_memory import is_supported, read_memory
 
-#: exchanges of one group that a rank may have announced and a peer not yet done
+#: collectives of one group that a rank may have announced and a peer not yet done
 NUM_SLOTS = 256
 #: numbers of collectives in one epoch: [Note: epochs] in direct.py
 EPOCH_BITS = 32
@@ -31,7 +31,7 @@ _boards: list["Board"] = []
 _HEAD_WORDS, _SLOT_WORDS = 3, 5
 #: of the text that says what a collective is; a longer one is cut
 _TEXT_BYTES = 256
-#: what the slot of a nonce announces, of which no exchange is made
+#: what the slot of a nonce announces, of which no collective is made
 _NONCE = (0, 0)
 
 
@@ -61,7 +61,7 @@ def epoch_of(number: int) -> int:
 
 
 def _slot(number: int) -> int:
-    """The index of the first word of an exchange's slot on a board."""
+    """The index of the first word of a collective's slot on a board."""
     return _HEAD_WORDS + _SLOT_WORDS * (number % NUM_SLOTS)
 
 
@@ -88,7 +88,7 @@ class Board:
         self._words[slot : slot + _SLOT_WORDS] = [number, address, digest, text, number ^ address ^ digest ^ text]
 
     def set_done(self, number: int) -> None:
-        """Nothing of the peers is needed any more for the exchanges up to this one."""
+        """Nothing of the peers is needed any more for the collectives up to this one."""
         left = self._words[1]
         self._words[0:_HEAD_WORDS] = [number, left, ~(number ^ left)]
 
@@ -150,7 +150,7 @@ class Peer:
         return list(words)
 
     def is_done(self, number: int) -> bool:
-        """Whether it has read what it needs for the exchanges up to this one.
+        """Whether it has read what it needs for the collectives up to this one.
 
         One whose process has ended needs nothing any more. If it crashed, the next read from it says so.
 
@@ -194,8 +194,8 @@ class Peer:
         except OSError as error:
             raise CommError(
                 f"{num_bytes} bytes at {source:#x} in the memory of rank {self.rank} (process {self._process}) cannot "
-                f"be read: {error.strerror}. If its buffer was still there, set DS_COMM_DIRECT=0, with which exchanges "
-                "go through messages"
+                f"be read: {error.strerror}. If its buffer was still there, set DS_COMM_DIRECT=0, with which the "
+                "collectives go through messages"
             ) from error
 
 

@@ -1,6 +1,6 @@
-"""The exchanges between ranks of one machine: each reads what it needs from the memory of the others.
+"""The collectives between ranks of one machine: each reads what it needs from the memory of the others.
 
-One `DirectQueue` per group, from `connect`, asked for by `torch_backend.py`; None where the ranks are not all on one
+One `DirectQueue` per group, from `connect`, asked for by `reading_group.py`; None where the ranks are not all on one
 machine or may not read each other's memory. No byte goes through a socket, and no thread is woken:
 
     rank 0                                      rank 1, owner of the piece
@@ -10,9 +10,9 @@ machine or may not read each other's memory. No byte goes through a socket, and 
     sees it: flat_N may be written again
 
 Announcements and `done` stand on a *board* (`boards.py`), which a rank writes and its peers read. A rank does its
-exchanges in the order of issue, and looks at the boards whenever it issues one or waits for one; nothing happens in
-between. So a wait ends when the peers have come to that exchange *and* issue or wait for one after it, as ranks of one
-program do that wait at the same places.
+collectives in the order of issue, and looks at the boards whenever it issues one or waits for one; nothing happens in
+between. So a wait ends when the peers have come to that collective *and* issue or wait for one after it, as ranks of
+one program do that wait at the same places.
 
 [Note: threads] A wait advances the queues of all groups, in whatever thread it runs: autograd may run hooks in a thread
 of its own. One lock serves all queues. It is held for one look at the boards, never while a thread pauses: a thread
@@ -31,24 +31,20 @@ import itertools
 import threading
 import time
 import weakref
-import zlib
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
-from deepspeed.comm.backend import Piece, Work
+from deepspeed.comm.backend import Work
 from deepspeed.comm.failure import FailureRecord
 from deepspeed.comm.libraries import timeout_of
-from deepspeed.comm.pieces import even_pieces, view
 from deepspeed.comm.staging import StagingPool
 from deepspeed.errors import CommError, first_line
 from torch.distributed import ProcessGroup
 
-from ds_ext_cpu.comm.boards import EPOCH_BITS, NUM_SLOTS, Meeting, Peer, PeerLeft, What, epoch_of, meet, what
+from ds_ext_cpu.comm.boards import EPOCH_BITS, NUM_SLOTS, Meeting, Peer, PeerLeft, epoch_of, meet, what
 from ds_ext_cpu.comm.readings import Copy, Reading, Sum, Swap
 
 #: what a rank that cannot go on says it has done: an epoch that no peer can join
@@ -58,7 +54,7 @@ _NUM_LOOKS = 50
 _PAUSE_SHARE = 0.02
 _MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
 
-#: queues in use; a wait in one group goes on with the exchanges of all
+#: queues in use; a wait in one group goes on with the collectives of all
 _queues: "weakref.WeakSet[DirectQueue]" = weakref.WeakSet()
 #: guards all queues, what they know of their peers, and their staging: [Note: threads]
 _lock = threading.RLock()
@@ -83,9 +79,9 @@ _abandoned: list[_Abandoned] = []
 
 
 class DirectQueue:
-    """The exchanges of one group, in the order of issue, which is the same on all ranks.
+    """The collectives of one group, in the order of issue, which is the same on all ranks.
 
-    An exchange that failed cannot be made again, since part of a sum may be in its buffer. So from then on every call
+    A collective that failed cannot be made again, since part of a sum may be in its buffer. So from then on every call
     raises the first failure, at once; after `PeerLeft` only until `abandon`.
     """
 
@@ -95,7 +91,7 @@ class DirectQueue:
         self.staging = staging
         self.board, self.peers, first_epoch = meeting
         self._timeout_s = timeout_of(group).total_seconds()
-        self.done = 0  # the last exchange for which this rank has read
+        self.done = 0  # the last collective for which this rank has read
         self._open: deque[Reading] = deque()
         self._unannounced: deque[Reading] = deque()  # those of `_open` that wait for a slot on the board
         self._failure: CommError | None = None
@@ -105,46 +101,21 @@ class DirectQueue:
             self._begin_epoch(first_epoch)
             _queues.add(self)
 
-    # ----- stages 0 to 2, in place -----------------------------------------------------------------------------------
-
-    def reduce(self, flat_N: torch.Tensor) -> Work:
-        """Sum into every rank: each sums one piece, and reads the others' when they are summed."""
-        pieces = [piece for piece in even_pieces(flat_N.numel(), self.world_size) if piece.numel > 0]
-        self._sum(flat_N, pieces, _old("a sum", flat_N, pieces))
-        return self._copy(flat_N, pieces, _old("a copy", flat_N, pieces), announce=False)
-
-    def reduce_to_owners(self, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> Work:
-        """Sum each piece into its owner."""
-        return self._sum(flat_N, pieces, _old("a sum", flat_N, pieces))
-
-    def gather_from_owners(self, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> Work:
-        """Copy each piece from its owner."""
-        return self._copy(flat_N, pieces, _old("a copy", flat_N, pieces), announce=True)
-
-    def _sum(self, flat_N: torch.Tensor, pieces: Sequence[Piece], what: What) -> Work:
-        owners = {piece.owner for piece in pieces}
-        sources = list(self.peers) if self.rank in owners else []
-        readers = [rank for rank in self.peers if rank in owners]
-        parts = [(piece.start, view(flat_N, piece)) for piece in pieces if piece.owner == self.rank]
-        return self._issue(lambda number: Sum(self, number, flat_N, what, sources, readers, parts=parts))
-
-    def _copy(self, flat_N: torch.Tensor, pieces: Sequence[Piece], what: What, *, announce: bool) -> Work:
-        owners = {piece.owner for piece in pieces}
-        sources = [rank for rank in self.peers if rank in owners]
-        readers = list(self.peers) if self.rank in owners else []
-        parts = [(piece.owner, piece.start, view(flat_N, piece)) for piece in pieces if piece.owner != self.rank]
-        return self._issue(
-            lambda number: Copy(self, number, flat_N, what, sources, readers, parts=parts), announce=announce
-        )
-
-    # ----- one call per collective, out of place ---------------------------------------------------------------------
+    # ----- one call per collective -----------------------------------------------------------------------------------
 
     def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
         """As `GroupBackend.all_reduce`: each rank sums one part, and reads the others' when they are summed."""
-        pieces = [piece for piece in even_pieces(full_N.numel(), self.world_size) if piece.numel > 0]
         is_ = what("an all-reduce", full_N.numel(), full_N.dtype, tag)
-        self._sum(full_N, pieces, is_)
-        return self._copy(full_N, pieces, is_, announce=False)
+        size = -(-full_N.numel() // self.world_size)
+        places = dict(enumerate(full_N.split(size)))  # a buffer of few elements has fewer parts than ranks
+        owners, is_owner = [rank for rank in self.peers if rank in places], self.rank in places
+        everyone = list(self.peers) if is_owner else []
+        own = [(self.rank * size, places[self.rank])] if is_owner else []
+        self._issue(lambda number: Sum(self, number, full_N, is_, everyone, owners, parts=own))
+        parts = [(rank, rank * size, places[rank]) for rank in owners]
+        return self._issue(
+            lambda number: Copy(self, number, full_N, is_, owners, everyone, parts=parts), announce=False
+        )
 
     def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, tag: str) -> Work:
         """As `GroupBackend.reduce_scatter`."""
@@ -187,7 +158,7 @@ class DirectQueue:
     # ----- order -----------------------------------------------------------------------------------------------------
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
-        """Leave what is in flight unfinished; waits for nothing. See [Note: epochs] and `Backend.abandon`."""
+        """Leave what is in flight unfinished; waits for nothing. See [Note: epochs] and `GroupBackend.abandon`."""
         if not (failed or works):
             return
         if failed:  # first, so that peers which see this rank leave find the cause
@@ -205,7 +176,7 @@ class DirectQueue:
         return isinstance(self._failure, PeerLeft)
 
     def wait_until(self, is_over: Callable[[], bool], number: int) -> None:
-        """Go on with the exchanges of all groups until `is_over`, which is about the exchange `number`."""
+        """Go on with the collectives of all groups until `is_over`, which is about the collective `number`."""
         start_s = time.monotonic()
         for look in itertools.count():
             with _lock:
@@ -347,7 +318,7 @@ class DirectQueue:
     def _late(self, number: int) -> CommError:
         behind = [peer.rank for peer in self.peers.values() if not peer.is_done(number)]
         return CommError(
-            f"rank {torch_dist.get_rank()} waited {self._timeout_s:g} s, the group's timeout, in an exchange to whose "
+            f"rank {torch_dist.get_rank()} waited {self._timeout_s:g} s, the group's timeout, in a collective to whose "
             f"end ranks {behind} have not come. See what they are doing; if they are only slow, give "
             "init_distributed a longer timeout"
         )
@@ -356,11 +327,6 @@ class DirectQueue:
 def _drop_unread() -> None:
     """Drop the buffers of abandoned collectives that no peer reads any more."""
     _abandoned[:] = [old for old in _abandoned if not all(peer.is_beyond(old.number) for peer in old.peers)]
-
-
-def _old(kind: str, flat_N: torch.Tensor, pieces: Sequence[Piece]) -> What:
-    checksum = zlib.crc32(array("q", chain.from_iterable(pieces)))
-    return what(kind, flat_N.numel(), flat_N.dtype, f"checksum of its pieces {checksum:08x}")
 
 
 def _copy_own(source: torch.Tensor, target: torch.Tensor) -> None:

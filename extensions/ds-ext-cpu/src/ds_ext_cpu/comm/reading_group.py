@@ -12,7 +12,7 @@ from deepspeed.comm.work import parts_of
 from torch.distributed import ProcessGroup
 
 from ds_ext_cpu.comm.direct import DirectQueue, connect
-from ds_ext_cpu.comm.messages import FIRST_TAG, NUM_TAGS, MessageQueue
+from ds_ext_cpu.comm.messages import MessageQueue
 from ds_ext_cpu.comm.readings import Reading
 
 # Among more ranks each would look at too many boards.
@@ -72,11 +72,10 @@ class _Messages(GlooOnHost):
 
     def __init__(self, group: ProcessGroup, staging: StagingPool) -> None:
         super().__init__(group, staging)
-        # Tags of its own: `TorchBackend` may send messages in the same group.
-        self._messages = MessageQueue(group, staging, FIRST_TAG + NUM_TAGS, waits_for_room=False)
+        self._messages = MessageQueue(group, staging)
 
     def all_reduce(self, full_N: torch.Tensor, tag: str) -> Work:
         """gloo's for two ranks and for more than 8, where the sum's latency would be too high; else messages."""
         if 2 < self.world_size <= MAX_READING_RANKS:
-            return self._messages.reduce(full_N)
+            return self._messages.all_reduce(full_N)
         return super().all_reduce(full_N, tag)
