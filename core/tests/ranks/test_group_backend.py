@@ -288,6 +288,30 @@ def late_job():
     return told
 
 
+def silent_mismatch_job(transport):
+    """Rank 1 gathers other weights than the others, of the same size; then all agree on a norm."""
+    backend = backend_by(transport)
+    full, shard, norm = torch.empty(10 * backend.world_size), torch.ones(10), torch.ones(3, dtype=torch.float64)
+    backend.all_reduce(norm).wait()
+    before = norm.tolist()
+    backend.all_gather(full, shard, tag="layers.2").wait()
+    backend.all_gather(full, shard, tag="layers.4" if backend.rank == 1 else "layers.3").wait()
+    with pytest.raises(CommError) as caught:
+        backend.all_reduce(norm).wait()
+    return before, str(caught.value)
+
+
+def mismatch_without_end_job(transport):
+    """Rank 0 gathers where rank 1 reduces: over gloo both wait until the group's timeout."""
+    backend = backend_by(transport, dist.new_group(timeout=timedelta(seconds=1)))
+    full, shard = torch.ones(20), torch.ones(10)
+    backend.all_gather(full, shard, tag="layers.2").wait()
+    gather, reduce = lambda: backend.all_gather(full, shard, tag="layers.3"), lambda: backend.all_reduce(full, tag=7)
+    with pytest.raises(CommError) as caught:
+        (gather if backend.rank == 0 else reduce)().wait()
+    return str(caught.value)
+
+
 def one_rank_job():
     backend = backend_by("direct")
     full, shard = torch.arange(7.0), torch.empty(7)
@@ -386,6 +410,28 @@ def test_parts_of_an_all_to_all_that_do_not_agree_are_named():
     )
 
 
+@pytest.mark.parametrize("transport", ["messages", "plain"])
+def test_ranks_that_gather_different_weights_of_one_size_are_told_both(transport):
+    for rank, (norm, message) in enumerate(run_ranks(3, silent_mismatch_job, transport)):
+        assert norm == [3.0] * 3
+        own, other, others_rank = ("4", "3", 0) if rank == 1 else ("3", "4", 1)
+        assert message.startswith(
+            f"rank {rank} makes an all-gather of 30 float32 (layers.{own}) where rank {others_rank} makes an "
+            f"all-gather of 30 float32 (layers.{other}); all ranks of a group"
+        )
+
+
+@pytest.mark.parametrize("transport", ["messages", "plain"])
+def test_ranks_that_wait_for_each_other_in_different_collectives_are_told_both(transport):
+    first, second = run_ranks(2, mismatch_without_end_job, transport)
+    gather, reduce = "an all-gather of 20 float32 (layers.3)", "an all-reduce of 20 float32 (7)"
+    assert first.startswith(f"rank 0 cannot finish {gather}: ")
+    assert second.startswith(f"rank 1 cannot finish {reduce}: ")
+    assert f"rank 0 makes {gather} where rank 1 makes {reduce}; " in first + second or (
+        f"rank 1 makes {reduce} where rank 0 makes {gather}; " in first + second
+    )
+
+
 def test_the_group_works_after_all_ranks_abandoned(transport):
     assert run_ranks(3, abandon_job, transport) == [[3.0]] * 3
 
@@ -399,7 +445,7 @@ def test_a_rank_that_fails_is_named_to_those_that_wait(world_size, transport):
 
 def test_a_collective_that_times_out_is_named():
     told, _ = run_ranks(2, late_job)
-    assert told.startswith("rank 0 cannot finish an all-gather (layers.3): ")
+    assert told.startswith("rank 0 cannot finish an all-gather of 20 float32 (layers.3): ")
 
 
 def test_one_rank_copies():

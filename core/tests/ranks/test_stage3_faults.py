@@ -5,11 +5,13 @@ import re
 import socket
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import deepspeed
 import pytest
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
 from torch import nn
 
 #: of the group; a rank that waits for one that does something else raises after it
@@ -84,13 +86,18 @@ def outputs(tmp_path, direct):
     (tmp_path / "train.py").write_text(TRAIN)
     started: list[subprocess.Popen[str]] = []
 
-    def run(case: str) -> list[tuple[int, str]]:
+    def run(case: str, direct: str) -> list[tuple[int, str]]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCAL_", "TORCHELASTIC_"))}
         for rank in range(2):
             env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
-            env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            env |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "DS_COMM_DIRECT": direct,
+            }
             command = [sys.executable, str(tmp_path / "train.py"), case, str(tmp_path / "saved"), str(TIMEOUT_S)]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             started.append(subprocess.Popen(command, env={**clean, **env}, text=True, **pipes))
@@ -134,9 +141,11 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("case", CAUSES)
-def test_a_fault_is_named_and_the_last_checkpoint_loads(outputs, tmp_path, case):
-    for (code, output), cause in zip(outputs(case), CAUSES[case], strict=True):
+@pytest.mark.parametrize(
+    ("case", "direct"), swept(product(CAUSES, "10"), lambda case, direct: direct == "1" or case == "path")
+)
+def test_a_fault_is_named_and_the_last_checkpoint_loads(outputs, tmp_path, case, direct):
+    for (code, output), cause in zip(outputs(case, direct), CAUSES[case], strict=True):
         assert code != 0
         assert re.search(cause, output), output
     assert run_ranks(2, load_job, str(tmp_path / "saved")) == [1, 1]

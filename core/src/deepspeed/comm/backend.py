@@ -85,7 +85,8 @@ class GroupBackend(Protocol):
     made in fp32 and rounded once.
 
     A `tag` says what the collective is for, for example the path of a module. Where the transport can compare what the
-    ranks do, ranks that issue different collectives or tags get a `CommError` that names both.
+    ranks do, ranks that issue different collectives or tags get a `CommError` that names both: where they read each
+    other's memory at that collective, over gloo at the next all-reduce of a few fp64 values, or at the timeout.
     """
 
     name: str

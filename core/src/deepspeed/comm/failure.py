@@ -1,6 +1,6 @@
 """The first failure in a group, kept in the job's store, so that a rank which fails after it can name the cause.
 
-Used by `direct.py` and `messages.py`.
+Used by `watch.py`, `issued.py` and `direct.py` of ds-ext-cpu.
 
 [Note: a rank that leaves] A rank that fails waits for nobody: its exception must reach the user while the peers may be
 in a collective of their own. It records the exception in the store, lets its peers know in the way of its transport,
@@ -10,6 +10,7 @@ and keeps the buffers of its collectives alive, since peers may still read them 
 import sys
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, Store
@@ -52,6 +53,15 @@ class FailureRecord:
         """The first failure of this epoch in words; "" where none is known."""
         key = f"{self._prefix}/{epoch}"
         return self._ask(lambda store: store.get(key) if store.check([key]) else b"")
+
+    def note(self, key: str, text: str) -> None:
+        """Put a text into the store, for `noted` on other ranks."""
+        self._ask(lambda store: store.set(f"{self._prefix}/{key}", text) or b"")
+
+    def noted(self, key: str, wait_s: float) -> str:
+        """What another rank has put there, or puts there within `wait_s` seconds; "" otherwise."""
+        key = f"{self._prefix}/{key}"
+        return self._ask(lambda store: store.wait([key], timedelta(seconds=wait_s)) or store.get(key))
 
     @staticmethod
     def _ask(question: Callable[[Store], bytes]) -> str:

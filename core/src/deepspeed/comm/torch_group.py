@@ -10,12 +10,13 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Capabilities, Work
+from deepspeed.comm.issued import CARRIER_NUMEL, Collective
 from deepspeed.comm.libraries import library_by_device
 from deepspeed.comm.own_group import own_group
 from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, TensorCollectives, Transport
 from deepspeed.comm.watch import Watch
-from deepspeed.comm.work import DONE, parts_of
+from deepspeed.comm.work import DONE, Followed, parts_of
 from deepspeed.errors import CommError
 
 # Two buckets of the preferred size. They stay between steps: fresh memory costs more than the sum it is for.
@@ -77,7 +78,22 @@ class TorchGroup:
         _check("all_reduce", full_N)
         if self.world_size == 1 or full_N.numel() == 0:
             return DONE
+        if full_N.dtype == torch.float64 and full_N.numel() <= CARRIER_NUMEL:
+            return self._all_reduce_few(full_N, tag)
         return self._start("an all-reduce", tag, full_N, lambda transport, text: transport.all_reduce(full_N, text))
+
+    def _all_reduce_few(self, values_N: torch.Tensor, tag: str | int | None) -> Work:
+        """With a checksum of what was issued before it, where the library would not notice that ranks differ."""
+        if not isinstance(self._transport_for(values_N), GlooOnHost):
+            return self._start("an all-reduce", tag, values_N, lambda way, text: way.all_reduce(values_N, text))
+        carrier_N = self.watch.issued.with_checksum(values_N)
+        work = self._start("an all-reduce", tag, carrier_N, lambda way, text: way.all_reduce(carrier_N, text))
+
+        def check() -> None:
+            values_N.copy_(carrier_N[:-2])
+            self.watch.issued.check(*carrier_N[-2:].tolist())
+
+        return Followed(work, check, in_poll=True)
 
     def reduce_scatter(self, shard_S: torch.Tensor, full_N: torch.Tensor, *, tag: str | int | None = None) -> Work:
         """Sum this rank's part of `full_N` into `shard_S`."""
@@ -110,7 +126,10 @@ class TorchGroup:
         if self.world_size == 1 or tensor_N.numel() == 0:
             return DONE
         return self._start(
-            "a broadcast", tag, tensor_N, lambda transport, text: transport.broadcast(tensor_N, source, text)
+            f"a broadcast from rank {source} of the group",
+            tag,
+            tensor_N,
+            lambda transport, text: transport.broadcast(tensor_N, source, text),
         )
 
     def all_to_all(
@@ -138,6 +157,7 @@ class TorchGroup:
             tag,
             output_N,
             lambda transport, text: transport.all_to_all(outputs, inputs, output_N, input_N, text),
+            numel=self.world_size,  # that of the tensors may differ
         )
 
     def barrier(self) -> None:
@@ -170,18 +190,31 @@ class TorchGroup:
         return (OnlyAllReduceAndBroadcast if library in _HOST_LIBRARIES else TensorCollectives)(self.own_group)
 
     def _start(
-        self, kind: str, tag: str | int | None, tensor: torch.Tensor, call: Callable[[Transport, str], Work]
+        self,
+        kind: str,
+        tag: str | int | None,
+        tensor: torch.Tensor,
+        call: Callable[[Transport, str], Work],
+        numel: int | None = None,
     ) -> Work:
-        """Start a collective; over gloo its errors name it, and the rank that failed."""
+        """Start a collective; over gloo its errors name it, and the rank that failed or what the ranks do instead.
+
+        `numel`: of the tensor on all ranks, where it is not this one's.
+        """
+        transport = self._transport_for(tensor)
+        text = "" if tag is None else str(tag)
+        if isinstance(transport, OnlyAllReduceAndBroadcast):
+            collective = Collective(kind, tensor.numel() if numel is None else numel, tensor.dtype, text)
+            return self.watch.start(lambda: call(transport, text), collective)
+        return call(transport, text)
+
+    def _transport_for(self, tensor: torch.Tensor) -> Transport:
         self.connect()
         device_type = tensor.device.type
         transport = self._transports.get(device_type)
         if transport is None:
             transport = self._transports[device_type] = self.transport(device_type)
-        text = "" if tag is None else str(tag)
-        if isinstance(transport, OnlyAllReduceAndBroadcast):
-            return self.watch.start(lambda: call(transport, text), f"{kind} ({text})" if text else kind)
-        return call(transport, text)
+        return transport
 
     def _check_shard(self, asked: str, shard_S: torch.Tensor, full_N: torch.Tensor) -> None:
         if shard_S.numel() * self.world_size != full_N.numel():

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Work
 from deepspeed.comm.failure import FailureRecord, PeerFailed
+from deepspeed.comm.issued import GRACE_S, Collective, Issued
 from deepspeed.errors import CommError, first_line
 
 #: of messages that nobody sends
@@ -22,28 +23,40 @@ class Watch:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group  # whose connections `close` closes
         self._failures = FailureRecord(group)
+        self.issued = Issued(group.rank(), group.size(), self._failures)
         self._num_failures = 0
+        self._is_compared = False
         self._failure: CommError | None = None
         self._abandoned: list[Work] = []  # gloo may still write their buffers
 
-    def start(self, collective: Callable[[], Work], what: str = "a collective") -> Work:
-        """Start a collective of gloo in this group, whose errors then say `what` and which rank failed first."""
+    def start(self, call: Callable[[], Work], collective: Collective) -> Work:
+        """Start a collective of gloo in this group, whose errors then say what it is and which rank failed first."""
         if self._failure is not None:
             raise self._failure
+        self.issued.add(collective)
         try:
-            return _Watched(self, collective(), what)
+            return _Watched(self, call(), collective)
         except RuntimeError as error:
-            raise self.explained(error, what) from error
+            raise self.explained(error, collective) from error
 
-    def explained(self, error: RuntimeError, what: str) -> CommError:
-        """What a collective that fails so is to raise."""
+    def explained(self, error: RuntimeError, collective: Collective) -> CommError:
+        """What a collective that fails so is to raise: which rank failed before, or how the ranks differ."""
         if isinstance(error, CommError):
             return error
-        cause = self._failures.first(self._num_failures)
-        return (PeerFailed if cause else CommError)(
-            f"rank {torch_dist.get_rank()} cannot finish {what}: {cause or first_line(error)}. The output of the "
-            "rank that failed first says why"
-        )
+        if cause := self._failures.first(self._num_failures):
+            why, kind = f"{cause}. The output of the rank that failed first says why", PeerFailed
+        else:
+            why, kind = f"{first_line(error)}. {self._difference(error)}", CommError
+        return kind(f"rank {torch_dist.get_rank()} cannot finish {collective}: {why}")
+
+    def _difference(self, error: RuntimeError) -> str:
+        """How the ranks differ, the first time that it is asked for."""
+        if not self._is_compared:
+            self._is_compared = True
+            is_late = "timed out" in str(error).lower()  # else a peer ended, or its connections are closed
+            if found := self.issued.difference(GRACE_S if is_late else GRACE_S / 5):
+                return found
+        return "The output of the rank that failed first says why"
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """Leave `works` unfinished; see `GroupBackend.abandon`.
@@ -88,21 +101,21 @@ class Watch:
 class _Watched:
     """A collective of gloo in flight."""
 
-    def __init__(self, watch: Watch, work: Work, what: str) -> None:
+    def __init__(self, watch: Watch, work: Work, collective: Collective) -> None:
         self._watch = watch
         self._work = work
-        self._what = what
+        self._collective = collective
 
     def poll(self) -> bool:
         """Poll; a failure names the rank that failed first."""
         try:
             return self._work.poll()
         except RuntimeError as error:
-            raise self._watch.explained(error, self._what) from error
+            raise self._watch.explained(error, self._collective) from error
 
     def wait(self) -> None:
         """Wait; a failure names the rank that failed first."""
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._watch.explained(error, self._what) from error
+            raise self._watch.explained(error, self._collective) from error

@@ -1,0 +1,128 @@
+"""What a rank has issued in a group whose library matches collectives by their order alone, compared between ranks.
+
+gloo pairs the n-th collective of a rank with the n-th of its peers, whatever they are for. Ranks that take different
+paths through a model get wrong numbers where the sizes agree, and wait for each other where they do not. So
+
+- every all-reduce of a few fp64 numbers, as each step has one, also carries a checksum of what was issued before it:
+  ranks that differ raise, all of them, before the weights are updated;
+- when a collective fails, the ranks that were in one put what they have issued into the job's store, and the error
+  names the first two that differ.
+
+Used by `torch_group.py` and `watch.py`.
+"""
+
+import json
+import time
+import zlib
+from collections import deque
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as torch_dist
+
+from deepspeed.comm.failure import FailureRecord
+from deepspeed.errors import CommError
+
+#: an all-reduce of at most so many fp64 numbers carries the checksum
+CARRIER_NUMEL = 1 << 16
+_NUM_KEPT = 1 << 11
+# W ranks: the sum of W squares is exact in fp64 up to 2**13 ranks.
+_CHECKSUM_BITS = 20
+# How long a rank waits for what its peers have issued: they fail, too, as soon as its connections close.
+GRACE_S = 10.0
+
+
+class Collective(NamedTuple):
+    """What one collective is; equal on all ranks that do the same."""
+
+    kind: str
+    numel: int
+    dtype: torch.dtype
+    tag: str
+
+    def __str__(self) -> str:
+        text = f"{self.kind} of {self.numel} {str(self.dtype).removeprefix('torch.')}"
+        return f"{text} ({self.tag})" if self.tag else text
+
+
+class Issued:
+    """The collectives of this rank in one group over gloo, in the order of issue.
+
+    Args:
+        rank: of this process within the group.
+        world_size: of the group.
+        failures: the group's record in the store.
+    """
+
+    def __init__(self, rank: int, world_size: int, failures: FailureRecord) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._failures = failures
+        self._collectives: deque[Collective] = deque(maxlen=_NUM_KEPT)
+        self._number = 0
+        self._checksum = 0
+        self._num_compared = 0
+
+    def add(self, collective: Collective) -> None:
+        """One more is issued."""
+        self._collectives.append(collective)
+        self._number += 1
+        kind, numel, dtype, tag = collective
+        self._checksum = zlib.crc32(f"{kind}{numel}{dtype}{tag}".encode(), self._checksum)
+
+    def with_checksum(self, values_N: torch.Tensor) -> torch.Tensor:
+        """fp64 values to all-reduce, followed by the checksum c of what was issued so far, and c**2."""
+        checksum = self._checksum >> (32 - _CHECKSUM_BITS)
+        return torch.cat([values_N, values_N.new_tensor([checksum, checksum**2])])
+
+    def check(self, total: float, total_squares: float) -> None:
+        """Compare the checksums of all ranks by their sum and the sum of their squares.
+
+        By the inequality of Cauchy and Schwarz (sum c)**2 <= W sum c**2, and both are equal if all c are.
+
+        Raises:
+            CommError: on every rank, if they differ.
+        """
+        if total * total != self._world_size * total_squares:
+            raise CommError(self.difference() or f"the ranks have issued different collectives; {_ADVICE}")
+
+    def difference(self, grace_s: float = GRACE_S) -> str:
+        """Where the ranks differ, in words; "" where that is not known. Called by all ranks that fail together.
+
+        Args:
+            grace_s: how long to wait for what the peers have issued.
+        """
+        deadline_s = time.monotonic() + grace_s
+        first = self._number - len(self._collectives)
+        mine = {"rank": torch_dist.get_rank(), "first": first, "issued": [str(each) for each in self._collectives]}
+        key = f"issued/{self._num_compared}"
+        self._num_compared += 1
+        self._failures.note(f"{key}/{self._rank}", json.dumps(mine))
+        for rank in range(self._world_size):
+            wait_s = max(deadline_s - time.monotonic(), 0.0)
+            noted = "" if rank == self._rank else self._failures.noted(f"{key}/{rank}", wait_s)
+            if noted and (found := _first_difference(mine, json.loads(noted))):
+                return found
+        return ""
+
+
+def _first_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    first = max(mine["first"], theirs["first"])
+    pairs = zip(*(islice(each["issued"], first - each["first"], None) for each in (mine, theirs)), strict=False)
+    for own, other in pairs:
+        if own != other:
+            return f"rank {mine['rank']} makes {own} where rank {theirs['rank']} makes {other}; {_ADVICE}"
+    counts = [each["first"] + len(each["issued"]) for each in (mine, theirs)]
+    if counts[0] == counts[1]:
+        return ""
+    return (
+        f"rank {mine['rank']} has issued {counts[0]} collectives, the last of them {mine['issued'][-1]}, and rank "
+        f"{theirs['rank']} {counts[1]}, the last of them {theirs['issued'][-1]}; {_ADVICE}"
+    )
+
+
+_ADVICE = (
+    "all ranks of a group issue the same collectives, with the same sizes and tags, in the same order. Have they the "
+    "same model, and the same parameters that require a gradient?"
+)
