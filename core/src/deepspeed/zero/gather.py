@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import EXTERNAL
+from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.unit_ranks import source_in
 
@@ -49,8 +50,10 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         if self.enabled:
             try:
                 for unit in self._units():
-                    self._held.append((unit, unit.gather_to_read()))
+                    is_released = unit.status is not ZeroParamStatus.AVAILABLE or not unit.is_read
+                    unit.gather()
                     unit.num_contexts += 1
+                    self._held.append((unit, is_released))
             except BaseException:
                 self._let_go()
                 raise

@@ -197,11 +197,16 @@ class ParamUnit:
             self.finish()
 
     def gather_to_read(self) -> bool:
-        """`gather` for a reader that is no module; returns whether to release afterwards: no module reads them now."""
-        in_backward = torch._C._current_graph_task_id() != _NO_GRAPH_TASK
-        is_read = self.status is ZeroParamStatus.AVAILABLE and (self.num_users > 0 or in_backward)
+        """`gather` for a reader that is no module; returns whether to release afterwards: the parameters were not
+        whole, or were rounded for modules, of which none reads them now."""
+        stays = self.status is ZeroParamStatus.AVAILABLE and (self.is_exact or self.is_read)
         self.gather()
-        return not is_read
+        return not stays
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a module reads the parameters now, if they are whole; else they may only be used again soon."""
+        return self.num_users > 0 or torch._C._current_graph_task_id() != _NO_GRAPH_TASK
 
     def release(self) -> None:
         """Give the memory of the whole parameters back, unless a context holds them. Not while an all-gather is in

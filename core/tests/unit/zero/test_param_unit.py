@@ -300,10 +300,12 @@ def test_whole_values_one_unit_at_a_time(unit, peers):
     assert (unit.status, other.status, unit.num_gathers) == (NOT_AVAILABLE, NOT_AVAILABLE, 1)
 
 
-@pytest.mark.parametrize(("num_users", "status"), [(1, AVAILABLE), (0, NOT_AVAILABLE)])
-def test_reading_leaves_whole_what_a_module_uses(unit, num_users, status):
+@pytest.mark.parametrize(
+    ("is_exact", "num_users", "status"), [(True, 0, AVAILABLE), (False, 1, AVAILABLE), (False, 0, NOT_AVAILABLE)]
+)
+def test_what_was_whole_before_stays_whole_unless_it_was_rounded_and_nobody_uses_it(unit, is_exact, num_users, status):
     unit.gather()
-    unit.num_users = num_users
+    unit.is_exact, unit.num_users = is_exact, num_users
     with whole(unit.params[0]) as value:
         assert value.shape == (2, 3)
     for _ in whole_in_turn(unit.params):
