@@ -11,7 +11,7 @@ from deepspeed.engine import build
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
 from deepspeed.parallel.layout import grid
-from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.mesh import Mesh, RankGrid
 from deepspeed.testing.distributed import run_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -145,6 +145,22 @@ def dtensor_job():
     torch.testing.assert_close(sharded.full_tensor(), full)
     assert mesh["tp"].get_group() is mesh.group("tp")
     return sharded.to_local().flatten().tolist()
+
+
+def part_of_the_world_job():
+    """The sum over a mesh of ranks 0 and 1, which are in different numbers of groups, while rank 2 is elsewhere."""
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    if dist.get_rank() == 2:
+        return None
+    group = RankGrid(grid(dp=2, ranks=(0, 1))).group("dp")
+    x = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(x, group=group)
+    return x.item(), ranks(group)
+
+
+def test_a_mesh_on_a_part_of_the_world():
+    assert run_ranks(3, part_of_the_world_job, timeout_s=60) == [(3.0, [0, 1]), (3.0, [0, 1]), None]
 
 
 def test_dtensor_takes_a_submesh():

@@ -4,11 +4,8 @@ The model may run collectives in its backward (experts, SyncBatchNorm), between 
 full: at places that differ between ranks which leave out different parameters. gloo would match a bucket here with the
 model's collective there. Called by `TorchGroup.connect`.
 
-[Note: not torch's new_group] With `use_local_synchronization` the members alone make a group, and torch names it after
-its ranks and the number of groups that this process is in. Members that are in different numbers of groups use
-different names, so each waits for the others' addresses under its own; and a group that is made again after one was
-destroyed finds the addresses of the former. Without it all ranks of the world must take part, and here only the members
-are present. So the group is made of torch's classes, under a name that its first rank draws.
+Torch's `new_group` needs all ranks of the world, or a name that the members agree on (`members.py`), and counts the
+group among those of the process. So the group is made of torch's classes, under a name that its first rank draws.
 """
 
 import secrets

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.members import group_of_members
 from deepspeed.parallel.layout import DATA_AXES, Layout, Lines
 
 # By world group, the groups that were made in it: meshes with equal lines share them, and they go with their world.
@@ -109,7 +110,7 @@ class RankGrid:
     def _make(self, lines: Lines) -> ProcessGroup:
         (own,) = (line for line in lines if self._global_rank in line)
         if len(lines) * len(own) < self.world.size():  # other ranks of the world may be elsewhere
-            return dist.new_group(own, use_local_synchronization=True)
+            return group_of_members(own)
         # All ranks make all groups, as torch requires, and each keeps its own.
         groups = {line: dist.new_group(line) for line in lines}
         return groups[own]
