@@ -152,3 +152,25 @@ def test_a_step_issues_a_reduction_and_a_gather_per_bucket(stage, precision, own
     beyond = {name: count for name, count in counts.items() if count > allowed.get(name, 0)}
     assert beyond == {}, f"{num_buckets} buckets, found {counts}"
     assert counts.keys() >= allowed.keys()
+
+
+def collectives_of_a_start():
+    """From `initialize` to changed weights, a large one and a small one that stage 3 does not shard."""
+    with counted_collectives() as counts:
+        config = {"train_batch_size": 2, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 600}}
+        model = torch.nn.Sequential(torch.nn.Linear(512, 600), torch.nn.Linear(600, 1))
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=1):
+            for param in model.parameters():
+                torch.nn.init.constant_(param, dist.get_rank())
+        with deepspeed.zero.GatheredParameters(model.parameters()):
+            changed = all(bool((param == 1).all()) for param in model.parameters())
+        engine.destroy()
+    return changed, dict(counts)
+
+
+def test_first_and_changed_weights_go_through_the_backend():
+    for changed, counts in run_ranks(2, collectives_of_a_start):
+        assert changed
+        assert counts["broadcast"] >= 2
+        assert "torch.distributed.broadcast" not in counts

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
+from deepspeed.comm.group_backend import group_backend
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import EXTERNAL
 from deepspeed.zero.param_state import ZeroParamStatus
@@ -84,9 +85,8 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             unit.broadcast(source)
             unit.take_from_full()
         for param in sorted({param for param in self.params if _stays_whole(param)}, key=lambda each: each.ds_id):
-            value = param.data.contiguous()
-            group = param.ds_process_group
-            torch.distributed.broadcast(value, group=group, group_src=source_in(group, source))
+            value, ranks = param.data.contiguous(), group_backend(param.ds_process_group)
+            ranks.broadcast(value.view(-1), source_in(ranks.group, source), tag="GatheredParameters").wait()
             param.data.copy_(value)
         for sharding in {manager for param in self.params if (manager := manager_of(param)) is not None}:
             sharding.weights_changed(self.params)

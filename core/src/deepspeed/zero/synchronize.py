@@ -10,12 +10,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.group_backend import group_backend
 from deepspeed.parallel.expert_params import expert_group_of
 from deepspeed.zero.agreement import check_same, described
 from deepspeed.zero.param_unit import unit_of
 
 #: tensors below this many bytes travel together
 _SMALL_BYTES = 2**20
+_TAG = "first weights"
 
 
 def synchronize_module(
@@ -42,39 +45,39 @@ def synchronize_module(
             name = expert_group_of(tensor)
             ranks = group if name is None or experts is None else experts[name]
             by_group.setdefault(ranks, []).append(tensor.data)
-    for ranks, tensors in by_group.items():
+    for members, tensors in by_group.items():
+        ranks = group_backend(members)
+        ranks.connect()
         _synchronize(tensors, ranks)
 
 
-def _synchronize(tensors: list[Tensor], group: ProcessGroup | None) -> None:
-    source = torch.distributed.get_global_rank(group, 0) if group is not None else 0
+def _synchronize(tensors: list[Tensor], ranks: GroupBackend) -> None:
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     works = []
     for tensor in tensors:
-        if tensor.nbytes >= _SMALL_BYTES and not _is_served(tensor.device, group):
-            _broadcast_together([tensor], source, group)
+        if tensor.nbytes >= _SMALL_BYTES and not _is_served(tensor.device, ranks):
+            _broadcast_together([tensor], ranks)
         elif tensor.nbytes >= _SMALL_BYTES and tensor.is_contiguous():
-            works.append(torch.distributed.broadcast(tensor, source, group=group, async_op=True))
+            works.append(ranks.broadcast(tensor.view(-1), 0, tag=_TAG))
         else:
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for work in works:
         work.wait()
     for same_kind in small.values():
-        _broadcast_together(same_kind, source, group)
+        _broadcast_together(same_kind, ranks)
 
 
-def _broadcast_together(tensors: list[Tensor], source: int, group: ProcessGroup | None) -> None:
+def _broadcast_together(tensors: list[Tensor], ranks: GroupBackend) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    if not _is_served(flat.device, group):  # stage 3 moves parameters later, shard by shard
+    if not _is_served(flat.device, ranks):  # stage 3 moves parameters later, shard by shard
         flat = flat.to(get_accelerator().current_device_name())
-    torch.distributed.broadcast(flat, source, group=group)
+    ranks.broadcast(flat, 0, tag=_TAG).wait()
     start = 0
     for tensor in tensors:
         tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
         start += tensor.numel()
 
 
-def _is_served(device: torch.device, group: ProcessGroup | None) -> bool:
+def _is_served(device: torch.device, ranks: GroupBackend) -> bool:
     """Whether the group has a library for tensors of such a device."""
-    group = torch.distributed.group.WORLD if group is None else group
-    return group is not None and torch.device(device.type) in group._device_types
+    return torch.device(device.type) in ranks.group._device_types
