@@ -253,6 +253,7 @@ class DeepSpeedEngine(torch.nn.Module):
         """
         if schedule is not None or compiled_autograd_enabled:
             raise ConfigError(FEATURES["DeepCompile"].explain("compile: schedule and compiled_autograd_enabled"))
+        self.sharding.before_compile()
         self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {}))
         self._is_compiled = True
 

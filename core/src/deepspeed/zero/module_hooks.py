@@ -79,6 +79,13 @@ class ModuleHooks:
         self._remove_handles()
         self._register_deepspeed_module(self.module)
 
+    def leave_out_of_graphs(self) -> None:
+        """Called before the module is compiled: `torch.compile` breaks its graphs around the hooks, and does not trace
+        the collectives in them."""
+        for name in ("_before_forward", "_after_forward", "saw_read"):
+            setattr(self, name, torch.compiler.disable(getattr(self, name)))
+        self.install_again()
+
     def _remove_handles(self) -> None:
         for handle in (*self.forward_hooks, *self.backward_hooks):
             handle.remove()

@@ -114,6 +114,10 @@ class Stage3(Stage2):
         else:
             self.hooks = ModuleHooks(self._module, self.fetcher, self.module_units.of_module)
 
+    def before_compile(self) -> None:
+        assert self.hooks is not None
+        self.hooks.leave_out_of_graphs()
+
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def _begin_backward(self, by_user: bool) -> None:

@@ -525,6 +525,9 @@ class Sharding(Holding):
         """Whether no parameter is divided among ranks."""
         return self._is_whole
 
+    def before_compile(self) -> None:
+        """The module is about to be compiled with `torch.compile`."""
+
     def release_gathered(self) -> None:
         """The module's weights are about to be saved or loaded, each rank's part by itself."""
 
