@@ -6,9 +6,10 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.errors import ConfigError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.zero import GatheredParameters
-from torch import nn
+from torch import Tensor, nn
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 2,
@@ -176,6 +177,44 @@ def build_under_init(dtype: torch.dtype) -> list[bool]:
 def test_what_an_init_of_a_parent_does_to_weights_of_its_children_stays(dtype: torch.dtype) -> None:
     for facts in run_ranks(2, build_under_init, dtype):
         assert all(facts), facts
+
+
+class EagerSGD(torch.optim.SGD):
+    """Makes its state when it is built."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["former"] = torch.zeros_like(param)
+
+
+def train_with_adagrad(threshold: int) -> list[list[Tensor]]:
+    """Weights of a model of the context, of one that is not, and whether another optimizer is refused."""
+    results = []
+    zero = {"stage": 3, "stage3_param_persistence_threshold": threshold}
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        with deepspeed.zero.Init(enabled=enabled):
+            net = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        engine = deepspeed.initialize(
+            model=net, optimizer=optimizer, config={"train_batch_size": 2, "zero_optimization": zero}
+        )[0]
+        train(engine)
+        engine.destroy()
+        results.append([param.detach() for param in net.parameters()])
+    with deepspeed.zero.Init():
+        net = nn.Linear(8, 4)
+    config = {"train_batch_size": 2, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    with pytest.raises(ConfigError, match="EagerSGD was built with parameters that zero.Init had sharded.*'former'"):
+        deepspeed.initialize(model=net, optimizer=EagerSGD(net.parameters()), config=config)
+    return results
+
+
+@pytest.mark.parametrize("threshold", [0, 1000])
+def test_state_that_an_optimizer_made_of_sharded_parameters(threshold: int) -> None:
+    for sharded, plain in run_ranks(2, train_with_adagrad, threshold):
+        assert all(map(torch.equal, sharded, plain))
 
 
 def refuse_another_shape() -> None:

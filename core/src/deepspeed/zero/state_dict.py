@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.values import all_gather_values
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.optim.saved_state import check_saved_state
 from deepspeed.zero.layout import even_cuts, parameter_cuts
 from deepspeed.zero.param_unit import shape_of
@@ -322,13 +322,35 @@ def adopt(optimizer: Optimizer, group: FlatGroup) -> None:
     """Give each shard its share of the state that the user's optimizer has for the whole parameter, if any.
 
     Adagrad makes state when it is built; others have it when they stepped before `initialize`.
+
+    Raises:
+        ConfigError: for a state, other than Adagrad's, that was made of an empty parameter, which `zero.Init` had
+            sharded.
     """
     whole = {id(param): optimizer.state.pop(param) for param in group.params if param in optimizer.state}
     for shard in group.shards:
         state = whole.get(id(group.params[shard.fragment.param]))
         if state:
             shape = shape_of(group.params[shard.fragment.param])
-            optimizer.state[shard.master] = {name: _share(value, shard, shape) for name, value in state.items()}
+            optimizer.state[shard.master] = {
+                name: _created_again(optimizer, name, shard) if _is_of_nothing(value) else _share(value, shard, shape)
+                for name, value in state.items()
+            }
+
+
+def _is_of_nothing(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 0
+
+
+def _created_again(optimizer: Optimizer, name: str, shard: ParamShard) -> Tensor:
+    initial = optimizer.defaults.get("initial_accumulator_value")
+    if name != "sum" or initial is None:
+        raise ConfigError(
+            f"initialize: {type(optimizer).__name__} was built with parameters that zero.Init had sharded, and made "
+            f"its state {name!r} of empty tensors; name the optimizer in the configuration, or build it inside "
+            "deepspeed.zero.GatheredParameters(model.parameters())"
+        )
+    return torch.full_like(shard.master, initial)
 
 
 def _share(value: Any, shard: ParamShard, shape: torch.Size) -> Any:
