@@ -57,6 +57,7 @@ class BackwardWindow:
         self, on_begin: Callable[[bool], None], on_end: Callable[[], None], on_abort: Callable[[], None]
     ) -> None:
         self.state = Window.IDLE
+        self.is_running = False  # it is open, and its backward was not left by an exception
         self._on_begin, self._on_end, self._on_abort = on_begin, on_end, on_abort
         self._task_end: weakref.ref[_TaskEnd] | None = None  # None: the engine opened the window, and closes it
 
@@ -119,7 +120,7 @@ class BackwardWindow:
 
     def abort_if_left(self) -> None:
         """Drop a plain `loss.backward()` that an exception ended; one that is running goes on."""
-        if self.is_open and self._task_end is not None and self._task_end() is None:
+        if self.is_open and not self.is_running:
             self.abort()
 
     def begin_forward(self) -> None:
@@ -144,13 +145,18 @@ class BackwardWindow:
 
     def _queue_end(self) -> None:
         end = _TaskEnd(self)
-        self._task_end = weakref.ref(end)
+        self._task_end = weakref.ref(end, self._see_task_gone)
         torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _see_task_gone(self, end: "weakref.ref[_TaskEnd]") -> None:
+        if end is self._task_end:
+            self.is_running = False
 
     def _move(self, to: Window) -> None:
         if (self.state, to) not in LEGAL_MOVES:
             raise StateError(f"backward window: {self.state.name} -> {to.name} is not a legal move")
         self.state = to
+        self.is_running = to is Window.OPEN
 
 
 class _TaskEnd:

@@ -1,7 +1,8 @@
 """The gradients of one unit on their way from autograd to the shards of the ranks.
 
 A `Bucket` is written by the gradient hooks (`strategy.py`), launched when it is full or when the backward ends, and
-finished before its values are read.
+finished before its values are read. A gradient that is written waits until it is worth an operation on the buffer,
+with others: until many elements wait, the bucket is full or the backward ends.
 
     EMPTY --write--> FILLING --launch--> REDUCING --finish--> REDUCED --write--> FILLING
       |                                     ^                    |
@@ -19,7 +20,7 @@ Legend: N numel of the unit, S of a shard.
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +29,10 @@ from deepspeed.comm.backend import Work
 from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.placement import Keep
 
+#: elements of gradients that are copied to the buffer in one go: many small gradients, or one large one, which the
+#: host's cache still holds
+FLUSH_NUMEL = 2**18
+
 
 class BucketState(enum.Enum):
     EMPTY = enum.auto()  # holds nothing of this step
@@ -35,6 +40,8 @@ class BucketState(enum.Enum):
     REDUCING = enum.auto()  # the collective is in flight
     REDUCED = enum.auto()  # holds the sum of this step
 
+
+_FILLING = BucketState.FILLING
 
 #: the moves that are legal; `Bucket._move` is the only writer of the state
 LEGAL_MOVES = {
@@ -54,6 +61,7 @@ class Bucket:
     Args:
         index: of the unit.
         layout: of the unit.
+        shapes: of its gradients.
         memory: gives the buffer [N] where there is no pool; called at the first write.
         pool: lends the buffer.
         result: [start, stop) of the buffer that holds this rank's sum after a reduction.
@@ -67,6 +75,7 @@ class Bucket:
         index: int,
         layout: UnitLayout,
         *,
+        shapes: Sequence[Sequence[int]],
         memory: Callable[[], Tensor] | None = None,
         pool: "BucketPool | None" = None,
         result: tuple[int, int],
@@ -77,12 +86,16 @@ class Bucket:
         assert (memory is None) != (pool is None)
         self.index = index
         self.layout = layout
+        self._numels, self._shapes = layout.numels, shapes
         self.state = BucketState.EMPTY
-        self.num_missing = len(layout.numels)  # gradients that are still to arrive in this backward
         self.is_late = False  # a gradient arrived after the launch, in the same backward
-        self._holds = [False] * len(layout.numels)  # a write adds instead of overwriting
-        self._arrived = list(self._holds)  # in this backward
+        self._held: set[int] = set()  # parameters to whose part a write adds instead of overwriting it
+        self._arrived: set[int] = set()  # parameters whose gradient of this backward was added to the buffer
+        self._num_awaited = len(layout.numels)  # all others
         self._was_launched = False  # in this backward; its reduction may be over already
+        self._waiting: dict[int, Tensor] = {}  # gradients that are not in the buffer yet, by parameter
+        self._waiting_numel = 0
+        self._factor = 1.0  # by which they are multiplied
         self._allocate, self._pool = memory, pool
         self._result, self._kept = slice(*result), kept
         self._wire_dtype = wire_dtype
@@ -93,42 +106,71 @@ class Bucket:
         self._wire: Tensor | None = None
         self._work: Work | None = None
 
-    def begin_backward(self) -> None:
-        """Forget which gradients have arrived; what was accumulated stays."""
+    def begin_backward(self, factor: float = 1.0) -> None:
+        """Forget which gradients have arrived; what was accumulated stays.
+
+        Args:
+            factor: by which the gradients of this backward are multiplied.
+        """
         self.finish()
         self._was_launched = False
-        self.num_missing = len(self._arrived)
-        self._arrived = [False] * len(self._arrived)
+        self._factor = factor
+        self._arrived = set()
+        self._num_awaited = len(self._numels)
 
-    def write(self, param: int, grad: Tensor, factor: float) -> None:
-        """Add factor * grad, the gradient of the unit's parameter `param`."""
-        if self.state is not BucketState.FILLING:
-            if self._was_launched:
-                self.finish()
-                self.is_late = True
-            self._open()
-            self._move(BucketState.FILLING)
-        view, flat = self._views[param], grad.reshape(-1)
-        if self._holds[param]:
-            view.add_(flat, alpha=factor)
-        elif view.dtype == flat.dtype:
-            torch.mul(flat, factor, out=view)
-        else:
-            view.copy_(flat).mul_(factor)
-        self._holds[param] = True
-        if not self._arrived[param]:
-            self._arrived[param] = True
-            self.num_missing -= 1
+    @property
+    def num_missing(self) -> int:
+        """Gradients that are still to arrive in this backward."""
+        return len(self._numels) - len(self._arrived | self._waiting.keys())
+
+    def write(self, param: int, grad: Tensor) -> bool:
+        """Take the gradient of the unit's parameter `param`, which is added to what the buffer holds of it.
+
+        Returns:
+            whether every parameter got its gradient in this backward.
+        """
+        if self.state is not _FILLING:
+            self._begin_to_fill()
+        waiting = self._waiting
+        if param in waiting:
+            self.flush()
+        waiting[param] = grad
+        self._waiting_numel += self._numels[param]
+        if len(waiting) >= self._num_awaited or self._waiting_numel >= FLUSH_NUMEL:
+            self.flush()
+            return self._num_awaited == 0
+        return False
+
+    def _begin_to_fill(self) -> None:
+        if self._was_launched:
+            self.finish()
+            self.is_late = True
+        self._open()
+        self._move(_FILLING)
+
+    def flush(self) -> None:
+        """Add the gradients that wait to the buffer."""
+        waiting = self._waiting
+        held = self._held & waiting.keys()
+        if held:
+            _add([self._views[param] for param in held], [waiting[param] for param in held], self._factor)
+        new = [param for param in waiting if param not in held]
+        if new:
+            _set([self._views[param] for param in new], [waiting[param] for param in new], self._factor)
+        self._held.update(waiting)
+        self._arrived.update(waiting)
+        self._num_awaited = len(self._numels) - len(self._arrived)
+        self._drop_waiting()
 
     def launch(self, reduce: Callable[[Tensor], Work]) -> None:
         """Start the reduction. What has no gradient contributes zero."""
+        self.flush()
         if self.state is not BucketState.FILLING:
             self._open()
         memory = self._memory
         assert memory is not None
-        for view, holds in zip(self._views, self._holds, strict=True):
-            if not holds:
-                view.zero_()
+        for param in set(range(len(self._views))) - self._held:
+            self._views[param].zero_()
         for start, stop in self.layout.gaps:
             memory[start:stop].zero_()
         self._wire = memory if self._wire_dtype in (None, memory.dtype) else memory.to(self._wire_dtype)
@@ -161,7 +203,7 @@ class Bucket:
 
     def forget(self, param: int) -> None:
         """Drop the gradient of one parameter."""
-        self._holds[param] = False
+        self._held.discard(param)
 
     def clear(self) -> None:
         """Forget all gradients; called after the step."""
@@ -182,8 +224,13 @@ class Bucket:
 
     def _forget(self) -> None:
         self.is_late = False
+        self._drop_waiting()
         self._move(BucketState.EMPTY)
         self._close()
+
+    def _drop_waiting(self) -> None:
+        self._waiting.clear()
+        self._waiting_numel = 0
 
     def _open(self) -> None:
         """The buffer, ready to be written."""
@@ -193,13 +240,13 @@ class Bucket:
         if self._memory is None:
             self._memory = self._pool.take(self.layout.padded_numel) if self._pool is not None else self._new_memory()
             self._views = [
-                self._memory.narrow(0, offset, numel)
-                for offset, numel in zip(self.layout.offsets, self.layout.numels, strict=True)
+                self._memory.narrow(0, offset, numel).view(shape)
+                for offset, numel, shape in zip(self.layout.offsets, self.layout.numels, self._shapes, strict=True)
             ]
         elif self.state is BucketState.REDUCED:  # [Note: a second reduction in a step]
             self._memory[: self._kept[0]].zero_()
             self._memory[self._kept[1] :].zero_()
-            self._holds = [True] * len(self._holds)
+            self._held = set(range(len(self._views)))
 
     def _new_memory(self) -> Tensor:
         assert self._allocate is not None
@@ -207,7 +254,7 @@ class Bucket:
 
     def _close(self) -> None:
         """Nothing of this rank's own is in the buffer any more; a borrowed one goes back."""
-        self._holds = [False] * len(self._holds)
+        self._held = set()
         if self._pool is not None and self._memory is not None:
             self._pool.give(self._memory, self._busy)
             self._memory = self._busy = None
@@ -216,6 +263,21 @@ class Bucket:
     def _move(self, to: BucketState) -> None:
         assert (self.state, to) in LEGAL_MOVES, (self.state, to)
         self.state = to
+
+
+def _set(views: list[Tensor], grads: list[Tensor], factor: float) -> None:
+    """view = factor * grad, for all of them."""
+    if len(views) == 1 and views[0].dtype == grads[0].dtype:  # one pass over a large gradient
+        torch.mul(grads[0], factor, out=views[0])
+        return
+    torch._foreach_copy_(views, grads)
+    if factor != 1.0:
+        torch._foreach_mul_(views, factor)
+
+
+def _add(views: list[Tensor], grads: list[Tensor], factor: float) -> None:
+    """view += factor * grad, for all of them."""
+    torch._foreach_add_(views, grads, alpha=factor)
 
 
 class BucketPool:

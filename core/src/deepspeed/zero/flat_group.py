@@ -4,14 +4,14 @@ Built by a `Sharding` when it is attached. Legend: N padded numel of the unit, S
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.zero.layout import Fragment, UnitLayout
-from deepspeed.zero.param_unit import ParamUnit
+from deepspeed.zero.param_unit import ParamUnit, shape_of
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.unit_ranks import UnitRanks
 
@@ -23,14 +23,13 @@ class ParamShard:
     index: int  # of the parameter among all attached ones
     param_group: int  # of the optimizer
     fragment: Fragment
-    weight: Tensor  # the model's own memory of this fragment, 1-D or the parameter itself
+    weight: Tensor  # the model's own memory of this fragment, in the shape of `master`
     master: Tensor  # what the optimizer holds; the memory of `weight` unless that has low precision or is elsewhere
-    grad: Tensor | None  # the reduced gradient, 1-D; set by the stage
+    grad: Tensor | None  # the reduced gradient, in the shape of `master`; set by the stage
+    has_master: bool = field(init=False)  # the optimizer works on a copy, in higher precision or in host memory
 
-    @property
-    def has_master(self) -> bool:
-        """Whether the optimizer works on a copy, in higher precision or in host memory."""
-        return self.master.data_ptr() != self.weight.data_ptr() or self.master.device != self.weight.device
+    def __post_init__(self) -> None:
+        self.has_master = self.master.data_ptr() != self.weight.data_ptr() or self.master.device != self.weight.device
 
 
 class FlatGroup:
@@ -68,6 +67,7 @@ class FlatGroup:
         unit: ParamUnit | None = None,
     ) -> None:
         self.params = list(params)
+        self.shapes = [shape_of(param) for param in params]
         self.unit = unit
         self.first_index = first_index
         self.param_group = param_group
@@ -117,7 +117,7 @@ class FlatGroup:
         master = weight if self.master_S is None else self._slice(self.master_S, fragment)
         if is_whole:
             assert fragment.numel == param.numel(), fragment
-            master = master.view(param.shape)
+            weight, master = weight.view(param.shape), master.view(param.shape)
         return ParamShard(index, self.param_group, fragment, weight, master.detach(), None)
 
     def _initial(self, fragment: Fragment) -> Tensor:

@@ -111,6 +111,7 @@ class Holding:
         return Bucket(
             index,
             group.layout,
+            shapes=group.shapes,
             memory=lambda: self._gradients[index],
             result=everything,
             kept=everything if group.ranks.rank == 0 else (0, 0),

@@ -34,6 +34,7 @@ class Stage1(Sharding):
         return Bucket(
             index,
             group.layout,
+            shapes=group.shapes,
             memory=lambda: self._gradients[index],
             result=shard,
             kept=shard,

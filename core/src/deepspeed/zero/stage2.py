@@ -52,6 +52,7 @@ class Stage2(Stage1):
         return Bucket(
             index,
             group.layout,
+            shapes=group.shapes,
             pool=self._pool(self._accumulation_dtype(group.dtype), group.device),
             result=shard,
             kept=shard,

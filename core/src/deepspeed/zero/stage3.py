@@ -6,6 +6,7 @@ Small ones (`stage3_param_persistence_threshold`) stay whole and are treated as 
 fp32 and in low precision, and the largest working set (ZeRO, arXiv 1910.02054, section 5.3: P_os+g+p).
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -46,7 +47,6 @@ class Stage3(Stage2):
         self.module_units = ModuleUnits(
             Module(), self.unit_groups, self.partitioning, device=None, dtype=None
         )  # none yet
-        self._unit_of_param: list[ParamUnit | None] = []  # by attached parameter
 
     @property
     def units(self) -> list[ParamUnit]:
@@ -98,7 +98,12 @@ class Stage3(Stage2):
 
     def _finish_groups(self) -> None:
         super()._finish_groups()
-        self._unit_of_param = [unit_of(param) for param in self.params]
+        self._hooks += [
+            param.register_post_accumulate_grad_hook(_arrival_hook(weakref.ref(self), group.unit))
+            for group in self.groups
+            if group.unit is not None
+            for param in group.params
+        ]
         self.module_units.create_rest(self.params)
         if self.hooks is not None:
             self.hooks.remove()
@@ -122,19 +127,15 @@ class Stage3(Stage2):
 
     def _begin_backward(self, by_user: bool) -> None:
         super()._begin_backward(by_user)
-        for each in self.units:
-            each.num_missing = 0
-        for unit in self._unit_of_param:
-            if unit is not None:
-                unit.num_missing += 1
+        for group in self.groups:
+            if group.unit is not None:
+                group.unit.num_missing = len(group.params)
 
-    def _take_gradient(self, index: int, param: Tensor) -> None:
-        super()._take_gradient(index, param)
-        unit = self._unit_of_param[index]
-        if unit is not None:
-            unit.num_missing -= 1
-            if unit.num_missing <= 0 and unit.num_users == 0:
-                self.fetcher.drop(unit)
+    def _note_arrival(self, unit: ParamUnit) -> None:
+        """A gradient of the unit was taken; after the last one the unit is dropped."""
+        unit.num_missing -= 1
+        if unit.num_missing <= 0 and unit.num_users == 0:
+            self.fetcher.drop(unit)
 
     def _end_backward(self) -> None:
         super()._end_backward()
@@ -196,4 +197,13 @@ class Stage3(Stage2):
                 each.install_again()
         super().destroy()
         self.module_units.destroy()
-        self._unit_of_param = []
+
+
+def _arrival_hook(stage: "weakref.ref[Stage3]", unit: ParamUnit) -> Callable[[Tensor], None]:
+    """Called after the hook that takes the gradient of a parameter of `unit`."""
+
+    def arrive(param: Tensor) -> None:
+        if (owner := stage()) is not None:
+            owner._note_arrival(unit)
+
+    return arrive

@@ -89,13 +89,14 @@ class Sharding(Holding):
         self._used_anywhere: list[bool] = []
         self._launched = 0
         self._reduces = False
+        self._launches_early = False  # when they are full, not when the backward is over
         self._adds_up = False  # there are gradients of an earlier backward of this step
         self._refusal: Exception | None = None
+        self._inspects = False  # every gradient of this backward, not only one that is sparse or has a graph
         self._shown = ShownGradients()
         self._max_in_flight = self.placement.max_in_flight
         self._in_flight: deque[Bucket] = deque()
         self._is_launched = True  # no gradient waits on this rank for its reduction
-        self._factor = 1.0
         self._norm: float | None = None
         self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
         self._broken_by: str | None = None  # the error that ended an update before all weights were updated
@@ -234,43 +235,40 @@ class Sharding(Holding):
             self._allocate_gradients()
         self._adds_up = any(self._used)
         self._refusal = plan.refusal
+        self._inspects = plan.refusal is not None or self._rows is not None
         self._reduces = plan.reduces or self.reduces_always
-        self._factor = plan.factor * self._before_sum
+        self._launches_early = self._reduces and self.options.overlap
         self._launched = 0
         self._is_launched = False
         self._norm = None
         for bucket in self.buckets:
-            bucket.begin_backward()
+            bucket.begin_backward(plan.factor * self._before_sum)
         for param in self.params:
             param.grad = None  # what it shows is the sum of the last backward, which lives in its bucket
 
-    def _take_gradient(self, index: int, param: Tensor) -> None:
-        """Hook: autograd has put the gradient of one parameter into `param.grad`."""
+    def _launch_full(self) -> None:
+        """Launch the buckets that are full, as far as all before them are."""
+        while self._launched < len(self.buckets) and not self.buckets[self._launched].num_missing:
+            self._launch_next()
+
+    def _open_from_hook(self) -> None:
+        """The first gradient of a backward that no output of the forward has seen begin."""
+        self.window.abort_if_left()
+        if self._shown:  # autograd has just added into the bucket's own memory
+            raise StateError(
+                "backward: found a second backward before step() that does not pass through the engine's outputs; "
+                "add the losses up and call engine.backward(loss) once"
+            )
+        self.window.open_from_autograd()
+
+    def _inspected(self, index: int, grad: Tensor) -> Tensor:
+        """The gradient of one parameter as its bucket takes it: dense, without a graph."""
         if self._refusal is not None:
             raise self._refusal
-        grad = param.grad
-        assert grad is not None
-        param.grad = None
-        self.window.abort_if_left()
-        if not self.window.is_open:
-            if self._shown:  # autograd has just added into the bucket's own memory
-                raise StateError(
-                    "backward: found a second backward before step() that does not pass through the engine's outputs; "
-                    "add the losses up and call engine.backward(loss) once"
-                )
-            self.window.open_from_autograd()
-        if grad.requires_grad:  # of a backward with create_graph=True; the step needs no graph
-            grad = grad.detach()
+        grad = grad.detach()  # of a backward with create_graph=True; the step needs no graph
         if self._rows is not None:
-            self._rows.note(index, grad, self._name_of(param))
-        if grad.is_sparse:  # of an embedding with sparse=True; its bucket is dense
-            grad = grad.to_dense()
-        self._used[index] = True
-        bucket, param_of_bucket = self._places[index]
-        bucket.write(param_of_bucket, grad, self._factor)
-        if self._reduces and self.options.overlap:
-            while self._launched < len(self.buckets) and self.buckets[self._launched].num_missing == 0:
-                self._launch_next()
+            self._rows.note(index, grad, self._name_of(self.params[index]))
+        return grad.to_dense() if grad.is_sparse else grad  # of an embedding with sparse=True
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
@@ -293,6 +291,9 @@ class Sharding(Holding):
         if self._reduces:
             self._launch_rest_or_abandon()
             self._after_launch()
+        else:
+            for bucket in self.buckets:
+                bucket.flush()
         for name, param in self._others:
             if param.grad is not None:
                 warn_once(
@@ -496,6 +497,7 @@ class Sharding(Holding):
         self.optimizer = self._updates = self._rows = None
         self.groups, self.params, self.buckets, self._places = [], [], [], []
         self._gradients, self._reduced = [], []
+        self._shown = ShownGradients()
 
     @contextmanager
     def among_peers(self) -> Iterator[None]:
@@ -586,10 +588,25 @@ class Sharding(Holding):
 
 
 def _gradient_hook(sharding: "weakref.ref[Sharding]", index: int) -> Callable[[Tensor], None]:
-    """The parameter `index` holds the hook; an engine that nothing else refers to is not kept alive by it."""
+    """Called when autograd has put the gradient of the parameter `index` into `param.grad`.
+
+    It runs for every parameter in every backward, so it only keeps the gradient and counts. The parameter holds it; an
+    engine that nothing else refers to is not kept alive by it.
+    """
 
     def take(param: Tensor) -> None:
-        if (owner := sharding()) is not None:
-            owner._take_gradient(index, param)
+        owner = sharding()
+        if owner is None:
+            return
+        grad: Any = param.grad
+        param.grad = None
+        if not owner.window.is_running:
+            owner._open_from_hook()
+        if owner._inspects or grad.requires_grad or grad.is_sparse:
+            grad = owner._inspected(index, grad)
+        owner._used[index] = True
+        bucket, place = owner._places[index]
+        if bucket.write(place, grad) and owner._launches_early:
+            owner._launch_full()
 
     return take

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from deepspeed.zero import bucket as bucket_module
 from deepspeed.zero.bucket import LEGAL_MOVES, Bucket, BucketPool, BucketState
 from deepspeed.zero.layout import UnitLayout
 
@@ -66,14 +67,17 @@ class Allocator:
         return torch.full((numel,), 7.0)
 
 
-def make_bucket(*numels, kept=None, world_size=1, rank=0, pool=None, wire_dtype=None, keep=None):
+def make_bucket(*numels, kept=None, world_size=1, rank=0, pool=None, wire_dtype=None, keep=None, shapes=None):
     """A bucket of a unit, and its buffer; with several ranks it is that of stage 1."""
     layout = UnitLayout.single(numels) if world_size == 1 else UnitLayout.even(numels, world_size)
     home = torch.full((layout.padded_numel,), 7.0)  # what was there before must not matter
     shard = layout.shard(rank)
     memory = (lambda: home) if pool is None else None
     kept = shard if kept is None else kept
-    bucket = Bucket(3, layout, memory=memory, pool=pool, result=shard, kept=kept, wire_dtype=wire_dtype, keep=keep)
+    shapes = shapes or [(numel,) for numel in numels]
+    bucket = Bucket(
+        3, layout, shapes=shapes, memory=memory, pool=pool, result=shard, kept=kept, wire_dtype=wire_dtype, keep=keep
+    )
     return bucket, home
 
 
@@ -81,7 +85,7 @@ def fill(bucket, *values):
     bucket.begin_backward()
     for param, value in enumerate(values):
         if value is not None:
-            bucket.write(param, torch.full((bucket.layout.numels[param],), float(value)), 1.0)
+            bucket.write(param, torch.full((bucket.layout.numels[param],), float(value)))
 
 
 def test_the_moves_in_order():
@@ -103,7 +107,7 @@ def test_the_moves_in_order():
 
 #: what is called to get from a state to another one
 DEEDS = {
-    FILLING: lambda bucket: bucket.write(0, torch.ones(2), 1.0),
+    FILLING: lambda bucket: bucket.write(0, torch.ones(2)),
     REDUCING: lambda bucket: bucket.launch(Peers()),
     REDUCED: lambda bucket: bucket.finish(),
     EMPTY: lambda bucket: bucket.abandon(),
@@ -132,29 +136,60 @@ def test_every_legal_move_is_made_and_no_other(source, target, pooled):
             DEEDS[target](bucket)
 
 
-def test_a_write_multiplies_and_casts():
-    grad = torch.arange(6, dtype=torch.float64).view(2, 3).t().contiguous().t()  # not contiguous
-    bucket, home = make_bucket(1, 6)
-    bucket.write(1, grad, 0.5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_multiplied_cast_and_added(dtype):
+    grad = torch.arange(6, dtype=dtype).view(2, 3).t().contiguous().t()  # not contiguous
+    bucket, home = make_bucket(1, 6, shapes=[(), (2, 3)])
+    bucket.begin_backward(0.5)
+    bucket.write(1, grad)
+    bucket.flush()
     assert home[1:].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-    bucket.write(1, grad, 0.5)
-    assert home[1:].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    bucket.write(1, grad)
+    bucket.write(0, torch.tensor(4.0, dtype=dtype))
+    bucket.flush()
+    assert home.tolist() == [2.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_small_gradients_wait_for_each_other():
+    bucket, home = make_bucket(1, 1, 1)
+    fill(bucket, 1, 2)
+    assert home.tolist() == [7.0] * 3, "not worth an operation yet"
+    bucket.write(0, torch.ones(1))
+    assert home.tolist() == [2.0, 2.0, 7.0], "a second gradient of a parameter is added to the first"
+    bucket.write(2, torch.full((1,), 3.0))
+    assert home.tolist() == [2.0, 2.0, 3.0], "the bucket is full"
+
+
+def test_a_large_gradient_waits_for_none():
+    bucket, home = make_bucket(bucket_module.FLUSH_NUMEL, 1)
+    bucket.begin_backward(0.5)
+    bucket.write(0, torch.ones(bucket_module.FLUSH_NUMEL))
+    assert home.sum() == bucket_module.FLUSH_NUMEL / 2 + 7.0
+
+
+def test_gradients_that_wait_are_dropped_with_the_others():
+    bucket, home = make_bucket(1, 1)
+    fill(bucket, 1)
+    bucket.abandon()
+    fill(bucket, None, 2)
+    bucket.launch(Peers())
+    assert home.tolist() == [0.0, 2.0]
 
 
 def test_num_missing_counts_each_parameter_once():
     bucket, _ = make_bucket(1, 1)
     fill(bucket, 1, None)
     assert bucket.num_missing == 1
-    bucket.write(0, torch.ones(1), 1.0)
+    bucket.write(0, torch.ones(1))
     assert bucket.num_missing == 1
-    bucket.write(1, torch.ones(1), 1.0)
+    bucket.write(1, torch.ones(1))
     assert bucket.num_missing == 0
 
 
 @pytest.mark.parametrize("layout", [UnitLayout.even([2, 1], 2), UnitLayout.whole([2, 1], 2)])
 def test_what_has_no_gradient_and_what_no_parameter_covers_contributes_zero(layout):
     home = torch.full((layout.padded_numel,), 7.0)
-    bucket = Bucket(0, layout, memory=lambda: home, result=(0, 2), kept=(0, 2), wire_dtype=None)
+    bucket = Bucket(0, layout, shapes=[(2,), (1,)], memory=lambda: home, result=(0, 2), kept=(0, 2), wire_dtype=None)
     peers = Peers()
     fill(bucket, None, 3)
     bucket.launch(peers)
@@ -232,7 +267,7 @@ def test_a_late_gradient_is_reduced_a_second_time(kept, second, is_finished):
     if is_finished:  # early, while the backward goes on
         bucket.finish()
     assert not bucket.is_late
-    bucket.write(0, torch.tensor([5.0]), 1.0)
+    bucket.write(0, torch.tensor([5.0]))
     assert bucket.is_late
     assert (bucket.state, peers.waits) == (FILLING, 1)
     bucket.launch(peers)
@@ -256,7 +291,7 @@ def test_clear_forgets_and_waits_for_what_is_in_flight():
     peers = Peers()
     fill(bucket, 1)
     bucket.launch(peers)
-    bucket.write(0, torch.ones(1), 1.0)
+    bucket.write(0, torch.ones(1))
     bucket.launch(peers)
     bucket.clear()
     assert (bucket.state, bucket.is_late, peers.waits) == (EMPTY, False, 2)
@@ -298,7 +333,13 @@ def test_memory_is_made_at_the_first_write_and_dropped_by_release():
     made = []
     layout = UnitLayout.single([2])
     bucket = Bucket(
-        0, layout, memory=lambda: made.append(torch.zeros(2)) or made[-1], result=(0, 2), kept=(0, 2), wire_dtype=None
+        0,
+        layout,
+        shapes=[(2,)],
+        memory=lambda: made.append(torch.zeros(2)) or made[-1],
+        result=(0, 2),
+        kept=(0, 2),
+        wire_dtype=None,
     )
     bucket.begin_backward()
     assert not made
@@ -354,10 +395,10 @@ def test_a_sum_that_is_kept_elsewhere_is_passed_with_its_work():
     assert log == ["keep", "reduced"]
     assert keeper.kept[0][0] == bucket.index == 3
     assert keeper.kept[0][1].tolist() == [1.0, 1.0, 2.0]
-    bucket.write(0, torch.ones(2), 1.0)  # late
+    bucket.write(0, torch.ones(2))  # late
     assert log == ["keep", "reduced", "copied"], "the memory is written when its copy is done"
     assert home.tolist() == [2.0, 2.0, 2.0], "this rank goes on adding to it"
-    bucket.write(1, torch.ones(1), 1.0)
+    bucket.write(1, torch.ones(1))
     assert log.count("copied") == 1
 
 
@@ -395,7 +436,7 @@ def test_a_borrowed_buffer_contributes_only_what_is_new():
     peers = Peers(others=10.0)
     fill(bucket, 1, 2)
     bucket.launch(peers)
-    bucket.write(0, torch.tensor([5.0]), 1.0)  # late: the sum was taken out of the buffer
+    bucket.write(0, torch.tensor([5.0]))  # late: the sum was taken out of the buffer
     bucket.launch(peers)
     bucket.finish()
     bucket.launch(peers)  # another rank's was late
