@@ -63,12 +63,13 @@ def host_numbers(**values: Any) -> dict[str, float] | None:
     return values
 
 
-def host_step_count(state: dict[str, Any]) -> Tensor:
-    """`state["step"]` as operators count it: a 0-D fp32 tensor on the host, whatever a checkpoint held."""
-    step = state["step"]
-    if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu or step.dim():
-        step = state["step"] = torch.tensor(float(step), dtype=torch.float32)
-    return step
+def host_step_counts(states: list[dict[str, Any]]) -> list[Tensor]:
+    """`state["step"]` of each as operators count it: a 0-D fp32 tensor on the host, whatever a checkpoint held."""
+    steps = [state["step"] for state in states]
+    for index, step in enumerate(steps):
+        if type(step) is not Tensor or step.dtype is not torch.float32 or not step.is_cpu or step.dim():
+            steps[index] = states[index]["step"] = torch.tensor(float(step), dtype=torch.float32)
+    return steps
 
 
 class KernelOptimizer(ReferenceOptimizer):
@@ -109,7 +110,7 @@ class KernelOptimizer(ReferenceOptimizer):
 
     def has_one_pass(self, group: dict[str, Any]) -> bool:
         kernel = self._kernel(self.kernel_numbers(group))
-        return kernel is not None and kernel.takes(group["params"])
+        return kernel is not None and kernel.takes(group["params"][:1])  # `update_one_pass` checks them all
 
     def update_one_pass(
         self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
@@ -127,7 +128,10 @@ class KernelOptimizer(ReferenceOptimizer):
     def _update(
         self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
     ) -> None:
-        states = [self._state_of(param, group) for param in params]
+        states = [self.state[param] for param in params]
+        for param, state in zip(params, states, strict=True):
+            if not state:
+                state.update(self.create_state(param, group))
         numbers = self.kernel_numbers(group)
         kernel = self._kernel(numbers)
         if kernel is None or numbers is None:
@@ -142,7 +146,7 @@ class KernelOptimizer(ReferenceOptimizer):
             params, grads, copies, *moments = _pick([params, grads, copies, *moments], taken)
             states = [states[index] for index in taken]
         if params:
-            lists = [params, grads, *moments, [host_step_count(state) for state in states], copies]
+            lists = [params, grads, *moments, host_step_counts(states), copies]
             self.run_kernel(kernel.operator, lists, {**numbers, "grad_scale": scale})
             # for autograd: a graph that saved a weight then refuses to run backward through the new one
             torch.autograd.graph.increment_version([*params, *copies])
@@ -155,12 +159,6 @@ class KernelOptimizer(ReferenceOptimizer):
         self.update_reference(params, grads, group)
         for copy, param in zip(copies, params, strict=bool(copies)):
             copy.copy_(param)
-
-    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = self.state[param]
-        if not state:
-            state.update(self.create_state(param, group))
-        return state
 
 
 def _not_taken(kernel: StepKernel, lists: list[list[Tensor]], moments: list[list[Tensor]]) -> list[int]:

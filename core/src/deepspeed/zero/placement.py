@@ -92,7 +92,7 @@ class Placement:
 
         Empty where the master weights themselves are what the weights become.
         """
-        return [shard.weight.view_as(shard.master) for shard in shards if shard.has_master]
+        return [shard.weight for shard in shards if shard.has_master]
 
     def send(self, shards: Sequence[ParamShard], copies: Sequence[Tensor]) -> None:
         """The master weights of `shards` and their `copies` are final: bring them into the weights."""

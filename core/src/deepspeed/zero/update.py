@@ -51,6 +51,8 @@ class OptimizerUpdate:
         self._placement = placement or Placement()
         self._batches = batches
         self._used = used
+        self._used_before: list[bool] = []  # in the last step
+        self._calls: list[list[list[ParamShard]]] = []  # by batch and group of the optimizer: what is updated
 
     def step(self, scale: float) -> Iterator[Batch]:
         """Update one batch after the other and yield it when its weights are final.
@@ -62,26 +64,30 @@ class OptimizerUpdate:
         all_params = [group["params"] for group in groups]
         one_pass = self._optimizer if takes_one_pass(self._optimizer) else None
         widened: Tensor | None = None
+        if self._used != self._used_before:
+            self._calls = [self._used_of(batch, len(groups)) for batch in self._batches]
+            self._used_before = list(self._used)
         try:
-            for batch in self._batches:
-                shards = [shard for shard in batch.shards if self._used[shard.index]]
-                if shards:
-                    by_group = [
-                        [shard for shard in shards if shard.param_group == index] for index in range(len(groups))
-                    ]
-                    for group, its_shards in zip(groups, by_group, strict=True):
-                        group["params"] = [shard.master for shard in its_shards]
-                    copies = [self._placement.copies(its_shards) for its_shards in by_group]
+            for batch, by_group in zip(self._batches, self._calls, strict=True):
+                if any(by_group):
+                    for group, shards in zip(groups, by_group, strict=True):
+                        group["params"] = [shard.master for shard in shards]
+                    copies = [self._placement.copies(shards) for shards in by_group]
                     if one_pass is not None:
                         one_pass.step(one_pass=_one_pass(by_group, copies, scale))
                     else:
                         widened = self._step_widened(by_group, copies, scale, widened)
-                    for its_shards, its_copies in zip(by_group, copies, strict=True):
-                        self._placement.send(its_shards, its_copies)
+                    for shards, its_copies in zip(by_group, copies, strict=True):
+                        self._placement.send(shards, its_copies)
                 yield batch
         finally:
             for group, params in zip(groups, all_params, strict=True):
                 group["params"] = params
+
+    def _used_of(self, batch: Batch, num_groups: int) -> list[list[ParamShard]]:
+        """The shards of a batch that are updated, by group of the optimizer."""
+        used = [shard for shard in batch.shards if self._used[shard.index]]
+        return [[shard for shard in used if shard.param_group == index] for index in range(num_groups)]
 
     def _step_widened(
         self, by_group: list[list[ParamShard]], copies: list[list[Tensor]], scale: float, widened: Tensor | None
