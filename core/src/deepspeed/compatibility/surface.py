@@ -125,8 +125,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "stage 3",
             D,
-            "The same losses as plain torch. hpZ, MiCS and offload of parameters are refused; a parameter is reduced "
-            "in the bucket of its module.",
+            "The same losses as plain torch. MiCS acts; hpZ and offload of parameters are refused; a parameter is "
+            "reduced in the bucket of its module.",
         ),
         (
             "zero_quantized_weights, zero_quantized_gradients",
@@ -156,7 +156,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ),
         ("deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig", W, "As documented."),
         ("deepspeed.zero.TiledLinear", W, "`TiledLinearReturnBias` too."),
-        ("deepspeed.runtime.zero.mics.MiCS_Init", N, "MiCS is not in this version."),
+        ("deepspeed.runtime.zero.mics.MiCS_Init", N, "`deepspeed.zero.Init` serves; `mics_shard_size` acts."),
         (
             "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
             D,

@@ -14,7 +14,7 @@ from deepspeed.config.enums import OffloadDeviceEnum
 
 _NVME = quiet("offload to nvme only")
 _OFFLOAD = quiet("offload only")
-_LATER = refused("hpZ and MiCS are not in this version")
+_LATER = refused("hpZ is not in this version")
 
 
 def _whole(value: Any) -> Any:
@@ -251,8 +251,15 @@ class ZeroConfig(Section):
         "Error feedback of quantized gradients (LoCo).",
         support=refused("gradients are quantized without error feedback in this version"),
     )
-    mics_shard_size: Int = key(-1, "Ranks of a MiCS shard group; -1: off.", unit="ranks", support=_LATER)
-    mics_hierarchical_params_gather: Flag = key(False, "Gather inside a node first.", support=_LATER)
+    mics_shard_size: Int = key(
+        -1,
+        "MiCS: ranks over which stage 3 shards a copy of the model; a divisor of the ranks that average a gradient. "
+        "-1: all.",
+        unit="ranks",
+    )
+    mics_hierarchical_params_gather: Flag = key(
+        False, "Gather inside a node first.", support=quiet("one all-gather serves a shard group")
+    )
 
     moved: ClassVar[dict[str, tuple[str, str]]] = {
         "cpu_offload": ("offload_optimizer.device", "true means cpu"),

@@ -182,7 +182,9 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     "gradient_accumulation_steps": lambda engine: engine.schedule.num_steps,
     "is_deepcompile_active": lambda engine: False,  # DeepCompile is refused
     "is_elastic_model_parallel_supported": lambda engine: False,
-    "is_first_weights_partition_group": lambda engine: False,  # weights are not partitioned
+    "is_first_weights_partition_group": lambda engine: (
+        engine.sharding.stage == 3 and engine.sharding.unit_groups.is_first_copy
+    ),
     "is_gradient_accumulation_boundary": lambda engine: engine.schedule.is_boundary(),
     "loss_scale": lambda engine: engine.precision.loss_scaler.loss_scale,
     "pld_params": lambda engine: False,

@@ -139,7 +139,7 @@ def initialize(
     refuse_sharded(module, zero.stage)
     leaf = zero.leaf_module
     mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
-    units = unit_groups(mesh, module)
+    units = unit_groups(mesh, module, has_copies=zero.mics_shard_size > 0)
     sharding = _create_sharding(settings, precision, basic_optimizer, mesh, units, placement, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     training = Training(
@@ -233,7 +233,12 @@ def _start_communication(dist_init_required: bool | None, port: int) -> None:
 def _split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
     """The mesh with the copies of the weights that MiCS or hpZ asks for."""
     asked = [("mics_shard_size", zero.mics_shard_size, 0), ("zero_hpz_partition_size", zero.zero_hpz_partition_size, 1)]
-    given = [(name, size) for name, size, off in asked if size > off and zero.stage == 3]
+    given = [(name, size) for name, size, off in asked if size > off]
+    if given and zero.stage != 3:
+        raise ConfigError(
+            f"zero_optimization.{given[0][0]}: found {given[0][1]} with stage {zero.stage}; it divides sharded "
+            "parameters among ranks, so use stage 3, or omit it"
+        )
     if len(given) > 1:
         raise ConfigError(
             f"zero_optimization: found {' and '.join(f'{name} {size}' for name, size in given)}; each divides the "

@@ -13,8 +13,8 @@ class Stage0(Sharding):
     """Every rank holds parameters, gradients and optimizer state whole; 16 bytes per parameter in fp32."""
 
     def _norm_part(self) -> list[Tensor]:
-        parts = zip(self.groups, self._reduced, strict=True)
-        return [grads.tensor_split(group.ranks.world_size)[group.ranks.rank] for group, grads in parts]
+        units = self._reduced_units()
+        return [grads.tensor_split(group.ranks.world_size)[group.ranks.rank] for group, grads in units]
 
     def _counts(self, group: FlatGroup) -> bool:
         return group.ranks.rank == 0

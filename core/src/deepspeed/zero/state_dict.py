@@ -47,13 +47,19 @@ class SavedGroup:
         self.place = {param: position for position, param in enumerate(self.params)}
         self.numels = [shape_of(sharding.params[param]).numel() for param in self.params]
         self.shards: list[ParamShard] = []  # of this rank
-        self.here: list[Run] = []
+        self.here: list[Run] = []  # of every copy of the weights
+        self.first_copy: list[Run] = []
         used: dict[int, int] = {}  # elements, by owner
         for group in sharding.groups:
             if group.first_index in self.place:
                 for each in group.layout.fragments:
                     param, offset = self.place[group.first_index + each.param], used.get(each.owner, 0)
-                    self.here.append(Run(param, each.param_start, each.numel, each.owner, offset))
+                    runs = [
+                        Run(param, each.param_start, each.numel, holder, offset)
+                        for holder in group.ranks.holders(each.owner)
+                    ]
+                    self.here += runs
+                    self.first_copy.append(runs[0])
                     used[each.owner] = offset + each.numel
                 self.shards += group.shards
         self.numel_here = sum(shard.fragment.numel for shard in self.shards)
@@ -85,7 +91,7 @@ class SavedGroup:
             if value is not None:
                 flat[start : start + shard.fragment.numel].copy_(value.detach().reshape(-1))
             start += shard.fragment.numel
-        return redistribute(flat, self.here, self.in_file, self.numel_in_file, self._ranks)
+        return redistribute(flat, self.first_copy, self.in_file, self.numel_in_file, self._ranks)
 
     def from_file(self, part_T: Tensor) -> list[Tensor]:
         """One 1-D tensor per shard of this rank."""
@@ -272,12 +278,14 @@ def load_parts(unit: ParamUnit, parts: list[Tensor]) -> None:
     """Fill a unit from this rank's part of each of its parameters, as `saved_part` gave it. A collective."""
     layout = unit.layout
     runs = [
-        Run(each.param, each.param_start, each.numel, each.owner, each.start - layout.shard(each.owner)[0])
+        Run(each.param, each.param_start, each.numel, holder, each.start - layout.shard(each.owner)[0])
         for each in layout.fragments
+        for holder in unit.unit_ranks.holders(each.owner)
     ]
     flat = torch.cat([part.reshape(-1).to(unit.shard_S) for part in parts])
-    before = in_parameters(layout.numels, unit.ranks.world_size)
-    unit.shard_S.copy_(redistribute(flat, before, runs, unit.shard_S.numel(), unit.ranks))
+    everyone = unit.unit_ranks.everyone
+    before = in_parameters(layout.numels, everyone.world_size)
+    unit.shard_S.copy_(redistribute(flat, before, runs, unit.shard_S.numel(), everyone))
 
 
 def whole_of_parts(part: Tensor, shape: torch.Size, ranks: GroupBackend) -> Tensor:

@@ -45,6 +45,7 @@ from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.gradient_norm import square_sum_of_own_parts, sum_over_model
 from deepspeed.zero.holding import Holding, ShardingOptions
+from deepspeed.zero.replica_sum import ReplicaSum
 from deepspeed.zero.shown_gradients import ShownGradients
 from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.update import OptimizerUpdate
@@ -94,6 +95,7 @@ class Sharding(Holding):
         self._refusal: Exception | None = None
         self._inspects = False  # every gradient of this backward, not only one that is sparse or has a graph
         self._shown = ShownGradients()
+        self._replica_sum = ReplicaSum(options.wire_dtype)
         self._max_in_flight = self.placement.max_in_flight
         self._in_flight: deque[Bucket] = deque()
         self._is_launched = True  # no gradient waits on this rank for its reduction
@@ -118,11 +120,11 @@ class Sharding(Holding):
 
     def _norm_part(self) -> list[Tensor]:
         """The gradients whose squares this rank adds up: those of its shards."""
-        return self._reduced
+        return [group.ranks.counted(grads) for group, grads in self._reduced_units()]
 
     def _counts(self, group: FlatGroup) -> bool:
         """Whether this rank, among those that hold the same gradients of a unit, adds them to the norm."""
-        return True
+        return group.ranks.replicas is None or group.ranks.replicas.rank == 0
 
     def _after_launch(self) -> None:
         """Every bucket of this backward was launched; nobody reads gradients before the step, so they go on."""
@@ -233,6 +235,7 @@ class Sharding(Holding):
         self._shown.forget()
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
+        self._replica_sum.reopen(self._reduced_units())
         self._adds_up = any(self._used)
         self._refusal = plan.refusal
         self._inspects = plan.refusal is not None or self._rows is not None
@@ -377,7 +380,15 @@ class Sharding(Holding):
                     bucket.launch(partial(self._reduce, bucket))
         if self._rows is not None:
             self.backend.all_reduce(self._rows.marks).wait()
+        if self.unit_groups.dense.replicas is not None and any(self._used_anywhere):
+            self._replica_sum.add_up(self._reduced_units())
+            self.placement.gradients_changed()
+            facts[0] = self._sum_over_ranks([self._local_square_sum()])[0]
         return facts
+
+    def _reduced_units(self) -> Iterator[tuple[FlatGroup, Tensor]]:
+        """The units, with this rank's reduced gradients of each."""
+        return zip(self.groups, self._reduced, strict=True)
 
     def _refuse_unused(self) -> None:
         unused = [
@@ -463,6 +474,7 @@ class Sharding(Holding):
         for bucket in self.buckets:
             bucket.clear()
         self.placement.forget()
+        self._replica_sum.forget()
         if self._rows is not None:
             self._rows.clear()
         for index, param in enumerate(self.params):

@@ -40,6 +40,11 @@ class UnitGroups:
         """Whether ranks hold different experts."""
         return any(ranks.num_parts > 1 for ranks in self.experts.values())
 
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank holds shards of the first copy of the weights; true where there is one copy."""
+        return self.dense.replicas is None or self.dense.replicas.rank == 0
+
     def refuse_divided_experts(self, asked: str) -> None:
         """Called before a save or a load, which knows no experts yet.
 
@@ -62,8 +67,11 @@ class UnitGroups:
             yield from (each for each in (ranks.everyone, ranks.shards, ranks.replicas) if each is not None)
 
 
-def unit_groups(mesh: Mesh, module: Module) -> UnitGroups:
+def unit_groups(mesh: Mesh, module: Module, *, has_copies: bool = False) -> UnitGroups:
     """The groups of the units of `module`. A collective, which makes the groups of experts that are not there yet.
+
+    Args:
+        has_copies: the weights are sharded over `mesh.shard_group()`, with a copy in each (MiCS); else over all ranks.
 
     Raises:
         ConfigError: on every rank, if ranks mark different parameters as experts; for a mark without a group.
@@ -73,7 +81,20 @@ def unit_groups(mesh: Mesh, module: Module) -> UnitGroups:
     check_same({"the parameters of experts, with their group_name,": str(marks)}, data_group)
     sizes = expert_sizes(module)
     dense = UnitRanks.over(group_backend(data_group))
+    if has_copies and mesh.size("dp_replicate") > 1:
+        dense = _in_copies(mesh, dense.everyone)
     return UnitGroups(dense, {name: _of_experts(mesh, size, dense) for name, size in sizes.items()})
+
+
+def _in_copies(mesh: Mesh, everyone: GroupBackend) -> UnitRanks:
+    members = mesh.ranks("dp", "sp")
+    lines = [line for line in mesh.layout.lines("dp_shard", "sp") if line[0] in members]
+    return UnitRanks(
+        shards=group_backend(mesh.shard_group()),
+        everyone=everyone,
+        replicas=group_backend(mesh.replicate_group()),
+        copies=tuple(tuple(map(members.index, line)) for line in lines),
+    )
 
 
 def _of_experts(mesh: Mesh, ep_size: int, dense: UnitRanks) -> UnitRanks:

@@ -32,12 +32,14 @@ class UnitRanks:
         shards: hold the shards of one copy of the weights.
         everyone: hold the same parameters, whose gradients are summed over them.
         replicas: hold the same shard, one in each copy; None: there is one copy.
+        copies: by copy and shard, the rank of its holder within `everyone`; empty: one copy, in the order of ranks.
         part: which of `num_parts` sets of parameters this rank holds; experts of other ranks are other parameters.
     """
 
     shards: GroupBackend
     everyone: GroupBackend
     replicas: GroupBackend | None = None
+    copies: tuple[tuple[int, ...], ...] = ()
     part: int = 0
     num_parts: int = 1
 
@@ -55,6 +57,10 @@ class UnitRanks:
     def rank(self) -> int:
         """Which of them this rank holds."""
         return self.shards.rank
+
+    def holders(self, shard: int) -> tuple[int, ...]:
+        """Ranks within `everyone` that hold a shard, one in each copy."""
+        return tuple(copy[shard] for copy in self.copies) or (shard,)
 
     def counted(self, gradients_S: Tensor) -> Tensor:
         """What this rank adds to the norm of gradients that all copies have."""

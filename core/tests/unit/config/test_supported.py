@@ -12,7 +12,6 @@ def check(**keys):
 
 ON = {"enabled": True}
 REFUSED = [
-    ("zero_optimization.mics_shard_size", {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}),
     (
         "zero_optimization.zeropp_loco_param",
         {"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}},
