@@ -56,7 +56,12 @@ class FailureRecord:
 
     def note(self, key: str, text: str) -> None:
         """Put a text into the store, for `noted` on other ranks."""
-        self._ask(lambda store: store.set(f"{self._prefix}/{key}", text) or b"")
+
+        def put(store: Store) -> bytes:
+            store.set(f"{self._prefix}/{key}", text)
+            return b""
+
+        self._ask(put)
 
     def noted(self, key: str, wait_s: float) -> str:
         """What another rank has put there, or puts there within `wait_s` seconds; "" otherwise."""

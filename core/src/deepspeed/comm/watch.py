@@ -43,11 +43,10 @@ class Watch:
         """What a collective that fails so is to raise: which rank failed before, or how the ranks differ."""
         if isinstance(error, CommError):
             return error
+        asked = f"rank {torch_dist.get_rank()} cannot finish {collective}"
         if cause := self._failures.first(self._num_failures):
-            why, kind = f"{cause}. The output of the rank that failed first says why", PeerFailed
-        else:
-            why, kind = f"{first_line(error)}. {self._difference(error)}", CommError
-        return kind(f"rank {torch_dist.get_rank()} cannot finish {collective}: {why}")
+            return PeerFailed(f"{asked}: {cause}. The output of the rank that failed first says why")
+        return CommError(f"{asked}: {first_line(error)}. {self._difference(error)}")
 
     def _difference(self, error: RuntimeError) -> str:
         """How the ranks differ, the first time that it is asked for."""

@@ -43,8 +43,8 @@ def synchronize_module(
     for _, tensor in named:
         if tensor.numel() > 0 and unit_of(tensor) is None:
             name = expert_group_of(tensor)
-            ranks = group if name is None or experts is None else experts[name]
-            by_group.setdefault(ranks, []).append(tensor.data)
+            members = group if name is None or experts is None else experts[name]
+            by_group.setdefault(members, []).append(tensor.data)
     for members, tensors in by_group.items():
         ranks = group_backend(members)
         ranks.connect()
