@@ -82,11 +82,16 @@ class ParamFetcher:
         else:
             self._release(unit)
 
-    def release_all(self) -> None:
-        """Release every unit: the weights are about to change, or were changed."""
+    def finish_all(self) -> None:
+        """Wait for the all-gathers in flight."""
         for unit in self.units:
             if unit.status is ZeroParamStatus.INFLIGHT:
                 unit.finish()
+
+    def release_all(self) -> None:
+        """Release every unit: the weights are about to change, or were changed."""
+        self.finish_all()
+        for unit in self.units:
             unit.num_users = 0
             if unit.status is _AVAILABLE:
                 unit.refuse_changes()

@@ -155,6 +155,10 @@ class Stage3(Stage2):
     def _abandon(self, *works: tuple[GroupBackend, Work], failed: bool) -> None:
         super()._abandon(*works, *self.fetcher.abandon(), failed=failed)
 
+    def _finish_in_flight(self) -> None:
+        super()._finish_in_flight()
+        self.fetcher.finish_all()
+
     def update(self, scale: float = 1.0) -> None:
         self.fetcher.release_all()
         super().update(scale)

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.errors import ConfigError, StateError, first_line
+from deepspeed.errors import CommError, ConfigError, StateError, first_line
 from deepspeed.log import logger, warn_once
 from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
@@ -500,8 +500,10 @@ class Sharding(Holding):
             self._give_back(self.optimizer)
         if self.window.is_open:
             self.window.abort()
-        else:  # in a `finally` or `except` this rank failed; else all ranks leave the same collectives
-            self._abandon(failed=sys.exc_info()[1] is not None)
+        elif sys.exc_info()[1] is not None:  # in a `finally` or `except`: this rank failed
+            self._abandon(failed=True)
+        else:
+            self._finish_and_forget()
         for bucket in self.buckets:
             bucket.release()
         self.placement.release()
@@ -510,6 +512,20 @@ class Sharding(Holding):
         self.groups, self.params, self.buckets, self._places = [], [], [], []
         self._gradients, self._reduced = [], []
         self._shown = ShownGradients()
+
+    def _finish_and_forget(self) -> None:
+        """Finish the collectives in flight, which all ranks have issued, and forget the gradients. How many are left to
+        wait for differs between ranks, so they cannot be abandoned alike."""
+        try:
+            self._finish_in_flight()
+        except CommError as error:
+            logger.warning("destroy: gradients that were being reduced are dropped: %s", first_line(error))
+            self._abandon(failed=True)
+        self.zero_grad()
+
+    def _finish_in_flight(self) -> None:
+        for bucket in self.buckets:
+            bucket.finish()
 
     @contextmanager
     def among_peers(self) -> Iterator[None]:
