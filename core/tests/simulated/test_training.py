@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import all_gather_object, all_reduce
+from deepspeed.comm.torch_group import TorchGroup
 from deepspeed.testing.engines import make_engine
 from deepspeed.testing.models import tiny_gpt
 from deepspeed.testing.tiers import swept
@@ -220,6 +221,41 @@ def test_a_missing_wait_is_seen(sim, sim_ranks, fault):
     right = result(ranks, 2, "fp32", OFFLOAD)[0][0]
     seen = [ranks(train_with, fault, schedule)[0][0] for schedule in ("late", "early")]
     assert any(losses != right for losses in seen)
+
+
+class OnAnotherStream:
+    """A collective whose result arrives on a side stream, for which nothing waits."""
+
+    def __init__(self, work):
+        self._work = work
+
+    def poll(self):
+        return self._work.poll()
+
+    def wait(self):
+        accelerator = get_accelerator()
+        with accelerator.stream(accelerator.Stream()):
+            self._work.wait()
+
+
+def train_without_waiting_for(collective, schedule):
+    """Stage 3; the parameters are gathered for each forward and each backward."""
+    issue = getattr(TorchGroup, collective)
+
+    def issue_only(*args, **kwargs):
+        return OnAnotherStream(issue(*args, **kwargs))
+
+    with mock.patch.object(TorchGroup, collective, issue_only):
+        return train(3, "fp32", {}, {}, schedule)[0]
+
+
+# "early" runs the work of a side stream at once
+@pytest.mark.parametrize(("schedule", "is_right"), [("late", False), ("early", True)])
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_a_missing_wait_of_stage_3_is_seen(sim_ranks, collective, schedule, is_right):
+    right = [losses for losses, *_ in result(sim_ranks, 3, "fp32")]
+    found = sim_ranks(train_without_waiting_for, collective, schedule)
+    assert [one == other for one, other in zip(found, right, strict=True)] == [is_right] * 2
 
 
 def train_gpt(stage):
