@@ -217,6 +217,19 @@ def test_state_that_an_optimizer_made_of_sharded_parameters(threshold: int) -> N
         assert all(map(torch.equal, sharded, plain))
 
 
+def refuse_whole_parameters(name: str) -> None:
+    optimizer = {"type": name, "params": {"lr": 0.1}}
+    with pytest.raises(
+        ConfigError, match=f"stage 3: the update of .*{name} looks at whole parameters.*use stage 1 or 2"
+    ):
+        deepspeed.initialize(model=create_net(), config={**CONFIG, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Muon"])
+def test_an_optimizer_of_whole_parameters_is_refused(name: str) -> None:
+    run_ranks(2, refuse_whole_parameters, name)
+
+
 def refuse_another_shape() -> None:
     with deepspeed.zero.Init(), pytest.raises(ValueError, match=r"parameter weight: .* of shape \(2, 2\), .* \(4, 8\)"):
         nn.Linear(8, 4).weight.data = torch.zeros(2, 2)

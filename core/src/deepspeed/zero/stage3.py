@@ -66,7 +66,8 @@ class Stage3(Stage2):
         if not is_elementwise:
             raise ConfigError(
                 f"zero_optimization.stage 3: the update of {type(optimizer).__name__} looks at whole parameters, and "
-                "this stage holds shards of them; use stage 1 or 2"
+                "this stage holds shards of them; use stage 1 or 2, or give the optimizer is_elementwise = True if "
+                "the update of each element depends on that element alone"
             )
         self._module = module
         self.module_units = self._divide(module)
