@@ -19,20 +19,21 @@ def is_tensor_parallel(param: Tensor) -> bool:
     return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
 
 
-def square_sum_of_own_parts(shards: Iterable[ParamShard], params: Sequence[Tensor]) -> float:
-    """Sum of squares of the reduced gradients that no tensor-parallel peer has.
+def norms_of_own_parts(shards: Iterable[ParamShard], params: Sequence[Tensor]) -> list[Tensor]:
+    """0-D norms of the reduced gradients that no tensor-parallel peer has.
 
     Args:
         params: all attached ones; a shard knows the index of its own.
     """
     parts = [shard.grad for shard in shards if is_tensor_parallel(params[shard.index])]
-    return sum(float(exact_norm(grad)) ** 2 for grad in parts if grad is not None)
+    return [exact_norm(grad) for grad in parts if grad is not None]
 
 
 def sum_over_model(square_sum: float, model_ranks: Sequence[GroupBackend], device: torch.device) -> float:
     """The sum over the ranks that hold other parts of the same model. A collective of each of `model_ranks`."""
+    if not model_ranks:
+        return square_sum
+    total = torch.tensor([square_sum], dtype=torch.float32, device=device)
     for ranks in model_ranks:
-        total = torch.tensor([square_sum], dtype=torch.float32, device=device)
         ranks.all_reduce(total).wait()
-        square_sum = total.item()
-    return square_sum
+    return total.item()

@@ -6,7 +6,7 @@
     1. allocate, home_of_gradients     per unit: memory of its master weights, memory of its reduced gradients
     2. keeper                          per bucket; what it gives is called after each reduction
     3. settle                          every gradient of the step is where the optimizer reads it
-    4. square_sum                      of what arrived
+    4. norms                           of what arrived
     5. copies, send, finish_sending    around the update of each batch
     6. forget                          with the gradients of the step
 
@@ -80,9 +80,9 @@ class Placement:
     def settle(self) -> None:
         """Return when every sum that was taken can be read by the host."""
 
-    def square_sum(self, reduced: Sequence[Tensor]) -> float:
-        """Sum of squares of the reduced gradients, as `home_of_gradients` gave them."""
-        return sum(value**2 for value in read([exact_norm(gradients) for gradients in reduced]))
+    def norms(self, reduced: Sequence[Tensor]) -> list[Tensor]:
+        """0-D norms of the reduced gradients, which are as `home_of_gradients` gave them."""
+        return [exact_norm(gradients) for gradients in reduced]
 
     def gradients_changed(self) -> None:
         """Reduced gradients were written from outside."""

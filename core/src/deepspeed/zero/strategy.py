@@ -43,10 +43,11 @@ from deepspeed.zero.agreement import check_same
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.flat_group import FlatGroup
-from deepspeed.zero.gradient_norm import square_sum_of_own_parts, sum_over_model
+from deepspeed.zero.gradient_norm import norms_of_own_parts, sum_over_model
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.replica_sum import ReplicaSum
 from deepspeed.zero.shown_gradients import ShownGradients
+from deepspeed.zero.step_facts import StepFacts, square_sum
 from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.update import OptimizerUpdate
 from deepspeed.zero.use_slots import UseSlots
@@ -100,6 +101,7 @@ class Sharding(Holding):
         self._in_flight: deque[Bucket] = deque()
         self._is_launched = True  # no gradient waits on this rank for its reduction
         self._norm: float | None = None
+        self._facts = StepFacts(backend)
         self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
         self._broken_by: str | None = None  # the error that ended an update before all weights were updated
         self._updates: OptimizerUpdate | None = None
@@ -369,7 +371,7 @@ class Sharding(Holding):
                 bucket.finish()
             self.placement.settle()
             late = [float(bucket.is_late) for bucket in self.buckets]
-            facts = self._sum_over_ranks([self._local_square_sum(), *self._use_slots.spread(self._used), *late])
+            facts = self._sum_over_ranks([*self._use_slots.spread(self._used), *late])
             self._used_anywhere[:] = self._use_slots.own(facts[1:])
             late = facts[1 + self._use_slots.count :]
             if not any(late):
@@ -412,34 +414,30 @@ class Sharding(Holding):
             return
         were_written = self._shown.were_written(self._gradients)
         if self.unit_groups.divides_experts:  # other ranks have others, and do not know whether these were written
-            self._norm = self._root_over_model(self._sum_over_ranks([self._local_square_sum()])[0])
+            self._norm = self._root_over_model(self._sum_over_ranks([])[0])
         elif were_written:
             counts_all = self.options.counts_replicated
-            own = self.placement.square_sum(self._reduced) if counts_all else self._square_sum_of_own_parts(self.groups)
-            self._norm = self._root_over_model(own)
+            own = self.placement.norms(self._reduced) if counts_all else self._norms_of_own_parts(self.groups)
+            self._norm = self._root_over_model(square_sum(own))
 
-    def _local_square_sum(self) -> float:
+    def _local_norms(self) -> list[Tensor]:
         if self.options.counts_replicated:
-            return self.placement.square_sum(self._norm_part())
-        return self._square_sum_of_own_parts([group for group in self.groups if self._counts(group)])
+            return self.placement.norms(self._norm_part())
+        return self._norms_of_own_parts([group for group in self.groups if self._counts(group)])
 
-    def _square_sum_of_own_parts(self, groups: Sequence[FlatGroup]) -> float:
-        return square_sum_of_own_parts((shard for group in groups for shard in group.shards), self.params)
+    def _norms_of_own_parts(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
+        return norms_of_own_parts((shard for group in groups for shard in group.shards), self.params)
 
     def _root_over_model(self, square_sum: float) -> float:
         """Root of the sum over the ranks that hold other parts of the model; nan where there is none."""
         square_sum = sum_over_model(square_sum, self.options.model_ranks, self.groups[0].device)
         return math.sqrt(square_sum) if square_sum >= 0 else math.nan
 
-    def _sum_over_ranks(self, values: list[float]) -> list[float]:
-        if self.world_size == 1:
-            return values
-        device = self.groups[0].device if self.groups else torch.device("cpu")
-        dtype = torch.float64 if device.type == "cpu" else torch.float32  # some devices lack fp64
-        facts = self.backend.allocate(len(values), dtype, device).copy_(torch.tensor(values, dtype=dtype))
-        self.backend.all_reduce(facts).wait()
-        totals: list[float] = facts.tolist()
-        return totals
+    def _sum_over_ranks(self, flags: list[float]) -> list[float]:
+        """[sum of the squares of all gradients, *flags]."""
+        return self._facts.sum(
+            self._local_norms(), flags, self.groups[0].device if self.groups else torch.device("cpu")
+        )
 
     def norm(self) -> float:
         """Global L2 norm of the reduced gradients, as scaled as the losses were; inf or nan after an overflow."""
@@ -511,7 +509,7 @@ class Sharding(Holding):
         self.optimizer = self._updates = self._rows = None
         self.groups, self.params, self.buckets, self._places = [], [], [], []
         self._gradients, self._reduced = [], []
-        self._shown = ShownGradients()
+        self._shown, self._facts = ShownGradients(), StepFacts(self.backend)
 
     def _finish_and_forget(self) -> None:
         """Finish the collectives in flight, which all ranks have issued, and forget the gradients. How many are left to

@@ -32,7 +32,7 @@ from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.comm.backend import Work
 from deepspeed.zero.offload.buffers import BufferRing, HostMemory
 from deepspeed.zero.offload.lane import CopyLane, Mark
-from deepspeed.zero.placement import Keep, Placement, exact_norm, read
+from deepspeed.zero.placement import Keep, Placement, exact_norm
 
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, ParamShard
@@ -146,15 +146,14 @@ class HostPlacement(Placement):
         while self._arrivals:
             self._arrivals.popleft().land()
 
-    def square_sum(self, reduced: Sequence[Tensor]) -> float:
+    def norms(self, reduced: Sequence[Tensor]) -> list[Tensor]:
         if self._was_changed:
-            return super().square_sum(reduced)
-        norms = [
+            return super().norms(reduced)
+        return [
             exact_norm(host_shard.reduced) if host_shard.norm is None else host_shard.norm
             for host_shard in self._host_shards
             if host_shard.has_sum
         ]
-        return sum(value**2 for value in read(norms))
 
     def gradients_changed(self) -> None:
         self._was_changed = True
