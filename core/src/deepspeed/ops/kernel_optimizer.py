@@ -106,7 +106,8 @@ class KernelOptimizer(ReferenceOptimizer):
         operator(*lists, **numbers)
 
     def update_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        self._update(params, self.gradients(params, group), [], 1.0, group)
+        grads = self.gradients(params, group)
+        self._update(params, grads, [], 1.0, group, unknown=[params, grads])
 
     def has_one_pass(self, group: dict[str, Any]) -> bool:
         kernel = self._kernel(self.kernel_numbers(group))
@@ -115,7 +116,7 @@ class KernelOptimizer(ReferenceOptimizer):
     def update_one_pass(
         self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
     ) -> None:
-        self._update(params, grads, copies, scale, group)
+        self._update(params, grads, copies, scale, group, unknown=[params])
 
     @property
     def has_kernel(self) -> bool:
@@ -126,8 +127,16 @@ class KernelOptimizer(ReferenceOptimizer):
         return step_kernel(self.kernel_op, self.operator) if numbers is not None and self.uses_kernel else None
 
     def _update(
-        self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        copies: list[Tensor],
+        scale: float,
+        group: dict[str, Any],
+        *,
+        unknown: list[list[Tensor]],
     ) -> None:
+        """`unknown`: the lists to look at before the operator gets them; those of the engine are as it wants them."""
         states = [self.state[param] for param in params]
         for param, state in zip(params, states, strict=True):
             if not state:
@@ -138,7 +147,7 @@ class KernelOptimizer(ReferenceOptimizer):
             self._update_by_torch(params, grads, copies, scale, group)
             return
         moments = [[state[name] for state in states] for name in self.state_names]
-        rest = _not_taken(kernel, [params, grads, copies], moments)
+        rest = _not_taken(kernel, unknown, moments)
         if rest:
             its_params, its_grads, its_copies = _pick([params, grads, copies], rest)
             self._update_by_torch(its_params, its_grads, its_copies, scale, group)
@@ -168,7 +177,7 @@ def _not_taken(kernel: StepKernel, lists: list[list[Tensor]], moments: list[list
     return [
         index
         for index in range(len(lists[0]))
-        if not kernel.takes(its[index] for its in lists if its)
+        if not kernel.takes(its[index] for its in lists)
         or not kernel.takes((its[index] for its in moments), FP32)
     ]
 

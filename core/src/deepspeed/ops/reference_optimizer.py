@@ -17,6 +17,7 @@ _HALF = (torch.float16, torch.bfloat16)
 class OnePass:
     """Gradients of one step, given beside the parameters: of any float dtype, and not yet scaled.
 
+    The tensors are plain, dense and contiguous, on the parameters' device: whoever makes this has seen to that.
     `grads[g]` and `copies[g]` belong to `param_groups[g]["params"]`. `copies[g]` is empty, or holds one tensor per
     parameter that gets the new value rounded to its dtype: the weights of a low-precision model, beside fp32 masters.
     """
