@@ -1,4 +1,5 @@
-"""Stage 3 on four ranks in groups of two, with a copy of the shards in each (MiCS), against stage 0."""
+"""Stage 3 on four ranks in groups of two, with a copy of the shards (MiCS) or of the weights (hpZ) in each, against
+stage 0."""
 
 import contextlib
 import functools
@@ -19,6 +20,7 @@ from torch import nn
 WORLD, INPUTS, WIDTH, NUM_STEPS, ACCUMULATION, CLIP = 4, 5, 7, 20, 2, 0.05
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 MICS = {"mics_shard_size": 2}
+HPZ = {"zero_hpz_partition_size": 2}
 
 
 class Net(nn.Module):
@@ -105,6 +107,8 @@ CASES = {
     "mics 2, predivided": (MICS, {"gradient_predivide_factor": 2.0}, False),
     "mics 1": ({"mics_shard_size": 1}, {}, True),
     "mics 4": ({"mics_shard_size": 4}, {}, False),
+    "hpz 2": (HPZ, {}, False),
+    "hpz 2, smallest, zero.Init": ({**HPZ, **SMALLEST}, {"uses_init": True}, True),
 }
 
 
@@ -165,6 +169,36 @@ def test_mics_gathers_in_shard_groups_and_sums_over_copies_once_per_step():
     assert set(counts) == {("all_gather", 2)}
 
 
+def test_hpz_gathers_over_all_ranks_once_per_step():
+    counts, num_buckets, num_units = run_ranks(WORLD, count_job, HPZ)[0]
+    assert counts["reduce_scatter", 4] == num_buckets * ACCUMULATION
+    assert counts["all_gather", 4] == num_units
+    assert counts["all_gather", 2] >= (2 * ACCUMULATION - 1) * num_buckets
+    assert set(counts) == {("all_reduce", 4), ("reduce_scatter", 4), ("all_gather", 4), ("all_gather", 2)}
+
+
+def changed_between_job():
+    """Weights that change between a forward and the next one are gathered from their shards again."""
+    engine = create_engine({"stage": 3, **HPZ, **SMALLEST})
+    unit = engine.module.first.weight.ds_unit
+    x = samples(0, 0)
+    with torch.no_grad():
+        losses = [engine(x).item(), engine(x).item()]
+        assert unit._near.serves(exact=True)
+        with deepspeed.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+            for param in engine.module.parameters():
+                param.zero_()
+        assert not unit._near.serves(exact=False)
+        losses.append(engine(x).item())
+    engine.destroy()
+    return losses
+
+
+def test_hpz_forgets_its_copy_when_weights_change():
+    for first, again, changed in run_ranks(WORLD, changed_between_job):
+        assert first == again != changed == pytest.approx(0.6931472)
+
+
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +211,7 @@ def checkpoint_job(folder):
     expected = masters(saved)
     saved.destroy()
     frozen = saved.module.frozen.weight.detach().clone()
-    for zero in (MICS, {}):
+    for zero in (MICS, HPZ):
         again = create_engine({"stage": 3, **zero})
         with deepspeed.zero.GatheredParameters(again.module.frozen.parameters(), modifier_rank=0), torch.no_grad():
             again.module.frozen.weight.zero_()
@@ -216,8 +250,17 @@ def modify_job():
         create_engine({"stage": 3, "mics_shard_size": 3})
     with pytest.raises(ConfigError, match="zero_optimization.mics_shard_size: found 2 with stage 2"):
         create_engine({"stage": 2, "mics_shard_size": 2})
+    with pytest.raises(ConfigError, match="zero_optimization.zero_hpz_partition_size: found 3, but there are dp 4"):
+        create_engine({"stage": 3, "zero_hpz_partition_size": 3})
     return found, first
 
 
 def test_changes_reach_all_copies_and_sizes_are_checked():
     assert run_ranks(WORLD, modify_job) == [([3.0, 3.0], True)] * 2 + [([3.0, 3.0], False)] * 2
+
+
+def test_hpz_keeps_weights_as_they_were_rounded():
+    quantized = {"stage": 3, "zero_quantized_weights": True, **SMALLEST}
+    expected = run_ranks(WORLD, train_job, quantized, {}, False)
+    assert largest_difference(run_ranks(WORLD, train_job, {**quantized, **HPZ}, {}, False), expected) <= 1e-6
+    assert largest_difference(expected, stage_0(None)) > 1e-6

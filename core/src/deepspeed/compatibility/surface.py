@@ -125,7 +125,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "stage 3",
             D,
-            "The same losses as plain torch. MiCS acts; hpZ and offload of parameters are refused; a parameter is "
+            "The same losses as plain torch. MiCS and hpZ act; offload of parameters is refused; a parameter is "
             "reduced in the bucket of its module.",
         ),
         (

@@ -14,7 +14,6 @@ from deepspeed.config.enums import OffloadDeviceEnum
 
 _NVME = quiet("offload to nvme only")
 _OFFLOAD = quiet("offload only")
-_LATER = refused("hpZ is not in this version")
 
 
 def _whole(value: Any) -> Any:
@@ -234,7 +233,13 @@ class ZeroConfig(Section):
     log_trace_cache_warnings: Flag = key(
         False, "Log when the recorded order of modules changes.", support=quiet("a changed order costs one gather")
     )
-    zero_hpz_partition_size: Int = key(1, "Ranks of the secondary partition.", unit="ranks", ge=1, support=_LATER)
+    zero_hpz_partition_size: Int = key(
+        1,
+        "hpZ of ZeRO++: ranks that hold a second copy of the weights together, for the backward's all-gathers; a "
+        "divisor of the ranks that average a gradient. 1: off.",
+        unit="ranks",
+        ge=1,
+    )
     zero_quantized_weights: Flag = key(
         False, "Gather the weights of sharded parameters for modules in int8 (ZeRO++); stage 3 only."
     )

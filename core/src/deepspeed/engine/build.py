@@ -59,7 +59,7 @@ from deepspeed.zero.stage2 import Stage2
 from deepspeed.zero.stage3 import Stage3
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.synchronize import synchronize_module
-from deepspeed.zero.unit_groups import UnitGroups, unit_groups
+from deepspeed.zero.unit_groups import Copies, UnitGroups, unit_groups
 
 
 def initialize(
@@ -139,7 +139,7 @@ def initialize(
     refuse_sharded(module, zero.stage)
     leaf = zero.leaf_module
     mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
-    units = unit_groups(mesh, module, has_copies=zero.mics_shard_size > 0)
+    units = unit_groups(mesh, module, _copies(zero))
     sharding = _create_sharding(settings, precision, basic_optimizer, mesh, units, placement, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     training = Training(
@@ -247,6 +247,12 @@ def _split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
     for name, size in given:
         mesh = mesh.split_data(size, f"zero_optimization.{name}")
     return mesh
+
+
+def _copies(zero: ZeroConfig) -> Copies:
+    if zero.mics_shard_size > 0:
+        return Copies.MODEL
+    return Copies.WEIGHTS if zero.zero_hpz_partition_size > 1 else Copies.NONE
 
 
 def _asked_dtypes(config: DeepSpeedConfig) -> dict[str, torch.dtype]:

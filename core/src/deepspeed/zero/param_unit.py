@@ -31,6 +31,7 @@ from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import CommError, StateError
 from deepspeed.zero import quantized
 from deepspeed.zero.layout import UnitLayout
+from deepspeed.zero.near_shard import NearShard
 from deepspeed.zero.param_marks import mark, unmark
 from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
 from deepspeed.zero.unit_ranks import UnitRanks, source_in
@@ -84,6 +85,8 @@ class ParamUnit:
         self.hooks: Any = None  # the `ModuleHooks` that gather it
         self.live = LiveNumel(self.numel)
         self._work: Work | None = None
+        self._near = NearShard(ranks.near) if ranks.near is not None else None
+        self._gathers_over = self.ranks  # the group of the latest all-gather
         self._fill(torch.empty(self.layout.padded_numel, dtype=params[0].dtype, device=device), dtype, from_first_rank)
         self.nothing = self.shard_S.new_empty(0)
         self._versions: list[int] = []
@@ -147,6 +150,7 @@ class ParamUnit:
         mine = self.shard_of(index)
         start = first - self.layout.offsets[index]
         self._versions[index] = param._version
+        self.shards_changed()
         mine.copy_(value.detach().reshape(-1)[start : start + mine.numel()])
 
     # ---- gather and release --------------------------------------------------------------------------------------
@@ -157,14 +161,19 @@ class ParamUnit:
         self._move(ZeroParamStatus.INFLIGHT)
         self.live.numel += self.numel
         self._full_N.untyped_storage().resize_(self._full_N.numel() * self._full_N.itemsize)
+        near = self._near if self._near is not None and self._near.serves(exact=not quantizes) else None
+        self._gathers_over = self.ranks if near is None else near.ranks
         try:
-            if quantizes:
+            if near is not None:
+                assert near.shard is not None
+                self._work = near.ranks.all_gather(self._full_N, near.shard, tag=self.names[0])
+            elif quantizes:
                 self._work = quantized.all_gather(self.ranks, self._full_N, self.shard_S, tag=self.names[0])
             else:
                 self._work = self.ranks.all_gather(self._full_N, self.shard_S, tag=self.names[0])
         except CommError as error:
             raise self._explained(error) from error
-        self.is_exact = not quantizes
+        self.is_exact = not quantizes if near is None else near.is_exact
         self.num_gathers += 1
 
     def finish(self) -> None:
@@ -175,8 +184,15 @@ class ParamUnit:
         except CommError as error:
             raise self._explained(error) from error
         self._work = None
+        if self._near is not None:
+            self._near.keep(self._full_N, is_exact=self.is_exact)
         self._move(ZeroParamStatus.AVAILABLE)
         self._point_at_views()
+
+    def shards_changed(self) -> None:
+        """The weights change, or ranks may not have gathered the same: the next all-gather is one of the shards."""
+        if self._near is not None:
+            self._near.forget()
 
     def _explained(self, error: CommError) -> CommError:
         kind = PeerFailed if isinstance(error, PeerFailed) else CommError
@@ -260,7 +276,7 @@ class ParamUnit:
         self._move(ZeroParamStatus.AVAILABLE)
         self._renew_buffer()  # peers may still read the former one, which the backend holds
         self.release()
-        return None if work is None else (self.ranks, work)
+        return None if work is None else (self._gathers_over, work)
 
     def take_from_full(self) -> None:
         """Keep this rank's part of the whole parameters, which were changed."""
@@ -272,6 +288,7 @@ class ParamUnit:
                     "change them there"
                 )
             self.shard_S.copy_(self._full_N[self.start : self.stop])
+        self.shards_changed()
         self.accept_changes()
 
     def broadcast(self, source: int) -> None:

@@ -155,17 +155,19 @@ class Stage3(Stage2):
 
     def _abandon(self, *works: tuple[GroupBackend, Work], failed: bool) -> None:
         super()._abandon(*works, *self.fetcher.abandon(), failed=failed)
+        for unit in self.units:
+            unit.shards_changed()
 
     def _finish_in_flight(self) -> None:
         super()._finish_in_flight()
         self.fetcher.finish_all()
 
     def update(self, scale: float = 1.0) -> None:
-        self.fetcher.release_all()
+        self.release_gathered()
         super().update(scale)
 
     def weights_from_masters(self) -> None:
-        self.fetcher.release_all()
+        self.release_gathered()
         super().weights_from_masters()
 
     def weights_changed(self, params: Sequence[Tensor]) -> None:
@@ -178,6 +180,8 @@ class Stage3(Stage2):
 
     def release_gathered(self) -> None:
         self.fetcher.release_all()
+        for unit in self.units:
+            unit.shards_changed()
 
     def load_frozen(self, parts: dict[str, Tensor]) -> None:
         for unit in self.units:

@@ -284,6 +284,7 @@ def load_parts(unit: ParamUnit, parts: list[Tensor]) -> None:
     ]
     flat = torch.cat([part.reshape(-1).to(unit.shard_S) for part in parts])
     everyone = unit.unit_ranks.everyone
+    unit.shards_changed()
     before = in_parameters(layout.numels, everyone.world_size)
     unit.shard_S.copy_(redistribute(flat, before, runs, unit.shard_S.numel(), everyone))
 

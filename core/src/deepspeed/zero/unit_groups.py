@@ -4,7 +4,8 @@ Made by `engine/build.py`; stages ask `of(param)`.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 from torch import Tensor
 from torch.nn import Module
@@ -16,6 +17,14 @@ from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.unit_ranks import UnitRanks
+
+
+class Copies(Enum):
+    """What the shard groups of a mesh hold, where it divides dp into dp_replicate x dp_shard."""
+
+    NONE = auto()  # nothing of their own
+    MODEL = auto()  # each a copy of the sharded model (MiCS)
+    WEIGHTS = auto()  # each a second copy of the weights (hpZ)
 
 
 @dataclass(frozen=True)
@@ -64,14 +73,12 @@ class UnitGroups:
 
     def _all(self) -> Iterator[GroupBackend]:
         for ranks in (self.dense, *self.experts.values()):
-            yield from (each for each in (ranks.everyone, ranks.shards, ranks.replicas) if each is not None)
+            groups = (ranks.everyone, ranks.shards, ranks.replicas, ranks.near)
+            yield from (each for each in groups if each is not None)
 
 
-def unit_groups(mesh: Mesh, module: Module, *, has_copies: bool = False) -> UnitGroups:
+def unit_groups(mesh: Mesh, module: Module, copies: Copies) -> UnitGroups:
     """The groups of the units of `module`. A collective, which makes the groups of experts that are not there yet.
-
-    Args:
-        has_copies: the weights are sharded over `mesh.shard_group()`, with a copy in each (MiCS); else over all ranks.
 
     Raises:
         ConfigError: on every rank, if ranks mark different parameters as experts; for a mark without a group.
@@ -81,8 +88,10 @@ def unit_groups(mesh: Mesh, module: Module, *, has_copies: bool = False) -> Unit
     check_same({"the parameters of experts, with their group_name,": str(marks)}, data_group)
     sizes = expert_sizes(module)
     dense = UnitRanks.over(group_backend(data_group))
-    if has_copies and mesh.size("dp_replicate") > 1:
+    if copies is Copies.MODEL and mesh.size("dp_replicate") > 1:
         dense = _in_copies(mesh, dense.everyone)
+    elif copies is Copies.WEIGHTS and mesh.size("dp_replicate") > 1:
+        dense = replace(dense, near=group_backend(mesh.shard_group()))
     return UnitGroups(dense, {name: _of_experts(mesh, size, dense) for name, size in sizes.items()})
 
 

@@ -1,9 +1,10 @@
 """Over which ranks a unit is sharded, and over which its gradients are summed.
 
-    parameters              `shards`             `replicas`         `everyone`
-    of all ranks            data group           None               data group
-    of all ranks, MiCS      shard group          replicate group    data group
-    of experts              expert data group    None               expert data group
+    parameters              `shards`             `replicas`         `near`         `everyone`
+    of all ranks            data group           None               None           data group
+    of all ranks, MiCS      shard group          replicate group    None           data group
+    of all ranks, hpZ       data group           None               shard group    data group
+    of experts              expert data group    None               None           expert data group
 
 The data group is dp x sp of the mesh (`mesh.gradient_group()`), the expert data group the ranks that hold the same
 experts (`mesh.gradient_group(ep_size)`).
@@ -12,7 +13,7 @@ experts (`mesh.gradient_group(ep_size)`).
 expert. Experts get the tokens of all ranks, whose losses are averaged over the data group: so this is the gradient of
 the mean loss, and does not depend on `ep_size`.
 
-MiCS: arXiv 2205.00119.
+MiCS: arXiv 2205.00119. hpZ: ZeRO++, arXiv 2306.10209, section 3.2.
 """
 
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class UnitRanks:
         shards: hold the shards of one copy of the weights.
         everyone: hold the same parameters, whose gradients are summed over them.
         replicas: hold the same shard, one in each copy; None: there is one copy.
+        near: hold a second copy of the weights together (hpZ); None: there is none.
         copies: by copy and shard, the rank of its holder within `everyone`; empty: one copy, in the order of ranks.
         part: which of `num_parts` sets of parameters this rank holds; experts of other ranks are other parameters.
     """
@@ -39,6 +41,7 @@ class UnitRanks:
     shards: GroupBackend
     everyone: GroupBackend
     replicas: GroupBackend | None = None
+    near: GroupBackend | None = None
     copies: tuple[tuple[int, ...], ...] = ()
     part: int = 0
     num_parts: int = 1
