@@ -273,6 +273,55 @@ def test_ranks_that_differ_are_named():
         assert "zero_quantized_gradients must be the same on all ranks, and rank 1 differs" in message
 
 
+def frozen_job(folder, precision):
+    """A frozen layer between two that train."""
+    net = linears()
+    net[1].requires_grad_(False)
+    frozen, plain = net[1].weight, net[1].weight.detach().clone()
+    keys = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    keys |= {precision: {"enabled": True}} if precision else {}
+    engine = create_engine(net, {"zero_quantized_nontrainable_weights": True}, **keys)
+    rounding = torch.finfo(engine.module[0].weight.dtype).eps
+    allowed = plain.abs().max() * (INT8 + rounding)
+
+    def read():
+        with GatheredParameters(frozen):
+            return frozen.detach().clone()
+
+    unit = unit_of(frozen)
+    held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+            for each in vars(unit).values() if isinstance(each, torch.Tensor)}  # fmt: skip
+    assert sum(held.values()) == frozen.numel() + 128 * 128 // 2 * (1 + 4 / 256)
+    assert (frozen.ds_tensor.dtype, frozen.ds_tensor.numel()) == (torch.int8, 128 * 128 // 2)
+    x = torch.ones(4, 128, dtype=engine.module[0].weight.dtype)
+    losses = []
+    for _ in range(3):
+        loss = engine(x).float().square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    first = read()
+    assert not torch.equal(first, plain.to(first.dtype))
+    assert bool(((first - plain).abs() <= allowed).all())
+    engine.save_checkpoint(folder)
+    with GatheredParameters(frozen, modifier_rank=0), torch.no_grad():
+        frozen.mul_(dist.get_rank() - 1)
+    assert bool(((read() + first).abs() <= allowed).all()), "the values of rank 0, rounded"
+    engine.load_checkpoint(folder)
+    assert bool(((read() - first).abs() <= allowed).all())
+    last = read()
+    engine.destroy()
+    assert torch.equal(frozen, last)
+    return losses, last
+
+
+@pytest.mark.parametrize("precision", ["", "bf16"])
+def test_frozen_weights_rest_in_int8(precision, tmp_path):
+    (losses, weights), (_, other_weights) = run_ranks(2, frozen_job, str(tmp_path), precision)
+    assert losses[-1] < losses[0]
+    assert torch.equal(weights, other_weights)
+
+
 class Bomb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

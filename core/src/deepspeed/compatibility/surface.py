@@ -129,10 +129,10 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "reduced in the bucket of its module.",
         ),
         (
-            "zero_quantized_weights, zero_quantized_gradients",
+            "zero_quantized_weights, _gradients, _nontrainable_weights",
             D,
             "Stage 3 only, below it they raise. Blocks of 256 elements; gradients by one all-to-all, not one within "
-            "nodes and one between them. `zero_quantized_nontrainable_weights` and `zeropp_loco_param` are refused.",
+            "nodes and one between them. `zeropp_loco_param` is refused.",
         ),
         ("leaf modules, `leaf_module`", W, "By class, name or suffix, and by `set_z3_leaf_modules`."),
         ("offload of optimizer states to host memory", W, "Stages 1 and 2."),

@@ -244,9 +244,7 @@ class ZeroConfig(Section):
         False, "Gather the weights of sharded parameters for modules in int8 (ZeRO++); stage 3 only."
     )
     zero_quantized_nontrainable_weights: Flag = key(
-        False,
-        "Keep frozen weights in int8.",
-        support=refused("frozen weights keep their dtype in this version; zero_quantized_weights gathers them in int8"),
+        False, "Keep the shards of frozen parameters in int8 (ZeRO++); stage 3 only."
     )
     zero_quantized_gradients: Flag = key(
         False, "Reduce the gradients of sharded parameters in int4 (ZeRO++); stage 3 only."

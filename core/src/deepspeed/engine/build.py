@@ -352,12 +352,13 @@ def _stage3_options(zero: ZeroConfig) -> Stage3Options:
         min_granularity=zero.module_granularity_threshold,
         quantizes_weights=zero.zero_quantized_weights,
         quantizes_gradients=zero.zero_quantized_gradients,
+        keeps_frozen_in_int8=zero.zero_quantized_nontrainable_weights,
     )
 
 
 def _refuse_quantized(zero: ZeroConfig) -> None:
     """Below stage 3 weights are not gathered for modules, and gradients are reduced as they are."""
-    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+    for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if getattr(zero, name) and zero.stage < 3:
             raise ConfigError(
                 f"zero_optimization.{name}: found true with zero_optimization.stage {zero.stage}, which sends weights "

@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from deepspeed.zero.granularity import UnitModule, divide
+from deepspeed.zero.int8_unit import Int8Unit, fits_int8
 from deepspeed.zero.leaf_modules import z3_leaf_module
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import ModuleHooks
@@ -32,6 +33,7 @@ class Stage3Options:
     min_granularity: int = 0
     quantizes_weights: bool = False  # modules get weights rounded to int8; see quantized.py
     quantizes_gradients: bool = False  # gradients are sent in int4
+    keeps_frozen_in_int8: bool = False  # shards of frozen parameters; see int8_unit.py
 
 
 class ModuleUnits:
@@ -59,6 +61,7 @@ class ModuleUnits:
         self.borrowed = _find_borrowed(module)
         self._module = module
         self._groups, self._device, self._dtype = groups, device, dtype
+        self._keeps_int8 = options.keeps_frozen_in_int8
         self._marked: list[Parameter] = []  # those that stay whole
         is_sharded = self._choose_sharded(options)
         for param in module.parameters():
@@ -115,12 +118,15 @@ class ModuleUnits:
 
     def _create(self, unit_module: UnitModule, named: list[tuple[str, Parameter]]) -> ParamUnit:
         param = named[0][1]
-        unit = ParamUnit(
+        dtype = self._dtype if param.is_floating_point() else None
+        ranks = self._groups.of(param)
+        kind = Int8Unit if self._keeps_int8 and fits_int8(param, dtype, ranks) else ParamUnit
+        unit = kind(
             [param for _, param in named],
             [name for name, _ in named],
-            self._groups.of(param),
+            ranks,
             device=self._device or param.device,
-            dtype=self._dtype if param.is_floating_point() else None,
+            dtype=dtype,
         )
         self.all.append(unit)
         if z3_leaf_module(unit_module.module):

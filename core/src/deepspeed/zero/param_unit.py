@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ class ParamUnit:
 
     def _renew_buffer(self) -> None:
         """A flat buffer whose storage is empty until a gather."""
-        self._full_N = self.shard_S.new_empty(self.layout.padded_numel)
+        self._full_N = self.nothing.new_empty(self.layout.padded_numel)
         self._views = self._cut(self._full_N)
         self._full_N.untyped_storage().resize_(0)
 
@@ -142,6 +143,15 @@ class ParamUnit:
         """This rank's elements of the parameter `index`, 1-D; maybe none."""
         first, last = self.layout.fragment_of(index, self.ranks.rank)
         return self.shard_S[first - self.start : last - self.start]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of whole parameters."""
+        return self.nothing.dtype
+
+    def set_shard(self, values_S: Tensor) -> None:
+        """Keep these weights."""
+        self.shard_S.copy_(values_S)
 
     def set_shard_of(self, param: Parameter, value: Tensor) -> None:
         """Take this rank's elements of a parameter out of its whole value."""
@@ -167,14 +177,17 @@ class ParamUnit:
             if near is not None:
                 assert near.shard is not None
                 self._work = near.ranks.all_gather(self._full_N, near.shard, tag=self.names[0])
-            elif quantizes:
-                self._work = quantized.all_gather(self.ranks, self._full_N, self.shard_S, tag=self.names[0])
+                self.is_exact = near.is_exact
             else:
-                self._work = self.ranks.all_gather(self._full_N, self.shard_S, tag=self.names[0])
+                self._work = self._all_gather(quantizes)
         except CommError as error:
             raise self._explained(error) from error
-        self.is_exact = not quantizes if near is None else near.is_exact
         self.num_gathers += 1
+
+    def _all_gather(self, quantizes: bool) -> Work:
+        self.is_exact = not quantizes
+        gather = partial(quantized.all_gather, self.ranks) if quantizes else self.ranks.all_gather
+        return gather(self._full_N, self.shard_S, tag=self.names[0])
 
     def finish(self) -> None:
         """Wait for the all-gather; the parameters are whole."""
@@ -287,7 +300,7 @@ class ParamUnit:
                     "so the shards cannot be taken from them; gather them with deepspeed.zero.GatheredParameters, and "
                     "change them there"
                 )
-            self.shard_S.copy_(self._full_N[self.start : self.stop])
+            self.set_shard(self._full_N[self.start : self.stop])
         self.shards_changed()
         self.accept_changes()
 

@@ -41,14 +41,22 @@ def all_gather(ranks: GroupBackend, full_N: Tensor, shard_S: Tensor, *, tag: str
     if not _is_quantized(ranks, shard_S):
         return ranks.all_gather(full_N, shard_S, tag=tag)
     packing = Packing(shard_S.numel(), WEIGHT_BITS)
+    packed_B = ranks.allocate(packing.num_bytes, torch.int8, full_N.device)
+    packing.pack(shard_S, packed_B)
+    return all_gather_packed(ranks, full_N, packed_B, packing, tag=tag)
+
+
+def all_gather_packed(
+    ranks: GroupBackend, full_N: Tensor, packed_B: Tensor, packing: "Packing", *, tag: str | int | None = None
+) -> Work:
+    """`all_gather` of a shard that is packed already."""
     packed_WB = _allocate(ranks, packing, full_N.device)
-    packing.pack(shard_S, packed_WB[ranks.rank])
 
     def unpack() -> None:
-        for packed_B, part_S in zip(packed_WB, full_N.view(ranks.world_size, -1), strict=True):
-            packing.unpack(packed_B, part_S)
+        for each_B, part_S in zip(packed_WB, full_N.view(ranks.world_size, -1), strict=True):
+            packing.unpack(each_B, part_S)
 
-    work = ranks.all_gather(packed_WB.view(-1), packed_WB[ranks.rank], tag=tag)
+    work = ranks.all_gather(packed_WB.view(-1), packed_B, tag=tag)
     return Followed(work, unpack, in_poll=full_N.device.type == "cpu")
 
 
@@ -126,6 +134,11 @@ class Packing:
             numbers = sum_S[run.elements]
             codes, scales = self._parts(run, packed_WB)
             numbers.copy_(dequantize_reduce(codes, scales, self.bits, shape=numbers.shape, dtype=numbers.dtype))
+
+    def codes(self, packed_B: Tensor) -> Tensor:
+        """The codes of all elements in 8 bits, a view of S elements."""
+        assert self.bits == 8
+        return packed_B.narrow(0, self._codes_start, self.numel)
 
     def _parts(self, run: _Run, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales of a run, views with a block in each row; `packed` is (..., B)."""

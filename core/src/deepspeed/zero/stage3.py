@@ -78,6 +78,7 @@ class Stage3(Stage2):
         facts = {
             "zero_quantized_weights": str(self.partitioning.quantizes_weights),
             "zero_quantized_gradients": str(self.partitioning.quantizes_gradients),
+            "zero_quantized_nontrainable_weights": str(self.partitioning.keeps_frozen_in_int8),
         }
         check_same(facts, self.group)
 

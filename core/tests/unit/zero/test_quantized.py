@@ -92,11 +92,10 @@ def test_bytes(bits, part):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
+@pytest.mark.parametrize("key", ["weights", "gradients", "nontrainable_weights"])
 def test_a_stage_that_quantizes_nothing_refuses(make_engine, key, stage):
-    with pytest.raises(
-        ConfigError, match=rf"zero_optimization\.{key}: found true with zero_optimization\.stage {stage}"
-    ):
+    key = f"zero_quantized_{key}"
+    with pytest.raises(ConfigError, match=rf"optimization\.{key}: found true with zero_optimization\.stage {stage}"):
         make_engine(nn.Linear(2, 2), zero_optimization={"stage": stage, key: True})
 
 
@@ -105,9 +104,11 @@ def test_one_rank_sends_nothing_and_quantizes_nothing(make_engine):
     losses = []
     for quantizes in (False, True):
         torch.manual_seed(0)
-        keys = {"zero_quantized_weights": quantizes, "zero_quantized_gradients": quantizes}
-        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **keys}
-        engine = make_engine(tiny_gpt(), zero_optimization=zero)
+        keys = [f"zero_quantized_{what}" for what in ("weights", "gradients", "nontrainable_weights")]
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **dict.fromkeys(keys, quantizes)}
+        model = tiny_gpt()
+        model.blocks[0].requires_grad_(False)
+        engine = make_engine(model, zero_optimization=zero)
         losses.append([])
         for _ in range(3):
             loss = engine(tokens, tokens)

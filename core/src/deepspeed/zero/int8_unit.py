@@ -1,0 +1,48 @@
+"""`Int8Unit`: frozen parameters whose shards rest in int8 (`zero_quantized_nontrainable_weights`, stage 3).
+
+Made by `module_units.py`. The weights are rounded when the unit is made, and again when they are loaded or changed
+(`quantized.py` has blocks and bounds); what is gathered, for modules and for checkpoints, is what the shards hold.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from deepspeed.comm.backend import Work
+from deepspeed.ops.operators import FLOATS
+from deepspeed.zero import quantized
+from deepspeed.zero.param_unit import ParamUnit
+from deepspeed.zero.unit_ranks import UnitRanks
+
+
+class Int8Unit(ParamUnit):
+    """As `ParamUnit`, with one byte per element and 4 bytes per block. `shard_S` are the codes.
+
+    Args:
+        params: frozen, and fp32, bf16 or fp16 as weights.
+        names, ranks, keys: as of `ParamUnit`; of two ranks at least.
+    """
+
+    def __init__(self, params: list[Parameter], names: list[str], ranks: UnitRanks, **keys: Any) -> None:
+        super().__init__(params, names, ranks, **keys)
+        assert self.is_sharded
+        self._packing = quantized.Packing(self.shard_S.numel(), quantized.WEIGHT_BITS)
+        self._packed_B = self.shard_S.new_empty(self._packing.num_bytes, dtype=torch.int8)
+        self.set_shard(self.shard_S)
+        self.shard_S = self._packing.codes(self._packed_B)
+        self.source_S = None
+        for index, param in enumerate(self.params):
+            param.ds_tensor = self.shard_of(index)  # type: ignore[attr-defined]
+
+    def set_shard(self, values_S: Tensor) -> None:
+        self._packing.pack(values_S, self._packed_B)
+
+    def _all_gather(self, quantizes: bool) -> Work:
+        return quantized.all_gather_packed(self.ranks, self._full_N, self._packed_B, self._packing, tag=self.names[0])
+
+
+def fits_int8(param: Parameter, dtype: torch.dtype | None, ranks: UnitRanks) -> bool:
+    """Whether a unit of such parameters may rest in int8: they are frozen, sharded, and the quantizer takes `dtype`."""
+    return not param.requires_grad and ranks.world_size > 1 and (dtype or param.dtype) in FLOATS
