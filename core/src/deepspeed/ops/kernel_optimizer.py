@@ -177,8 +177,7 @@ def _not_taken(kernel: StepKernel, lists: list[list[Tensor]], moments: list[list
     return [
         index
         for index in range(len(lists[0]))
-        if not kernel.takes(its[index] for its in lists)
-        or not kernel.takes((its[index] for its in moments), FP32)
+        if not kernel.takes(its[index] for its in lists) or not kernel.takes((its[index] for its in moments), FP32)
     ]
 
 

@@ -385,7 +385,7 @@ class Sharding(Holding):
         if self.unit_groups.dense.replicas is not None and any(self._used_anywhere):
             self._replica_sum.add_up(self._reduced_units())
             self.placement.gradients_changed()
-            facts[0] = self._sum_over_ranks([self._local_square_sum()])[0]
+            facts[0] = self._sum_over_ranks([])[0]
         return facts
 
     def _reduced_units(self) -> Iterator[tuple[FlatGroup, Tensor]]:

@@ -1,0 +1,32 @@
+"""`destroy` leaves the process group in order, whatever was in flight on this rank."""
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.testing.distributed import run_ranks
+
+
+def destroy_between_backward_and_step(stage):
+    """Rank 0 has waited for its reductions, the others have not; afterwards a collective of the group is right."""
+    rank = dist.get_rank()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.backward(engine(torch.ones(1, 8)).sum())
+    if rank == 0:
+        for bucket in engine.sharding.buckets:
+            bucket.finish()
+    engine.destroy()
+    total = torch.ones(3)
+    dist.group_backend().all_reduce(total).wait()
+    return total.tolist(), model[0].weight.shape
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_collective_follows(stage):
+    assert run_ranks(2, destroy_between_backward_and_step, stage) == [([2.0] * 3, (8, 8))] * 2
