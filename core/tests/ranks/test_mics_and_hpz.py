@@ -252,6 +252,8 @@ def modify_job():
         create_engine({"stage": 2, "mics_shard_size": 2})
     with pytest.raises(ConfigError, match="zero_optimization.zero_hpz_partition_size: found 3, but there are dp 4"):
         create_engine({"stage": 3, "zero_hpz_partition_size": 3})
+    with pytest.raises(ConfigError, match="mics_shard_size and zero_hpz_partition_size must be the same on all ranks"):
+        create_engine({"stage": 3, "mics_shard_size": 2 if dist.get_rank() == 0 else 4})
     return found, first
 
 

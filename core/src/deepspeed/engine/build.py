@@ -46,6 +46,7 @@ from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.throughput import ThroughputTimer
 from deepspeed.uncaught import report_to_launcher
+from deepspeed.zero.agreement import check_same
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.leaf_modules import mark_configured
 from deepspeed.zero.managed import refuse_managed, refuse_sharded
@@ -244,6 +245,8 @@ def _split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
             f"zero_optimization: found {' and '.join(f'{name} {size}' for name, size in given)}; each divides the "
             "ranks into copies of the weights in its own way, give one of them"
         )
+    sizes = ", ".join(f"{name} {size}" for name, size, _ in asked)
+    check_same({"mics_shard_size and zero_hpz_partition_size": sizes}, mesh.gradient_group())
     for name, size in given:
         mesh = mesh.split_data(size, f"zero_optimization.{name}")
     return mesh
