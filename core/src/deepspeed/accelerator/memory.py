@@ -16,6 +16,14 @@ class MemoryFace(TorchModule):
         """Give memory that the allocator keeps for reuse back to the device. Slow; for use between phases."""
         self._ask("empty_cache")
 
+    def return_freed_memory(self, num_bytes: int) -> None:
+        """From now on, give freed blocks of at least `num_bytes` back to the device at once.
+
+        Called when parameters are sharded (stage 3, `zero.Init`), with the size of gathered weights, which are freed
+        after each use. The last call counts, for the whole process. Default: nothing, for an allocator that reuses
+        such blocks well.
+        """
+
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes held by live tensors."""
         return int(self._ask("memory_allocated", device_index))

@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed.accelerator.plain import PlainAccelerator
 
+from ds_ext_cpu.malloc import return_large_blocks
 from ds_ext_cpu.numa import usable_nodes
 
 # import name -> distribution of Intel's oneCCL bindings, whose backend is called "ccl"
@@ -30,6 +31,10 @@ class CPU_Accelerator(PlainAccelerator):
     def communication_backend_version(self) -> Any:
         """The version of the oneCCL bindings; None for gloo, which is part of torch."""
         return importlib.metadata.version(_CCL_DISTRIBUTION) if _has_ccl() else None
+
+    def return_freed_memory(self, num_bytes: int) -> None:
+        """Such blocks, if they have 1 MiB or more, are not kept by glibc's malloc."""
+        return_large_blocks(num_bytes)
 
     def export_envs(self) -> list[str]:
         """The settings of threads and of oneCCL, which all hosts must share."""

@@ -1,0 +1,27 @@
+"""glibc's malloc: large freed blocks go back to the system at once.
+
+By itself glibc takes blocks above a threshold from the system and returns them when they are freed, but it raises the
+threshold, up to 32 MiB, to the size of each block that is freed in this way (man 3 mallopt). Gathered weights are freed
+after each use, so blocks of their size move to the heap, where what lives longer is laid in the gaps. Stage 3 of a GPT
+with 12 blocks of 7 MB peaked at 1.2 to 1.4 times the bytes of its tensors.
+"""
+
+import ctypes
+import os
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
+#: bytes; smaller blocks stay in the heap, because a block from the system costs a page fault per page each time
+MIN_BYTES = 1 << 20
+#: bytes; what glibc takes, and where its own raising ends
+MAX_BYTES = 32 << 20
+
+
+def return_large_blocks(num_bytes: int) -> bool:
+    """Fix the threshold at `num_bytes`, within the limits above, for the process; whether that was done.
+
+    Not where the environment sets one (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`), nor with another C library.
+    """
+    by_user = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    threshold = min(max(num_bytes, MIN_BYTES), MAX_BYTES)
+    return not by_user and mallopt is not None and mallopt(_M_MMAP_THRESHOLD, threshold) == 1

@@ -1,0 +1,43 @@
+"""Large freed blocks go back to the system, unless the user has set a threshold."""
+
+import subprocess
+import sys
+
+import pytest
+
+GLIBC = sys.platform.startswith("linux") and "glibc" in __import__("platform").libc_ver()[0]
+pytestmark = pytest.mark.skipif(not GLIBC, reason="another C library")
+
+# A freed block of 16 MiB raises glibc's own threshold: the next block of 8 MiB comes from the heap.
+SCRIPT = """
+import ctypes, sys, torch
+from pathlib import Path
+from ds_ext_cpu.malloc import return_large_blocks
+
+def used_mib():
+    return int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) / 1024
+
+done = return_large_blocks(4 << 20)
+torch.empty(16 << 20, dtype=torch.uint8)
+block = torch.empty(8 << 20, dtype=torch.uint8)
+plug = [bytearray(600) for _ in range(1000)]
+before = used_mib()
+del block
+print(done, round(before - used_mib()))
+"""
+
+
+def run(**variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env={"PATH": "", **variables}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_a_freed_block_goes_back() -> None:
+    assert run() == "True 8"
+
+
+def test_the_threshold_of_the_user_counts() -> None:
+    assert run(MALLOC_MMAP_THRESHOLD_="33554432").startswith("False")
+    assert run(GLIBC_TUNABLES="glibc.malloc.mmap_threshold=33554432").startswith("False")
