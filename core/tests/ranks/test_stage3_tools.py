@@ -1,10 +1,14 @@
 """What users call around stage 3: the layout, estimates of memory, local elements, leaf modules with experts."""
 
+import resource
+import sys
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from deepspeed.testing.distributed import run_ranks
@@ -75,20 +79,82 @@ def held_bytes(engine: Any) -> int:
     return sum(storages.values())
 
 
-def memory_job(stage: int) -> tuple[int, int, int]:
+def memory_job(stage: int) -> tuple[int, int, int, int]:
+    """Elements of the model and of a layer; bytes before a step, with no layer whole, and after it."""
     deepspeed.init_distributed()
     net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
     engine = create_engine(net, stage, bf16={"enabled": True})
-    train(engine, torch.ones(1, 256, dtype=torch.bfloat16))
-    return 8 * 257 * 256, 257 * 256, held_bytes(engine)
+    x = torch.ones(1, 256, dtype=torch.bfloat16)
+    train(engine, x)
+    engine.backward(engine(x).float().square().mean())
+    engine.sharding.reduce()
+    engine.sharding.release_gathered()
+    before = held_bytes(engine)
+    engine.step()
+    return 8 * 257 * 256, 257 * 256, before, held_bytes(engine)
 
 
 def test_memory_is_as_estimated() -> None:
-    total, largest, found = run_ranks(2, memory_job, 2)[0]
-    assert found == pytest.approx(estimate_zero2_model_states_mem_needs(total, 2, cpu_offload=False)[1], rel=0.1)
-    total, largest, found = run_ranks(2, memory_job, 3)[0]
+    total, largest, before, after = run_ranks(2, memory_job, 2)[0]
+    assert before == pytest.approx(estimate_zero2_model_states_mem_needs(total, 2, cpu_offload=False)[1], rel=0.1)
+    assert before - after == total  # between steps no gradient takes memory: 2 bytes of half of the elements
+    total, largest, before, after = run_ranks(2, memory_job, 3)[0]
     estimate = estimate_zero3_model_states_mem_needs(total, largest, 2, 1, False, False)
-    assert found == pytest.approx(estimate[1] - estimate[2], rel=0.1)  # between steps no layer is whole
+    assert before == pytest.approx(estimate[1] - estimate[2], rel=0.1)
+    assert before - after == total
+
+
+def set_without_backward_job() -> None:
+    deepspeed.init_distributed()
+    net = nn.Linear(4, 4)
+    engine = create_engine(net, 2)
+    train(engine, torch.ones(1, 4))
+    deepspeed.utils.safe_set_full_grad(net.weight, torch.full((4, 4), 2.0))
+    torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(net.weight), torch.full((4, 4), 2.0))
+    engine.sharding.reduce()
+    assert engine.sharding.norm() == pytest.approx(8.0)
+
+
+def test_a_gradient_that_is_set_without_a_backward() -> None:
+    run_ranks(2, set_without_backward_job)
+
+
+# ---- a limit ---------------------------------------------------------------------------------------------------------
+
+LAYERS, WIDTH = 24, 1024  # layers of 4 MiB
+
+
+def limited_job(shards_at_once: bool) -> str:
+    """Train a model under a limit of 0.9 of its fp32 weights, on the data segment of this process."""
+    deepspeed.init_distributed()
+    get_accelerator().return_freed_memory(2**20)  # what was freed before is not reused for a layer
+    train(create_engine(nn.Linear(4, 4), 3), torch.ones(1, 4))  # everything is imported
+    config = {
+        "train_batch_size": deepspeed.comm.get_world_size(),
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 2 * WIDTH**2, "stage3_max_reuse_distance": 0},
+    }
+    status = Path("/proc/self/status").read_text()
+    used_bytes = 1024 * int(status.partition("VmData:")[2].split()[0])
+    former = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used_bytes + int(0.9 * 4 * LAYERS * WIDTH**2), former[1]))
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=shards_at_once):
+            net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        engine = deepspeed.initialize(model=net, config=config)[0]
+        for _ in range(2):
+            train(engine, torch.ones(1, WIDTH))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, former)
+    return "trained"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit counts mapped memory on Linux only")
+def test_a_model_above_the_memory_limit_trains_with_zero_init() -> None:
+    assert run_ranks(3, limited_job, True) == ["trained"] * 3
+    assert all("can't allocate memory" in outcome for outcome in run_ranks(3, limited_job, False))
 
 
 # ---- one parameter's elements ----------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Stage 2: gradients are sharded too. It is stage 1 with another place for gradients to be.
 
-A bucket's buffer is borrowed from a small pool, from its first gradient until its sum was added to this rank's shard.
-So gradients are reduced after every backward, also between two steps, and a rank keeps 4 + 12/W bytes per parameter in
-fp32, 2 + 14/W in low precision (P_os+g).
+A bucket's buffer is borrowed from a small pool, from its first gradient until its sum was added to this rank's shard,
+whose memory is allocated then, and freed after the step. So gradients are reduced after every backward, also between
+two steps, and a rank keeps 4 + 12/W bytes per parameter in fp32, 2 + 14/W in low precision (P_os+g).
 """
 
 import torch
@@ -31,15 +31,17 @@ class Stage2(Stage1):
         super().__init__(options, backend, group)
         self._max_in_flight = MAX_IN_FLIGHT
         self._pools: dict[tuple[torch.dtype, torch.device], BucketPool] = {}
-        self._summed: set[int] = set()  # units whose shard holds a sum of this step
+        self._summed: set[int] = set()  # units whose gradient shard has memory, with a sum of this step
 
     def _is_alone(self, group: FlatGroup) -> bool:
         """One rank that keeps its gradients beside its weights: its shard is the whole buffer, so none is borrowed."""
         return group.ranks.world_size == 1 and not self.placement.is_apart
 
     def _create_gradients(self, group: FlatGroup, dtype: torch.dtype) -> Tensor:
+        if self._is_alone(group):
+            return super()._create_gradients(group, dtype)
         numel = 0 if self.placement.is_apart else group.layout.shard_numel
-        return self.placement.pinned(group.ranks.shards.allocate(numel, dtype, group.device))
+        return torch.empty(numel, dtype=dtype, device=group.device)
 
     def _owned_gradients(self, index: int) -> Tensor:
         return self._gradients[index]
@@ -66,9 +68,33 @@ class Stage2(Stage1):
         if index in self._summed:
             self._gradients[index].add_(sum_S)
         else:
-            self._gradients[index].copy_(sum_S)
-            self._summed.add(index)
+            self._take_memory(index).copy_(sum_S)
         return DONE
+
+    def _take_memory(self, index: int) -> Tensor:
+        """The gradients of a unit, with memory and arbitrary contents."""
+        gradients_S = self._gradients[index]
+        gradients_S.untyped_storage().resize_(gradients_S.nbytes)
+        self._summed.add(index)
+        return gradients_S
+
+    def _allocate_gradients(self) -> None:
+        super()._allocate_gradients()
+        self._free_sums()
+
+    def _free_sums(self) -> None:
+        """Give the memory of the gradients back. The tensors, and the views that shards have of them, stay, as those of
+        released weights do (`param_unit.py`)."""
+        self._summed.clear()
+        for group, gradients_S in zip(self.groups, self._gradients, strict=False):  # a new unit has none yet
+            if not self._is_alone(group):
+                gradients_S.untyped_storage().resize_(0)
+
+    def _local_square_sum(self) -> float:
+        for index, group in enumerate(self.groups):
+            if index not in self._summed and not self._is_alone(group):
+                self._take_memory(index).zero_()  # no backward reduced it, as when gradients are set from outside
+        return super()._local_square_sum()
 
     def _pool(self, dtype: torch.dtype, device: torch.device) -> BucketPool:
         """The pool for buckets of this dtype and device."""
@@ -80,7 +106,7 @@ class Stage2(Stage1):
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self._summed.clear()
+        self._free_sums()
 
     @property
     def exchange_bytes(self) -> int:
