@@ -5,9 +5,15 @@
     python benchmarks/memory.py --growth            # 200 steps with changing control flow
 
 *peak* is the highest resident set, beyond that of an interpreter which has trained a tiny model in the same way: while
-the model is built, and while it trains. *formula* is the states that a rank holds (ZeRO, arXiv 1910.02054, section 5)
-and the largest working set that lives at once: activations, and what is on its way, two blocks of gathered weights and
-two buckets of gradients, each as large as a block. The keys that set it so are in `stage_config`.
+the model is built, and while it trains. *formula* is the states that a rank holds (ZeRO, arXiv 1910.02054, section 5;
+reduced gradients included) and the largest working set: activations, and what is on its way, two blocks of gathered
+weights (the one in use and the next) and two buckets of gradients (one that fills and one that is reduced), each as
+large as a block. The keys that set it so are in `stage_config`. It is a sum of maxima: who allocates reduced gradients
+during the backward, while activations are freed, as stages 2 and 3 and FSDP2 do, can stay below it.
+
+Most of what exceeds it is glibc's heap, where freed blocks leave gaps that what lives longer fills. The CPU extension
+sets a threshold for zero.Init and stage 3; `MALLOC_MMAP_THRESHOLD_=131072` in the environment, which then counts for
+all variants, shows the peaks nearly without gaps, at the price of page faults.
 
 The limit is RLIMIT_DATA, set in each rank's own process: what the rehearsal had allocated, and 1.15 times the formula
 (or `--budget-mib`). It counts the heap and private anonymous mappings, touched or not, so it is stricter than the
