@@ -90,11 +90,11 @@ class Stage2(Stage1):
             if not self._is_alone(group):
                 gradients_S.untyped_storage().resize_(0)
 
-    def _local_square_sum(self) -> float:
+    def _local_norms(self) -> list[Tensor]:
         for index, group in enumerate(self.groups):
             if index not in self._summed and not self._is_alone(group):
                 self._take_memory(index).zero_()  # no backward reduced it, as when gradients are set from outside
-        return super()._local_square_sum()
+        return super()._local_norms()
 
     def _pool(self, dtype: torch.dtype, device: torch.device) -> BucketPool:
         """The pool for buckets of this dtype and device."""
