@@ -160,7 +160,7 @@ def part_of_the_world_job():
 
 
 def test_a_mesh_on_a_part_of_the_world():
-    assert run_ranks(3, part_of_the_world_job, timeout_s=60) == [(3.0, [0, 1]), (3.0, [0, 1]), None]
+    assert run_ranks(3, part_of_the_world_job) == [(3.0, [0, 1]), (3.0, [0, 1]), None]
 
 
 def test_dtensor_takes_a_submesh():
