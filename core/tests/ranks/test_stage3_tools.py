@@ -1,14 +1,10 @@
 """What users call around stage 3: the layout, estimates of memory, local elements, leaf modules with experts."""
 
-import resource
-import sys
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from deepspeed.testing.distributed import run_ranks
@@ -117,44 +113,6 @@ def set_without_backward_job() -> None:
 
 def test_a_gradient_that_is_set_without_a_backward() -> None:
     run_ranks(2, set_without_backward_job)
-
-
-# ---- a limit ---------------------------------------------------------------------------------------------------------
-
-LAYERS, WIDTH = 24, 1024  # layers of 4 MiB
-
-
-def limited_job(shards_at_once: bool) -> str:
-    """Train a model under a limit of 0.9 of its fp32 weights, on the data segment of this process."""
-    deepspeed.init_distributed()
-    get_accelerator().return_freed_memory(2**20)  # what was freed before is not reused for a layer
-    train(create_engine(nn.Linear(4, 4), 3), torch.ones(1, 4))  # everything is imported
-    config = {
-        "train_batch_size": deepspeed.comm.get_world_size(),
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 2 * WIDTH**2, "stage3_max_reuse_distance": 0},
-    }
-    status = Path("/proc/self/status").read_text()
-    used_bytes = 1024 * int(status.partition("VmData:")[2].split()[0])
-    former = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (used_bytes + int(0.9 * 4 * LAYERS * WIDTH**2), former[1]))
-    try:
-        with deepspeed.zero.Init(config_dict_or_path=config, enabled=shards_at_once):
-            net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-        engine = deepspeed.initialize(model=net, config=config)[0]
-        for _ in range(2):
-            train(engine, torch.ones(1, WIDTH))
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, former)
-    return "trained"
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit counts mapped memory on Linux only")
-def test_a_model_above_the_memory_limit_trains_with_zero_init() -> None:
-    assert run_ranks(3, limited_job, True) == ["trained"] * 3
-    assert all("can't allocate memory" in outcome for outcome in run_ranks(3, limited_job, False))
 
 
 # ---- one parameter's elements ----------------------------------------------------------------------------------------

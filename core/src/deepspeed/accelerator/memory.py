@@ -19,9 +19,9 @@ class MemoryFace(TorchModule):
     def return_freed_memory(self, num_bytes: int) -> None:
         """From now on, give freed blocks of at least `num_bytes` back to the device at once.
 
-        Called when parameters are sharded (stage 3, `zero.Init`), with the size of gathered weights, which are freed
-        after each use. The last call counts, for the whole process. Default: nothing, for an allocator that reuses
-        such blocks well.
+        Called when parameters are sharded (stage 3, `zero.Init`), with the size of shards, so that neither these, which
+        stay, nor gathered weights, which are freed after each use, share a heap with what is smaller. The last call
+        counts, for the whole process. Default: nothing, for an allocator that reuses such blocks well.
         """
 
     def memory_allocated(self, device_index: int | None = None) -> int:

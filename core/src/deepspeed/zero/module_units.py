@@ -162,8 +162,8 @@ class ModuleUnits:
 
 
 def _typical_bytes(units: Sequence[ParamUnit]) -> int:
-    """Half of the gathered weights are in units of at least so many bytes."""
-    sizes = sorted((unit.numel * unit.shard_S.itemsize for unit in units), reverse=True)
+    """Half of this rank's shards, by bytes, have at least so many bytes."""
+    sizes = sorted((unit.shard_S.nbytes for unit in units), reverse=True)
     reached = list(accumulate(sizes))
     return next((size for size, sum_ in zip(sizes, reached, strict=True) if 2 * sum_ >= reached[-1]), 0)
 
