@@ -17,7 +17,7 @@ from ds_ext_cpu.malloc import return_large_blocks
 def used_mib():
     return int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) / 1024
 
-done = return_large_blocks(4 << 20)
+done = return_large_blocks()
 torch.empty(16 << 20, dtype=torch.uint8)
 block = torch.empty(8 << 20, dtype=torch.uint8)
 plug = [bytearray(600) for _ in range(1000)]

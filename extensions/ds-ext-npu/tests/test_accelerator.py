@@ -76,7 +76,7 @@ SANE = {
     "create_graph": ((), lambda v: v is None),
     "capture_to_graph": ((None,), is_context),
     "empty_cache": ((), lambda v: v is None),
-    "return_freed_memory": ((2**20,), lambda v: v is None),
+    "return_freed_memory": ((), lambda v: v is None),
     "memory_allocated": ((0,), is_figure),
     "max_memory_allocated": ((), is_figure),
     "reset_max_memory_allocated": ((), lambda v: v is None),

@@ -16,12 +16,12 @@ class MemoryFace(TorchModule):
         """Give memory that the allocator keeps for reuse back to the device. Slow; for use between phases."""
         self._ask("empty_cache")
 
-    def return_freed_memory(self, num_bytes: int) -> None:
-        """From now on, give freed blocks of at least `num_bytes` back to the device at once.
+    def return_freed_memory(self) -> None:
+        """From now on, give large freed blocks back to the device at once.
 
-        Called when parameters are sharded (stage 3, `zero.Init`), with the size of shards, so that neither these, which
-        stay, nor gathered weights, which are freed after each use, share a heap with what is smaller. The last call
-        counts, for the whole process. Default: nothing, for an allocator that reuses such blocks well.
+        Called when parameters are sharded (stage 3, `zero.Init`): gathered weights are freed after each use, and leave
+        gaps in a heap that what lives longer fills. Counts for the whole process. Default: nothing, for an allocator
+        that reuses such blocks well.
         """
 
     def memory_allocated(self, device_index: int | None = None) -> int:

@@ -72,10 +72,6 @@ def zero_wrapper_for_fp_tensor_constructor(
     return construct
 
 
-#: parameters of this size and more leave no gaps when their whole values are freed, one after the other
-_FREED_BYTES = 2**20
-
-
 class Init(contextlib.AbstractContextManager["Init"]):
     """Context in which the parameters of new modules are sharded over the ranks. Contexts may be nested.
 
@@ -140,7 +136,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._ranks = comm.group_backend(group)
         self._ranks.connect()
         self._device = torch.device("cpu" if remote_device == "cpu" else get_accelerator().current_device_name())
-        get_accelerator().return_freed_memory(_FREED_BYTES)
+        get_accelerator().return_freed_memory()
         if module is not None:
             self._shard(module)
 

@@ -6,7 +6,6 @@ ones stay whole. What another engine shards and trains stays in the units of tha
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch.nn import Module, Parameter
@@ -117,7 +116,7 @@ class ModuleUnits:
             if unit_of(param) is None and not hasattr(param, "ds_persist"):
                 mark_whole(param, self._groups.of(param).everyone)
                 self._marked.append(param)
-        get_accelerator().return_freed_memory(_typical_bytes(self.all))
+        get_accelerator().return_freed_memory()
 
     def _create(self, unit_module: UnitModule, named: list[tuple[str, Parameter]]) -> ParamUnit:
         param = named[0][1]
@@ -159,13 +158,6 @@ class ModuleUnits:
         for unit in self.all:
             unit.restore_plain()
         self.all, self.of_module, self.borrowed, self._marked, self._divided = [], {}, {}, [], []
-
-
-def _typical_bytes(units: Sequence[ParamUnit]) -> int:
-    """Half of this rank's shards, by bytes, have at least so many bytes."""
-    sizes = sorted((unit.shard_S.nbytes for unit in units), reverse=True)
-    reached = list(accumulate(sizes))
-    return next((size for size, sum_ in zip(sizes, reached, strict=True) if 2 * sum_ >= reached[-1]), 0)
 
 
 def _find_borrowed(module: Module) -> dict[Parameter, ModuleHooks]:

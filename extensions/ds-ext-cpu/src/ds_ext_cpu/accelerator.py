@@ -32,9 +32,9 @@ class CPU_Accelerator(PlainAccelerator):
         """The version of the oneCCL bindings; None for gloo, which is part of torch."""
         return importlib.metadata.version(_CCL_DISTRIBUTION) if _has_ccl() else None
 
-    def return_freed_memory(self, num_bytes: int) -> None:
-        """Such blocks, if they have 1 MiB or more, are not kept by glibc's malloc."""
-        return_large_blocks(num_bytes)
+    def return_freed_memory(self) -> None:
+        """Blocks of 1 MiB or more are not kept by glibc's malloc."""
+        return_large_blocks()
 
     def export_envs(self) -> list[str]:
         """The settings of threads and of oneCCL, which all hosts must share."""

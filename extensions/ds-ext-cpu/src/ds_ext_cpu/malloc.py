@@ -11,17 +11,14 @@ import os
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 #: bytes; smaller blocks stay in the heap, because a block from the system costs a page fault per page each time
-MIN_BYTES = 1 << 20
-#: bytes; what glibc takes, and where its own raising ends
-MAX_BYTES = 32 << 20
+THRESHOLD_BYTES = 1 << 20
 
 
-def return_large_blocks(num_bytes: int) -> bool:
-    """Fix the threshold at `num_bytes`, within the limits above, for the process; whether that was done.
+def return_large_blocks() -> bool:
+    """Fix the threshold for the process; whether that was done.
 
     Not where the environment sets one (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`), nor with another C library.
     """
     by_user = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    threshold = min(max(num_bytes, MIN_BYTES), MAX_BYTES)
-    return not by_user and mallopt is not None and mallopt(_M_MMAP_THRESHOLD, threshold) == 1
+    return not by_user and mallopt is not None and mallopt(_M_MMAP_THRESHOLD, THRESHOLD_BYTES) == 1
