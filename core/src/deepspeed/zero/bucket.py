@@ -267,17 +267,23 @@ class Bucket:
 
 def _set(views: list[Tensor], grads: list[Tensor], factor: float) -> None:
     """view = factor * grad, for all of them."""
-    if len(views) == 1 and views[0].dtype == grads[0].dtype:  # one pass over a large gradient
-        torch.mul(grads[0], factor, out=views[0])
+    if factor == 1.0:
+        torch._foreach_copy_(views, grads)
         return
-    torch._foreach_copy_(views, grads)
-    if factor != 1.0:
-        torch._foreach_mul_(views, factor)
+    for view, grad in zip(views, grads, strict=True):  # torch._foreach_mul_ would round the factor
+        if view.dtype == grad.dtype:
+            torch.mul(grad, factor, out=view)
+        else:
+            view.copy_(grad).mul_(factor)
 
 
 def _add(views: list[Tensor], grads: list[Tensor], factor: float) -> None:
     """view += factor * grad, for all of them."""
-    torch._foreach_add_(views, grads, alpha=factor)
+    if factor == 1.0:
+        torch._foreach_add_(views, grads)
+        return
+    for view, grad in zip(views, grads, strict=True):
+        view.add_(grad, alpha=factor)
 
 
 class BucketPool:

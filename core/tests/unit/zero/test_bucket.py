@@ -150,6 +150,18 @@ def test_gradients_are_multiplied_cast_and_added(dtype):
     assert home.tolist() == [2.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_factor_is_not_rounded_to_the_gradients_dtype(dtype):
+    grads = [torch.linspace(-2, 2, numel).to(dtype) for numel in (300, 40)]
+    home = torch.empty(340, dtype=dtype)
+    layout, shapes = UnitLayout.single([300, 40]), [(300,), (40,)]
+    bucket = Bucket(0, layout, shapes=shapes, memory=lambda: home, result=(0, 340), kept=(0, 340), wire_dtype=None)
+    bucket.begin_backward(1 / 3)
+    for param, grad in enumerate(grads):
+        bucket.write(param, grad)
+    assert torch.equal(home, torch.cat(grads) * (1 / 3))
+
+
 def test_small_gradients_wait_for_each_other():
     bucket, home = make_bucket(1, 1, 1)
     fill(bucket, 1, 2)
