@@ -17,7 +17,7 @@ from deepspeed.zero.leaf_modules import z3_leaf_module
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.param_marks import mark_whole, unmark
-from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
+from deepspeed.zero.param_unit import ParamUnit, set_data, shape_of, unit_of
 from deepspeed.zero.unit_groups import UnitGroups
 from deepspeed.zero.unit_ranks import UnitRanks
 
@@ -91,7 +91,7 @@ class ModuleUnits:
         if unit is not None:  # sharded by zero.Init
             unit.restore_plain()
         if self._device is not None:
-            param.data = param.data.to(self._device)
+            set_data(param, param.data.to(self._device))
 
     def create_for(self, params: Sequence[Parameter]) -> Iterator[ParamUnit]:
         """One unit after the other for those of `params`, of one dtype and of the same ranks, that are sharded."""

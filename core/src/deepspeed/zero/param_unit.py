@@ -93,8 +93,8 @@ class ParamUnit:
         self._versions: list[int] = []
         self._renew_buffer()
         for param in self.params:
-            if not torch._has_compatible_shallow_copy_type(param, self.nothing):  # on another kind of device
-                torch.utils.swap_tensors(param, Parameter(self.nothing.clone(), requires_grad=param.requires_grad))
+            if param.device.type != self.nothing.device.type:
+                set_data(param, self.nothing.clone())
         for index, param in enumerate(self.params):
             mark(param, self, index)
         if not self.is_sharded:  # the shard is everything, and the parameters are views of it for good
@@ -340,6 +340,16 @@ class ParamUnit:
 def unit_of(param: Tensor) -> ParamUnit | None:
     """The unit that shards `param`; None for an ordinary parameter."""
     return getattr(param, "ds_unit", None)
+
+
+def set_data(param: Parameter, value: Tensor) -> None:
+    """`param.data = value`, also from one kind of device to another that torch does not assign so."""
+    if torch._has_compatible_shallow_copy_type(param, value):
+        param.data = value
+        return
+    attributes = dict(vars(param))
+    torch.utils.swap_tensors(param, Parameter(value, requires_grad=param.requires_grad))
+    vars(param).update(attributes)
 
 
 def shape_of(param: Tensor) -> torch.Size:

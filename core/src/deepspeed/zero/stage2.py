@@ -78,22 +78,26 @@ class Stage2(Stage1):
         self._summed.add(index)
         return gradients_S
 
-    def _allocate_gradients(self) -> None:
-        super()._allocate_gradients()
-        self._free_sums()
+    def _connect_shards(self) -> None:
+        for index in self._without_sum():  # a view needs memory while it is made
+            self._gradients[index].untyped_storage().resize_(self._gradients[index].nbytes)
+        super()._connect_shards()
+        self._free_memory()
 
-    def _free_sums(self) -> None:
-        """Give the memory of the gradients back. The tensors, and the views that shards have of them, stay, as those of
-        released weights do (`param_unit.py`)."""
-        self._summed.clear()
-        for group, gradients_S in zip(self.groups, self._gradients, strict=False):  # a new unit has none yet
-            if not self._is_alone(group):
-                gradients_S.untyped_storage().resize_(0)
+    def _free_memory(self) -> None:
+        """Give the memory of gradients without a sum back. The tensors, and the views that shards have of them, stay,
+        as those of released weights do (`param_unit.py`)."""
+        for index in self._without_sum():
+            self._gradients[index].untyped_storage().resize_(0)
+
+    def _without_sum(self) -> list[int]:
+        """Units whose gradient shard is not needed now."""
+        count = len(self._gradients)  # a new unit has none yet
+        return [index for index in range(count) if index not in self._summed and not self._is_alone(self.groups[index])]
 
     def _local_norms(self) -> list[Tensor]:
-        for index, group in enumerate(self.groups):
-            if index not in self._summed and not self._is_alone(group):
-                self._take_memory(index).zero_()  # no backward reduced it, as when gradients are set from outside
+        for index in self._without_sum():
+            self._take_memory(index).zero_()  # no backward reduced it, as when gradients are set from outside
         return super()._local_norms()
 
     def _pool(self, dtype: torch.dtype, device: torch.device) -> BucketPool:
@@ -106,7 +110,8 @@ class Stage2(Stage1):
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self._free_sums()
+        self._summed.clear()
+        self._free_memory()
 
     @property
     def exchange_bytes(self) -> int:

@@ -70,6 +70,18 @@ def test_empty_cache_gives_memory_back(accelerator: DeepSpeedAccelerator, device
     assert accelerator.memory_reserved() <= full - _BIG + _SLACK
 
 
+def test_memory_is_sound_when_large_blocks_are_returned_at_once(
+    accelerator: DeepSpeedAccelerator, device: torch.device
+) -> None:
+    accelerator.return_freed_memory()
+    kept = _allocate(device).fill_(1)
+    for _ in range(3):
+        held = _allocate(device).fill_(2)
+        del held
+    accelerator.synchronize()
+    assert bool((kept == 1).all())
+
+
 @requirements.peak_memory
 @pytest.mark.parametrize("reset", ["reset_peak_memory_stats", "reset_max_memory_allocated"])
 def test_peak_of_allocated_memory_is_kept_and_reset(
