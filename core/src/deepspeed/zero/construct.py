@@ -150,8 +150,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
                     _replace(undo, Module, "__init_subclass__", classmethod(self._see_new_class))
                     wrapped = zero_wrapper_for_fp_tensor_constructor(torch.arange, None, target_device="cpu")
                     _replace(undo, torch, "arange", wrapped)
-                    first_rank = torch.distributed.get_global_rank(self._ranks.group, 0)
-                    self._access = undo.enter_context(WholeOnAccess(first_rank))
+                    self._access = undo.enter_context(WholeOnAccess(self._ranks.group))
                     self._undo = undo.pop_all()
         return self
 

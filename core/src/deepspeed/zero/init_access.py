@@ -8,9 +8,8 @@ shards: `p.mul_(3)` starts from rounded values.
 
 [Note: until it is not referenced] What a function returns may share memory with the parameter, and may be written to
 later: `row = p.data[0]; row.zero_()`. So a gathered parameter is sharded again only when nothing refers to its memory
-any more: the number of references to the storage is what it was after the gather. It is looked at whenever another
-parameter is gathered or a module is complete. The reference counts of CPython are the same on all ranks that run the
-same code, so all ranks shard the same parameters at the same places.
+any more, on any rank: the number of references to the storage is what it was after the gather. The ranks compare that
+whenever another parameter is gathered or a module is complete.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from deepspeed.comm.values import all_gather_values
 from deepspeed.zero.gather import GatheredParameters
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
@@ -51,12 +52,13 @@ class WholeOnAccess(TorchFunctionMode):
     """Lets torch functions see sharded parameters whole, and keeps what they change. All ranks call the same functions.
 
     Args:
-        first_rank: global rank whose changes count.
+        group: all ranks that share parameters; the changes of its first rank count.
     """
 
-    def __init__(self, first_rank: int) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
-        self._first_rank = first_rank
+        self._group = group
+        self._first_rank = torch.distributed.get_global_rank(group, 0)
         self._whole: dict[Parameter, _Whole] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,8 +79,13 @@ class WholeOnAccess(TorchFunctionMode):
 
     def shard_unreferenced(self) -> None:
         """Shard the parameters again whose memory nothing refers to; see [Note: until it is not referenced]."""
+        if not self._whole:
+            return
         with torch._C.DisableTorchFunction():
-            self._shard([each for each in self._whole.values() if not each.is_referenced()])
+            by_rank = all_gather_values([each.is_referenced() for each in self._whole.values()], self._group)
+            referenced = map(any, zip(*by_rank, strict=True))
+            held = list(self._whole.values())
+            self._shard([each for each, is_referenced in zip(held, referenced, strict=True) if not is_referenced])
 
     def _gather(self, param: Parameter) -> "_Whole":
         if param not in self._whole:

@@ -29,7 +29,7 @@ LATER = set(
     """
 use_host_timers resolves_data_dependency handles_memory_backpressure communication_backend_version available_memory
 supported_dtypes is_triton_supported is_pinned create_graph capture_to_graph replay_graph export_envs
-visible_devices_envs set_visible_devices_envs get_compile_backend set_compile_backend
+visible_devices_envs set_visible_devices_envs get_compile_backend set_compile_backend return_freed_memory
 """.split()  # noqa: SIM905
 )
 
