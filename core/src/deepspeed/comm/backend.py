@@ -150,12 +150,13 @@ class GroupBackend(Protocol):
     def barrier(self) -> None:
         """Return when every rank of the group has called it."""
 
-    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+    def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
         """Leave `works` of this group unfinished; their buffers are not used any more. Waits for nobody.
 
         `failed`: an exception is the reason, so peers that wait for this rank are to raise, and to name it. Otherwise
-        all ranks abandon the same collectives, and go on. Afterwards a collective works where that is safe, and raises
-        `CommError` where it is not.
+        all ranks abandon the same collectives, and go on. `others_finished`: collectives of the same backward are done
+        here already, so peers may wait in those that were to follow. Afterwards a collective works where that is safe,
+        and raises `CommError` where it is not.
         """
 
     def release(self) -> None:

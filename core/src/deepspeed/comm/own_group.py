@@ -35,4 +35,5 @@ def own_group(group: ProcessGroup) -> ProcessGroup:
     own, kind = ProcessGroup(store, group.rank(), group.size()), ProcessGroup.BackendType.GLOO
     own._set_default_backend(kind)
     own._register_backend(host, kind, ProcessGroupGloo(store, own.rank(), own.size(), timeout_of(group)))
+    own.barrier().wait()  # a rank that drops the group at once would break the connections that a peer still makes
     return own

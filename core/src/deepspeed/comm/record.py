@@ -186,9 +186,9 @@ class RecordedGroup:
         if comms_logger.wants("barrier", prof=False):
             comms_logger.add("barrier", 0, time.perf_counter() - start)
 
-    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+    def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
         """The recorded backend's; what was abandoned is not recorded."""
-        self.recorded.abandon(_unrecorded(works), failed=failed)
+        self.recorded.abandon(_unrecorded(works), failed=failed, others_finished=others_finished)
 
 
 def _unrecorded(works: Sequence[Work]) -> list[Work]:

@@ -164,9 +164,9 @@ class TorchGroup:
         """Wait for every rank of the group."""
         torch_dist.barrier(group=self.group)
 
-    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+    def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
         """Leave `works` unfinished; see `watch.py`."""
-        self.watch.abandon(parts_of(works), failed=failed)
+        self.watch.abandon(parts_of(works), failed=failed, others_finished=others_finished)
 
     def release(self) -> None:
         """Drop the staging memory."""

@@ -57,11 +57,11 @@ class Watch:
                 return found
         return "The output of the rank that failed first says why"
 
-    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+    def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
         """Leave `works` unfinished; see `GroupBackend.abandon`.
 
         Nobody can know whether the peers issued the same collectives. So after a failure with gloo's collectives in
-        flight the connections are closed, and further calls raise.
+        flight, or finished in the same backward, the connections are closed, and further calls raise.
         """
         over_gloo = [work for work in works if isinstance(work, _Watched)]
         for work in works:
@@ -72,7 +72,7 @@ class Watch:
             return
         self._failures.record(self._num_failures)
         self._num_failures += 1
-        if over_gloo and self._failure is None:
+        if (over_gloo or others_finished) and self._failure is None:
             self._failure = CommError(
                 f"rank {torch_dist.get_rank()} left collectives of this group unfinished after a failure, and closed "
                 "its connections; destroy the process group and initialize it again, or start the job again"

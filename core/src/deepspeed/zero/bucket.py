@@ -92,7 +92,7 @@ class Bucket:
         self._held: set[int] = set()  # parameters to whose part a write adds instead of overwriting it
         self._arrived: set[int] = set()  # parameters whose gradient of this backward was added to the buffer
         self._num_awaited = len(layout.numels)  # all others
-        self._was_launched = False  # in this backward; its reduction may be over already
+        self.was_launched = False  # in this backward; its reduction may be over already
         self._waiting: dict[int, Tensor] = {}  # gradients that are not in the buffer yet, by parameter
         self._waiting_numel = 0
         self._factor = 1.0  # by which they are multiplied
@@ -113,7 +113,7 @@ class Bucket:
             factor: by which the gradients of this backward are multiplied.
         """
         self.finish()
-        self._was_launched = False
+        self.was_launched = False
         self._factor = factor
         self._arrived = set()
         self._num_awaited = len(self._numels)
@@ -142,7 +142,7 @@ class Bucket:
         return False
 
     def _begin_to_fill(self) -> None:
-        if self._was_launched:
+        if self.was_launched:
             self.finish()
             self.is_late = True
         self._open()
@@ -175,7 +175,7 @@ class Bucket:
             memory[start:stop].zero_()
         self._wire = memory if self._wire_dtype in (None, memory.dtype) else memory.to(self._wire_dtype)
         self._move(BucketState.REDUCING)
-        self._was_launched = True
+        self.was_launched = True
         self._work = reduce(self._wire)
 
     def poll(self) -> bool:
@@ -223,6 +223,7 @@ class Bucket:
         self._views = []
 
     def _forget(self) -> None:
+        self.was_launched = False
         self.is_late = False
         self._drop_waiting()
         self._move(BucketState.EMPTY)

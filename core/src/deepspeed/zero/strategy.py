@@ -330,13 +330,17 @@ class Sharding(Holding):
         Peers that wait for this rank raise if it `failed`. All ranks that do so can go on where the backend says so.
         """
         self._in_flight.clear()
+        issuers = set()
         for bucket in self.buckets:
+            if bucket.was_launched:
+                issuers.add(self.groups[bucket.index].ranks.shards)
             if (work := bucket.abandon()) is not None:
                 works += ((self.groups[bucket.index].ranks.shards, work),)
         self.zero_grad()
         for ranks in self.backends:
             if ranks.world_size > 1:
-                ranks.abandon([work for issuer, work in works if issuer is ranks], failed=failed)
+                left = [work for issuer, work in works if issuer is ranks]
+                ranks.abandon(left, failed=failed, others_finished=ranks in issuers)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 

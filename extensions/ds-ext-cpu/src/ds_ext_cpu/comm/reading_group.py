@@ -57,14 +57,15 @@ class ReadingGroup(TorchGroup):
             return super().transport(device_type)
         return self.queue or _Messages(self.own_group, self.staging)
 
-    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+    def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
         """Leave `works` unfinished. Ranks that read memory can go on if all of them abandon; see `watch.py` else."""
         works = parts_of(works)
         read = [work for work in works if isinstance(work, Reading)]
         if self.queue is not None:
             self.queue.abandon(read, failed=failed)
         if self.queue is None or len(read) < len(works):
-            super().abandon([work for work in works if not isinstance(work, Reading)], failed=failed)
+            over_gloo = [work for work in works if not isinstance(work, Reading)]
+            super().abandon(over_gloo, failed=failed, others_finished=others_finished and self.queue is None)
 
 
 class _Messages(GlooOnHost):
