@@ -1,11 +1,12 @@
 """Large freed blocks go back to the system, unless the user has set a threshold."""
 
+import platform
 import subprocess
 import sys
 
 import pytest
 
-GLIBC = sys.platform.startswith("linux") and "glibc" in __import__("platform").libc_ver()[0]
+GLIBC = platform.libc_ver()[0] == "glibc"
 pytestmark = pytest.mark.skipif(not GLIBC, reason="another C library")
 
 # A freed block of 16 MiB raises glibc's own threshold: the next block of 8 MiB comes from the heap.
