@@ -609,3 +609,27 @@ def sixteen_bit_job(folder, stage):
 @every_stage
 def test_save_16bit_model(tmp_path, stage):
     run_ranks(2, sixteen_bit_job, str(tmp_path), stage)
+
+
+def fail_within_the_save(folder):
+    """Rank 1 fails before the collectives of the save, and lives on; rank 0 waits in them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 17), torch.nn.Linear(17, 5))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 2},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    if dist.get_rank() == 1:
+        engine.sharding.state_dict = lambda: 1 // 0
+    with pytest.raises((CheckpointError, ZeroDivisionError)) as caught:
+        engine.save_checkpoint(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("direct", ["0", "1"])
+def test_a_rank_that_fails_within_a_save_lets_its_peers_go(tmp_path, direct):
+    outcomes = run_ranks(2, fail_within_the_save, str(tmp_path), environment={"DS_COMM_DIRECT": direct})
+    assert "rank 1: ZeroDivisionError" in outcomes[0]
+    assert "division" in outcomes[1]

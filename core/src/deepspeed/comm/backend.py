@@ -154,9 +154,9 @@ class GroupBackend(Protocol):
         """Leave `works` of this group unfinished; their buffers are not used any more. Waits for nobody.
 
         `failed`: an exception is the reason, so peers that wait for this rank are to raise, and to name it. Otherwise
-        all ranks abandon the same collectives, and go on. `others_finished`: collectives of the same backward are done
-        here already, so peers may wait in those that were to follow. Afterwards a collective works where that is safe,
-        and raises `CommError` where it is not.
+        all ranks abandon the same collectives, and go on. `others_finished`: no work of this rank may be in flight, and
+        yet peers wait in the collectives that were to follow. Afterwards a collective works where that is safe, and
+        raises `CommError` where it is not.
         """
 
     def release(self) -> None:

@@ -537,7 +537,7 @@ class Sharding(Holding):
         except BaseException:
             for ranks in self.backends:
                 if ranks.world_size > 1:
-                    ranks.abandon((), failed=True)
+                    ranks.abandon((), failed=True, others_finished=True)
             raise
 
     # ---- states and single parameters ---------------------------------------------------------------------------
