@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -180,21 +181,31 @@ class _Runner:
     def run(self, commands: list[list[str]]) -> None:
         """Run all of them. The first failure ends the others and is raised.
 
+        They are started in a thread: Ctrl-C is raised in the main thread, and could come there when a command is
+        started and nobody knows it yet.
+
         Raises:
             BuildError: with the first error and the command.
         """
+        stop = threading.Event()
+        with ThreadPoolExecutor(1, "ds_build") as executor:
+            try:
+                all_of_them = executor.submit(self._run, commands, stop)
+                while not wait([all_of_them], _TICK_S).done:
+                    self.on_tick()
+            finally:
+                stop.set()
+        all_of_them.result()
+
+    def _run(self, commands: list[list[str]], stop: threading.Event) -> None:
         waiting, running = list(commands), list[_Command]()
-        next_tick = time.monotonic() + _TICK_S
         try:
-            while waiting or running:
+            while (waiting or running) and not stop.is_set():
                 while waiting and len(running) < _num_jobs(len(commands)):
                     running.append(_Command(waiting.pop(0), self))
                 running[0].wait(_POLL_S)
                 running = [command for command in running if not command.has_ended()]
-                if time.monotonic() >= next_tick:
-                    next_tick += _TICK_S
-                    self.on_tick()
-        finally:  # also after Ctrl-C
+        finally:
             for command in running:
                 command.kill()
 

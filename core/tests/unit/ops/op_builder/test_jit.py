@@ -82,6 +82,13 @@ def test_the_builder_is_killed_and_another_finishes(workshop, blocked):
     os.kill(compiler, signal.SIGKILL)
 
 
+def has_ended(pid: int) -> bool:
+    """Whether the process ends soon: it was killed, and is gone when the system has collected it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(timeout=60)
+    return True
+
+
 def test_the_compiler_ends_with_an_interrupted_builder(workshop, blocked):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run under nohup
     process = workshop.start()
@@ -89,8 +96,32 @@ def test_the_compiler_ends_with_an_interrupted_builder(workshop, blocked):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert "KeyboardInterrupt" in err
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(compiler).wait(timeout=60)  # it was killed, and is gone when the system has collected it
+    assert has_ended(compiler)
+    assert [path.name for path in workshop.cache.glob("*.tmp")] == []
+
+
+# Ctrl-C when the compiler was started, and the call that started it has not returned.
+INTERRUPTED_AT_THE_START = """
+import signal, subprocess
+
+class Popen(subprocess.Popen):
+    def __init__(self, argv, *args, **kwargs):
+        super().__init__(argv, *args, **kwargs)
+        if "-c" in argv:
+            print(self.pid, flush=True)
+            signal.raise_signal(signal.SIGINT)
+
+subprocess.Popen = Popen
+ask()
+"""
+
+
+def test_the_compiler_ends_if_its_start_is_interrupted(workshop, blocked):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = workshop.start(INTERRUPTED_AT_THE_START)
+    out, err = process.communicate(timeout=120)
+    assert "KeyboardInterrupt" in err
+    assert has_ended(int(out))
     assert [path.name for path in workshop.cache.glob("*.tmp")] == []
 
 
