@@ -1,8 +1,8 @@
 """`DeepSpeedEngine`: the module with its parts. Each method is a few lines; the work is in the parts.
 
 forward   -> precision.cast_inputs, the module, sharding.window.watch
-backward  -> precision.scale, autograd (hooks fill buckets: zero/strategy.py)
-step      -> what the schedule says: sharding.reduce and step.take_step at a boundary
+backward  -> precision.scale, autograd (hooks fill buckets: zero/gradient_reduction.py)
+step      -> what the schedule says: at a boundary sharding.reduce and the step (training.py)
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,11 +1,6 @@
-"""The optimizer step at a gradient accumulation boundary, from top to bottom."""
+"""What is known of the steps so far, and of one step; `training.py` makes them."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-
-from deepspeed.precision import Precision
-from deepspeed.zero.strategy import Sharding
 
 
 @dataclass(slots=True)
@@ -25,27 +20,3 @@ class StepStats:
     applied: bool  # False: the gradients overflowed and the step was skipped
     grad_norm: float  # global L2 norm, unscaled, before clipping
     loss_scale: float  # the scale that this step's losses had
-
-
-def take_step(
-    sharding: Sharding,
-    precision: Precision,
-    advance_schedule: Callable[[], None],
-    global_step: int,
-    phase: Callable[[str], AbstractContextManager[None]],
-) -> StepStats:
-    """Judge the reduced gradients, update, forget.
-
-    Args:
-        advance_schedule: steps the learning rate schedule; called only if the step was applied.
-        phase: measures its body under a name.
-    """
-    loss_scale = precision.loss_scaler.loss_scale
-    with phase("step"):
-        verdict = precision.verdict(sharding.norm())
-        if verdict.applies:
-            sharding.update(verdict.grad_scale)
-            advance_schedule()
-        sharding.zero_grad()
-        precision.after_step(verdict)
-    return StepStats(global_step, verdict.applies, verdict.norm, loss_scale)

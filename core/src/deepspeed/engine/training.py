@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from deepspeed.engine.backward import backward_roots
 from deepspeed.engine.observers import Observers
 from deepspeed.engine.schedule import ReduceGradients, Schedule, Step
-from deepspeed.engine.step import Progress, StepStats, take_step
+from deepspeed.engine.step import Progress, StepStats
 from deepspeed.errors import StateError
 from deepspeed.log import warn_once
 from deepspeed.precision import Precision
@@ -125,18 +125,28 @@ class Training:
             self.sharding.reduce()
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
-        def advance_lr() -> None:
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
-
         progress = self.progress
-        self.stats = take_step(self.sharding, self.precision, advance_lr, progress.global_steps, self.observers.phase)
+        self.stats = self._take_step(lr_kwargs)
         progress.global_steps += 1
         progress.global_samples += self.train_batch_size
         progress.skipped_steps += not self.stats.applied
         self.observers.step_ended(
             self.stats, progress, batch_size=self.train_batch_size, lr=self.group_values("lr"), momentum=self.momentum()
         )
+
+    def _take_step(self, lr_kwargs: dict[str, Any] | None) -> StepStats:
+        """Judge the reduced gradients, update, forget. The learning rate moves only if the step is made."""
+        sharding, precision = self.sharding, self.precision
+        loss_scale = precision.loss_scaler.loss_scale
+        with self.observers.phase("step"):
+            verdict = precision.verdict(sharding.norm())
+            if verdict.applies:
+                sharding.update(verdict.grad_scale)
+                if self.lr_scheduler is not None:
+                    self.lr_scheduler.step(**(lr_kwargs or {}))
+            sharding.zero_grad()
+            precision.after_step(verdict)
+        return StepStats(self.progress.global_steps, verdict.applies, verdict.norm, loss_scale)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The gradients of one unit on their way from autograd to the shards of the ranks.
 
-A `Bucket` is written by the gradient hooks (`strategy.py`), launched when it is full or when the backward ends, and
-finished before its values are read. A gradient that is written waits until it is worth an operation on the buffer,
-with others: until many elements wait, the bucket is full or the backward ends.
+A `Bucket` is written, launched when it is full or when the backward ends, and finished before its values are read
+(`gradient_reduction.py`). A gradient that is written waits until it is worth an operation on the buffer, with others:
+until many elements wait, the bucket is full or the backward ends.
 
     EMPTY --write--> FILLING --launch--> REDUCING --finish--> REDUCED --write--> FILLING
       |                                     ^                    |
@@ -123,23 +123,17 @@ class Bucket:
         """Gradients that are still to arrive in this backward."""
         return len(self._numels) - len(self._arrived | self._waiting.keys())
 
-    def write(self, param: int, grad: Tensor) -> bool:
-        """Take the gradient of the unit's parameter `param`, which is added to what the buffer holds of it.
-
-        Returns:
-            whether every parameter got its gradient in this backward.
-        """
+    def write(self, grads: dict[int, Tensor]) -> None:
+        """Take gradients of the unit's parameters, by their places; each is added to what the buffer holds of it."""
         if self.state is not _FILLING:
             self._begin_to_fill()
         waiting = self._waiting
-        if param in waiting:
+        if not waiting.keys().isdisjoint(grads):
             self.flush()
-        waiting[param] = grad
-        self._waiting_numel += self._numels[param]
+        waiting.update(grads)
+        self._waiting_numel += sum(map(self._numels.__getitem__, grads))
         if len(waiting) >= self._num_awaited or self._waiting_numel >= FLUSH_NUMEL:
             self.flush()
-            return self._num_awaited == 0
-        return False
 
     def _begin_to_fill(self) -> None:
         if self.was_launched:

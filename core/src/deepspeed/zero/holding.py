@@ -86,7 +86,6 @@ class Holding:
         self._bucket_bytes = 0  # that the backend prefers
         self._total_numel = 0  # elements that train
         self._positions: dict[int, int] = {}  # id of a parameter -> its place in the model
-        self._places: list[tuple[Bucket, int]] = []  # by parameter: its bucket, and its index there
         self._gradients: list[Tensor] = []  # by group: what lives from step to step
         self._reduced: list[Tensor] = []  # by group: where the optimizer finds this rank's sums, padding zero
 
@@ -276,7 +275,6 @@ class Holding:
     def cut_buckets(self) -> None:
         """A bucket for each unit, in the order in which a backward fills them; again after a group was added."""
         buckets = [self._create_bucket(index) for index in range(len(self.groups))]
-        self._places = [(bucket, param) for bucket in buckets for param in range(len(bucket.layout.numels))]
         first = [min(self._positions.get(id(param), 0) for param in group.params) for group in self.groups]
         self.buckets = sorted(buckets, key=lambda bucket: -first[bucket.index])
 

@@ -29,9 +29,11 @@ class Stage2(Stage1):
 
     def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
         super().__init__(options, backend, group)
-        self._max_in_flight = MAX_IN_FLIGHT
         self._pools: dict[tuple[torch.dtype, torch.device], BucketPool] = {}
         self._summed: set[int] = set()  # units whose gradient shard has memory, with a sum of this step
+
+    def _max_in_flight(self) -> int | None:
+        return MAX_IN_FLIGHT
 
     def _is_alone(self, group: FlatGroup) -> bool:
         """One rank that keeps its gradients beside its weights: its shard is the whole buffer, so none is borrowed."""

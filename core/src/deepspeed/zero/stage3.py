@@ -6,7 +6,6 @@ Small ones (`stage3_param_persistence_threshold`) stay whole and are treated as 
 fp32 and in low precision, and the largest working set (ZeRO, arXiv 1910.02054, section 5.3: P_os+g+p).
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -100,12 +99,6 @@ class Stage3(Stage2):
 
     def _finish_groups(self) -> None:
         super()._finish_groups()
-        self._hooks += [
-            param.register_post_accumulate_grad_hook(_arrival_hook(weakref.ref(self), group.unit))
-            for group in self.groups
-            if group.unit is not None
-            for param in group.params
-        ]
         self.module_units.create_rest(self.params)
         if self.hooks is not None:
             self.hooks.remove()
@@ -133,8 +126,10 @@ class Stage3(Stage2):
             if group.unit is not None:
                 group.unit.num_missing = len(group.params)
 
-    def _note_arrival(self, unit: ParamUnit) -> None:
-        """A gradient of the unit was taken; after the last one the unit is dropped."""
+    def _after_arrival(self, index: int) -> None:
+        """After its last gradient the unit is dropped."""
+        unit = self.groups[index].unit
+        assert unit is not None
         unit.num_missing -= 1
         if unit.num_missing <= 0 and unit.num_users == 0:
             self.fetcher.drop(unit)
@@ -207,13 +202,3 @@ class Stage3(Stage2):
                 each.install_again()
         super().destroy()
         self.module_units.destroy()
-
-
-def _arrival_hook(stage: "weakref.ref[Stage3]", unit: ParamUnit) -> Callable[[Tensor], None]:
-    """Called after the hook that takes the gradient of a parameter of `unit`."""
-
-    def arrive(param: Tensor) -> None:
-        if (owner := stage()) is not None:
-            owner._note_arrival(unit)
-
-    return arrive

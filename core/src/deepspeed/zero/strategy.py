@@ -1,9 +1,9 @@
-"""`Sharding`: how gradients are reduced and weights updated, in all stages.
+"""`Sharding`: what happens to gradients and weights in one step, in all stages.
 
 The engine calls, for every micro-batch and then once for the step:
 
     1. window.open / close       around `loss.backward()`; a plain `loss.backward()` does it through hooks
-    2. (hooks, per parameter)    gradient -> bucket; a full bucket is launched
+    2. (hooks, per parameter)    gradient -> bucket; a full bucket is launched (`gradient_reduction.py`)
     3. reduce()                  every collective done, norm and use of parameters agreed on by all ranks
     4. norm()                    global L2 norm of the gradients as they are (still scaled)
     5. update(scale)             gradients times `scale`, optimizer step, new weights all-gathered
@@ -18,12 +18,9 @@ stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 import functools
 import math
 import sys
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +28,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import CommError, ConfigError, StateError, first_line
@@ -44,6 +40,7 @@ from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.gradient_norm import norms_of_own_parts, sum_over_model
+from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.replica_sum import ReplicaSum
 from deepspeed.zero.shown_gradients import ShownGradients
@@ -87,25 +84,16 @@ class Sharding(Holding):
     def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
         super().__init__(options, backend, group)
         self.window = BackwardWindow(self._begin_backward, self._end_backward, self._abort_backward)
-        self._used: list[bool] = []  # by parameter: a gradient arrived on this rank since the last step
-        self._used_anywhere: list[bool] = []
-        self._launched = 0
-        self._reduces = False
-        self._launches_early = False  # when they are full, not when the backward is over
+        self._used_anywhere: list[bool] = []  # by parameter: some rank has a gradient for this step
         self._adds_up = False  # there are gradients of an earlier backward of this step
-        self._refusal: Exception | None = None
-        self._inspects = False  # every gradient of this backward, not only one that is sparse or has a graph
         self._shown = ShownGradients()
         self._replica_sum = ReplicaSum(options.wire_dtype)
-        self._max_in_flight = self.placement.max_in_flight
-        self._in_flight: deque[Bucket] = deque()
-        self._is_launched = True  # no gradient waits on this rank for its reduction
         self._norm: float | None = None
         self._facts = StepFacts(backend)
         self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
         self._broken_by: str | None = None  # the error that ended an update before all weights were updated
         self._updates: OptimizerUpdate | None = None
-        self._hooks: list[RemovableHandle] = []
+        self.reduction = self._create_reduction()  # of nothing yet
         average = options.predivide_factor or float(self.world_size)
         self._before_sum = 1.0 / average
         self._after_sum = average / self.world_size
@@ -127,6 +115,13 @@ class Sharding(Holding):
     def _counts(self, group: FlatGroup) -> bool:
         """Whether this rank, among those that hold the same gradients of a unit, adds them to the norm."""
         return group.ranks.replicas is None or group.ranks.replicas.rank == 0
+
+    def _after_arrival(self, index: int) -> None:
+        """A gradient of the unit `index`, which shards its weights, was taken."""
+
+    def _max_in_flight(self) -> int | None:
+        """Launched buckets from which on sums are taken out during the backward; None: not before its end."""
+        return self.placement.max_in_flight
 
     def _after_launch(self) -> None:
         """Every bucket of this backward was launched; nobody reads gradients before the step, so they go on."""
@@ -189,7 +184,7 @@ class Sharding(Holding):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take over one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
         assert self.optimizer is not None
-        if self.window.is_open or any(self._used):
+        if self.window.is_open or any(self.reduction.used):
             raise StateError("add_param_group: found gradients of a step that is not over; call it after step()")
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
@@ -197,8 +192,7 @@ class Sharding(Holding):
         check_same({"the added group of parameters": self._described(given)}, self.group)
         type(self.optimizer).add_param_group(self.optimizer, {**param_group, "params": given})
         last = len(self.optimizer.param_groups) - 1
-        for handle in self._hooks:
-            handle.remove()
+        self.reduction.remove_hooks()
         self.hold_group(last, self.optimizer.param_groups[last]["params"])
         self._finish_groups()
 
@@ -207,22 +201,33 @@ class Sharding(Holding):
         self.cut_buckets()
         attached = {id(param) for param in self.params}
         self._others = [(name, param) for name, param in self._named if id(param) not in attached]
-        self._used = [False] * len(self.params)
-        self._used_anywhere = list(self._used)
+        self._used_anywhere = [False] * len(self.params)
         self._use_slots = UseSlots(group.ranks for group in self.groups for _ in group.params)
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), index))
-            for index, param in enumerate(self.params)
-        ]
         managed.register(self)
         if takes_only_sparse(self.optimizer) and self.params:
             self._rows = TouchedRows(self.params, self.backend.allocate)
+        self.reduction = self._create_reduction()
         if self.optimizer is not None:
             self._updates = OptimizerUpdate(
                 self.optimizer, list(self._batches()), self._used_anywhere, self.placement, self._rows
             )
         if len(self._gradients) == len(self.groups):
             self._connect_shards()
+
+    def _create_reduction(self) -> GradientReduction:
+        return GradientReduction(
+            self.window,
+            self.groups,
+            self.buckets,
+            reduce=self._reduce,
+            open_window=self._open_from_hook,
+            after_arrival=self._after_arrival,
+            name_of=self._name_of,
+            overlaps=self.options.overlap,
+            max_in_flight=self._max_in_flight(),
+            waits_on_device=not self.backend.capabilities.completes_on_host,
+            rows=self._rows,
+        )
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
@@ -238,23 +243,15 @@ class Sharding(Holding):
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
         self._replica_sum.reopen(self._reduced_units())
-        self._adds_up = any(self._used)
-        self._refusal = plan.refusal
-        self._inspects = plan.refusal is not None or self._rows is not None
-        self._reduces = plan.reduces or self.reduces_always
-        self._launches_early = self._reduces and self.options.overlap
-        self._launched = 0
-        self._is_launched = False
+        self._adds_up = any(self.reduction.used)
         self._norm = None
-        for bucket in self.buckets:
-            bucket.begin_backward(plan.factor * self._before_sum)
+        self.reduction.begin(
+            reduces=plan.reduces or self.reduces_always,
+            factor=plan.factor * self._before_sum,
+            refusal=plan.refusal,
+        )
         for param in self.params:
             param.grad = None  # what it shows is the sum of the last backward, which lives in its bucket
-
-    def _launch_full(self) -> None:
-        """Launch the buckets that are full, as far as all before them are."""
-        while self._launched < len(self.buckets) and not self.buckets[self._launched].num_missing:
-            self._launch_next()
 
     def _open_from_hook(self) -> None:
         """The first gradient of a backward that no output of the forward has seen begin."""
@@ -266,39 +263,10 @@ class Sharding(Holding):
             )
         self.window.open_from_autograd()
 
-    def _inspected(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient of one parameter as its bucket takes it: dense, without a graph."""
-        if self._refusal is not None:
-            raise self._refusal
-        grad = grad.detach()  # of a backward with create_graph=True; the step needs no graph
-        if self._rows is not None:
-            self._rows.note(index, grad, self._name_of(self.params[index]))
-        return grad.to_dense() if grad.is_sparse else grad  # of an embedding with sparse=True
-
-    def _launch_next(self) -> None:
-        bucket = self.buckets[self._launched]
-        self._launched += 1
-        bucket.launch(partial(self._reduce, bucket))
-        if self._max_in_flight is not None:
-            self._in_flight.append(bucket)
-            self._finish_early(self._max_in_flight)
-
-    def _finish_early(self, max_in_flight: int) -> None:
-        """Take sums out of the oldest buckets, so that their buffers are free. A hook runs in the middle of the user's
-        backward, where a peer may wait for this rank in a collective of the model: so the host waits for nobody."""
-        waits_on_device = not self.backend.capabilities.completes_on_host
-        while self._in_flight and (
-            self._in_flight[0].poll() or (waits_on_device and len(self._in_flight) > max_in_flight)
-        ):
-            self._in_flight.popleft().finish()
-
     def _end_backward(self) -> None:
-        if self._reduces:
-            self._launch_rest_or_abandon()
+        self._end_reduction()
+        if self.reduction.is_launched:
             self._after_launch()
-        else:
-            for bucket in self.buckets:
-                bucket.flush()
         for name, param in self._others:
             if param.grad is not None:
                 warn_once(
@@ -306,12 +274,9 @@ class Sharding(Holding):
                     "it was unfrozen after initialize(), call engine.optimizer.add_param_group"
                 )
 
-    def _launch_rest(self) -> None:
-        while self._launched < len(self.buckets):
-            self._launch_next()
-        self._is_launched = True
-
-    _launch_rest_or_abandon = _abandons_on_error(_launch_rest)
+    @_abandons_on_error
+    def _end_reduction(self) -> None:
+        self.reduction.end()
 
     def _abort_backward(self) -> None:
         """A backward that failed leaves unknown gradients: the step starts again, without them."""
@@ -329,17 +294,11 @@ class Sharding(Holding):
 
         Peers that wait for this rank raise if it `failed`. All ranks that do so can go on where the backend says so.
         """
-        self._in_flight.clear()
-        issuers = set()
-        for bucket in self.buckets:
-            if bucket.was_launched:
-                issuers.add(self.groups[bucket.index].ranks.shards)
-            if (work := bucket.abandon()) is not None:
-                works += ((self.groups[bucket.index].ranks.shards, work),)
+        in_flight, issuers = self.reduction.abandon()
         self.zero_grad()
         for ranks in self.backends:
             if ranks.world_size > 1:
-                left = [work for issuer, work in works if issuer is ranks]
+                left = [work for issuer, work in (*works, *in_flight) if issuer is ranks]
                 ranks.abandon(left, failed=failed, others_finished=ranks in issuers)
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -367,23 +326,18 @@ class Sharding(Holding):
     @_abandons_on_error
     def _finish_collectives(self) -> list[float]:
         """[sum of squares, ...] over the ranks, with every bucket reduced."""
-        if not self._is_launched:  # the boundary was declared after the backward
-            self._launch_rest()
+        reduction = self.reduction
+        if not reduction.is_launched:  # the boundary was declared after the backward
+            reduction.launch_rest()
         while True:
-            self._in_flight.clear()
-            for bucket in self.buckets:
-                bucket.finish()
+            reduction.finish()
             self.placement.settle()
-            late = [float(bucket.is_late) for bucket in self.buckets]
-            facts = self._sum_over_ranks([*self._use_slots.spread(self._used), *late])
+            facts = self._sum_over_ranks([*self._use_slots.spread(reduction.used), *map(float, reduction.late)])
             self._used_anywhere[:] = self._use_slots.own(facts[1:])
             late = facts[1 + self._use_slots.count :]
             if not any(late):
                 break
-            for bucket, is_late in zip(self.buckets, late, strict=True):
-                if is_late:
-                    bucket.is_late = False
-                    bucket.launch(partial(self._reduce, bucket))
+            reduction.launch_late(late)
         if self._rows is not None:
             self.backend.all_reduce(self._rows.marks).wait()
         if self.unit_groups.dense.replicas is not None and any(self._used_anywhere):
@@ -411,9 +365,8 @@ class Sharding(Holding):
     def _take_shown(self) -> None:
         """The step takes what the user made of the shown gradients: other values, another tensor, or None."""
         for index in self._shown.take(self.params):
-            self._used[index] = self._used_anywhere[index] = False
-            bucket, param_of_bucket = self._places[index]
-            bucket.forget(param_of_bucket)
+            self._used_anywhere[index] = False
+            self.reduction.drop(index)
         if not self._shown or self._norm is None:
             return
         were_written = self._shown.were_written(self._gradients)
@@ -473,16 +426,13 @@ class Sharding(Holding):
         if self.window.is_open:  # what is open was left by an exception inside autograd
             self.window.abort()
             return
-        for bucket in self.buckets:
-            bucket.clear()
+        self.reduction.clear()
         self.placement.forget()
         self._replica_sum.forget()
         if self._rows is not None:
             self._rows.clear()
-        for index, param in enumerate(self.params):
+        for param in self.params:
             param.grad = None
-            self._used[index] = False
-        self._is_launched = True
         self._shown.forget()
         self._norm = None
 
@@ -493,9 +443,7 @@ class Sharding(Holding):
     def destroy(self) -> None:
         """Remove the hooks and drop all buffers and states; the module and the optimizer can then be used without the
         engine, or in another one. Idempotent."""
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks = []
+        self.reduction.remove_hooks()
         if self.optimizer is not None:
             vars(self.optimizer).pop("add_param_group", None)
             vars(self.optimizer).pop("zero_grad", None)
@@ -511,8 +459,9 @@ class Sharding(Holding):
         self.placement.release()
         managed.release(self)
         self.optimizer = self._updates = self._rows = None
-        self.groups, self.params, self.buckets, self._places = [], [], [], []
+        self.groups, self.params, self.buckets = [], [], []
         self._gradients, self._reduced = [], []
+        self.reduction = self._create_reduction()
         self._shown, self._facts = ShownGradients(), StepFacts(self.backend)
 
     def _finish_and_forget(self) -> None:
@@ -526,8 +475,7 @@ class Sharding(Holding):
         self.zero_grad()
 
     def _finish_in_flight(self) -> None:
-        for bucket in self.buckets:
-            bucket.finish()
+        self.reduction.finish()
 
     @contextmanager
     def among_peers(self) -> Iterator[None]:
@@ -610,33 +558,8 @@ class Sharding(Holding):
 
     def gradient_was_replaced(self, index: int) -> None:
         """The reduced gradient of an attached parameter was written from outside, on all ranks alike."""
-        self._used[index] = True
+        self.reduction.used[index] = True
         self._norm = None
         if self._rows is not None:
             self._rows.note_all(index)
         self.placement.gradients_changed()
-
-
-def _gradient_hook(sharding: "weakref.ref[Sharding]", index: int) -> Callable[[Tensor], None]:
-    """Called when autograd has put the gradient of the parameter `index` into `param.grad`.
-
-    It runs for every parameter in every backward, so it only keeps the gradient and counts. The parameter holds it; an
-    engine that nothing else refers to is not kept alive by it.
-    """
-
-    def take(param: Tensor) -> None:
-        owner = sharding()
-        if owner is None:
-            return
-        grad: Any = param.grad
-        param.grad = None
-        if not owner.window.is_running:
-            owner._open_from_hook()
-        if owner._inspects or grad.requires_grad or grad.is_sparse:
-            grad = owner._inspected(index, grad)
-        owner._used[index] = True
-        bucket, place = owner._places[index]
-        if bucket.write(place, grad) and owner._launches_early:
-            owner._launch_full()
-
-    return take

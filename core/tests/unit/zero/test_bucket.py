@@ -85,7 +85,7 @@ def fill(bucket, *values):
     bucket.begin_backward()
     for param, value in enumerate(values):
         if value is not None:
-            bucket.write(param, torch.full((bucket.layout.numels[param],), float(value)))
+            bucket.write({param: torch.full((bucket.layout.numels[param],), float(value))})
 
 
 def test_the_moves_in_order():
@@ -107,7 +107,7 @@ def test_the_moves_in_order():
 
 #: what is called to get from a state to another one
 DEEDS = {
-    FILLING: lambda bucket: bucket.write(0, torch.ones(2)),
+    FILLING: lambda bucket: bucket.write({0: torch.ones(2)}),
     REDUCING: lambda bucket: bucket.launch(Peers()),
     REDUCED: lambda bucket: bucket.finish(),
     EMPTY: lambda bucket: bucket.abandon(),
@@ -141,11 +141,11 @@ def test_gradients_are_multiplied_cast_and_added(dtype):
     grad = torch.arange(6, dtype=dtype).view(2, 3).t().contiguous().t()  # not contiguous
     bucket, home = make_bucket(1, 6, shapes=[(), (2, 3)])
     bucket.begin_backward(0.5)
-    bucket.write(1, grad)
+    bucket.write({1: grad})
     bucket.flush()
     assert home[1:].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-    bucket.write(1, grad)
-    bucket.write(0, torch.tensor(4.0, dtype=dtype))
+    bucket.write({1: grad})
+    bucket.write({0: torch.tensor(4.0, dtype=dtype)})
     bucket.flush()
     assert home.tolist() == [2.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -158,7 +158,7 @@ def test_the_factor_is_not_rounded_to_the_gradients_dtype(dtype):
     bucket = Bucket(0, layout, shapes=shapes, memory=lambda: home, result=(0, 340), kept=(0, 340), wire_dtype=None)
     bucket.begin_backward(1 / 3)
     for param, grad in enumerate(grads):
-        bucket.write(param, grad)
+        bucket.write({param: grad})
     assert torch.equal(home, torch.cat(grads) * (1 / 3))
 
 
@@ -166,16 +166,16 @@ def test_small_gradients_wait_for_each_other():
     bucket, home = make_bucket(1, 1, 1)
     fill(bucket, 1, 2)
     assert home.tolist() == [7.0] * 3, "not worth an operation yet"
-    bucket.write(0, torch.ones(1))
+    bucket.write({0: torch.ones(1)})
     assert home.tolist() == [2.0, 2.0, 7.0], "a second gradient of a parameter is added to the first"
-    bucket.write(2, torch.full((1,), 3.0))
+    bucket.write({2: torch.full((1,), 3.0)})
     assert home.tolist() == [2.0, 2.0, 3.0], "the bucket is full"
 
 
 def test_a_large_gradient_waits_for_none():
     bucket, home = make_bucket(bucket_module.FLUSH_NUMEL, 1)
     bucket.begin_backward(0.5)
-    bucket.write(0, torch.ones(bucket_module.FLUSH_NUMEL))
+    bucket.write({0: torch.ones(bucket_module.FLUSH_NUMEL)})
     assert home.sum() == bucket_module.FLUSH_NUMEL / 2 + 7.0
 
 
@@ -192,9 +192,9 @@ def test_num_missing_counts_each_parameter_once():
     bucket, _ = make_bucket(1, 1)
     fill(bucket, 1, None)
     assert bucket.num_missing == 1
-    bucket.write(0, torch.ones(1))
+    bucket.write({0: torch.ones(1)})
     assert bucket.num_missing == 1
-    bucket.write(1, torch.ones(1))
+    bucket.write({1: torch.ones(1)})
     assert bucket.num_missing == 0
 
 
@@ -279,7 +279,7 @@ def test_a_late_gradient_is_reduced_a_second_time(kept, second, is_finished):
     if is_finished:  # early, while the backward goes on
         bucket.finish()
     assert not bucket.is_late
-    bucket.write(0, torch.tensor([5.0]))
+    bucket.write({0: torch.tensor([5.0])})
     assert bucket.is_late
     assert (bucket.state, peers.waits) == (FILLING, 1)
     bucket.launch(peers)
@@ -303,7 +303,7 @@ def test_clear_forgets_and_waits_for_what_is_in_flight():
     peers = Peers()
     fill(bucket, 1)
     bucket.launch(peers)
-    bucket.write(0, torch.ones(1))
+    bucket.write({0: torch.ones(1)})
     bucket.launch(peers)
     bucket.clear()
     assert (bucket.state, bucket.is_late, peers.waits) == (EMPTY, False, 2)
@@ -407,10 +407,10 @@ def test_a_sum_that_is_kept_elsewhere_is_passed_with_its_work():
     assert log == ["keep", "reduced"]
     assert keeper.kept[0][0] == bucket.index == 3
     assert keeper.kept[0][1].tolist() == [1.0, 1.0, 2.0]
-    bucket.write(0, torch.ones(2))  # late
+    bucket.write({0: torch.ones(2)})  # late
     assert log == ["keep", "reduced", "copied"], "the memory is written when its copy is done"
     assert home.tolist() == [2.0, 2.0, 2.0], "this rank goes on adding to it"
-    bucket.write(1, torch.ones(1))
+    bucket.write({1: torch.ones(1)})
     assert log.count("copied") == 1
 
 
@@ -448,7 +448,7 @@ def test_a_borrowed_buffer_contributes_only_what_is_new():
     peers = Peers(others=10.0)
     fill(bucket, 1, 2)
     bucket.launch(peers)
-    bucket.write(0, torch.tensor([5.0]))  # late: the sum was taken out of the buffer
+    bucket.write({0: torch.tensor([5.0])})  # late: the sum was taken out of the buffer
     bucket.launch(peers)
     bucket.finish()
     bucket.launch(peers)  # another rank's was late

@@ -1,0 +1,284 @@
+"""`GradientReduction`: the gradients of a step on their way from autograd to their sums over the ranks.
+
+    begin            a backward begins
+    (hooks)          a gradient is in `param.grad`; sooner or later it is taken into its bucket (`bucket.py`)
+    end              the backward is over: what is left is taken, and launched if this backward reduces
+    finish           the sums are there; gradients that came after the launch of their bucket are still to be reduced
+
+Used by `strategy.py`. Nothing here knows a stage: it is given the buckets, and how one is reduced.
+
+[Note: two kinds of hooks] A hook runs for every parameter in every backward, and one that takes the gradient costs as
+much as the backward of a tiny layer. So the hook of a small parameter only notes that a gradient is there. The hooks of
+large parameters, and of the first of each bucket, which a backward reaches last, take what was noted and launch what
+is full.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.zero.backward_window import BackwardWindow
+from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.flat_group import FlatGroup
+from deepspeed.zero.touched_rows import TouchedRows
+
+#: elements from which on a parameter is large: its gradient is taken at once
+LARGE_NUMEL = 2**13
+
+
+class GradientReduction:
+    """Args:
+    window: of the backwards; it opens with the first gradient at the latest.
+    units: in the order of `FlatGroup.first_index`.
+    buckets: one for each unit, in the order in which they are launched, on all ranks alike.
+    reduce: starts to sum a bucket over the ranks.
+    open_window: called in a hook, before the first gradient of a backward is taken, if the window is not open.
+    after_arrival: called with the index of a unit that shards its weights when one of its gradients was taken.
+    name_of: a parameter's name, for errors.
+    overlaps: launch a bucket when it is full, not when the backward is over.
+    max_in_flight: launched buckets from which on sums are taken out during the backward; None: not before its end.
+    waits_on_device: waiting for a collective holds the device up, not the host.
+    rows: for an optimizer that takes sparse gradients only.
+    """
+
+    def __init__(
+        self,
+        window: BackwardWindow,
+        units: Sequence[FlatGroup],
+        buckets: Sequence[Bucket],
+        *,
+        reduce: Callable[[Bucket, Tensor], Work],
+        open_window: Callable[[], None],
+        after_arrival: Callable[[int], None],
+        name_of: Callable[[Tensor], str],
+        overlaps: bool,
+        max_in_flight: int | None,
+        waits_on_device: bool,
+        rows: TouchedRows | None,
+    ) -> None:
+        self._window = window
+        self._units = units
+        self._buckets = buckets
+        self._by_unit = {bucket.index: bucket for bucket in buckets}
+        self._reduce, self._open_window, self._after_arrival, self._name_of = (
+            reduce,
+            open_window,
+            after_arrival,
+            name_of,
+        )
+        self._overlaps = overlaps
+        self._max_in_flight = max_in_flight
+        self._waits_on_device = waits_on_device
+        self._rows = rows
+        self._places = [
+            (self._by_unit[index], place) for index, unit in enumerate(units) for place in range(len(unit.params))
+        ]
+        self.used = [False] * len(self._places)  # a gradient was taken since the last step
+        self._arrived: list[dict[int, Parameter]] = [{} for _ in units]  # whose gradient is to be taken
+        self._launched = 0  # buckets
+        self._in_flight: deque[Bucket] = deque()
+        self.is_launched = True  # no gradient waits on this rank for its reduction
+        self._reduces = False
+        self._refusal: Exception | None = None
+        self._inspects = False  # every gradient of this backward, not only one that is sparse or has a graph
+        self._hooks: list[RemovableHandle] = [
+            param.register_post_accumulate_grad_hook(self._create_hook(unit, index, place))
+            for index, unit in enumerate(units)
+            for place, param in enumerate(unit.params)
+        ]
+
+    def remove_hooks(self) -> None:
+        """No gradient is noted any more. Idempotent."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+
+    def _create_hook(self, unit: FlatGroup, index: int, place: int) -> Callable[[Tensor], None]:
+        takes = unit.unit is not None or place == 0 or unit.shapes[place].numel() >= LARGE_NUMEL
+        return _gradient_hook(weakref.ref(self), self._arrived[index], place, index if takes else None)
+
+    # ---- one backward -------------------------------------------------------------------------------------------
+
+    def begin(self, *, reduces: bool, factor: float, refusal: Exception | None) -> None:
+        """A backward begins.
+
+        Args:
+            reduces: whether its gradients are needed after it.
+            factor: by which they are multiplied.
+            refusal: raised when a gradient is taken.
+        """
+        self._reduces = reduces
+        self._refusal = refusal
+        self._inspects = refusal is not None or self._rows is not None
+        self._launched = 0
+        self.is_launched = False
+        for bucket in self._buckets:
+            bucket.begin_backward(factor)
+
+    def _open_before(self, param: Parameter) -> None:
+        """The first gradient of a backward that no output of the forward has seen begin. Others are of the past."""
+        grad, param.grad = param.grad, None
+        self._open_window()
+        param.grad = grad
+
+    def take(self, index: int) -> None:
+        """Called by a hook: gradients of the unit `index` have arrived."""
+        self._take(index)
+        if self._units[index].unit is not None:
+            self._after_arrival(index)
+        if self._reduces and self._overlaps:
+            self._launch_full()
+
+    def _take(self, index: int) -> None:
+        """Bring the gradients of a unit that have arrived into its bucket."""
+        arrived = self._arrived[index]
+        if not arrived:
+            return
+        first = self._units[index].first_index
+        grads: dict[int, Tensor] = {}
+        for place, param in arrived.items():
+            grad: Any = param.grad
+            if grad is None:  # set by the user, in a hook of its own
+                continue
+            param.grad = None
+            if self._inspects or grad.requires_grad or grad.is_sparse:
+                grad = self._inspected(first + place, param, grad)
+            grads[place] = grad
+            self.used[first + place] = True
+        arrived.clear()
+        self._by_unit[index].write(grads)
+
+    def _inspected(self, index: int, param: Parameter, grad: Tensor) -> Tensor:
+        """A gradient as its bucket takes it: dense, without a graph."""
+        if self._refusal is not None:
+            raise self._refusal
+        grad = grad.detach()  # of a backward with create_graph=True; the step needs no graph
+        if self._rows is not None:
+            self._rows.note(index, grad, self._name_of(param))
+        return grad.to_dense() if grad.is_sparse else grad  # of an embedding with sparse=True
+
+    def end(self) -> None:
+        """The backward is over."""
+        for index in range(len(self._units)):
+            self._take(index)
+        if self._reduces:
+            self.launch_rest()
+        else:
+            for bucket in self._buckets:
+                bucket.flush()
+
+    # ---- collectives --------------------------------------------------------------------------------------------
+
+    def _launch_full(self) -> None:
+        """Launch the buckets that are full, as far as all before them are."""
+        while self._launched < len(self._buckets):
+            bucket = self._buckets[self._launched]
+            self._take(bucket.index)
+            if bucket.num_missing:
+                break
+            self._launch_next()
+
+    def launch_rest(self) -> None:
+        """Launch the buckets that this backward has not launched yet."""
+        while self._launched < len(self._buckets):
+            self._launch_next()
+        self.is_launched = True
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._launched]
+        self._launched += 1
+        self._launch(bucket)
+        if self._max_in_flight is not None:
+            self._in_flight.append(bucket)
+            self._finish_early(self._max_in_flight)
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launch(partial(self._reduce, bucket))
+
+    def _finish_early(self, max_in_flight: int) -> None:
+        """Take sums out of the oldest buckets, so that their buffers are free. A hook runs in the middle of the user's
+        backward, where a peer may wait for this rank in a collective of the model: so the host waits for nobody."""
+        while self._in_flight and (
+            self._in_flight[0].poll() or (self._waits_on_device and len(self._in_flight) > max_in_flight)
+        ):
+            self._in_flight.popleft().finish()
+
+    def finish(self) -> None:
+        """Wait for the collectives in flight and take the sums to where they live."""
+        self._in_flight.clear()
+        for bucket in self._buckets:
+            bucket.finish()
+
+    @property
+    def late(self) -> list[bool]:
+        """By bucket, whether this rank has a gradient that came after the launch: of a block, for example, that a
+        checkpoint runs twice in one backward."""
+        return [bucket.is_late for bucket in self._buckets]
+
+    def launch_late(self, late: Sequence[float]) -> None:
+        """Launch the buckets again of which a rank has a late gradient: where `late` is not 0."""
+        for bucket, is_late in zip(self._buckets, late, strict=True):
+            if is_late:
+                bucket.is_late = False
+                self._launch(bucket)
+
+    def abandon(self) -> tuple[list[tuple[GroupBackend, Work]], set[GroupBackend]]:
+        """Forget the collectives of this backward, without waiting: (those in flight, with who issued them; who issued
+        any)."""
+        self._in_flight.clear()
+        works, issuers = [], set()
+        for bucket in self._buckets:
+            ranks = self._units[bucket.index].ranks.shards
+            if bucket.was_launched:
+                issuers.add(ranks)
+            if (work := bucket.abandon()) is not None:
+                works.append((ranks, work))
+        return works, issuers
+
+    # ---- the end of a step --------------------------------------------------------------------------------------
+
+    def drop(self, index: int) -> None:
+        """Forget the gradient of the parameter `index`, which was taken."""
+        self.used[index] = False
+        bucket, place = self._places[index]
+        bucket.forget(place)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for bucket in self._buckets:
+            bucket.clear()
+        for arrived in self._arrived:
+            arrived.clear()
+        self.used = [False] * len(self.used)
+        self.is_launched = True
+
+
+def _gradient_hook(
+    reduction: "weakref.ref[GradientReduction]", arrived: dict[int, Parameter], place: int, index: int | None
+) -> Callable[[Tensor], None]:
+    """Called when autograd has put a gradient into `param.grad`; see [Note: two kinds of hooks].
+
+    The parameter holds it; an engine that nothing else refers to is not kept alive by it.
+
+    Args:
+        index: of the unit whose gradients it takes; None: it only notes its own.
+    """
+
+    def note(param: Any) -> None:
+        owner = reduction()
+        if owner is None:
+            return
+        if not owner._window.is_running:
+            owner._open_before(param)
+        arrived[place] = param
+        if index is not None:
+            owner.take(index)
+
+    return note
