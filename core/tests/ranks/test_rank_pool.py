@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
-from deepspeed.testing import distributed
+from deepspeed.testing import distributed, forked
 from deepspeed.testing.distributed import RankError, run_ranks
 
 
@@ -72,6 +72,10 @@ def hang_job():
 
 def say_job():
     print(f"rank {dist.get_rank()} was here", flush=True)
+
+
+def hash_job():
+    return hash("a parameter's name")
 
 
 def leave_wreck_job():
@@ -147,6 +151,20 @@ def test_a_rank_that_ends_between_jobs_is_described():
     assert text.endswith("its last output:\nrank 1 was here")
     second = run_ranks(2, environment_job)
     assert {answer[0] for answer in first}.isdisjoint(answer[0] for answer in second)
+
+
+@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="the environment fixes the seed")
+def test_ranks_hash_strings_differently():
+    assert len(set(run_ranks(2, hash_job))) == 2  # or a loop over a set would go the same way on all of them
+
+
+def test_a_process_that_forks_is_replaced():
+    before = run_ranks(1, environment_job)
+    for server in forked._servers.values():
+        server._process.kill()
+        server._process.wait()
+    distributed.shut_down()
+    assert run_ranks(1, environment_job) != before
 
 
 def test_what_a_job_leaves_behind_fails_that_job():

@@ -6,9 +6,11 @@
     def test_ranks():
         assert run_ranks(2, broadcast_rank, 10) == [10, 11]
 
-A rank is a fresh interpreter (`rank_worker.py`), not a fork: torch's threads do not survive a fork. It gets its jobs
-and returns its results over a private pipe, and dies when that pipe closes, that is, with this process. The function is
-named by file and qualified name, because pytest's importlib mode gives test files names that cannot be imported.
+A rank is a process of its own (`rank_worker.py`), never a fork of this one: torch's threads do not survive a fork. On
+Linux it is forked from a process that has imported torch and run nothing (`forked.py`), elsewhere it is a fresh
+interpreter. It gets its jobs and returns its results over a private pipe, and dies when that pipe closes, that is, with
+this process. The function is named by file and qualified name, because pytest's importlib mode gives test files names
+that cannot be imported.
 After a job, and before it answers, the worker puts back its environment variables, random seeds, default dtype and this
 package's globals, so that what a job leaves behind can end a rank only inside that job.
 
@@ -22,8 +24,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import DeepSpeedError
+from deepspeed.testing import forked
 
 # After one rank failed the others get this long to end by themselves, so that their own errors can be shown too.
 _GRACE_S = 2.0
@@ -91,8 +92,9 @@ class RankPool:
         self._last_job = "start"
         # A file store in a directory of its own: no port to be taken by another test run.
         self._directory = Path(tempfile.mkdtemp(prefix="ds_ranks_"))
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[forked.Process] = []
         self._pipes: list[Connection] = []
+        forked.prepare(world_size, self._environment_of(0), self._environment)
         for rank in range(world_size):
             self._start(rank)
         self._collect(_START_TIMEOUT_S, "start")
@@ -138,8 +140,7 @@ class RankPool:
             pipe.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _start(self, rank: int) -> None:
-        ours, theirs = Pipe()
+    def _environment_of(self, rank: int) -> dict[str, str]:
         # LOCAL_RANK and friends as torchrun sets them; what the test process has of a launcher is dropped.
         env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI_", "MV2_", "SLURM_", "MASTER_"))}
         env.update(
@@ -147,13 +148,14 @@ class RankPool:
         )
         env.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
         env.update(self._environment)
-        store = str(self._directory / "store")
-        command = [sys.executable, "-m", "deepspeed.testing.rank_worker", str(theirs.fileno()), store]
-        with (self._directory / f"rank{rank}.log").open("wb") as log:
-            process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
-            )
-        theirs.close()
+        return env
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = Pipe()
+        command = ["-m", "deepspeed.testing.rank_worker", str(self._directory / "store")]
+        with self._log(rank).open("wb") as log, theirs:
+            environment = self._environment_of(rank)
+            process = forked.start(rank, command, environment, theirs.fileno(), log.fileno(), self._environment)
         self._processes.append(process)
         self._pipes.append(ours)
 

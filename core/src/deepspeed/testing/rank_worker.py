@@ -1,4 +1,4 @@
-"""One warm rank: `python -m deepspeed.testing.rank_worker <pipe> <store>`, started by `distributed.RankPool`.
+"""One warm rank: `python -m deepspeed.testing.rank_worker <store>`, started by `distributed.RankPool`.
 
 Joins the process group, says so, then runs one job after the other: file, module name, qualified name, arguments.
 """
@@ -29,8 +29,9 @@ _loaded: dict[str, tuple[int, ModuleType]] = {}
 
 
 def main() -> None:
-    """Serve jobs until the pipe closes."""
-    pipe = Connection(int(sys.argv[1]))
+    """Serve jobs until the pipe closes, which is the standard input."""
+    pipe = Connection(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a job starts inherits nothing of ours
     faulthandler.enable()  # a crash in C++ leaves a stack in the log
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=False)
@@ -38,7 +39,7 @@ def main() -> None:
     # Reads in a thread of its own, so that a job that hangs still ends with the test process.
     threading.Thread(target=_read, args=(pipe, jobs), daemon=True).start()
     torch.set_num_threads(1)
-    _join(sys.argv[2])
+    _join(sys.argv[1])
     pipe.send_bytes(pickle.dumps((True, pickle.dumps(None))))
     environment = dict(os.environ)
     while True:
@@ -134,6 +135,7 @@ def _tidy(environment: dict[str, str]) -> None:
     np.random.seed(0)
     _reset_package()
     gc.collect()
+    gc.freeze()  # a collection over all of torch's objects takes 0.15 s, and jobs are many
 
 
 def _restore_environment(environment: dict[str, str]) -> None:

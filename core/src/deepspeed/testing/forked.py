@@ -1,0 +1,146 @@
+"""Start a rank as a fork of a process that has torch already. Called by `distributed`, and by tests that run scripts.
+
+There is one such process (`rank_server`) per rank and set of variables, so that ranks differ as fresh interpreters do:
+in the seed of string hashes and in their addresses. Where torch's libraries do not survive a fork, that is, elsewhere
+than on Linux, a rank is a fresh interpreter.
+"""
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import TypeAlias
+
+_START_TIMEOUT_S = 120.0
+_IS_SUPPORTED = hasattr(os, "pidfd_open")
+
+Variables: TypeAlias = Mapping[str, str]
+
+
+class ForkedRank:
+    """What callers need of `subprocess.Popen`, for a process that is the child of a server."""
+
+    def __init__(self, pid: int, report: Connection) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._report = report
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while the process runs."""
+        return self.wait(0.0) if self.returncode is None and self._report.poll() else self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit code, once the process has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs after `timeout` seconds.
+        """
+        if self.returncode is None:
+            if not self._report.poll(timeout):
+                raise subprocess.TimeoutExpired(f"rank of pid {self.pid}", timeout or 0.0)
+            try:
+                self.returncode = int(self._report.recv())
+            except EOFError:  # the server was killed
+                self.returncode = -signal.SIGKILL
+            self._report.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process, if it runs."""
+        self.send_signal(signal.SIGKILL)
+
+
+Process: TypeAlias = "subprocess.Popen[bytes] | ForkedRank"
+
+
+def start(
+    rank: int, command: Sequence[str], environment: Variables, stdin: int, output: int, early: Variables | None = None
+) -> Process:
+    """Start `python *command` as a rank; `shut_down` ends it if it still runs.
+
+    Args:
+        rank: forks of one rank come from one process.
+        command: a script and its arguments, or `-m`, a module and its arguments.
+        environment: all of its variables.
+        stdin: descriptor of its standard input.
+        output: descriptor of its standard output and error.
+        early: the variables that must be set before torch is imported, or be in force when Python starts.
+
+    Raises:
+        ConnectionError: the process that forks has ended; it wrote why to the standard error.
+    """
+    if not _IS_SUPPORTED:
+        return subprocess.Popen([sys.executable, *command], env=environment, stdin=stdin, stdout=output, stderr=output)
+    return _server(rank, environment, early).fork(command, environment, stdin, output)
+
+
+def prepare(num_ranks: int, environment: Variables, early: Variables | None = None) -> None:
+    """Let the processes that fork these ranks make their imports side by side."""
+    if _IS_SUPPORTED:
+        for rank in range(num_ranks):
+            _server(rank, environment, early)
+
+
+class _Server:
+    """The process that forks the ranks of one number."""
+
+    def __init__(self, environment: Variables) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_START_TIMEOUT_S)
+        command = [sys.executable, "-m", "deepspeed.testing.rank_server", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        self._socket = ours
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, command: Sequence[str], environment: Variables, stdin: int, output: int) -> ForkedRank:
+        ours, theirs = Pipe(duplex=False)
+        request = {"command": list(command), "environment": dict(environment), "directory": os.getcwd()}
+        with theirs:
+            descriptors = [stdin, output, theirs.fileno()]
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        if not (answer := self._socket.recv(8)):
+            raise ConnectionError(f"the process that forks ranks ended with exit code {self._process.wait()}")
+        return ForkedRank(int.from_bytes(answer, "little"), ours)
+
+    def close(self) -> None:
+        """End the process, and its ranks with it."""
+        self._socket.close()
+        self._process.wait()
+
+
+_servers: dict[tuple[int, tuple[tuple[str, str], ...]], _Server] = {}
+
+
+def _server(rank: int, environment: Variables, early: Variables | None) -> _Server:
+    key = (rank, tuple(sorted((early or {}).items())))
+    if key in _servers and not _servers[key].is_alive:
+        _servers.pop(key).close()
+    if key not in _servers:
+        _servers[key] = _Server({**environment, "OMP_NUM_THREADS": "1"})  # a second thread would not survive the fork
+    return _servers[key]
+
+
+def shut_down() -> None:
+    """End the processes that fork, and their ranks; runs at exit."""
+    for server in _servers.values():
+        server.close()
+    _servers.clear()
+
+
+atexit.register(shut_down)

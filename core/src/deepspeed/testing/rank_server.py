@@ -1,0 +1,95 @@
+"""A process that has torch already and forks one rank after the other: `python -m deepspeed.testing.rank_server <fd>`.
+
+Started by `forked`. Importing torch, and what its optimizers import on first use, takes 2 s of a core; a fork takes
+some milliseconds. This process has one thread and runs nothing but its loop, so a fork has what a fresh interpreter
+would have after its imports, and ends as one does. Its ranks end with it, and it ends with the process that started it.
+"""
+
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch._dynamo  # noqa: F401 - torch's optimizers need it
+
+import deepspeed.engine.engine  # noqa: F401 - so does every engine
+
+_MAX_REQUEST_BYTES = 1 << 20
+
+
+def serve(client: socket.socket) -> dict[str, Any] | None:
+    """Fork until the other end of `client` closes. Returns in each rank, with its request; and here, with None."""
+    listens_to_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started us ends us
+    ranks: dict[int, tuple[int, int]] = {}  # pid and where to report, by the descriptor that is readable at its end
+    while True:
+        ready, _, _ = select.select([client, *ranks], [], [])
+        for ended in ranks.keys() & set(ready):
+            _report(*ranks.pop(ended))
+            os.close(ended)
+        if client not in ready:
+            continue
+        request, descriptors, _, _ = socket.recv_fds(client, _MAX_REQUEST_BYTES, 3)
+        if not request:
+            break
+        stdin, output, report = descriptors
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGINT, listens_to_ctrl_c)
+            own = [client.detach(), *descriptors, *ranks, *(report for _, report in ranks.values())]
+            _take_over(stdin, output, own)
+            return dict(json.loads(request))
+        os.close(stdin)
+        os.close(output)
+        ranks[os.pidfd_open(pid)] = (pid, report)
+        client.sendall(pid.to_bytes(8, "little"))
+    for pid, _ in ranks.values():
+        os.kill(pid, signal.SIGKILL)
+    return None
+
+
+def _report(pid: int, report: int) -> None:
+    with Connection(report, readable=False) as connection:
+        connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def _take_over(stdin: int, output: int, own: list[int]) -> None:
+    """Make these the standard streams, and close what the server has open."""
+    for descriptor, stream in ((stdin, 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, stream)
+    for descriptor in own:
+        os.close(descriptor)
+
+
+def run(command: list[str], environment: Mapping[str, str], directory: str) -> None:
+    """What `python *command` does."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    os.chdir(directory)
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path[0] = os.path.dirname(command[0])
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def main() -> None:
+    """The server, or one of its ranks."""
+    gc.collect()
+    gc.freeze()  # or the first collection of each rank would copy every page
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        run(**request)
+
+
+if __name__ == "__main__":
+    main()
