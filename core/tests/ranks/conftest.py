@@ -1,8 +1,16 @@
-"""What several files need: a folder to launch in, and whether ranks may read each other's memory."""
+"""What several files need: a folder to launch in, whether ranks may read each other's memory, ranks of a script."""
+
+import os
+import subprocess
 
 import deepspeed.comm as dist
 import pytest
+from deepspeed.testing import forked
 from deepspeed.testing.distributed import run_ranks
+from torch.distributed import TCPStore
+
+#: for a rank to end; a loaded machine needs a part of it
+LIMIT_S = 100
 
 
 def connects():
@@ -42,3 +50,54 @@ def transport(request):
     if request.param == "direct":
         request.getfixturevalue("direct")
     return request.param
+
+
+class Script:
+    """A rank that runs a script."""
+
+    def __init__(self, rank, command, environment, log):
+        stdin, self._stdin = os.pipe()
+        self._log = log
+        with log.open("wb") as output:
+            self._process = forked.start(rank, command, environment, stdin, output.fileno())
+        os.close(stdin)
+        self.poll, self.kill = self._process.poll, self._process.kill
+
+    def end(self):
+        """Its exit code and output, once it has ended; its standard input ends here."""
+        if self._stdin is not None:
+            os.close(self._stdin)
+            self._stdin = None
+        try:
+            code = self._process.wait(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"still runs after {LIMIT_S} s:\n{self._log.read_text()}") from error
+        return code, self._log.read_text()
+
+
+@pytest.fixture
+def start_ranks(tmp_path):
+    """`start_ranks(text, *arguments, **environment)`: two ranks that run a script, in a job of their own."""
+    jobs = []
+
+    def start(text, *arguments, **environment):
+        folder = tmp_path / f"job{len(jobs)}"
+        folder.mkdir()
+        (folder / "train.py").write_text(text)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCAL_", "TORCHELASTIC_"))}
+        command = [str(folder / "train.py"), *map(str, arguments)]
+        ranks = []
+        jobs.append((store, ranks))
+        for rank in range(2):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **environment}
+            ranks.append(Script(rank, command, {**clean, **world, **own}, folder / f"rank{rank}.log"))
+        return ranks
+
+    yield start
+    for _, ranks in jobs:
+        for rank in ranks:
+            rank.kill()
+            rank.end()

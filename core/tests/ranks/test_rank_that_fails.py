@@ -4,16 +4,10 @@ The timeout of the group is the default, 30 minutes; the tests end long before i
 not of the pool: they close connections.
 """
 
-import os
+import functools
 import re
-import socket
-import subprocess
-import sys
 
 import pytest
-
-#: far below the timeout of the group, far above what a loaded machine needs
-LIMIT_S = 100
 
 TRAIN = """
 import os, sys
@@ -100,28 +94,9 @@ say("weights", sum(float(param.double().sum()) for param in net.parameters()))
 
 
 @pytest.fixture
-def start(tmp_path, path):
-    """Start two ranks of `TRAIN`."""
-    (tmp_path / "train.py").write_text(TRAIN)
-    started = []
-
-    def run(*args):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCAL_", "TORCHELASTIC_"))}
-        for rank in range(2):
-            env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
-            env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            env["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"
-            command = [sys.executable, str(tmp_path / "train.py"), *map(str, args)]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            started.append(subprocess.Popen(command, env={**clean, **env}, text=True, **pipes))
-        return started
-
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
+def start(start_ranks, path):
+    """`start(stage, case, *words)`: two ranks of `TRAIN`."""
+    return functools.partial(start_ranks, TRAIN, DS_COMM_DIRECT="1" if path == "direct" else "0")
 
 
 def after(words, output):
@@ -136,33 +111,32 @@ STAGE = {"direct": 0, "messages": 2}
 @pytest.mark.parametrize("case", ["own collective", "outside"])
 def test_an_exception_is_not_withheld(start, path, case):
     peer, failed = start(1 if case == "outside" else STAGE[path], case)
-    output, _ = failed.communicate(timeout=LIMIT_S)
-    assert failed.returncode == 1, output
+    code, output = failed.end()
+    assert code == 1, output
     assert float(after("launched", output)) > 0
     assert "Boom: the batch is bad" in output
-    output, _ = peer.communicate(timeout=LIMIT_S)
-    assert peer.returncode == 1, output
+    code, output = peer.end()
+    assert code == 1, output
     assert "rank 1 failed with Boom: the batch is bad" in output
 
 
 def test_a_failed_rank_that_lives_lets_its_peers_go(start, path):
     peer, failed = start(STAGE[path], "stays alive")
-    output, _ = peer.communicate(timeout=LIMIT_S)
-    assert peer.returncode == 1, output
+    code, output = peer.end()
+    assert code == 1, output
     assert "rank 1 failed with Boom: the batch is bad" in output
     assert re.search(r"rank 0 cannot finish a[^:]*: rank 1 failed", output) or "PeerLeft: rank 1 left" in output
     assert failed.poll() is None
-    output, _ = failed.communicate("", timeout=LIMIT_S)
-    assert "Boom: the batch is bad" in output
+    assert "Boom: the batch is bad" in failed.end()[1]
 
 
 @pytest.mark.parametrize("launched", ["early", "late"])
 def test_a_failure_that_all_ranks_catch(start, path, launched):
     """They go on as if the batch had not been; by messages they cannot know whether that is safe, if any was sent."""
-    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in start(1, "caught", launched)]
+    outputs = [rank.end()[1] for rank in start(1, "caught", launched)]
     assert [float(after("launched", output)) > 0 for output in outputs] == [launched == "late"] * 2
     if launched == "late" and path == "messages":
         assert all("left collectives of this group unfinished after a failure" in output for output in outputs)
         return
-    expected = [process.communicate(timeout=LIMIT_S)[0] for process in start(1, "none")[2:]]
+    expected = [rank.end()[1] for rank in start(1, "none")]
     assert len({after("weights", output) for output in outputs + expected}) == 1

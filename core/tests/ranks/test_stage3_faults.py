@@ -1,10 +1,6 @@
 """What goes wrong in stage 3 ends every rank with a message that names the cause, and the last checkpoint loads."""
 
-import os
 import re
-import socket
-import subprocess
-import sys
 from itertools import product
 from typing import Any
 
@@ -16,8 +12,6 @@ from torch import nn
 
 #: of the group; a rank that waits for one that does something else raises after it
 TIMEOUT_S = 5
-#: far above that, for a loaded machine
-LIMIT_S = 100
 
 TRAIN = """
 import datetime, os, signal, sys
@@ -80,36 +74,6 @@ train_step()
 """
 
 
-@pytest.fixture
-def outputs(tmp_path, direct):
-    """Run two ranks of `TRAIN` to their ends; (exit code, output) of each."""
-    (tmp_path / "train.py").write_text(TRAIN)
-    started: list[subprocess.Popen[str]] = []
-
-    def run(case: str, direct: str) -> list[tuple[int, str]]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCAL_", "TORCHELASTIC_"))}
-        for rank in range(2):
-            env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
-            env |= {
-                "MASTER_ADDR": "127.0.0.1",
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "DS_COMM_DIRECT": direct,
-            }
-            command = [sys.executable, str(tmp_path / "train.py"), case, str(tmp_path / "saved"), str(TIMEOUT_S)]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            started.append(subprocess.Popen(command, env={**clean, **env}, text=True, **pipes))
-        texts = [process.communicate(timeout=LIMIT_S)[0] for process in started]
-        return [(process.returncode, text) for process, text in zip(started, texts, strict=True)]
-
-    yield run
-    for process in started:
-        process.kill()
-        process.wait()
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -144,8 +108,11 @@ CAUSES = {
 @pytest.mark.parametrize(
     ("case", "direct"), swept(product(CAUSES, "10"), lambda case, direct: direct == "1" or case == "path")
 )
-def test_a_fault_is_named_and_the_last_checkpoint_loads(outputs, tmp_path, case, direct):
-    for (code, output), cause in zip(outputs(case, direct), CAUSES[case], strict=True):
+@pytest.mark.usefixtures("direct")
+def test_a_fault_is_named_and_the_last_checkpoint_loads(start_ranks, tmp_path, case, direct):
+    ranks = start_ranks(TRAIN, case, tmp_path / "saved", TIMEOUT_S, DS_COMM_DIRECT=direct)
+    for rank, cause in zip(ranks, CAUSES[case], strict=True):
+        code, output = rank.end()
         assert code != 0
         assert re.search(cause, output), output
     assert run_ranks(2, load_job, str(tmp_path / "saved")) == [1, 1]
