@@ -88,13 +88,15 @@ class RankPool:
     def __init__(self, world_size: int, environment: Mapping[str, str] | None = None) -> None:
         self.world_size = world_size
         self._environment = dict(environment or {})
+        # Our own variables are read when they are needed, all but one; others by Python and torch as they start.
+        self._early = {k: v for k, v in self._environment.items() if not k.startswith("DS_") or k == "DS_LOG_LEVEL"}
         self.is_usable = True
         self._last_job = "start"
         # A file store in a directory of its own: no port to be taken by another test run.
         self._directory = Path(tempfile.mkdtemp(prefix="ds_ranks_"))
         self._processes: list[forked.Process] = []
         self._pipes: list[Connection] = []
-        forked.prepare(world_size, self._environment_of(0), self._environment)
+        forked.prepare(world_size, self._environment_of(0), self._early)
         for rank in range(world_size):
             self._start(rank)
         self._collect(_START_TIMEOUT_S, "start")
@@ -123,9 +125,9 @@ class RankPool:
         """Which ranks ended between the last job and `what`, and how."""
         return "\n".join(
             f"[rank {rank} of {self.world_size}] ended before the job {what}; the job before it, {self._last_job}, had "
-            f"ended well. The process {_end(process.returncode)}; its last output:\n{self._log_tail(rank)}"
+            f"ended well. The process {_end(code)}; its last output:\n{self._log_tail(rank)}"
             for rank, process in enumerate(self._processes)
-            if process.poll() is not None
+            if (code := process.poll()) is not None
         )
 
     def kill(self) -> None:
@@ -155,7 +157,7 @@ class RankPool:
         command = ["-m", "deepspeed.testing.rank_worker", str(self._directory / "store")]
         with self._log(rank).open("wb") as log, theirs:
             environment = self._environment_of(rank)
-            process = forked.start(rank, command, environment, theirs.fileno(), log.fileno(), self._environment)
+            process = forked.start(rank, command, environment, theirs.fileno(), log.fileno(), self._early)
         self._processes.append(process)
         self._pipes.append(ours)
 
