@@ -1,7 +1,8 @@
 """`Int8Unit`: frozen parameters whose shards rest in int8 (`zero_quantized_nontrainable_weights`, stage 3).
 
-Made by `module_units.py`. The weights are rounded when the unit is made, and again when they are loaded or changed
-(`quantized.py` has blocks and bounds); what is gathered, for modules and for checkpoints, is what the shards hold.
+Made by `module_units.py`. The weights are rounded when the unit is made and when they are changed (`quantized.py` has
+blocks and bounds); what is gathered, for modules and for checkpoints, is what the shards hold. A load of that into the
+same blocks gives the same weights: see [Note: rounded once] there.
 """
 
 from typing import Any
@@ -37,7 +38,7 @@ class Int8Unit(ParamUnit):
             param.ds_tensor = self.shard_of(index)  # type: ignore[attr-defined]
 
     def set_shard(self, values_S: Tensor) -> None:
-        self._packing.pack(values_S, self._packed_B)
+        self._packing.pack(self._packing.lasting(values_S), self._packed_B)
 
     def _all_gather(self, quantizes: bool) -> Work:
         return quantized.all_gather_packed(self.ranks, self._full_N, self._packed_B, self._packing, tag=self.names[0])

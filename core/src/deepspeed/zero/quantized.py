@@ -12,6 +12,11 @@ inf or nan comes back as nan: an overflow stays one. What is gathered is rounded
 A group of one rank sends nothing, and what the quantizer does not take (fp64, integers) is sent as it is.
 Called by `param_unit.py` for weights that a module is about to read, and by `stage3.py` for gradients.
 
+[Note: rounded once] Weights that rest in int8 are packed again when they are loaded, from what `unpack` gave. In bf16
+and fp16 that makes the same codes and scales: the largest element m of a block comes back as m, and with it the scale.
+In fp32 the product 127 * scale is rounded, and the next scale may be another one. So `lasting` limits the elements of a
+block to 127 times a scale of 17 significant bits: that product is exact.
+
 Legend: N numel of a full buffer, S of a shard, W ranks, B bytes of a shard in few bits.
 """
 
@@ -26,12 +31,15 @@ from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.work import Followed
 from deepspeed.ops.operators import FLOATS
 from deepspeed.ops.quantizer import dequantize, dequantize_reduce, quantize
+from deepspeed.ops.quantizer.groups import TINY
 
 #: elements with one scale: 0.125 bits more per element
 BLOCK_NUMEL = 256
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
 _SCALE_BYTES = torch.float32.itemsize
+#: clears the bits of an fp32 scale that would make its product with an int8 code inexact
+_EXACT_SCALE = -(1 << 7)
 #: scales and codes begin at a multiple of this, which the widest loads of the kernels want
 _ALIGNMENT_BYTES = 16
 
@@ -120,6 +128,19 @@ class Packing:
             codes, scales = quantize(numbers_S[run.elements], run.num_blocks, self.bits)
             packed_B[run.codes].copy_(codes.view(-1))
             packed_B[run.scales].view(torch.float32).copy_(scales.view(-1))
+
+    def lasting(self, numbers_S: Tensor) -> Tensor:
+        """`numbers_S` with its largest elements less by 2**-16 of themselves at most, so that packing in 8 bits what
+        `unpack` gives of them changes nothing; see [Note: rounded once]."""
+        if numbers_S.dtype is not torch.float32:
+            return numbers_S
+        limited_S = torch.empty_like(numbers_S)
+        for run in self._runs:
+            blocks = numbers_S[run.elements].view(run.num_blocks, -1)
+            scale = (blocks.abs().amax(1, keepdim=True) * (1 / 127)).clamp_min(TINY)
+            largest = 127 * (scale.view(torch.int32) & _EXACT_SCALE).view(torch.float32)
+            limited_S[run.elements].view_as(blocks).copy_(blocks.clamp(-largest, largest))
+        return limited_S
 
     def unpack(self, packed_B: Tensor, numbers_S: Tensor) -> None:
         """Write what `pack` made to `numbers_S`, rounded to its dtype."""

@@ -57,6 +57,22 @@ def test_numbers_come_back_within_half_the_scale_of_their_block(dtype, bits, num
     assert bool(((found.float() - x.float()).abs() <= bound(x, bits) + rounding).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_rest_in_int8_are_rounded_once(dtype):
+    x = numbers(10_000 * BLOCK_NUMEL + 33, dtype)
+    x[:BLOCK_NUMEL] = 0
+    packing = Packing(x.numel(), 8)
+    packed_B, again_B = (torch.zeros(packing.num_bytes, dtype=torch.int8) for _ in range(2))
+    packing.pack(packing.lasting(x), packed_B)
+    found, again = torch.empty_like(x), torch.empty_like(x)
+    packing.unpack(packed_B, found)
+    packing.pack(packing.lasting(found), again_B)
+    packing.unpack(again_B, again)
+    assert torch.equal(again, found)
+    if dtype is torch.float32:  # the others are packed as they are
+        assert bool(((found - x).abs() <= bound(x, 8) + found.abs() * torch.finfo(dtype).eps / 2).all())
+
+
 @pytest.mark.parametrize("numel", NUMELS)
 def test_sums_are_made_in_fp32(numel):
     parts = [numbers(numel, seed=seed) for seed in range(3)]
