@@ -20,6 +20,7 @@ from torch import nn
 WORLD, INPUTS, WIDTH, NUM_STEPS, ACCUMULATION, CLIP = 4, 5, 7, 20, 2, 0.05
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 MICS = {"mics_shard_size": 2}
+MICS_1 = {"mics_shard_size": 1}  # every rank holds a copy: nothing is sharded
 HPZ = {"zero_hpz_partition_size": 2}
 
 
@@ -105,7 +106,7 @@ CASES = {
     "mics 2, gradients read between two backwards": (MICS, {}, True),
     "mics 2, zero.Init": (MICS, {"uses_init": True}, False),
     "mics 2, predivided": (MICS, {"gradient_predivide_factor": 2.0}, False),
-    "mics 1": ({"mics_shard_size": 1}, {}, True),
+    "mics 1": (MICS_1, {}, True),
     "mics 4": ({"mics_shard_size": 4}, {}, False),
     "hpz 2": (HPZ, {}, False),
     "hpz 2, smallest, zero.Init": ({**HPZ, **SMALLEST}, {"uses_init": True}, True),
@@ -202,19 +203,20 @@ def test_hpz_forgets_its_copy_when_weights_change():
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_job(folder):
+def checkpoint_job(folder, divided, others):
     """Saved by one division of the ranks, loaded by others."""
-    saved = create_engine({"stage": 3, **MICS})
+    saved = create_engine({"stage": 3, **divided})
     train(saved, range(3))
     saved.save_checkpoint(folder, tag="a")
     train(saved, range(3, 5))
     expected = masters(saved)
     saved.destroy()
     frozen = saved.module.frozen.weight.detach().clone()
-    for zero in (MICS, HPZ):
+    for zero in others:
         again = create_engine({"stage": 3, **zero})
-        with deepspeed.zero.GatheredParameters(again.module.frozen.parameters(), modifier_rank=0), torch.no_grad():
-            again.module.frozen.weight.zero_()
+        with deepspeed.zero.GatheredParameters(again.module.parameters(), modifier_rank=0), torch.no_grad():
+            for param in again.module.parameters():
+                param.zero_()
         again.load_checkpoint(folder, tag="a")
         train(again, range(3, 5))
         torch.testing.assert_close(masters(again), expected, rtol=1e-6, atol=1e-7)
@@ -227,8 +229,13 @@ def checkpoint_job(folder):
     return weights
 
 
-def test_a_checkpoint_of_mics_is_one_of_stage_3(tmp_path):
-    weights = run_ranks(WORLD, checkpoint_job, tmp_path)[0]
+@pytest.mark.parametrize(
+    ("divided", "others"),
+    [(MICS, [MICS, HPZ, MICS_1]), (MICS_1, [MICS_1, MICS, {}])],
+    ids=["mics 2", "mics 1"],
+)
+def test_a_checkpoint_of_mics_is_one_of_stage_3(divided, others, tmp_path):
+    weights = run_ranks(WORLD, checkpoint_job, tmp_path, divided, others)[0]
     state = get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="a")
     names = [name for name, param in Net().named_parameters() if param.requires_grad]
     torch.testing.assert_close([state[name] for name in names], weights, rtol=1e-6, atol=1e-7)

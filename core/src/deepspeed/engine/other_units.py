@@ -36,12 +36,13 @@ def fit_module_state(module: Module, model_state: Mapping[str, Any]) -> dict[str
 def frozen_parts(module: Module, model_state: Mapping[str, Any]) -> dict[str, Tensor]:
     """This rank's part of each parameter that no optimizer trains and that is sharded here, at the save, or both."""
     fragments = model_state.get("frozen_param_fragments") or {}
+    shapes = _shapes(model_state)
     parts = {}
     for name, param in module.named_parameters():
         if name in fragments:
             was_sharded = model_state["module"][name].numel() == 0
             unit = unit_of(param)
-            if was_sharded:
+            if was_sharded or fragments[name].shape != shapes[name]:  # a part; `mics_shard_size` 1 saves the whole, too
                 parts[name] = fragments[name]
             elif unit is not None:
                 parts[name] = part_of(fragments[name], unit.unit_ranks.everyone)
