@@ -237,3 +237,37 @@ def refuse_another_shape() -> None:
 
 def test_data_of_another_shape_is_refused_inside_init() -> None:
     run_ranks(2, refuse_another_shape)
+
+
+class Borrower(nn.Module):
+    """Reads a weight of the other module from a list, where no read is noticed."""
+
+    def __init__(self, use: Any, owner: nn.Module) -> None:
+        super().__init__()
+        self.owner, self.use, self.weights = owner, use, [owner.weight]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.use(x, self.weights[0])
+
+
+def read_what_is_empty() -> None:
+    uses: list[Any] = [
+        nn.functional.linear,
+        lambda x, weight: x * weight,
+        lambda x, weight: x @ weight,
+        lambda x, weight: nn.functional.embedding(x.long(), weight),
+        lambda x, weight: nn.functional.conv1d(x[None], weight),
+        lambda x, weight: nn.functional.layer_norm(x, (8,), weight),
+    ]
+    for use in uses:
+        engine = create_engine(Borrower(use, nn.Linear(8, 8)), trains=False)
+        with pytest.raises(RuntimeError, match=r"; in ZeRO stage 3 .* call deepspeed\.zero\.register_external_param"):
+            engine(torch.ones(1, 8))
+    engine = create_engine(create_net(), trains=False)
+    with pytest.raises(RuntimeError) as caught:
+        engine(torch.ones(1, 7))
+    assert "stage 3" not in str(caught.value)  # an error that has to do with no parameter
+
+
+def test_a_read_that_nobody_notices_ends_with_a_hint() -> None:
+    run_ranks(2, read_what_is_empty)

@@ -27,6 +27,7 @@ from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import warn_once
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.precision.dtype_hint import add_dtype_hint
+from deepspeed.zero.released_hint import add_released_hint
 
 
 @with_accessors
@@ -99,6 +100,7 @@ class DeepSpeedEngine(torch.nn.Module):
                 outputs = self.module(*inputs, **kwargs)
             except (RuntimeError, ValueError) as error:
                 add_dtype_hint(error, self.precision.model_dtype, self.module.parameters(), inputs, kwargs)
+                add_released_hint(error, self.module.parameters())
                 raise
         if torch.is_grad_enabled():
             self.sharding.window.watch(outputs)
