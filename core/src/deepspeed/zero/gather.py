@@ -22,7 +22,8 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
     """Context in which sharded parameters are whole. A collective: all ranks enter and leave it together.
 
     Args:
-        params: one parameter, or any iterable of them. A parameter brings those that are gathered with it.
+        params: one parameter, or any iterable of them; None, as a layer without bias has it, is passed over. A
+            parameter brings those that are gathered with it.
         modifier_rank: global rank whose changes count: on leaving it broadcasts the whole parameters, and every rank
             keeps its shard of them, also of the fp32 master weights. Of experts that this rank does not hold, those of
             the first rank that does count. None: the parameters are only read, and changes are dropped.
@@ -30,6 +31,9 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         enabled: False turns the context off.
 
     Contexts may be nested: what an outer one gathered stays whole when an inner one ends.
+
+    Raises:
+        TypeError: for what is no parameter, such as a module or its `named_parameters()`.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         fwd_module: Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self.params: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+        self.params = _listed(params)
         self.enabled = enabled
         self._modifier_rank = modifier_rank
         self._held: list[tuple[ParamUnit, bool]] = []  # whether it is released when no other context holds it
@@ -90,6 +94,20 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             param.data.copy_(value)
         for sharding in {manager for param in self.params if (manager := manager_of(param)) is not None}:
             sharding.weights_changed(self.params)
+
+
+def _listed(params: Any) -> list[Any]:
+    """The parameters of an argument `params`."""
+    if isinstance(params, torch.Tensor):
+        return [params]
+    listed = [params] if isinstance(params, Module) else [each for each in params if each is not None]
+    for each in listed:
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(
+                f"GatheredParameters: found {type(each).__name__}, wanted parameters; pass "
+                "module.parameters(), or a list of parameters"
+            )
+    return listed
 
 
 def _stays_whole(param: Any) -> bool:

@@ -37,6 +37,26 @@ def test_gathered_parameters_are_the_parameters():
     assert len(deepspeed.zero.GatheredParameters(layer.parameters()).params) == 2
 
 
+def test_a_bias_that_is_none_is_passed_over():
+    layer = nn.Linear(3, 2, bias=False)
+    assert deepspeed.zero.GatheredParameters([layer.weight, layer.bias]).params == [layer.weight]
+
+
+@pytest.mark.parametrize(
+    ("params", "found"),
+    [
+        (lambda net: net, "Sequential"),
+        (lambda net: net.children(), "Linear"),
+        (lambda net: net.named_parameters(), "tuple"),
+        (lambda net: dict(net.named_parameters()), "str"),
+    ],
+)
+def test_what_is_no_parameter_is_refused(params, found):
+    """It would be passed over in silence, and the parameters stay empty."""
+    with pytest.raises(TypeError, match=rf"^GatheredParameters: found {found}, wanted parameters; pass module\.par"):
+        deepspeed.zero.GatheredParameters(params(nn.Sequential(nn.Linear(3, 2))))
+
+
 def test_an_exception_inside_passes_through():
     with pytest.raises(RuntimeError, match="inside"), deepspeed.zero.GatheredParameters([]):
         raise RuntimeError("inside")
