@@ -42,12 +42,23 @@ def resolve_batch(train: int | None, micro: int | None, steps: int | None, world
         return BatchTriple(micro * steps * world_size, micro, steps)
     if micro is None:
         steps = 1 if steps is None else steps
-        micro = train // (steps * world_size)
+        micro = _quotient(train, STEPS, steps, world_size)
     elif steps is None:
-        steps = train // (micro * world_size)
+        steps = _quotient(train, MICRO, micro, world_size)
     if micro * steps * world_size != train:
         raise ConfigError(_inconsistent(train, micro, steps, world_size))
     return BatchTriple(train, micro, steps)
+
+
+def _quotient(train: int, name: str, size: int, world_size: int) -> int:
+    """The size that is not given, from `train` and `size`, the value of the key `name`. Raises ConfigError."""
+    product = size * world_size
+    if train % product:
+        raise ConfigError(
+            f"{TRAIN}: found {train}, which is not a multiple of {name} x data-parallel ranks = {size} x {world_size} "
+            f"= {product}; change {TRAIN} or {name}"
+        )
+    return train // product
 
 
 def _inconsistent(train: int, micro: int, steps: int, world_size: int) -> str:

@@ -82,9 +82,10 @@ class Layout:
         """
         dp, sp = self.size("dp"), self.size("sp")
         if shard_ranks % sp or dp % (shard_ranks // sp):
+            allowed = ", ".join(str(sp * ranks) for ranks in range(1, dp + 1) if dp % ranks == 0)
             raise ConfigError(
-                f"{asked_by}: found {shard_ranks}, but there are dp {dp} x sp {sp} ranks; give a multiple of {sp} that "
-                f"divides {dp * sp}"
+                f"{asked_by}: found {shard_ranks}, but there are dp {dp} x sp {sp} ranks, which divide evenly into "
+                f"groups of {allowed}; give one of these sizes"
             )
         sizes = {axis: self.size(axis) for axis in ("pp", "sp", "tp")}
         return grid(dp=dp, shard=shard_ranks // sp, **sizes, ranks=self.ranks)

@@ -50,10 +50,10 @@ def test_three_that_disagree_are_refused_with_all_figures(micro, steps, world, o
 
 
 def test_train_size_that_does_not_divide():
-    with pytest.raises(ConfigError, match=r"train_batch_size: found 7, .* = 3 x 1 x 2 = 6; change one"):
+    with pytest.raises(ConfigError, match=rf"^{TRAIN}: found 7, which is not a multiple of {STEPS} x .* = 1 x 2 = 2;"):
         resolve_batch(7, None, None, 2)
-    with pytest.raises(ConfigError, match=r"found 1, .* = 0 x 1 x 2 = 0"):
-        resolve_batch(1, None, None, 2)
+    with pytest.raises(ConfigError, match=rf"^{TRAIN}: found 8, which is not a multiple of {MICRO} x .* = 3 x 2 = 6;"):
+        resolve_batch(8, 3, None, 2)
 
 
 @pytest.mark.parametrize(("name", "value"), [(TRAIN, 0), (MICRO, -1), (STEPS, 0)])

@@ -74,9 +74,11 @@ def test_the_ranks_of_a_sequence_hold_shards_of_one_copy():
     assert layout.size("dp_shard") == 1
 
 
-@pytest.mark.parametrize(("sp", "size"), [(1, 3), (2, 3), (2, 1), (1, 8)])
-def test_copies_that_do_not_fit(sp, size):
-    with pytest.raises(ConfigError, match=rf"zero_optimization.mics_shard_size: found {size}, .* give a multiple of"):
+@pytest.mark.parametrize(
+    ("sp", "size", "allowed"), [(1, 3, "1, 2, 4"), (2, 3, "2, 4, 8"), (2, 1, "2, 4, 8"), (1, 8, "1, 2, 4")]
+)
+def test_copies_that_do_not_fit(sp, size, allowed):
+    with pytest.raises(ConfigError, match=rf"mics_shard_size: found {size}, .* groups of {allowed}; give one of these"):
         grid(dp=4, sp=sp).split_data(size, "zero_optimization.mics_shard_size")
 
 
