@@ -68,7 +68,11 @@ def held_bytes(engine: Any) -> int:
     """Bytes of all tensors that the sharding and the optimizer hold."""
     sharding = engine.sharding
     tensors = [param.data for param in engine.module.parameters()]
-    tensors += [tensor for unit in getattr(sharding, "units", []) for tensor in (unit.shard_S, unit._full_N)]
+    tensors += [
+        tensor
+        for unit in (sharding.module_units.all if sharding.stage == 3 else [])
+        for tensor in (unit.shard_S, unit._full_N)
+    ]
     for shard in (shard for group in sharding.groups for shard in group.shards):
         tensors += [shard.master, shard.grad, *sharding.optimizer.state[shard.master].values()]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}

@@ -391,7 +391,8 @@ def _optimizer_of_user(training: Training) -> Optimizer | None:
     optimizer, precision = training.basic_optimizer, training.precision
     is_plain = precision.model_dtype is None and not precision.checks_overflow
     if optimizer is None:  # at stage 3 libraries find the hooks on the module here
-        return getattr(training.sharding, "hooks", None)
+        sharding: Any = training.sharding
+        return sharding.gathering.hooks if sharding.stage == 3 else None
     if training.sharding.stage == 0 and is_plain:
         return optimizer
     return ZeroOptimizer(training.sharding, optimizer, training.optimizer_step, precision.loss_scaler)

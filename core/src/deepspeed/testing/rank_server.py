@@ -29,11 +29,11 @@ def serve(client: socket.socket) -> dict[str, Any] | None:
     listens_to_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started us ends us
     ranks: dict[int, tuple[int, int]] = {}  # pid and where to report, by the descriptor that is readable at its end
     while True:
-        ready, _, _ = select.select([client, *ranks], [], [])
+        ready, _, _ = select.select([client.fileno(), *ranks], [], [])
         for ended in ranks.keys() & set(ready):
             _report(*ranks.pop(ended))
             os.close(ended)
-        if client not in ready:
+        if client.fileno() not in ready:
             continue
         request, descriptors, _, _ = socket.recv_fds(client, _MAX_REQUEST_BYTES, 3)
         if not request:

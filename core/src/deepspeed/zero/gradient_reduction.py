@@ -27,6 +27,7 @@ from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.flat_group import FlatGroup
+from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.touched_rows import TouchedRows
 
 #: elements from which on a parameter is large: its gradient is taken at once
@@ -40,7 +41,7 @@ class GradientReduction:
     buckets: one for each unit, in the order in which they are launched, on all ranks alike.
     reduce: starts to sum a bucket over the ranks.
     open_window: called in a hook, before the first gradient of a backward is taken, if the window is not open.
-    after_arrival: called with the index of a unit that shards its weights when one of its gradients was taken.
+    after_arrival: called when a gradient of parameters that are sharded themselves was taken, with their unit.
     name_of: a parameter's name, for errors.
     overlaps: launch a bucket when it is full, not when the backward is over.
     max_in_flight: launched buckets from which on sums are taken out during the backward; None: not before its end.
@@ -56,7 +57,7 @@ class GradientReduction:
         *,
         reduce: Callable[[Bucket, Tensor], Work],
         open_window: Callable[[], None],
-        after_arrival: Callable[[int], None],
+        after_arrival: Callable[[ParamUnit], None],
         name_of: Callable[[Tensor], str],
         overlaps: bool,
         max_in_flight: int | None,
@@ -131,8 +132,8 @@ class GradientReduction:
     def take(self, index: int) -> None:
         """Called by a hook: gradients of the unit `index` have arrived."""
         self._take(index)
-        if self._units[index].unit is not None:
-            self._after_arrival(index)
+        if (param_unit := self._units[index].unit) is not None:
+            self._after_arrival(param_unit)
         if self._reduces and self._overlaps:
             self._launch_full()
 

@@ -22,11 +22,11 @@ from deepspeed.log import warn_once
 from deepspeed.ops.kernel_optimizer import KernelOptimizer
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.agreement import check_same, described, named_ranks
-from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.bucket import Bucket, BucketPool
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.layout import UnitLayout, divide_into_units
 from deepspeed.zero.param_unit import ParamUnit, shape_of
-from deepspeed.zero.placement import Placement
+from deepspeed.zero.placement import Keep, Placement
 from deepspeed.zero.unit_groups import UnitGroups
 from deepspeed.zero.unit_ranks import UnitRanks
 from deepspeed.zero.update import Batch, takes_one_pass
@@ -99,28 +99,41 @@ class Holding:
         """Whether parameters become views of one buffer."""
         return False
 
-    def _create_gradients(self, group: FlatGroup, dtype: torch.dtype) -> Tensor:
-        """The gradient memory of one unit that lives from step to step: all N elements."""
+    def _create_gradients(self, index: int, dtype: torch.dtype) -> Tensor:
+        """The gradient memory of the unit `index` that lives from step to step: all N elements."""
+        group = self.groups[index]
         return self.placement.pinned(group.ranks.shards.allocate(group.layout.padded_numel, dtype, group.device))
 
     def _create_bucket(self, index: int) -> Bucket:
         """The bucket of the unit `index`."""
         group = self.groups[index]
         everything = (0, group.layout.padded_numel)
-        return Bucket(
-            index,
-            group.layout,
-            shapes=group.shapes,
-            memory=lambda: self._gradients[index],
-            result=everything,
-            kept=everything if group.ranks.rank == 0 else (0, 0),
-            wire_dtype=self.options.wire_dtype,
-            keep=self.placement.keeper(adds=False),
-        )
+        return self._bucket(index, everything, kept=everything if group.ranks.rank == 0 else (0, 0))
 
     def _owned_gradients(self, index: int) -> Tensor:
         """This rank's part of the gradient memory of a unit, 1-D."""
         return self._gradients[index]
+
+    def _bucket(
+        self, index: int, result: tuple[int, int], kept: tuple[int, int], pool: BucketPool | None = None
+    ) -> Bucket:
+        """As `Bucket` has them; without a pool, one that fills the gradient memory of the unit."""
+        group = self.groups[index]
+        return Bucket(
+            index,
+            group.layout,
+            shapes=group.shapes,
+            memory=(lambda: self._gradients[index]) if pool is None else None,
+            pool=pool,
+            result=result,
+            kept=kept,
+            wire_dtype=self.options.wire_dtype,
+            keep=self._keeper(pooled=pool is not None),
+        )
+
+    def _keeper(self, *, pooled: bool) -> Keep | None:
+        """What takes this rank's sums out of buckets; None: they stay there."""
+        return self.placement.keeper(adds=pooled)
 
     # ---- building -----------------------------------------------------------------------------------------------
 
@@ -266,7 +279,7 @@ class Holding:
         evaluates never sees."""
         first = len(self._gradients)
         for index, group in enumerate(self.groups[first:], first):
-            self._gradients.append(self._create_gradients(group, self._accumulation_dtype(group.dtype)))
+            self._gradients.append(self._create_gradients(index, self._accumulation_dtype(group.dtype)))
             reduced_S = self.placement.home_of_gradients(group, self._owned_gradients(index))
             reduced_S[reduced_S.numel() - group.layout.padding(group.rank) :].zero_()
             self._reduced.append(reduced_S)

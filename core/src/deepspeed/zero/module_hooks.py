@@ -3,7 +3,7 @@
     forward of a module       before: its units are used            after: they are dropped
     gradient of an output     its units are used (the backward of the module begins)
     gradient of an input      units whose gradients have all arrived, and frozen ones, are dropped
-    the last gradient of a unit has arrived                         it is dropped (`stage3.py`)
+    the last gradient of a unit has arrived                         it is dropped (`param_gathering.py`)
     the end of the backward                                         all are dropped
 
 Hooks sit on the root, on every module that owns a sharded parameter, and on the module of every unit. A forward inside

@@ -36,6 +36,14 @@ class Stage3Options:
     quantizes_gradients: bool = False  # gradients are sent in int4
     keeps_frozen_in_int8: bool = False  # shards of frozen parameters; see int8_unit.py
 
+    def facts(self) -> dict[str, str]:
+        """What all ranks must have alike, by key of the configuration."""
+        return {
+            "zero_quantized_weights": str(self.quantizes_weights),
+            "zero_quantized_gradients": str(self.quantizes_gradients),
+            "zero_quantized_nontrainable_weights": str(self.keeps_frozen_in_int8),
+        }
+
 
 class ModuleUnits:
     """The units of one engine, `all`, and those of each module, `of_module`.

@@ -47,7 +47,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """At stage 3 the hooks on the module (`ModuleHooks`), which libraries remove around `generate`."""
         if self._sharding.stage != 3:
             raise AttributeError(f"parameter_offload: zero_optimization.stage is {self._sharding.stage}, not 3")
-        return self._sharding.hooks
+        return self._sharding.gathering.hooks
 
     @property
     def overflow(self) -> bool:

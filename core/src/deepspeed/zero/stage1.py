@@ -29,18 +29,8 @@ class Stage1(Sharding):
         return True
 
     def _create_bucket(self, index: int) -> Bucket:
-        group = self.groups[index]
-        shard = group.layout.shard(group.rank)
-        return Bucket(
-            index,
-            group.layout,
-            shapes=group.shapes,
-            memory=lambda: self._gradients[index],
-            result=shard,
-            kept=shard,
-            wire_dtype=self.options.wire_dtype,
-            keep=self.placement.keeper(adds=False),
-        )
+        shard = self.groups[index].layout.shard(self.groups[index].rank)
+        return self._bucket(index, shard, kept=shard)
 
     def _reduce(self, bucket: Bucket, wire_N: Tensor) -> Work:
         group = self.groups[bucket.index]

@@ -1,19 +1,20 @@
 """Stage 2: gradients are sharded too. It is stage 1 with another place for gradients to be.
 
-A bucket's buffer is borrowed from a small pool, from its first gradient until its sum was added to this rank's shard,
-whose memory is allocated then, and freed after the step. So gradients are reduced after every backward, also between
-two steps, and a rank keeps 4 + 12/W bytes per parameter in fp32, 2 + 14/W in low precision (P_os+g).
+A bucket's buffer is borrowed from a small pool, from its first gradient until its sum was added to this rank's shard
+(`gradient_shards.py`). So gradients are reduced after every backward, also between two steps, and a rank keeps
+4 + 12/W bytes per parameter in fp32, 2 + 14/W in low precision (P_os+g).
 """
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.comm.work import DONE
+from deepspeed.comm.backend import GroupBackend
 from deepspeed.zero.bucket import Bucket, BucketPool
 from deepspeed.zero.flat_group import FlatGroup
+from deepspeed.zero.gradient_shards import GradientShards
 from deepspeed.zero.holding import ShardingOptions
+from deepspeed.zero.placement import Keep
 from deepspeed.zero.stage1 import Stage1
 
 #: buckets in flight at the same time, and buffers that wait for reuse. A bound for what this rank starts: a hook waits
@@ -29,8 +30,8 @@ class Stage2(Stage1):
 
     def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
         super().__init__(options, backend, group)
+        self._gradient_shards = GradientShards()
         self._pools: dict[tuple[torch.dtype, torch.device], BucketPool] = {}
-        self._summed: set[int] = set()  # units whose gradient shard has memory, with a sum of this step
 
     def _max_in_flight(self) -> int | None:
         return MAX_IN_FLIGHT
@@ -39,81 +40,41 @@ class Stage2(Stage1):
         """One rank that keeps its gradients beside its weights: its shard is the whole buffer, so none is borrowed."""
         return group.ranks.world_size == 1 and not self.placement.is_apart
 
-    def _create_gradients(self, group: FlatGroup, dtype: torch.dtype) -> Tensor:
+    def _create_gradients(self, index: int, dtype: torch.dtype) -> Tensor:
+        group = self.groups[index]
         if self._is_alone(group):
-            return super()._create_gradients(group, dtype)
+            return super()._create_gradients(index, dtype)
         numel = 0 if self.placement.is_apart else group.layout.shard_numel
-        return torch.empty(numel, dtype=dtype, device=group.device)
+        return self._gradient_shards.create(index, numel, dtype, group.device)
 
     def _owned_gradients(self, index: int) -> Tensor:
         return self._gradients[index]
 
     def _create_bucket(self, index: int) -> Bucket:
         group = self.groups[index]
-        if self._is_alone(group):
-            return super()._create_bucket(index)
         shard = group.layout.shard(group.rank)
-        return Bucket(
-            index,
-            group.layout,
-            shapes=group.shapes,
-            pool=self._pool(self._accumulation_dtype(group.dtype), group.device),
-            result=shard,
-            kept=shard,
-            wire_dtype=self.options.wire_dtype,
-            keep=self.placement.keeper(adds=True) or self._add_up,
-        )
+        return self._bucket(index, shard, kept=shard, pool=None if self._is_alone(group) else self._pool(group))
 
-    def _add_up(self, index: int, work: Work, sum_S: Tensor) -> Work:
-        """Add a reduced shard to the sum of the step."""
-        work.wait()
-        if index in self._summed:
-            self._gradients[index].add_(sum_S)
-        else:
-            self._take_memory(index).copy_(sum_S)
-        return DONE
+    def _pool(self, group: FlatGroup) -> BucketPool:
+        dtype, device = self._accumulation_dtype(group.dtype), group.device
+        new = BucketPool(MAX_IN_FLIGHT, lambda numel: self.backend.allocate(numel, dtype, device))
+        return self._pools.setdefault((dtype, device), new)
 
-    def _take_memory(self, index: int) -> Tensor:
-        """The gradients of a unit, with memory and arbitrary contents."""
-        gradients_S = self._gradients[index]
-        gradients_S.untyped_storage().resize_(gradients_S.nbytes)
-        self._summed.add(index)
-        return gradients_S
+    def _keeper(self, *, pooled: bool) -> Keep | None:
+        return super()._keeper(pooled=pooled) or (self._gradient_shards.add_up if pooled else None)
 
     def _connect_shards(self) -> None:
-        for index in self._without_sum():  # a view needs memory while it is made
-            self._gradients[index].untyped_storage().resize_(self._gradients[index].nbytes)
+        self._gradient_shards.allocate()
         super()._connect_shards()
-        self._free_memory()
-
-    def _free_memory(self) -> None:
-        """Give the memory of gradients without a sum back. The tensors, and the views that shards have of them, stay,
-        as those of released weights do (`param_unit.py`)."""
-        for index in self._without_sum():
-            self._gradients[index].untyped_storage().resize_(0)
-
-    def _without_sum(self) -> list[int]:
-        """Units whose gradient shard is not needed now."""
-        count = len(self._gradients)  # a new unit has none yet
-        return [index for index in range(count) if index not in self._summed and not self._is_alone(self.groups[index])]
+        self._gradient_shards.free()
 
     def _local_norms(self) -> list[Tensor]:
-        for index in self._without_sum():
-            self._take_memory(index).zero_()  # no backward reduced it, as when gradients are set from outside
+        self._gradient_shards.zero_without_sum()
         return super()._local_norms()
-
-    def _pool(self, dtype: torch.dtype, device: torch.device) -> BucketPool:
-        """The pool for buckets of this dtype and device."""
-        if (dtype, device) not in self._pools:
-            self._pools[dtype, device] = BucketPool(
-                MAX_IN_FLIGHT, lambda numel: self.backend.allocate(numel, dtype, device)
-            )
-        return self._pools[dtype, device]
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self._summed.clear()
-        self._free_memory()
+        self._gradient_shards.forget()
 
     @property
     def exchange_bytes(self) -> int:
@@ -121,4 +82,5 @@ class Stage2(Stage1):
 
     def destroy(self) -> None:
         super().destroy()
+        self._gradient_shards = GradientShards()
         self._pools.clear()

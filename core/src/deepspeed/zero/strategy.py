@@ -42,6 +42,7 @@ from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.gradient_norm import norms_of_own_parts, sum_over_model
 from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.holding import Holding, ShardingOptions
+from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.replica_sum import ReplicaSum
 from deepspeed.zero.shown_gradients import ShownGradients
 from deepspeed.zero.step_facts import StepFacts, square_sum
@@ -116,8 +117,11 @@ class Sharding(Holding):
         """Whether this rank, among those that hold the same gradients of a unit, adds them to the norm."""
         return group.ranks.replicas is None or group.ranks.replicas.rank == 0
 
-    def _after_arrival(self, index: int) -> None:
-        """A gradient of the unit `index`, which shards its weights, was taken."""
+    def _prepare(self, module: torch.nn.Module, optimizer: Optimizer | None) -> None:
+        """Look at the module before parameters are laid out."""
+
+    def _after_arrival(self, unit: ParamUnit) -> None:
+        """A gradient of `unit` was taken."""
 
     def _max_in_flight(self) -> int | None:
         """Launched buckets from which on sums are taken out during the backward; None: not before its end."""
@@ -154,6 +158,7 @@ class Sharding(Holding):
         self.optimizer = optimizer
         self._plan = plan
         self._is_whole = not is_elementwise
+        self._prepare(module, optimizer)
         self._positions = {id(param): place for place, param in enumerate(module.parameters())}
         self._named = list(module.named_parameters())
         free = [param for param in module.parameters() if not managed.manager_of(param)]
@@ -404,6 +409,7 @@ class Sharding(Holding):
     def update(self, scale: float = 1.0) -> None:
         """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
         assert self._updates is not None
+        self.release_gathered()
         self._shown.forget()
         for param in self.params:
             param.grad = None  # the update points master weights at their gradients, batch by batch
@@ -509,7 +515,7 @@ class Sharding(Holding):
         """The module is about to be compiled with `torch.compile`."""
 
     def release_gathered(self) -> None:
-        """The module's weights are about to be saved or loaded, each rank's part by itself."""
+        """Weights are about to be saved, loaded or updated, each rank's part by itself."""
 
     def load_frozen(self, parts: dict[str, Tensor]) -> None:
         """Load what `saved_part` gave for parameters that no optimizer has. Whole ones come with the module's."""
@@ -541,6 +547,7 @@ class Sharding(Holding):
 
     def weights_from_masters(self) -> None:
         """Bring the master weights of all ranks into the model's weights."""
+        self.release_gathered()
         for group in self.groups:
             group.weights_from_masters()
         works = [work for index in range(len(self.groups)) if (work := self._all_gather_weights(index)) is not None]

@@ -1,0 +1,93 @@
+"""`ParamGathering`: which parameters of one engine are whole at which moment of its steps (stage 3).
+
+It ties the units (`module_units.py`) to what gathers and releases them (`fetcher.py`) and to the hooks that see when
+modules use them (`module_hooks.py`). Made by `stage3.py`; made again after a group was added to the optimizer.
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn import Module
+
+from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.zero import state_dict as states
+from deepspeed.zero.fetcher import ParamFetcher
+from deepspeed.zero.module_hooks import ModuleHooks
+from deepspeed.zero.module_units import ModuleUnits, Stage3Options
+from deepspeed.zero.param_unit import ParamUnit, unit_of
+
+
+class ParamGathering:
+    """Args:
+    module: the model.
+    units: of the engine; those that another engine shards are gathered by the hooks of that one.
+    """
+
+    def __init__(self, module: Module, units: ModuleUnits, options: Stage3Options) -> None:
+        self.units = units
+        self._module = module
+        self._fetcher = ParamFetcher(
+            units.all,
+            prefetch_numel=options.prefetch_numel,
+            max_live_numel=options.max_live_numel,
+            max_reuse_numel=options.max_reuse_numel,
+            quantizes=options.quantizes_weights,
+        )
+        self._lenders = list(dict.fromkeys(units.borrowed.values()))
+        self._owns_hooks = bool(units.all) or not self._lenders
+        self.hooks = ModuleHooks(module, self._fetcher, units.of_module) if self._owns_hooks else self._lenders[0]
+
+    def begin_backward(self, trained: Iterable[ParamUnit]) -> None:
+        """`trained`: the units that get gradients."""
+        for unit in trained:
+            unit.num_missing = len(unit.params)
+
+    def gradient_arrived(self, unit: ParamUnit) -> None:
+        """A gradient of `unit` was taken; after the last one it is dropped."""
+        unit.num_missing -= 1
+        if unit.num_missing <= 0 and unit.num_users == 0:
+            self._fetcher.drop(unit)
+
+    def end_backward(self) -> None:
+        """Drop what no module uses."""
+        for unit in self.units.all:
+            if unit.num_users == 0:
+                self._fetcher.drop(unit)
+
+    def finish(self) -> None:
+        """Wait for the all-gathers in flight."""
+        self._fetcher.finish_all()
+
+    def release(self) -> None:
+        """Release every unit: the shards are about to change."""
+        self._fetcher.release_all()
+        self._shards_changed()
+
+    def abandon(self) -> list[tuple[GroupBackend, Work]]:
+        """Forget the all-gathers in flight, without waiting for them: the group and the work of each."""
+        works = list(self._fetcher.abandon())
+        self._shards_changed()
+        return works
+
+    def _shards_changed(self) -> None:
+        for unit in self.units.all:
+            unit.shards_changed()
+
+    def load_parts(self, parts: dict[str, Tensor], backend: GroupBackend) -> None:
+        """Load what `saved_part` gave for parameters that no optimizer has, by name."""
+        for unit in self.units.all:
+            if all(name in parts for name in unit.names):
+                states.load_parts(unit, [parts[name] for name in unit.names])
+        for name, param in self._module.named_parameters():
+            if name in parts and unit_of(param) is None:  # sharded where it was saved
+                param.data.copy_(states.whole_of_parts(parts[name], param.shape, backend))
+        for unit in self.units.all:  # `load_state_dict` has copied empty tensors into the released parameters
+            unit.accept_changes()
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off; those of other engines stay. Idempotent."""
+        if self._owns_hooks:
+            self._owns_hooks = False
+            self.hooks.remove()
+            for each in self._lenders:
+                each.install_again()
