@@ -13,6 +13,8 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.layout import grid
 from deepspeed.parallel.mesh import Mesh, RankGrid
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.engines import weight_of
+from deepspeed.testing.models import Scale
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -23,22 +25,6 @@ def ranks(group):
 
 
 # ---- engines -------------------------------------------------------------------------------------------------------
-
-
-class Scale(torch.nn.Module):
-    """A model of one weight; the gradient of `model(x)` is x."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        return self.weight * x
-
-
-def weight(engine):
-    with deepspeed.zero.GatheredParameters(engine.module.weight):
-        return engine.module.weight.item()
 
 
 def make_engine(mesh_param, stage):
@@ -59,7 +45,7 @@ def side_by_side_job(stage):
         for engine in engines:
             engine.backward(engine(torch.tensor(float(dist.get_rank() + step))).sum())
             engine.step()
-    found = [(weight(engine), engine.train_batch_size(), engine.dp_world_size) for engine in engines]
+    found = [(weight_of(engine), engine.train_batch_size(), engine.dp_world_size) for engine in engines]
     for engine in engines:
         engine.destroy()
     return found
@@ -100,7 +86,7 @@ def checkpoint_job(folder, stage):
         engine.save_16bit_model(folder)
     again = make_engine({"tp": 2}, stage)
     again.load_checkpoint(folder, tag="a")
-    found = weight(again), again.mp_world_size
+    found = weight_of(again), again.mp_world_size
     engine.destroy()
     again.destroy()
     return found

@@ -7,6 +7,8 @@ import torch
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.mpu import mesh_of_mpu
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.engines import weight_of
+from deepspeed.testing.models import Scale
 
 
 class Mpu:
@@ -19,22 +21,6 @@ class Mpu:
             answers = {"group": groups[own], "world_size": len(own), "rank": own.index(dist.get_rank())}
             for what, answer in answers.items():
                 setattr(self, f"get_{name}_{what}", lambda answer=answer: answer)
-
-
-class Scale(torch.nn.Module):
-    """A model of one weight; the gradient of `model(x)` is x."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        return self.weight * x
-
-
-def weight(engine):
-    with deepspeed.zero.GatheredParameters(engine.module.weight):
-        return engine.module.weight.item()
 
 
 def train(stage, **arguments):
@@ -58,7 +44,7 @@ def tensor_parallel_job(kind):
         engine = train(stage, mpu=mpu)
         assert engine.mesh.group("dp") is mpu.get_data_parallel_group()
         assert engine.mesh.norm_group is dist.get_world_group()
-        seen.append((weight(engine), engine.train_batch_size(), engine.mesh.model_rank))
+        seen.append((weight_of(engine), engine.train_batch_size(), engine.mesh.model_rank))
         engine.destroy()
     return seen
 
@@ -71,7 +57,7 @@ def test_gradients_are_averaged_over_the_data_parallel_ranks_only(kind):
 
 def sequence_parallel_job():
     engine = train(1, mpu=Mpu(data_parallel=[[0], [1]], sequence_parallel=[[0, 1]]))
-    found = weight(engine), engine.train_batch_size(), engine.dp_world_size
+    found = weight_of(engine), engine.train_batch_size(), engine.dp_world_size
     assert dist.get_all_ranks_from_group(engine.get_sequence_parallel_group()) == [0, 1]
     engine.destroy()
     return found
@@ -88,7 +74,7 @@ def parts_of_the_world_job(folder, stage):
     own_folder = folder / str(part.mesh.ranks("dp"))
     part.save_checkpoint(own_folder, tag="a")
     part.load_checkpoint(own_folder, tag="a")
-    found = weight(part), part.train_batch_size(), weight(whole), whole.train_batch_size()
+    found = weight_of(part), part.train_batch_size(), weight_of(whole), whole.train_batch_size()
     assert dist.get_all_ranks_from_group(part.mesh.norm_group) == list(part.mesh.ranks("dp"))
     part.destroy()
     whole.destroy()

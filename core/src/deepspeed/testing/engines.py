@@ -1,4 +1,4 @@
-"""`make_engine`: an engine for a test in one line, with the config keys that the test is about."""
+"""`make_engine`: an engine for a test in one line, with the config keys that the test is about. And what it trained."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -38,3 +38,12 @@ def make_engine(
     config = {name: value for name, value in config.items() if value is not None}
     engine: DeepSpeedEngine = deepspeed.initialize(model=model, config=config, **(arguments or {}))[0]
     return engine
+
+
+def weight_of(engine: "DeepSpeedEngine") -> float:
+    """The one weight of an engine's `models.Scale`; called on all ranks."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(engine.module.weight):
+        weight: float = engine.module.weight.item()
+    return weight

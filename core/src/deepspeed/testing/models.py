@@ -1,4 +1,4 @@
-"""A small GPT in plain torch: the model of the demo, the benchmarks and the parity tests.
+"""A small GPT in plain torch: the model of the demo, the benchmarks and the parity tests. And one of one weight.
 
 Pre-norm decoder with learned positions, causal attention and a GELU MLP, initialized as nanoGPT and GPT-2 are. Seed
 torch before building one: `torch.manual_seed(0); GPT(GPTConfig())`.
@@ -30,6 +30,18 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
+
+
+class Scale(nn.Module):
+    """A model of one weight, 0 at first; the gradient of `model(x)` is x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x times the weight."""
+        return self.weight * x
 
 
 def tiny_gpt(**changes: Any) -> "GPT":
