@@ -256,6 +256,7 @@ def test_no_rank_outlives_a_killed_launcher(folder):
     assert code == -signal.SIGKILL
 
 
+@pytest.mark.sweep  # so do those of the tutorial's script
 def test_ranks_meet(folder):
     (folder / "train.py").write_text(
         "import torch, torch.distributed as dist\n"
