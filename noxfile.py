@@ -37,7 +37,6 @@ TESTS = Path("core/tests")
 # Words for pytest that bring back the corners marked `sweep`, which pyproject.toml deselects.
 EVERYTHING = ("-m", "")
 KERNEL_LANGUAGES = ("none", "cpp", "cuda", "sycl", "own")  # that the template renders an example op in
-RECIPES = sorted(path.name for path in (ROOT / "downstream/recipes").glob("*") if path.is_dir())
 # Intel's SYCL runtime, with its compiler for kernels given as text and its OpenCL for CPUs: 1.7 GB.
 SYCL_RUNTIME = "dpcpp-cpp-rt==2026.2.0"
 # One thread per process: ranks share the machine's cores, and threads would fight for them. Hundreds of processes
@@ -79,10 +78,9 @@ def test_all(session: nox.Session) -> None:
     """What `make test` runs, with the sweeps: every world, kill and planted fault, template language, and sanitizer."""
     for name in ("lint", "types", "examples", "sanitize"):
         session.notify(name)
-    names = ["unit", "ranks", "simulated", "parity", "docs"]
+    names = ["unit", "ranks", "simulated", "parity", "docs", "downstream"]
     names += [f"ext({name})" for name in EXTENSIONS]
     names += [f"template({language})" for language in KERNEL_LANGUAGES]
-    names += [f"downstream({name})" for name in RECIPES]
     for name in names:
         session.notify(name, posargs=(*EVERYTHING, *session.posargs))
 
@@ -147,14 +145,13 @@ def examples(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Links of every page resolve; code blocks run; generated pages equal their source."""
-    _pytest(session, Path("docs/tests"))
+    _pytest(session, Path("docs/tests"), flags=SIDE_BY_SIDE)
 
 
 @nox.session
-@nox.parametrize("name", RECIPES, ids=RECIPES)
-def downstream(session: nox.Session, name: str) -> None:
-    """The DeepSpeed paths of a library that builds on us, run against this tree."""
-    _pytest(session, Path("downstream/recipes") / name)
+def downstream(session: nox.Session) -> None:
+    """The DeepSpeed paths of libraries that build on us, run against this tree; `-- -k trl` runs one."""
+    _pytest(session, Path("downstream/recipes"), flags=FILES_SIDE_BY_SIDE)
 
 
 @nox.session

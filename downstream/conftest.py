@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.testing.tiers import swept
 from torch.distributed import TCPStore
 
 SHARED = Path(__file__).parent / "shared"
@@ -30,7 +31,14 @@ LAUNCHERS = {
     "python": [sys.executable],  # for a library that starts its own ranks
 }
 _TIMEOUT_S = 240.0
-_figures: list[tuple[str, float, float, float]] = []  # test, last loss, last loss of plain torch, largest difference
+STAGES = {
+    "stage 1": ["--stage", "1"],
+    "stage 2": ["--stage", "2"],
+    "stage 2, bf16": ["--stage", "2", "--bf16"],
+    "stage 3": ["--stage", "3"],
+    "stage 3, bf16": ["--stage", "3", "--bf16"],
+}
+_FIGURES = "last loss, that of plain torch, largest relative difference of a step"
 
 
 class Launch:
@@ -132,6 +140,19 @@ def _of_rank(rank: int, port: int) -> dict[str, str]:
     }
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`stage_flags`: the script's flags for each of STAGES."""
+    if "stage_flags" in metafunc.fixturenames:
+        cases = swept(STAGES, lambda case: case == "stage 3")
+        metafunc.parametrize("stage_flags", cases, indirect=True)
+
+
+@pytest.fixture
+def stage_flags(request: pytest.FixtureRequest) -> list[str]:
+    """The script's flags for one of STAGES."""
+    return STAGES[request.param]
+
+
 @pytest.fixture(scope="module")
 def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     """`launch(folder, "--stage", "2")` for the script beside the test file."""
@@ -163,7 +184,7 @@ def check_losses(request: pytest.FixtureRequest) -> Callable[[list[float], list[
     def check(found: list[float], expected: list[float], rel: float) -> None:
         assert len(found) == len(expected)
         largest = max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
-        _figures.append((request.node.nodeid, found[-1], expected[-1], largest))
+        request.node.user_properties.append((_FIGURES, f"{found[-1]:.5f}  {expected[-1]:.5f}  {largest:.1e}"))
         assert found == pytest.approx(expected, rel=rel)
         assert expected[-1] < expected[0] - 0.3, f"the plain run learned nothing: {expected}"
 
@@ -171,7 +192,9 @@ def check_losses(request: pytest.FixtureRequest) -> Callable[[list[float], list[
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _figures:
-        terminalreporter.section("last loss, that of plain torch, largest relative difference of a step")
-    for name, found, expected, largest in _figures:
-        terminalreporter.write_line(f"{found:.5f}  {expected:.5f}  {largest:.1e}  {name}")
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    lines = [f"{text}  {each.nodeid}" for each in reports for name, text in each.user_properties if name == _FIGURES]
+    if lines:
+        terminalreporter.section(_FIGURES)
+    for line in lines:
+        terminalreporter.write_line(line)

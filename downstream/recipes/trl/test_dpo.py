@@ -1,26 +1,16 @@
 """TRL's DPOTrainer under DeepSpeed, with a reference model in an engine of its own, has the losses of DDP."""
 
 import pytest
-from deepspeed.testing.tiers import swept
-
-CASES = {
-    "stage 2": ["--stage", "2"],
-    "stage 2, bf16": ["--stage", "2", "--bf16"],
-    "stage 3": ["--stage", "3"],
-    "stage 3, bf16": ["--stage", "3", "--bf16"],
-}
-QUICK = {"stage 3"}
 
 
-@pytest.mark.parametrize("case", swept(CASES, QUICK.__contains__))
-def test_losses_equal_those_of_plain_torch(case, launch, plain, check_losses, tmp_path):
-    found = launch(tmp_path, *CASES[case])
+def test_losses_equal_those_of_plain_torch(stage_flags, launch, plain, check_losses, tmp_path):
+    found = launch(tmp_path, *stage_flags)
 
-    rel = 5e-3 if "--bf16" in CASES[case] else 1e-6
+    rel = 5e-3 if "--bf16" in stage_flags else 1e-6
     check_losses(found["losses"], plain.result["losses"], rel)
     assert found["norms"] == pytest.approx(plain.result["norms"], rel=10 * rel)
     # TRL shards the reference model under stage 3 only
-    assert found["reference"] == (3 if "3" in CASES[case] else 0)
+    assert found["reference"] == (3 if "3" in stage_flags else 0)
 
 
 @pytest.mark.sweep
