@@ -74,8 +74,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
     def _let_go(self) -> None:
         held, self._held = self._held, []
         for unit, is_released in held:
-            unit.num_contexts -= 1
-            unit.accept_changes()
+            unit.leave_context()
             if is_released:
                 unit.release()
 

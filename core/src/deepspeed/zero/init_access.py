@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from deepspeed.comm.values import all_gather_values
 from deepspeed.zero.gather import GatheredParameters
 from deepspeed.zero.param_state import ZeroParamStatus
-from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
+from deepspeed.zero.param_unit import ParamUnit, num_references, shape_of, unit_of
 
 #: properties of a tensor that share its memory; no other property reads values
 _VIEWS = {
@@ -111,10 +111,10 @@ class _Whole:
         self._rounded = param.data
         self._value = self._rounded.to(unit.source_dtype)
         param.data = self._value
-        self._num_references = _num_references(self._value)
+        self._num_references = num_references(self._value)
 
     def is_referenced(self) -> bool:
-        return _num_references(self._value) > self._num_references
+        return num_references(self._value) > self._num_references
 
     def set(self, value: Tensor) -> None:
         """Take the values that are assigned to `param.data`."""
@@ -168,7 +168,3 @@ def _is_sharded(value: Any) -> bool:
 def _is_set_by_user(param: Any, value: Any) -> bool:
     """Whether `param.data = value` is not the release of the parameter."""
     return _is_sharded(param) and value is not param.ds_unit.nothing
-
-
-def _num_references(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]

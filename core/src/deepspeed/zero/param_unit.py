@@ -9,6 +9,11 @@ back: the saved views are valid again when the backward reads them, and no memor
 the storage is empty would be read from nowhere, hence every module that owns a parameter gathers before its forward
 and before its backward (`module_hooks.py`).
 
+[Note: views that a user keeps] What a user takes of a whole parameter inside `GatheredParameters`, as `param.data` or,
+on a CPU, `param.cpu()`, shares the storage. So if anything but the unit refers to the storage when a context ends, the
+next release leaves it to the views, and the unit gets a new one. The same holds for a storage that cannot be resized
+any more, because it was given to numpy or to shared memory.
+
 [Note: exact weights] For modules the all-gather may send int8 (ZeRO++, `quantized.py`); shards and master weights stay
 exact. Whoever reads whole weights for another end, or changes them, calls `gather`, which repeats an all-gather that
 was not exact.
@@ -128,6 +133,8 @@ class ParamUnit:
         self._full_N = self.nothing.new_empty(self.layout.padded_numel)
         self._views = self._cut(self._full_N)
         self._full_N.untyped_storage().resize_(0)
+        self._num_own_references = num_references(self._full_N)
+        self._is_viewed = False  # others refer to the storage, who expect it to stay
 
     @property
     def numel(self) -> int:
@@ -246,7 +253,24 @@ class ParamUnit:
         self.live.numel -= self.numel
         for param in self.params:
             param.data = self.nothing
-        self._full_N.untyped_storage().resize_(0)
+        self._free()
+
+    def _free(self) -> None:
+        """Give the memory of the flat buffer back; see [Note: views that a user keeps]."""
+        storage = self._full_N.untyped_storage()
+        if self._is_viewed or not storage.resizable():
+            self._renew_buffer()
+        else:
+            storage.resize_(0)
+
+    def leave_context(self) -> None:
+        """A `GatheredParameters` ends; changes that it was to keep were kept."""
+        self.num_contexts -= 1
+        self.accept_changes()
+        own = self._num_own_references + sum(
+            param.is_set_to(view) for param, view in zip(self.params, self._views, strict=True)
+        )
+        self._is_viewed = self._is_viewed or (self.is_sharded and num_references(self._full_N) > own)
 
     def accept_changes(self) -> None:
         """What was changed up to now was kept, or dropped on purpose."""
@@ -317,7 +341,7 @@ class ParamUnit:
         for param in self.params:
             param.data = param.data.clone()
             unmark(param)
-        self._full_N.untyped_storage().resize_(0)
+        self._free()
         self.params = []
 
     def _point_at_views(self) -> None:
@@ -350,6 +374,11 @@ def set_data(param: Parameter, value: Tensor) -> None:
     attributes = dict(vars(param))
     torch.utils.swap_tensors(param, Parameter(value, requires_grad=param.requires_grad))
     vars(param).update(attributes)
+
+
+def num_references(tensor: Tensor) -> int:
+    """How many tensors and other objects share the memory of `tensor`."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
 
 
 def shape_of(param: Tensor) -> torch.Size:

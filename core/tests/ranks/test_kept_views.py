@@ -1,0 +1,90 @@
+"""What users keep of whole parameters after they are sharded again (stage 3)."""
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.zero import GatheredParameters, Init
+from torch import nn
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+#: units are released after each module / stay whole until the step
+REUSE = (0, 10**9)
+
+
+def create_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def create_engine(net: nn.Module, reuse: int) -> Any:
+    zero = {**CONFIG["zero_optimization"], "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": 0}
+    return deepspeed.initialize(model=net, config={**CONFIG, "zero_optimization": zero})[0]
+
+
+def train(engine: Any) -> float:
+    loss = engine(torch.ones(1, 8)).square().sum()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def keep_views(reuse: int, path: str) -> None:
+    """As DeepSpeed-Chat saves its models: `.cpu()` copies nothing where the accelerator is the CPU."""
+    net = create_net()
+    start = {name: param.detach().clone() for name, param in net.named_parameters()}
+    engine = create_engine(net, reuse)
+    kept = {}
+    for name, param in net.named_parameters():
+        with GatheredParameters(param):
+            kept[name] = param.data.cpu()
+            param.detach().numpy()  # after which torch does not resize the storage any more
+    train(engine)
+    torch.save(kept, f"{path}/{deepspeed.comm.get_rank()}.pt")
+    train(engine)
+    for values in (kept, torch.load(f"{path}/{deepspeed.comm.get_rank()}.pt")):
+        for name, value in values.items():
+            torch.testing.assert_close(value, start[name], rtol=0, atol=0)
+    with GatheredParameters(net[0].weight):
+        assert not torch.equal(net[0].weight, start["0.weight"])
+    sizes = [unit._full_N.untyped_storage().nbytes() for unit in engine.sharding.units]
+    assert sum(sizes) == 0  # what users keep is theirs
+    engine.destroy()
+
+
+@pytest.mark.parametrize("reuse", REUSE)
+def test_what_is_taken_of_a_gathered_parameter_stays(tmp_path, reuse):
+    run_ranks(2, keep_views, reuse, str(tmp_path))
+
+
+def make_parameters_of_parameters() -> list[float]:
+    with Init(config_dict_or_path=CONFIG):
+        net = create_net()
+        first = nn.utils.weight_norm(net[0])
+    start = create_net()[0].weight
+    with GatheredParameters([first.weight_g, first.weight_v]):
+        torch.testing.assert_close(first.weight_v, start, rtol=0, atol=0)
+    engine = create_engine(net, 0)
+    return [train(engine) for _ in range(2)]
+
+
+def test_a_parameter_made_of_the_data_of_a_sharded_one():
+    """`weight_norm` on a module that zero.Init has sharded: `Parameter(weight.data)`."""
+    net = create_net()
+    nn.utils.weight_norm(net[0])
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        loss = net(torch.ones(1, 8)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for found in run_ranks(2, make_parameters_of_parameters):
+        assert found == pytest.approx(losses, rel=1e-5)
