@@ -301,6 +301,10 @@ CASES = {
     "plain backward of a vector": Case(backward=plain_vector),
     "plain backward past the engine's forward": Case(backward=around_the_engine),
     "gradient penalty": Case(backward=gradient_penalty),
+    "gradient penalty, weights released": Case(
+        backward=gradient_penalty,
+        keys={"zero_optimization": {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}},
+    ),
     "create_graph": Case(backward=with_create_graph),
     "reentrant checkpoints": Case(Checkpointed),
     "reentrant checkpoints, accumulated": Case(Checkpointed, accumulation=3),

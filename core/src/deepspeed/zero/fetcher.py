@@ -52,6 +52,7 @@ class ParamFetcher:
         self._place: _Place = (None, None)
         whole = [unit for unit in units if unit.status is not _NOT_AVAILABLE]  # since an earlier fetcher
         self._unused = dict.fromkeys(whole)  # whole or on its way, and used by nobody; oldest first
+        self._kept: set[ParamUnit] = set()  # whole until the weights change
         self._live = LiveNumel(sum(unit.numel for unit in whole))
         self._total_numel = sum(unit.numel for unit in units)
         for unit in units:
@@ -74,13 +75,17 @@ class ParamFetcher:
 
     def drop(self, unit: ParamUnit) -> None:
         """The last user of `unit` is done with it."""
-        if unit.status is not _AVAILABLE or unit.num_contexts:
+        if unit.status is not _AVAILABLE or unit.num_contexts or unit in self._kept:
             return
         if self._is_used_again_soon(unit):
             self._unused[unit] = None
             self._make_room(0)
         else:
             self._release(unit)
+
+    def keep(self, unit: ParamUnit) -> None:
+        """Do not release `unit` before the weights change: a graph that no module sees reads it."""
+        self._kept.add(unit)
 
     def finish_all(self) -> None:
         """Wait for the all-gathers in flight."""
@@ -97,6 +102,7 @@ class ParamFetcher:
                 unit.refuse_changes()
             unit.release()
         self._unused.clear()
+        self._kept.clear()
         self._place = (None, None)
 
     def abandon(self) -> Iterator[tuple[GroupBackend, Work]]:
@@ -107,6 +113,7 @@ class ParamFetcher:
             unit.num_users = 0
             unit.release()
         self._unused.clear()
+        self._kept.clear()
         self._place = (None, None)
 
     # ---- the order of use ----------------------------------------------------------------------------------------

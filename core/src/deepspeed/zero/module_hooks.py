@@ -7,7 +7,9 @@
     the end of the backward                                         all are dropped
 
 Hooks sit on the root, on every module that owns a sharded parameter, and on the module of every unit. A forward inside
-a backward (activation checkpointing) uses units and leaves the dropping to the backward it belongs to.
+a backward (activation checkpointing) uses units and leaves the dropping to the backward it belongs to. A backward with
+`create_graph=True` makes a graph that reads the weights again and has none of these hooks: its units stay whole until
+the step.
 
 [Note: external parameters] A module may read a parameter of another module: a tied weight through its old name, or
 `self.other.weight` in a functional call. `_parameters` of every module is a dict that sees such a read: the unit is
@@ -163,6 +165,8 @@ class ModuleHooks:
         def begin(grad: Tensor) -> None:
             for unit in units:
                 self.param_coordinator.use(unit)
+                if torch.is_grad_enabled():  # create_graph=True
+                    self.param_coordinator.keep(unit)
 
         for tensor in watched:
             tensor.register_hook(begin)
