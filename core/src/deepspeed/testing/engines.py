@@ -44,6 +44,6 @@ def weight_of(engine: "DeepSpeedEngine") -> float:
     """The one weight of an engine's `models.Scale`; called on all ranks."""
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(engine.module.weight):
-        weight: float = engine.module.weight.item()
-    return weight
+    (weight,) = engine.module.parameters()
+    with deepspeed.zero.GatheredParameters(weight):
+        return weight.item()
