@@ -343,3 +343,19 @@ def test_a_gradient_that_is_refused_leaves_the_whole_group_as_it_was():
         optimizer.step()
     assert torch.equal(dense, torch.ones(8))
     assert optimizer.state[dense]["step"] == 0
+
+
+def test_a_moment_that_was_replaced_between_steps_is_looked_at_again():
+    params, wanted = _params(), _params()
+    ours, theirs = DeepSpeedCPUAdam(params, lr=1e-2), torch.optim.AdamW(wanted, lr=1e-2, weight_decay=0.0)
+    for step in range(3):
+        for param, other in zip(params, wanted, strict=True):
+            param.grad = torch.full_like(param, 1.0 + step)
+            other.grad = param.grad.clone()
+        ours.step()
+        theirs.step()
+        moment = ours.state[params[0]]["exp_avg"]  # no longer contiguous: torch steps with it, not the kernel
+        ours.state[params[0]]["exp_avg"] = torch.stack([moment, moment], -1)[..., 0]
+    assert not ours.state[params[0]]["exp_avg"].is_contiguous()
+    for param, other in zip(params, wanted, strict=True):
+        torch.testing.assert_close(param, other)

@@ -3,6 +3,8 @@
 An operator takes lists of tensors and updates all of them in one call. Read next: `registry.py`, which finds it.
 """
 
+import operator
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -147,7 +149,7 @@ class KernelOptimizer(ReferenceOptimizer):
             self._update_by_torch(params, grads, copies, scale, group)
             return
         moments = [[state[name] for state in states] for name in self.state_names]
-        rest = _not_taken(kernel, unknown, moments)
+        rest = [] if self._takes(kernel, unknown, moments) else _not_taken(kernel, unknown, moments)
         if rest:
             its_params, its_grads, its_copies = _pick([params, grads, copies], rest)
             self._update_by_torch(its_params, its_grads, its_copies, scale, group)
@@ -160,6 +162,24 @@ class KernelOptimizer(ReferenceOptimizer):
             # for autograd: a graph that saved a weight then refuses to run backward through the new one
             torch.autograd.graph.increment_version([*params, *copies])
 
+    def _takes(self, kernel: StepKernel, unknown: list[list[Tensor]], moments: list[list[Tensor]]) -> bool:
+        """Whether the kernel takes all of them. Moments that it took in the last step are not looked at again: the
+        checks would be a twentieth of a step of many small layers."""
+        now = list(chain.from_iterable(moments))
+        if not kernel.takes(chain.from_iterable(unknown)):
+            return False
+        if not now:
+            return True
+        known = self.__dict__.setdefault("_known_moments", {})  # by the id of the first; weakly, as states come and go
+        before = known.get(id(now[0]), [])
+        if len(before) == len(now) and all(map(operator.is_, map(weakref.ref.__call__, before), now)):
+            return True
+        for key in [key for key, refs in known.items() if refs[0]() is None]:
+            del known[key]
+        if is_taken := kernel.takes(now, FP32):
+            known[id(now[0])] = [weakref.ref(one) for one in now]
+        return is_taken
+
     def _update_by_torch(
         self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
     ) -> None:
@@ -171,9 +191,7 @@ class KernelOptimizer(ReferenceOptimizer):
 
 
 def _not_taken(kernel: StepKernel, lists: list[list[Tensor]], moments: list[list[Tensor]]) -> list[int]:
-    """The indices of the parameters that the kernel cannot take: nearly always none, which is checked first."""
-    if kernel.takes(chain.from_iterable(lists)) and kernel.takes(chain.from_iterable(moments), FP32):
-        return []
+    """The indices of the parameters that the kernel cannot take."""
     return [
         index
         for index in range(len(lists[0]))
