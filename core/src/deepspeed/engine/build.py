@@ -97,7 +97,7 @@ def initialize(
             which multiply to the number of ranks. Gradients are averaged over dp x sp; the caller divides the model.
 
     Returns:
-        engine, optimizer, training dataloader, learning rate scheduler; what there is none of is None.
+        engine, optimizer, training dataloader, learning rate scheduler; None for each that is absent.
 
     Raises:
         ConfigError: names the key or argument, what was found and what is allowed. Also for a parameter that another

@@ -80,6 +80,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         data_parallel_group: the ranks that share the parameters; default: `mpu`'s data parallel group, else all.
         remote_device: "cpu" keeps the shards in host memory until `initialize`; None or "none": on this rank's device.
         config_dict_or_path: the DeepSpeed configuration, also as `config`; values that are "auto" do not matter here.
+            Without it parameters are sharded in their own dtype.
         enabled: False turns the context off.
         dtype: of the sharded weights; default: what the configuration enables (bf16, fp16), else their own.
         mpu: gives the data parallel group.

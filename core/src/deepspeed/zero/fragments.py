@@ -25,13 +25,19 @@ from deepspeed.zero.strategy import Sharding
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
-    """The fp32 weight that the optimizer updates, with the parameter's shape, on every rank."""
+    """The fp32 weight that the optimizer updates, with the parameter's shape; None if no engine manages it.
+
+    A collective: all ranks call it, and all get the weight.
+    """
     found = _find(param)
     return None if found is None else _assemble(found, param, lambda shard: shard.master)
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
-    """The reduced gradient, averaged over ranks, still multiplied by the loss scale; None if nothing arrived."""
+    """The reduced gradient, averaged over ranks, still multiplied by the loss scale; None if there is none.
+
+    A collective: all ranks call it, between `backward` and `step`, and all get the gradient.
+    """
     found = _find(param)
     if found is None:
         return param.grad
@@ -44,7 +50,10 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
-    """One state of the optimizer, such as "exp_avg", with the parameter's shape; None before the first step."""
+    """One state of the optimizer, such as "exp_avg", with the parameter's shape; None before the first step.
+
+    A collective: all ranks call it, and all get the state.
+    """
     found = _find(param)
     if found is None or (optimizer := found[0].optimizer) is None:
         return None
@@ -52,7 +61,7 @@ def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Ten
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
-    """Replace the weight, in fp32 and in the model's dtype, on every rank."""
+    """Replace the weight, in fp32 and in the model's dtype. All ranks call it with the same `value`."""
     unit = unit_of(param)
     if unit is not None and unit.status is ZeroParamStatus.INFLIGHT:  # gathered ahead: peers read the shard
         unit.finish()
@@ -65,7 +74,7 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace one state of the optimizer.
+    """Replace one state of the optimizer. All ranks call it with the same `value`.
 
     Raises:
         StateError: if the optimizer has no such state yet, as before the first step.
@@ -75,7 +84,10 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
-    """Replace the reduced gradient, given as `safe_get_full_grad` gives it; the step clips by the norm with it."""
+    """Replace the reduced gradient, given as `safe_get_full_grad` gives it; the step clips by the norm with it.
+
+    All ranks call it with the same `value`.
+    """
     _replace_gradient(param, value, "safe_set_full_grad", _scatter)
 
 
