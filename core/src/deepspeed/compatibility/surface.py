@@ -1,4 +1,4 @@
-"""The documented interface of stages 0 to 2, accelerator, builders, comm and the launcher on one host, line by line.
+"""The documented interface of stages 0 to 3, accelerator, builders, comm and the launcher on one host, line by line.
 
 The areas are the pages of DeepSpeed's API documentation. Engine methods, modules of features and configuration keys
 have tables of their own.
@@ -68,13 +68,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "param.grad between backward and step",
             D,
-            "Stage 0 shows it and takes changes; in stages 1 and 2 it is None, use `safe_get_full_grad` and "
+            "Stage 0 shows it and takes changes; in stages 1 to 3 it is None, use `safe_get_full_grad` and "
             "`safe_set_full_grad`.",
         ),
         ("two engines on one module", D, "A second one that trains is refused until the first is destroyed."),
         ("deepspeed.DeepSpeedEngine.step", W, "One optimizer step at an accumulation boundary."),
         ("deepspeed.DeepSpeedEngine.is_gradient_accumulation_boundary", W, "As documented."),
-        ("deepspeed.DeepSpeedEngine.no_sync", W, "Stages 0 and 1; stage 2 refuses it, as documented."),
+        ("deepspeed.DeepSpeedEngine.no_sync", W, "Stages 0 and 1; stages 2 and 3 refuse it, as documented."),
         ("deepspeed.DeepSpeedEngine.compile", W, "`torch.compile` of the module; DeepCompile's schedule is refused."),
         ("deepspeed.runtime.compiler.is_compile_supported", W, "`disable`, `enable`, `is_compiling` too."),
         ("deepspeed.runtime.dataloader.RepeatingLoader", W, "Also in `deepspeed.utils`."),
@@ -135,7 +135,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "nodes and one between them. `zeropp_loco_param` is refused.",
         ),
         ("leaf modules, `leaf_module`", W, "By class, name or suffix, and by `set_z3_leaf_modules`."),
-        ("offload of optimizer states to host memory", W, "Stages 1 and 2."),
+        ("offload of optimizer states to host memory", W, "Stages 1, 2 and 3; all states or none, `ratio` is refused."),
         ("sparse_gradients", D, "Right, with `SparseAdam` too; gradients are reduced as dense tensors."),
         ("offload to NVMe", N, "The configuration is refused."),
         (

@@ -55,7 +55,7 @@ LowDType = Annotated[str, BeforeValidator(_low), Says('"fp16" or "bf16" (or a lo
 
 
 class FP16Config(Section):
-    """`fp16`: weights and gradients in half precision, fp32 masters, loss scaling.
+    """`fp16`: weights and gradients in half precision, fp32 master weights, loss scaling.
 
     Dynamic scale S (loss_scale 0): starts at 2**initial_scale_power; after `hysteresis` overflowing steps S/2, never
     below min_loss_scale; after `loss_scale_window` steps without one 2S.
@@ -66,7 +66,7 @@ class FP16Config(Section):
     loss_scale: Finite = key(0.0, "Fixed loss scale; 0: dynamic.", ge=0)
     initial_scale_power: Int = key(16, "The dynamic scale begins at 2 to this power.", unit="log2", ge=0, le=127)
     loss_scale_window: Int = key(1000, "Steps without overflow before the scale doubles.", unit="steps", ge=1)
-    hysteresis: Int = key(2, "Overflows that are borne before the scale halves.", unit="steps", ge=1)
+    hysteresis: Int = key(2, "Overflows until the scale halves.", unit="steps", ge=1)
     consecutive_hysteresis: Flag = key(False, "Start to count again after each step without overflow.")
     min_loss_scale: Finite = key(1.0, "The dynamic scale never falls below this.", ge=0)
     fp16_master_weights_and_grads: Flag = key(
@@ -77,7 +77,7 @@ class FP16Config(Section):
 
 
 class BF16Config(Section):
-    """`bf16`: weights and gradients in bfloat16, fp32 masters, no loss scaling."""
+    """`bf16`: weights and gradients in bfloat16, fp32 master weights, no loss scaling."""
 
     enabled: Flag = key(False, "Train in bf16. Excludes fp16 and amp.")
     check_grad_overflow: Flag = key(False, "Skip the update when a gradient is not finite.")
@@ -101,8 +101,8 @@ class TorchAutocastConfig(Section):
     dtype: LowDType = key("bf16", "The lower precision: bfloat16 or float16.")
     lower_precision_safe_modules: Texts = key(
         _AUTOCAST_MODULES,
-        "Module types whose gradients are exchanged in the lower precision.",
-        support=warned("gradients are exchanged in fp32; torch chooses the operators"),
+        "Module types whose gradients are reduced in the lower precision.",
+        support=warned("gradients are reduced in fp32; torch chooses the operators"),
     )
 
 

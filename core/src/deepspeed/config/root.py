@@ -100,7 +100,7 @@ class DeepSpeedConfig(Section):
     amp: AmpConfig = key(AmpConfig, "apex.")
     data_types: DataTypesConfig = key(DataTypesConfig, "Types of buffers.")
 
-    communication_data_type: DType | None = key(None, "Type in which gradients are exchanged; null: their own.")
+    communication_data_type: DType | None = key(None, "Type in which gradients are reduced; null: their own.")
     gradient_allreduce_op: Literal["mean", "sum"] = key(
         "mean",
         "Average or add gradients over ranks.",

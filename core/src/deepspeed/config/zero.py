@@ -67,7 +67,7 @@ class OffloadOptimizerConfig(Section):
         ge=0,
         le=1,
         support=refused(
-            "a part of the parameters (Twin-Flow) is offloaded by stage 3 only; stages 1 and 2 offload all"
+            "all optimizer states are offloaded, or none; offloading a part (Twin-Flow) is not in this version"
         ),
     )
     super_offload: Flag = key(False, "SuperOffload.", support=refused("SuperOffload is not in this version"))
@@ -138,8 +138,8 @@ class ZeroConfig(Section):
     )
     load_from_fp32_weights: Flag = key(
         True,
-        "Take fp32 masters from the checkpoint, not from its 16-bit weights.",
-        support=refused("masters are always read in fp32"),
+        "Take fp32 master weights from the checkpoint, not from its 16-bit weights.",
+        support=refused("master weights are always read in fp32"),
     )
     elastic_checkpoint: Flag = key(
         False,
@@ -257,7 +257,7 @@ class ZeroConfig(Section):
     mics_shard_size: Int = key(
         -1,
         "MiCS: ranks over which stage 3 shards a copy of the model; a divisor of the ranks that average a gradient. "
-        "-1: all.",
+        "0 or less: all.",
         unit="ranks",
     )
     mics_hierarchical_params_gather: Flag = key(
