@@ -29,12 +29,18 @@ class UnitRow:
 def show_layout(engine: Any) -> list[UnitRow]:
     """Print, on rank 0, and return how the parameters of an engine are divided, in stages 0 to 3.
 
+    Not a collective: any rank may call it, and gets its own rows.
+
     Args:
         engine: what `deepspeed.initialize` returned.
+
+    Returns:
+        One row per unit, parameters that are gathered or reduced together: sizes in elements, and in bytes of the
+        weights that this rank keeps between uses.
     """
     rows = list(_rows(engine.sharding, {param: name for name, param in engine.module.named_parameters()}))
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print(_as_table(rows))  # noqa: T201 - what the user asked for
+        print(_as_table(rows), _summary(rows), sep="\n")  # noqa: T201 - what the user asked for
     return rows
 
 
@@ -90,6 +96,12 @@ def _module_of(names: Sequence[str]) -> str:
 
 def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _summary(rows: Sequence[UnitRow]) -> str:
+    kept, updated = sum(row.bytes for row in rows), sum(row.shard_elements for row in rows)
+    elements = sum(row.elements for row in rows)
+    return f"this rank keeps {kept:,} bytes of weights between uses, and updates {updated:,} of {elements:,} elements"
 
 
 def _as_table(rows: Sequence[UnitRow]) -> str:

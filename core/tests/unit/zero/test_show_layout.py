@@ -1,0 +1,21 @@
+"""`show_layout` as a user reads it; the figures of each stage are in ranks/test_stage3_tools.py."""
+
+import deepspeed
+from torch import nn
+
+
+def test_the_table_ends_with_what_this_rank_keeps(capsys):
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10},
+        "steps_per_print": float("inf"),
+    }
+    engine = deepspeed.initialize(model=nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), config=config)[0]
+    capsys.readouterr()
+    rows = deepspeed.zero.show_layout(engine)
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "module parameters elements shard elements bytes dtype ranks status"
+    assert len(lines) == len(rows) + 2
+    assert lines[-1].startswith(f"this rank keeps {sum(row.bytes for row in rows):,} bytes of weights")
+    assert lines[-1].endswith(" of 56 elements")
