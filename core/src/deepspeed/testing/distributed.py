@@ -97,9 +97,13 @@ class RankPool:
         self._processes: list[forked.Process] = []
         self._pipes: list[Connection] = []
         forked.prepare(world_size, self._environment_of(0), self._early)
-        for rank in range(world_size):
-            self._start(rank)
-        self._collect(_START_TIMEOUT_S, "start")
+        try:
+            for rank in range(world_size):
+                self._start(rank)
+            self._collect(_START_TIMEOUT_S, "start")
+        except BaseException:
+            self.kill()
+            raise
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         """One job on every rank."""

@@ -13,10 +13,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import TypeAlias
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 240.0  # a machine that does much else takes a part of it
 _IS_SUPPORTED = hasattr(os, "pidfd_open")
 
 Variables: TypeAlias = Mapping[str, str]
@@ -28,7 +29,7 @@ class ForkedRank:
     def __init__(self, pid: int, report: Connection) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._report = report
+        self._report = report  # brings the exit code
 
     def poll(self) -> int | None:
         """Exit code, negative for a signal; None while the process runs."""
@@ -53,7 +54,8 @@ class ForkedRank:
     def send_signal(self, number: int) -> None:
         """Send a signal to the process, if it runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # its end is about to be reported
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End the process, if it runs."""
@@ -78,6 +80,7 @@ def start(
 
     Raises:
         ConnectionError: the process that forks has ended; it wrote why to the standard error.
+        TimeoutError: it has not come to life.
     """
     if not _IS_SUPPORTED:
         return subprocess.Popen([sys.executable, *command], env=environment, stdin=stdin, stdout=output, stderr=output)
@@ -96,7 +99,6 @@ class _Server:
 
     def __init__(self, environment: Variables) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(_START_TIMEOUT_S)
         command = [sys.executable, "-m", "deepspeed.testing.rank_server", str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
@@ -114,9 +116,13 @@ class _Server:
         with theirs:
             descriptors = [stdin, output, theirs.fileno()]
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-        if not (answer := self._socket.recv(8)):
-            raise ConnectionError(f"the process that forks ranks ended with exit code {self._process.wait()}")
-        return ForkedRank(int.from_bytes(answer, "little"), ours)
+        try:
+            if not ours.poll(_START_TIMEOUT_S):
+                raise TimeoutError(f"the process that forks ranks has not imported torch within {_START_TIMEOUT_S:g} s")
+            return ForkedRank(int(ours.recv()), ours)
+        except EOFError:
+            code = self._process.wait()
+            raise ConnectionError(f"the process that forks ranks ended with exit code {code}") from None
 
     def close(self) -> None:
         """End the process, and its ranks with it."""

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,43 +28,47 @@ _MAX_REQUEST_BYTES = 1 << 20
 def serve(client: socket.socket) -> dict[str, Any] | None:
     """Fork until the other end of `client` closes. Returns in each rank, with its request; and here, with None."""
     listens_to_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started us ends us
-    ranks: dict[int, tuple[int, int]] = {}  # pid and where to report, by the descriptor that is readable at its end
+    ranks: dict[int, tuple[int, Connection]] = {}  # pid and where to report, by the descriptor readable at its end
     while True:
         ready, _, _ = select.select([client.fileno(), *ranks], [], [])
         for ended in ranks.keys() & set(ready):
-            _report(*ranks.pop(ended))
+            pid, report = ranks.pop(ended)
+            _send(report, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            report.close()
             os.close(ended)
         if client.fileno() not in ready:
             continue
         request, descriptors, _, _ = socket.recv_fds(client, _MAX_REQUEST_BYTES, 3)
         if not request:
             break
-        stdin, output, report = descriptors
+        stdin, output, report_fd = descriptors
+        report = Connection(report_fd, readable=False)
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGINT, listens_to_ctrl_c)
-            own = [client.detach(), *descriptors, *ranks, *(report for _, report in ranks.values())]
-            _take_over(stdin, output, own)
+            for connection in (client, report, *(other for _, other in ranks.values())):
+                connection.close()
+            _take_over(stdin, output, [stdin, output, *ranks])
             return dict(json.loads(request))
         os.close(stdin)
         os.close(output)
         ranks[os.pidfd_open(pid)] = (pid, report)
-        client.sendall(pid.to_bytes(8, "little"))
+        _send(report, pid)
     for pid, _ in ranks.values():
         os.kill(pid, signal.SIGKILL)
     return None
 
 
-def _report(pid: int, report: int) -> None:
-    with Connection(report, readable=False) as connection:
-        connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+def _send(report: Connection, number: int) -> None:
+    with suppress(BrokenPipeError):  # who asked for the rank has given up, which ends the rank too
+        report.send(number)
 
 
-def _take_over(stdin: int, output: int, own: list[int]) -> None:
-    """Make these the standard streams, and close what the server has open."""
+def _take_over(stdin: int, output: int, unused: list[int]) -> None:
+    """Make these the standard streams, and close what the server had open."""
     for descriptor, stream in ((stdin, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, stream)
-    for descriptor in own:
+    for descriptor in unused:
         os.close(descriptor)
 
 
