@@ -46,7 +46,8 @@ def serve(client: socket.socket) -> dict[str, Any] | None:
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGINT, listens_to_ctrl_c)
-            for connection in (client, report, *(other for _, other in ranks.values())):
+            client.close()
+            for connection in (report, *(other for _, other in ranks.values())):
                 connection.close()
             _take_over(stdin, output, [stdin, output, *ranks])
             return dict(json.loads(request))
