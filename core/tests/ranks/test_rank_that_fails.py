@@ -10,7 +10,7 @@ import re
 import pytest
 
 TRAIN = """
-import os, sys
+import itertools, os, sys
 import deepspeed, torch
 import deepspeed.comm as dist
 from deepspeed.zero.bucket import BucketState
@@ -49,6 +49,10 @@ def boom():
         [bucket.finish() for bucket in engine.sharding.buckets]
     raise Boom("the batch is bad")
 
+def boom_at_third(call):
+    calls = itertools.count()
+    return lambda *args, **keys: boom() if next(calls) == 2 else call(*args, **keys)
+
 def own_collective():
     dist.all_reduce(torch.ones(1))
 
@@ -66,6 +70,8 @@ config = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     "zero_optimization": {"stage": stage, "reduce_bucket_size": 1100},
 }
+if stage == 3:  # each rank has a copy of the model, and gradients are summed over the copies once per step
+    config["zero_optimization"] |= {"mics_shard_size": 1, "stage3_param_persistence_threshold": 0}
 engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
 train_step()
 try:
@@ -73,6 +79,11 @@ try:
         train_step(1, boom if rank == 1 else own_collective)
     elif case == "stays alive":
         train_step(*(1, boom) if rank == 1 else ())
+    elif case == "sum over copies":  # rank 1 has issued its part of two sums, and fails in the third
+        copies = engine.sharding.unit_groups.dense.replicas
+        if rank == 1:
+            copies.all_reduce = boom_at_third(copies.all_reduce)
+        train_step()
     elif case == "outside":  # with collectives in flight, between backward and step
         engine.backward(engine(torch.ones(1, 32)))
         boom() if rank == 1 else own_collective()
@@ -80,7 +91,7 @@ try:
         places = [1, 0] if sys.argv[3] == "late" else [3, 3]
         train_step(places[rank], boom)
 except Boom:
-    if case == "stays alive":
+    if case in ("stays alive", "sum over copies"):
         sys.stdin.read()
     if case != "caught":
         raise
@@ -120,8 +131,10 @@ def test_an_exception_is_not_withheld(start, path, case):
     assert "rank 1 failed with Boom: the batch is bad" in output
 
 
-def test_a_failed_rank_that_lives_lets_its_peers_go(start, path):
-    peer, failed = start(STAGE[path], "stays alive")
+@pytest.mark.parametrize("case", ["stays alive", "MiCS", "sum over copies"])
+def test_a_failed_rank_that_lives_lets_its_peers_go(start, path, case):
+    stage, case = (STAGE[path], case) if case == "stays alive" else (3, case.replace("MiCS", "stays alive"))
+    peer, failed = start(stage, case)
     code, output = peer.end()
     assert code == 1, output
     assert "rank 1 failed with Boom: the batch is bad" in output

@@ -15,7 +15,7 @@ is full.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -230,18 +230,17 @@ class GradientReduction:
                 bucket.is_late = False
                 self._launch(bucket)
 
-    def abandon(self) -> tuple[list[tuple[GroupBackend, Work]], set[GroupBackend]]:
-        """Forget the collectives of this backward, without waiting: (those in flight, with who issued them; who issued
-        any)."""
+    @property
+    def was_launched(self) -> bool:
+        """Whether this backward has launched a bucket; its reduction may be over already."""
+        return any(bucket.was_launched for bucket in self._buckets)
+
+    def abandon(self) -> Iterator[tuple[GroupBackend, Work]]:
+        """Forget the collectives in flight without waiting for them; yields the group and the work of each."""
         self._in_flight.clear()
-        works, issuers = [], set()
         for bucket in self._buckets:
-            ranks = self._units[bucket.index].ranks.shards
-            if bucket.was_launched:
-                issuers.add(ranks)
             if (work := bucket.abandon()) is not None:
-                works.append((ranks, work))
-        return works, issuers
+                yield self._units[bucket.index].ranks.shards, work
 
     # ---- the end of a step --------------------------------------------------------------------------------------
 

@@ -52,6 +52,11 @@ class GradientShards:
         self._summed.clear()
         self.free()
 
+    def leave(self) -> None:
+        """Drop the shards without giving their memory back: works in flight use it."""
+        self._shards.clear()
+        self._summed.clear()
+
     def _take_memory(self, index: int) -> Tensor:
         shard_S = self._shards[index]
         self._resize(shard_S, shard_S.nbytes)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.zero.flat_group import FlatGroup
 
 
@@ -23,25 +24,34 @@ class ReplicaSum:
     def __init__(self, wire_dtype: torch.dtype | None) -> None:
         self._wire_dtype = wire_dtype
         self._is_done = False
+        self._in_flight: list[tuple[GroupBackend, Work]] = []
 
     def add_up(self, units: Iterable[tuple[FlatGroup, Tensor]]) -> None:
         """Sum the reduced shards [S] of `units` over the replicas of each, in place. A collective; once per step."""
         if self._is_done:
             return
-        in_flight = []
         for group, gradients_S in units:
-            if group.ranks.replicas is None:
+            replicas = group.ranks.replicas
+            if replicas is None:
                 continue
             wire_S = gradients_S.to(group.device, self._wire_dtype or gradients_S.dtype)
-            work = group.ranks.replicas.all_reduce(wire_S, tag=group.first_index)
-            if wire_S is gradients_S:
-                in_flight.append(work)
-            else:  # a copy; the next one reuses its memory
-                work.wait()
+            self._in_flight.append((replicas, replicas.all_reduce(wire_S, tag=group.first_index)))
+            if wire_S is not gradients_S:  # a copy; the next one reuses its memory
+                self._wait()
                 gradients_S.copy_(wire_S)
-        for work in in_flight:
-            work.wait()
+        self._wait()
         self._is_done = True
+
+    def _wait(self) -> None:
+        for _, work in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
+
+    def abandon(self) -> list[tuple[GroupBackend, Work]]:
+        """Forget the sums in flight without waiting for them; returns the group and the work of each, which may still
+        use the memory of the gradients."""
+        in_flight, self._in_flight = self._in_flight, []
+        return in_flight
 
     def reopen(self, units: Iterable[tuple[FlatGroup, Tensor]]) -> None:
         """A backward adds to the step; see [Note: a second sum in a step]."""

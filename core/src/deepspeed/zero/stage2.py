@@ -76,6 +76,10 @@ class Stage2(Stage1):
         super().zero_grad()
         self._gradient_shards.forget()
 
+    def _drop_gradient_memory(self) -> None:
+        super()._drop_gradient_memory()
+        self._gradient_shards.leave()
+
     @property
     def exchange_bytes(self) -> int:
         return super().exchange_bytes + sum(pool.free_bytes for pool in self._pools.values())

@@ -299,12 +299,23 @@ class Sharding(Holding):
 
         Peers that wait for this rank raise if it `failed`. All ranks that do so can go on where the backend says so.
         """
-        in_flight, issuers = self.reduction.abandon()
+        was_launched = self.reduction.was_launched  # peers may be beyond it, and wait for this rank in another group
+        works += tuple(self.reduction.abandon())
+        if sums := self._replica_sum.abandon():
+            works += tuple(sums)
+            if not self.placement.is_apart:  # else copies are summed
+                self._drop_gradient_memory()
         self.zero_grad()
         for ranks in self.backends:
             if ranks.world_size > 1:
-                left = [work for issuer, work in (*works, *in_flight) if issuer is ranks]
-                ranks.abandon(left, failed=failed, others_finished=ranks in issuers)
+                left = [work for issuer, work in works if issuer is ranks]
+                ranks.abandon(left, failed=failed, others_finished=was_launched)
+
+    def _drop_gradient_memory(self) -> None:
+        """Leave the memory to works in flight; the next backward allocates other memory."""
+        for bucket in self.buckets:
+            bucket.release()
+        self._gradients, self._reduced = [], []
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
