@@ -171,6 +171,39 @@ def init_job():
     return found, ranks
 
 
+ROWS = 4
+#: rows that a rank of either expert looks up, by step: each expert leaves rows alone that the other one uses
+LOOKED_UP = [([0, 1], [2]), ([3], [0]), ([0], [1])]
+SPARSE_ADAM = {"lr": 1e-2}
+
+
+def sparse_job():
+    """An expert's embedding, trained by SparseAdam; ranks r and r + 2 look up the same rows, with other weights."""
+    groups._create_expert_and_data_parallel(EP)
+    rank = dist.get_rank()
+    torch.manual_seed(rank % EP)
+    expert = nn.Embedding(ROWS, WIDTH, sparse=True)
+    expert.weight.allreduce, expert.weight.group_name = False, "ep_size_2"
+    plain = nn.Embedding(ROWS, WIDTH, sparse=True, _weight=expert.weight.detach().clone())
+    optimizer = torch.optim.SparseAdam(plain.parameters(), **SPARSE_ADAM)
+    config = {"train_batch_size": WORLD, "optimizer": {"type": "SparseAdam", "params": SPARSE_ADAM}}
+    engine = deepspeed.initialize(model=expert, config={**config, "sparse_gradients": True})[0]
+    for by_expert in LOOKED_UP:
+        rows = torch.tensor(by_expert[rank % EP])
+        engine.backward(engine(rows).square().sum() * (rank + 1))
+        engine.step()
+        factor = sum(each + 1 for each in range(rank % EP, WORLD, EP)) / WORLD
+        (plain(rows).square().sum() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(engine.module.weight.detach(), plain.weight.detach())
+    engine.destroy()
+
+
+def test_sparse_gradients_of_experts_keep_their_own_rows():
+    run_ranks(WORLD, sparse_job)
+
+
 class Marked(nn.Module):
     def __init__(self, rank):
         super().__init__()

@@ -210,7 +210,8 @@ class Sharding(Holding):
         self._use_slots = UseSlots(group.ranks for group in self.groups for _ in group.params)
         managed.register(self)
         if takes_only_sparse(self.optimizer) and self.params:
-            self._rows = TouchedRows(self.params, self.backend.allocate)
+            everyone = [self.unit_groups.of(param).everyone for param in self.params]
+            self._rows = TouchedRows(self.params, everyone)
         self.reduction = self._create_reduction()
         if self.optimizer is not None:
             self._updates = OptimizerUpdate(
@@ -355,7 +356,7 @@ class Sharding(Holding):
                 break
             reduction.launch_late(late)
         if self._rows is not None:
-            self.backend.all_reduce(self._rows.marks).wait()
+            self._rows.add_up()
         if self.unit_groups.dense.replicas is not None and any(self._used_anywhere):
             self._replica_sum.add_up(self._reduced_units())
             self.placement.gradients_changed()

@@ -1,15 +1,16 @@
 """Which rows of a parameter got a gradient: for an optimizer that takes sparse gradients only (SparseAdam).
 
 Buckets are dense. Such an optimizer updates the rows that a gradient names, even where their gradient is zero, and no
-others. So each rank notes the rows of its sparse gradients, ranks add these marks up once per step, and the update
-picks the marked rows out of the dense sum. Made by `Sharding`.
+others. So each rank notes the rows of its sparse gradients, the ranks that hold the parameter add these marks up once
+per step, and the update picks the marked rows out of the dense sum. Made by `Sharding`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from deepspeed.comm.backend import GroupBackend
 from deepspeed.errors import StateError
 
 
@@ -18,14 +19,24 @@ class TouchedRows:
 
     Args:
         params: the attached parameters.
-        allocate: gives 1-D memory that ranks can add up.
+        ranks: by parameter, those that hold it.
     """
 
-    def __init__(self, params: Sequence[Tensor], allocate: Callable[[int, torch.dtype, torch.device], Tensor]) -> None:
+    def __init__(self, params: Sequence[Tensor], ranks: Sequence[GroupBackend]) -> None:
         numels = [len(param) if param.dim() > 0 else 1 for param in params]
-        #: of all parameters, one element per row: 0 or not
-        self.marks = allocate(sum(numels), torch.float32, params[0].device).zero_()
-        self._by_param = self.marks.split(numels)
+        self._by_param: dict[int, Tensor] = {}
+        #: one element per row, 0 or not, of the parameters of each group of ranks
+        self._marks: dict[GroupBackend, Tensor] = {}
+        for group in dict.fromkeys(ranks):
+            places = [place for place, each in enumerate(ranks) if each is group]
+            counts = [numels[place] for place in places]
+            self._marks[group] = group.allocate(sum(counts), torch.float32, params[places[0]].device).zero_()
+            self._by_param.update(zip(places, self._marks[group].split(counts), strict=True))
+
+    def add_up(self) -> None:
+        """A row is marked that any rank has marked. A collective of each group."""
+        for group, marks in self._marks.items():
+            group.all_reduce(marks).wait()
 
     def note(self, index: int, grad: Tensor, name: str) -> None:
         """A gradient of the parameter `index`, called `name`, arrived.
@@ -51,4 +62,5 @@ class TouchedRows:
         return torch.sparse_coo_tensor(rows[None], grad[rows], grad.shape, is_coalesced=True, check_invariants=False)
 
     def clear(self) -> None:
-        self.marks.zero_()
+        for marks in self._marks.values():
+            marks.zero_()
