@@ -186,6 +186,8 @@ def changed_between_job():
     with torch.no_grad():
         losses = [engine(x).item(), engine(x).item()]
         assert unit._near.serves(exact=True)
+        row = deepspeed.zero.show_layout(engine)[0]
+        assert (row.module, row.bytes) == ("first", unit.shard_S.nbytes + unit._near.shard.nbytes)
         with deepspeed.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
             for param in engine.module.parameters():
                 param.zero_()

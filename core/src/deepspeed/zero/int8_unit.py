@@ -40,6 +40,10 @@ class Int8Unit(ParamUnit):
     def set_shard(self, values_S: Tensor) -> None:
         self._packing.pack(self._packing.lasting(values_S), self._packed_B)
 
+    @property
+    def kept_bytes(self) -> int:
+        return super().kept_bytes - self.shard_S.nbytes + self._packed_B.nbytes  # codes and scales
+
     def _all_gather(self, quantizes: bool) -> Work:
         return quantized.all_gather_packed(self.ranks, self._full_N, self._packed_B, self._packing, tag=self.names[0])
 

@@ -146,6 +146,12 @@ class ParamUnit:
         """Whether a gather moves anything."""
         return self.ranks.world_size > 1
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of the weights that this rank keeps between uses: its shard, and its part of the second copy (hpZ)."""
+        near = self._near.ranks.world_size if self._near is not None else 0
+        return self.shard_S.nbytes + (self.numel // near * self._full_N.itemsize if near else 0)
+
     def shard_of(self, index: int) -> Tensor:
         """This rank's elements of the parameter `index`, 1-D; maybe none."""
         first, last = self.layout.fragment_of(index, self.ranks.rank)

@@ -66,7 +66,7 @@ def _row_of_unit(unit: ParamUnit) -> UnitRow:
         parameters=len(unit.params),
         elements=unit.layout.numel,
         shard_elements=unit.shard_S.numel(),
-        bytes=unit.shard_S.numel() * unit.shard_S.itemsize,
+        bytes=unit.kept_bytes,
         dtype=_named(unit.shard_S.dtype),
         ranks=unit.ranks.world_size,
         status=unit.status.name,
