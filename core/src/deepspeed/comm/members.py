@@ -3,11 +3,14 @@
 torch has `new_group(ranks, use_local_synchronization=True)` for that, and names the group after its ranks and the
 number of groups that this process is in. Members that are in different numbers of groups use different names, so each
 waits for the others' addresses under its own; and a group that is made again after one was destroyed finds the
-addresses of the former. So the name is given here. Called by `parallel/mesh.py`.
+addresses of the former. torch has no public way to give a name (2.13), so the function that makes it is replaced for
+the time of the call, and for the calling thread alone. Called by `parallel/mesh.py`.
 """
 
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch.distributed as torch_dist
@@ -15,6 +18,10 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 # By world group, how many groups of the same ranks were made: all members have made as many.
 _num_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_lock = threading.Lock()  # not held while a group is made, for which this rank waits for others
+_thread = threading.local()  # `name`: of the group that the thread makes
+_num_threads = 0  # that make one
+_torchs_name = distributed_c10d._hash_ranks_to_str
 
 
 def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
@@ -26,12 +33,32 @@ def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
     world = torch_dist.group.WORLD
     assert world is not None
     members = tuple(sorted(ranks))
-    num_made = _num_made.setdefault(world, Counter())
-    name = f"deepspeed/{'_'.join(map(str, members))}/{num_made[members]}"
-    num_made[members] += 1
-    torchs_name = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
+    with _lock:
+        num_made = _num_made.setdefault(world, Counter())
+        name = f"deepspeed/{'_'.join(map(str, members))}/{num_made[members]}"
+        num_made[members] += 1
+    with _named(name):
         return torch_dist.new_group(list(members), use_local_synchronization=True)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Inside, torch calls a group that this thread makes `name`; those of other threads as always."""
+    global _num_threads
+    with _lock:
+        _num_threads += 1
+        distributed_c10d._hash_ranks_to_str = _name_of
+    _thread.name = name
+    try:
+        yield
     finally:
-        distributed_c10d._hash_ranks_to_str = torchs_name
+        del _thread.name
+        with _lock:
+            _num_threads -= 1
+            if _num_threads == 0:
+                distributed_c10d._hash_ranks_to_str = _torchs_name
+
+
+def _name_of(ranks: list[int]) -> str:
+    given: str | None = getattr(_thread, "name", None)
+    return _torchs_name(ranks) if given is None else given
