@@ -92,6 +92,11 @@ COLLECTIONS = {
         "safe_set_local_grad": "zero.fragments:safe_set_local_grad",
         "safe_set_local_optimizer_state": "zero.fragments:safe_set_local_optimizer_state",
     },
+    "runtime.zero.mics": {
+        "MiCS_Init": "zero.mics_init:MiCS_Init",
+        "MiCS_Offload": "zero.module_hooks:ModuleHooks",
+        "MiCS_Optimizer": "zero.optimizer:ZeroOptimizer",
+    },
     "runtime.zero.parameter_offload": {
         "DeepSpeedZeRoOffload": "zero.module_hooks:ModuleHooks",
     },
@@ -135,7 +140,7 @@ PACKAGES = {
     "runtime.zero": {
         "GatheredParameters": "zero.gather:GatheredParameters",
         "Init": "zero.construct:Init",
-        "MiCS_Init": "runtime.zero.mics:MiCS_Init",
+        "MiCS_Init": "zero.mics_init:MiCS_Init",
         "TiledLinear": "zero.tiling:TiledLinear",
         "TiledLinearReturnBias": "zero.tiling:TiledLinearReturnBias",
         "ZeroParamStatus": "zero.param_state:ZeroParamStatus",

@@ -37,7 +37,6 @@ DOCUMENTED = """
     deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine
     deepspeed.runtime.pipe.topology:PipeModelDataParallelTopology
     deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF
-    deepspeed.runtime.zero.mics:MiCS_Init
     deepspeed.sequence.layer:DistributedAttention
     deepspeed:DeepSpeedTransformerConfig
     deepspeed:PipelineModule

@@ -51,7 +51,8 @@ def create_engine(zero, *, uses_init=False, **keys):
         "steps_per_print": 10**6,
         **keys,
     }
-    with deepspeed.zero.Init(config_dict_or_path=config) if uses_init else contextlib.nullcontext():
+    init = deepspeed.zero.MiCS_Init if "mics_shard_size" in zero else deepspeed.zero.Init
+    with init(config_dict_or_path=config) if uses_init else contextlib.nullcontext():
         model = Net()
     return deepspeed.initialize(model=model, config=config)[0]
 
@@ -104,7 +105,7 @@ CASES = {
     "mics 2": (MICS, {}, False),
     "mics 2, smallest": ({**MICS, **SMALLEST}, {}, False),
     "mics 2, gradients read between two backwards": (MICS, {}, True),
-    "mics 2, zero.Init": (MICS, {"uses_init": True}, False),
+    "mics 2, MiCS_Init": (MICS, {"uses_init": True}, False),
     "mics 2, predivided": (MICS, {"gradient_predivide_factor": 2.0}, False),
     "mics 1": (MICS_1, {}, True),
     "mics 4": ({"mics_shard_size": 4}, {}, False),

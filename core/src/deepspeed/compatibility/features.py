@@ -39,10 +39,6 @@ FEATURES = {
     "linear layers of stage 3": Feature(
         "a linear layer for stage 3", "use torch.nn.Linear, of which no gathered weight is kept"
     ),
-    "MiCS": Feature(
-        "a class of its own for MiCS",
-        "set zero_optimization.mics_shard_size, and build a large model inside deepspeed.zero.Init",
-    ),
     "sparse gradient tensors": Feature(
         "a sparse tensor type of its own", "use torch.sparse_coo_tensor and torch.nn.Embedding(sparse=True)"
     ),

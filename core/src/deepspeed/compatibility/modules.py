@@ -249,7 +249,6 @@ MODULES = {
     "runtime.zero.linear": _absent(
         "linear layers of stage 3", "LinearFunctionForZeroStage3 LinearModuleForZeroStage3", "zero3_linear_wrap"
     ),
-    "runtime.zero.mics": _absent("MiCS", "MiCS_Init MiCS_Offload MiCS_Optimizer"),
     "sequence": _absent("sequence parallelism"),
     "sequence.cross_entropy": _absent("sequence parallelism", functions="vocab_sequence_parallel_cross_entropy"),
     "sequence.fpdt_layer": _absent(

@@ -156,7 +156,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ),
         ("deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig", W, "As documented."),
         ("deepspeed.zero.TiledLinear", W, "`TiledLinearReturnBias` too."),
-        ("deepspeed.runtime.zero.mics.MiCS_Init", N, "`deepspeed.zero.Init` serves; `mics_shard_size` acts."),
+        (
+            "deepspeed.zero.MiCS_Init",
+            D,
+            "Parameters are sharded over all ranks until `initialize`, then over the shard groups.",
+        ),
         (
             "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
             D,

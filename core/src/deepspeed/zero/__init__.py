@@ -12,7 +12,7 @@ from deepspeed._forward import forward
 _NAMES = {
     "GatheredParameters": "deepspeed.zero.gather:GatheredParameters",
     "Init": "deepspeed.zero.construct:Init",
-    "MiCS_Init": "deepspeed.runtime.zero.mics:MiCS_Init",
+    "MiCS_Init": "deepspeed.zero.mics_init:MiCS_Init",
     "TiledLinear": "deepspeed.zero.tiling:TiledLinear",
     "TiledLinearReturnBias": "deepspeed.zero.tiling:TiledLinearReturnBias",
     "ZeroParamStatus": "deepspeed.zero.param_state:ZeroParamStatus",
