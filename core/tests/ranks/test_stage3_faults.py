@@ -1,11 +1,18 @@
 """What goes wrong in stage 3 ends every rank with a message that names the cause, and the last checkpoint loads."""
 
+import contextlib
+import os
 import re
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
+import torch
+from deepspeed.comm.group_backend import forget, group_backend
+from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from torch import nn
@@ -87,6 +94,54 @@ def load_job(folder: str) -> int:
     engine.load_checkpoint(folder, "good")
     engine.destroy()
     return engine.global_steps
+
+
+class Choice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.goes_right = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.right(x) if self.goes_right else self.left(x)
+
+
+def evaluation_job() -> tuple[int, str]:
+    """Without a step ranks take one path together, and then different ones."""
+    os.environ["DS_COMM_DIRECT"] = "0"  # put back after the job
+    forget()
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+    engine = deepspeed.initialize(model=Choice(), config={"train_batch_size": 2, "zero_optimization": zero})[0]
+    with torch.no_grad(), counted_all_reduces() as counts:
+        engine(torch.ones(1, 8))
+        engine(torch.ones(1, 8))  # gathers nothing
+        engine.sharding.release_gathered()
+        engine.module.goes_right = deepspeed.comm.get_rank() == 1
+        with pytest.raises(CommError) as caught:
+            engine(torch.ones(1, 8))
+    engine.destroy()
+    return len(counts), str(caught.value)
+
+
+@contextlib.contextmanager
+def counted_all_reduces() -> Iterator[list[None]]:
+    counts: list[None] = []
+    owner = type(group_backend())
+    call = owner.all_reduce
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts.append(None)
+        return call(self, *args, **kwargs)
+
+    with mock.patch.object(owner, "all_reduce", counting):
+        yield counts
+
+
+def test_different_paths_are_noticed_at_the_end_of_an_evaluation() -> None:
+    for rank, (num_compared, message) in enumerate(run_ranks(2, evaluation_job)):
+        assert num_compared == 2
+        own, other = ("left", "right") if rank == 0 else ("right", "left")
+        assert re.match(rf"rank {rank} makes .* \({own}.weight\) where rank {1 - rank} .* \({other}.weight\)", message)
 
 
 CHANGED = "StateError: parameter left.weight: found a value of shape .8, 8. that was put into it outside"

@@ -60,12 +60,15 @@ class Capabilities:
         preferred_bucket_bytes: size of the full buffer at which a reduce-scatter or an all-gather is efficient and
             still overlaps.
         preferred_all_reduce_bytes: the same for an all-reduce.
+        matches_by_order: collectives are matched by their order in the group alone, so that ranks which issue different
+            ones may get wrong numbers; the next all-reduce of a few fp64 values on the host says so.
     """
 
     native_reduce_scatter: bool
     completes_on_host: bool
     preferred_bucket_bytes: int
     preferred_all_reduce_bytes: int
+    matches_by_order: bool = False
 
 
 @runtime_checkable

@@ -30,8 +30,10 @@ class InPlaceGroup(TorchGroup):
     @property
     def capabilities(self) -> Capabilities:
         """The backend's bucket sizes."""
-        sizes = [self.backend.preferred_bucket_bytes(self.world_size, to_owners=owners) for owners in (True, False)]
-        return Capabilities(False, super().capabilities.completes_on_host, *sizes)
+        size, all_reduce_size = (
+            self.backend.preferred_bucket_bytes(self.world_size, to_owners=owners) for owners in (True, False)
+        )
+        return Capabilities(False, super().capabilities.completes_on_host, size, all_reduce_size)
 
     @property
     def held_bytes(self) -> int:

@@ -3,8 +3,8 @@
 gloo pairs the n-th collective of a rank with the n-th of its peers, whatever they are for. Ranks that take different
 paths through a model get wrong numbers where the sizes agree, and wait for each other where they do not. So
 
-- every all-reduce of a few fp64 numbers, as each step has one, also carries a checksum of what was issued before it:
-  ranks that differ raise, all of them, before the weights are updated;
+- every all-reduce of a few fp64 numbers, as each step and each evaluation at stage 3 has one, also carries a checksum
+  of what was issued before it: ranks that differ raise, all of them, before the weights are updated;
 - when a collective fails, the ranks that were in one put what they have issued into the job's store, and the error
   names the first two that differ.
 

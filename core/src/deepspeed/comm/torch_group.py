@@ -56,7 +56,8 @@ class TorchGroup:
         if self.library(device) not in _HOST_LIBRARIES:
             return Capabilities(True, device == "cpu", 32 << 20, 32 << 20)
         size = (8 << 20) if self.world_size <= 8 else (32 << 20)
-        return Capabilities(False, True, size, (16 << 20) if self.world_size == 2 else size)
+        all_reduce_size = (16 << 20) if self.world_size == 2 else size
+        return Capabilities(False, True, size, all_reduce_size, matches_by_order=self.library("cpu") == "gloo")
 
     @property
     def held_bytes(self) -> int:

@@ -7,9 +7,15 @@ it any more. The fetcher gathers, keeps what is needed again soon, gathers ahead
 before it. The next time these two follow each other, the noted unit is gathered ahead, then its own successor, and so
 on, up to `prefetch_numel` elements. Where the flow of control has changed, the note is corrected: a wrong guess costs
 one gather, never a wrong result. All ranks see the same uses, so they issue the same all-gathers in the same order.
+
+[Note: ranks that differ] Where a library matches all-gathers by their order alone (gloo), ranks that use different
+modules may get each other's weights. A step notices it in its small all-reduce. An evaluation has none, so a forward of
+the whole model without gradients ends with one, if it has gathered anything (`compare_order`).
 """
 
 from collections.abc import Iterator, Sequence
+
+import torch
 
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.zero.param_state import ZeroParamStatus
@@ -57,6 +63,7 @@ class ParamFetcher:
         self._total_numel = sum(unit.numel for unit in units)
         for unit in units:
             unit.live = self._live
+        self._uncompared: dict[GroupBackend, None] = {}  # groups that may have gathered different units on each rank
 
     # ---- called around modules -----------------------------------------------------------------------------------
 
@@ -92,6 +99,18 @@ class ParamFetcher:
         for unit in self.units:
             if unit.status is ZeroParamStatus.INFLIGHT:
                 unit.finish()
+
+    def compare_order(self) -> None:
+        """Raise where ranks have gathered different units; see [Note: ranks that differ]. A collective of each group
+        in which something was gathered since the last call, of a library that does not compare by itself.
+
+        Raises:
+            CommError: on every rank; names what two of them have gathered.
+        """
+        gathered, self._uncompared = self._uncompared, {}
+        for ranks in gathered:
+            if ranks.capabilities.matches_by_order:
+                ranks.all_reduce(torch.zeros(1, dtype=torch.float64), tag="order").wait()
 
     def release_all(self) -> None:
         """Release every unit: the weights are about to change, or were changed."""
@@ -180,6 +199,7 @@ class ParamFetcher:
 
     def _launch(self, unit: ParamUnit) -> None:
         unit.launch(quantizes=self._quantizes)
+        self._uncompared[unit.gathers_over] = None
 
     def _release(self, unit: ParamUnit) -> None:
         self._unused.pop(unit, None)

@@ -1,6 +1,7 @@
 """`ModuleHooks`: the moments at which modules use parameters, seen through hooks on modules and on tensors (stage 3).
 
     forward of a module       before: its units are used            after: they are dropped
+    forward of the root without gradients                           after: ranks compare what they have gathered
     gradient of an output     its units are used (the backward of the module begins)
     gradient of an input      units whose gradients have all arrived, and frozen ones, are dropped
     the last gradient of a unit has arrived                         it is dropped (`param_gathering.py`)
@@ -137,6 +138,8 @@ class ModuleHooks:
             unit.num_users = max(unit.num_users - 1, 0)
             if unit.num_users == 0 and has_graph is not None:
                 self.param_coordinator.drop(unit)
+        if module is self.module and not torch.is_grad_enabled():
+            self.param_coordinator.compare_order()
 
     def _units_used_by(self, module: Module) -> list[ParamUnit]:
         """Those of its own parameters, of external ones, and, of the module of a unit, the unit."""

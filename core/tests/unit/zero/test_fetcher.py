@@ -12,6 +12,8 @@ AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus
 class FakeUnit:
     """What a fetcher needs of a unit; writes down what is done with it."""
 
+    gathers_over = "its ranks"
+
     def __init__(self, name, log, numel=10):
         self.names, self.numel, self.log = [name], numel, log
         self.status, self.num_users, self.num_contexts, self.live = NOT_AVAILABLE, 0, 0, LiveNumel()

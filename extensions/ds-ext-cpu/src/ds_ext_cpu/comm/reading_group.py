@@ -33,8 +33,10 @@ class ReadingGroup(TorchGroup):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Reading makes a reduce-scatter in one pass."""
-        return replace(super().capabilities, native_reduce_scatter=self.is_direct)
+        """Reading makes a reduce-scatter in one pass, and compares what the ranks issue."""
+        can = super().capabilities
+        by_order = can.matches_by_order and not self.is_direct
+        return replace(can, native_reduce_scatter=self.is_direct, matches_by_order=by_order)
 
     @property
     def is_direct(self) -> bool:
