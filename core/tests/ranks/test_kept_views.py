@@ -1,10 +1,12 @@
 """What users keep of whole parameters after they are sharded again (stage 3)."""
 
+import copy
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.errors import StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.zero import GatheredParameters, Init
 from torch import nn
@@ -88,3 +90,26 @@ def test_a_parameter_made_of_the_data_of_a_sharded_one():
         losses.append(loss.item())
     for found in run_ranks(2, make_parameters_of_parameters):
         assert found == pytest.approx(losses, rel=1e-5)
+
+
+def copy_module(built_in_init: bool) -> None:
+    """As an exponential moving average begins."""
+    with Init(config_dict_or_path=CONFIG, enabled=built_in_init):
+        net = create_net()
+    engine = None if built_in_init else create_engine(net, 0)
+    with pytest.raises(StateError, match=r"weight of shape \(16, 8\) is sharded, so its copy would be empty"):
+        copy.deepcopy(net)
+    with GatheredParameters(net.parameters()):
+        twin = copy.deepcopy(net)
+    expected = create_net()(torch.ones(1, 8))
+    torch.testing.assert_close(twin(torch.ones(1, 8)), expected, rtol=0, atol=0)
+    assert not any(name.startswith("ds_") for param in twin.parameters() for name in vars(param))
+    second = create_engine(twin, 0)  # a copy is a module like any other
+    losses = [train(second) for _ in range(2)]
+    engine = engine or create_engine(net, 0)
+    assert [train(engine) for _ in range(2)] == losses
+
+
+@pytest.mark.parametrize("built_in_init", [True, False])
+def test_a_copy_of_a_module_is_whole_or_refused(built_in_init):
+    run_ranks(2, copy_module, built_in_init)

@@ -73,6 +73,9 @@ class ModuleHooks:
                 before = each.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
                 self.forward_hooks += [before, each.register_forward_hook(self._after_forward)]
 
+    def __reduce__(self) -> Any:  # of a copy of the module
+        return _NoHooks, ()
+
     def params(self) -> Iterator[Parameter]:
         """The parameters that are gathered by these hooks."""
         return (param for unit in self.param_coordinator.units for param in unit.params)
@@ -202,6 +205,17 @@ class ModuleHooks:
             external[param] = None
             unit.num_users += 1  # `_after_forward` of the module takes it back
         self.param_coordinator.use(unit)
+
+
+class _NoHooks(ModuleHooks):
+    """What a copy of the module has in place of `ModuleHooks`: its parameters are plain."""
+
+    def __init__(self) -> None:
+        self.module = Module()
+        self._units_of_module, self._active = {}, []
+
+    def _units_used_by(self, module: Module) -> list[ParamUnit]:
+        return []
 
 
 class _WatchedParameters(dict[str, Any]):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Parameter
 
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.errors import StateError
 from deepspeed.zero.param_state import ZeroParamStatus
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def mark(param: Parameter, unit: "ParamUnit", index: int) -> None:
     """Give a parameter of a unit its attributes."""
     _set(param, unit.ranks, ds_unit=unit, ds_index=index, ds_tensor=unit.shard_of(index), ds_shape=unit.shapes[index])
     param.ds_status = unit.status  # type: ignore[attr-defined]
+    param.__deepcopy__ = MethodType(_deepcopy, param)  # type: ignore[method-assign]
 
 
 def mark_whole(param: Parameter, ranks: GroupBackend) -> None:
@@ -57,7 +59,7 @@ def _set(param: Parameter, ranks: GroupBackend, **attributes: Any) -> None:
 _MARKS = (
     "ds_unit", "ds_index", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist",
     "ds_active_sub_modules", "ds_process_group", "ds_world_size", "partition_numel", "all_gather", "partition",
-    "ds_summary", "ds_z3_leaf_module",
+    "ds_summary", "ds_z3_leaf_module", "__deepcopy__",
 )  # fmt: skip
 
 
@@ -87,6 +89,22 @@ def _partition(param: Any, param_list: Sequence[Any] | None = None, has_been_upd
                 unit.take_from_full()
             unit.accept_changes()
             unit.release()
+
+
+def _deepcopy(param: Any, memo: dict[int, Any]) -> Parameter:
+    """A plain parameter.
+
+    Raises:
+        StateError: if `param` is not whole: the copy would be empty.
+    """
+    copied: Parameter = Parameter.__deepcopy__(param, memo)
+    if copied.shape != param.ds_shape:
+        raise StateError(
+            f"copy.deepcopy: the parameter {param.ds_unit.names[param.ds_index]} of shape {tuple(param.ds_shape)} is "
+            "sharded, so its copy would be empty; copy the module inside "
+            "deepspeed.zero.GatheredParameters(module.parameters()), where the copy is a plain, whole module"
+        )
+    return copied
 
 
 def _summary(param: Any, **_: Any) -> dict[str, Any]:
