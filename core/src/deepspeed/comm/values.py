@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.libraries import no_group_error
+from deepspeed.errors import CommError, first_line
 
 
 def all_gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any]:
@@ -24,7 +25,7 @@ def all_gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any
 
     Raises:
         TypeError: `value` holds something else; raised before the collective begins.
-        CommError: there is no process group.
+        CommError: there is no process group, or a rank of it did not come until the group's timeout, or ended.
     """
     text = json.dumps(value).encode()
     group = torch_dist.group.WORLD if group is None else group
@@ -41,7 +42,14 @@ def _all_gather(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]
     """Every rank's tensor of one shape, on the host."""
     tensor = tensor.to(_device(group))
     gathered = [torch.empty_like(tensor) for _ in range(torch_dist.get_world_size(group))]
-    torch_dist.all_gather(gathered, tensor, group=group)
+    try:
+        torch_dist.all_gather(gathered, tensor, group=group)
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {torch_dist.get_rank()} waited for a value from every rank of its group, and not all came: "
+            f"{first_line(error)}. All ranks call initialize(), save_checkpoint() and load_checkpoint(); see whether "
+            "one of them did not, or failed before"
+        ) from error
     return [theirs.cpu() for theirs in gathered]
 
 
