@@ -40,8 +40,13 @@ class Window(enum.Enum):
 LEGAL_MOVES = {(Window.IDLE, Window.OPEN), (Window.OPEN, Window.IDLE)}
 
 
-#: what torch gives as the graph task's id where no backward runs
+#: what torch gives as the graph task's id outside of a backward
 _NO_GRAPH_TASK = -1
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward on this thread."""
+    return torch._C._current_graph_task_id() != _NO_GRAPH_TASK
 
 
 class BackwardWindow:
@@ -126,8 +131,7 @@ class BackwardWindow:
     def begin_forward(self) -> None:
         """The module's forward begins, maybe inside a running backward, whose end is then the window's."""
         self.abort_if_left()
-        is_inside = torch._C._current_graph_task_id() != _NO_GRAPH_TASK
-        if is_inside and not self.is_open and not self._has_task_end():
+        if is_in_backward() and not self.is_open and not self._has_task_end():
             self._queue_end()
 
     def watch(self, outputs: Any) -> None:

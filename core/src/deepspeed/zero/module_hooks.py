@@ -28,12 +28,11 @@ from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed.log import warn_once
-from deepspeed.zero.backward_window import tensors_in
+from deepspeed.zero.backward_window import is_in_backward, tensors_in
 from deepspeed.zero.fetcher import ParamFetcher
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 
-_NO_GRAPH_TASK = -1
 #: attribute of a module: parameters of other modules that its forward reads
 EXTERNAL = "_ds_external_params"
 
@@ -115,7 +114,7 @@ class ModuleHooks:
     # ---- forward -------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: Module, args: Any, kwargs: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() != _NO_GRAPH_TASK
+        in_backward = is_in_backward()
         if module is self.module and not in_backward:
             self.reset()
         units = self._units_used_by(module)
@@ -131,7 +130,7 @@ class ModuleHooks:
 
     def _after_forward(self, module: Module, args: Any, output: Any) -> None:
         units = self._units_used_by(module)
-        in_backward = torch._C._current_graph_task_id() != _NO_GRAPH_TASK
+        in_backward = is_in_backward()
         has_graph = units and torch.is_grad_enabled() and self._use_with_gradients_of(units, module, output)
         if in_backward:
             return

@@ -36,13 +36,12 @@ from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import CommError, StateError
 from deepspeed.zero import quantized
+from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.near_shard import NearShard
 from deepspeed.zero.param_marks import mark, unmark
 from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
 from deepspeed.zero.unit_ranks import UnitRanks, source_in
-
-_NO_GRAPH_TASK = -1
 
 
 @dataclass(slots=True)
@@ -248,7 +247,7 @@ class ParamUnit:
     @property
     def is_read(self) -> bool:
         """Whether a module reads the parameters now, if they are whole; else they may only be used again soon."""
-        return self.num_users > 0 or torch._C._current_graph_task_id() != _NO_GRAPH_TASK
+        return self.num_users > 0 or is_in_backward()
 
     def release(self) -> None:
         """Give the memory of the whole parameters back, unless a context holds them. Not while an all-gather is in
