@@ -22,6 +22,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm.failure import FailureRecord
+from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CommError
 
 #: an all-reduce of at most so many fp64 numbers carries the checksum
@@ -42,7 +43,7 @@ class Collective(NamedTuple):
     tag: str
 
     def __str__(self) -> str:
-        text = f"{self.kind} of {self.numel} {str(self.dtype).removeprefix('torch.')}"
+        text = f"{self.kind} of {self.numel} {dtype_name(self.dtype)}"
         return f"{text} ({self.tag})" if self.tag else text
 
 

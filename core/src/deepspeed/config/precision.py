@@ -32,6 +32,11 @@ def canonical_dtype(name: Any) -> str:
     raise ValueError(f"unknown data type {name!r}; allowed: fp32, fp16, bf16")
 
 
+def dtype_name(dtype: "torch.dtype") -> str:
+    """The name of a torch.dtype in torch, such as "bfloat16"; for messages and for files."""
+    return str(dtype).removeprefix("torch.")
+
+
 def torch_dtype(name: str) -> "torch.dtype":
     """The torch.dtype of a canonical name."""
     import torch  # late: a config is read by processes that never load torch

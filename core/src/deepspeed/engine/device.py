@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.current import plugin_of
+from deepspeed.config.precision import dtype_name
 from deepspeed.errors import ConfigError
 
 
@@ -53,15 +54,11 @@ def check_dtypes(asked: Mapping[str, torch.dtype]) -> None:
     supported = [torch.float32, *accelerator.supported_dtypes()]
     for key, dtype in asked.items():
         if dtype not in supported:
-            names = ", ".join(sorted({_name(each) for each in supported}))
+            names = ", ".join(sorted({dtype_name(each) for each in supported}))
             raise ConfigError(
-                f"{key}: asks for {_name(dtype)}, which the accelerator {accelerator.device_name()!r} does not train "
-                f"in; it has {names}"
+                f"{key}: asks for {dtype_name(dtype)}, which the accelerator {accelerator.device_name()!r} does not "
+                f"train in; it has {names}"
             )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _index(accelerator: DeepSpeedAccelerator, rank: int, source: str) -> int:

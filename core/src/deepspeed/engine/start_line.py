@@ -7,6 +7,7 @@ import torch
 from deepspeed import comm
 from deepspeed._version import __version__
 from deepspeed.accelerator import get_accelerator
+from deepspeed.config.precision import dtype_name
 from deepspeed.ops import registry
 from deepspeed.ops.kernel_optimizer import KernelOptimizer
 from deepspeed.precision import Autocast, Precision
@@ -36,7 +37,7 @@ def start_line(engine: "DeepSpeedEngine") -> str:
 
 def _dtype(precision: Precision) -> str:
     if isinstance(precision, Autocast):
-        return f"fp32 with autocast to {str(precision.dtype).removeprefix('torch.')}"
+        return f"fp32 with autocast to {dtype_name(precision.dtype)}"
     return precision.name
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from deepspeed.config.precision import dtype_name
+
 
 def add_dtype_hint(
     error: Exception, configured: torch.dtype | None, params: Iterable[Tensor], args: Any, kwargs: Any
@@ -24,7 +26,7 @@ def add_dtype_hint(
     if dtype is None or "type" not in str(error):
         return
     floating = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    others = sorted({_name(leaf.dtype) for leaf in floating if leaf.dtype != dtype})
+    others = sorted({dtype_name(leaf.dtype) for leaf in floating if leaf.dtype != dtype})
     if not others:
         return
     hint = (
@@ -43,10 +45,6 @@ def _dtype_of(params: Iterable[Tensor]) -> torch.dtype | None:
 
 def _origin(configured: torch.dtype | None, dtype: torch.dtype) -> str:
     if configured is None:
-        return f"the model's parameters are {_name(dtype)}"
+        return f"the model's parameters are {dtype_name(dtype)}"
     key = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "dtype")
-    return f"the config's {key} made the model's parameters {_name(dtype)}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"the config's {key} made the model's parameters {dtype_name(dtype)}"

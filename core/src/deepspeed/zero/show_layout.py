@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from deepspeed.config.precision import dtype_name
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.strategy import Sharding
@@ -67,7 +68,7 @@ def _row_of_unit(unit: ParamUnit) -> UnitRow:
         elements=unit.layout.numel,
         shard_elements=unit.shard_S.numel(),
         bytes=unit.kept_bytes,
-        dtype=_named(unit.shard_S.dtype),
+        dtype=dtype_name(unit.shard_S.dtype),
         ranks=unit.ranks.world_size,
         status=unit.status.name,
     )
@@ -80,7 +81,7 @@ def _row_of_whole(params: Sequence[Parameter], names: dict[Parameter, str], owne
         elements=sum(param.numel() for param in params),
         shard_elements=owned,
         bytes=sum(param.numel() * param.itemsize for param in params),
-        dtype=", ".join(sorted({_named(param.dtype) for param in params})),
+        dtype=", ".join(sorted({dtype_name(param.dtype) for param in params})),
         ranks=num_ranks,
         status=ZeroParamStatus.AVAILABLE.name,
     )
@@ -92,10 +93,6 @@ def _module_of(names: Sequence[str]) -> str:
     first = paths[0]
     length = next((n for n in range(len(first), 0, -1) if all(path[:n] == first[:n] for path in paths)), 0)
     return ".".join(first[:length]) or "(model)"
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _summary(rows: Sequence[UnitRow]) -> str:

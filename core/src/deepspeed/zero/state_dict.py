@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.values import all_gather_values
+from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.optim.saved_state import check_saved_state
 from deepspeed.zero.layout import even_cuts, parameter_cuts
@@ -136,7 +137,7 @@ def _collect_states(sharding: Sharding, group: SavedGroup) -> dict[str, Any]:
         present = {group.place[shard.index]: state[name] for state, shard in zip(held, group.shards, strict=True)
                    if name in state}  # fmt: skip
         if name in by_element:
-            dtypes[name] = _named(next(iter(present.values())).dtype)
+            dtypes[name] = dtype_name(next(iter(present.values())).dtype)
         elif all(map(_is_scalar, present.values())):
             scalars[name] = {str(place): _packed(value) for place, value in present.items()}
         else:
@@ -256,7 +257,7 @@ def _move_by_parameter(
             f"optimizer state {name!r}: found a shape that is not the parameter's, and stage {sharding.stage} divides "
             "parameters; save it with stage 0"
         )
-    mine = {str(place): [list(value.shape), _named(value.dtype)] for place, value in values.items()}
+    mine = {str(place): [list(value.shape), dtype_name(value.dtype)] for place, value in values.items()}
     known = {int(place): what for theirs in _gathered(sharding, mine) for place, what in theirs.items()}
     here = {run.param: run.owner for run in group.here}
     in_file = {run.param: run.owner for run in group.in_file}
@@ -302,13 +303,9 @@ def _gathered(sharding: Sharding, value: Any) -> list[Any]:
     return [value] if sharding.stage == 0 else all_gather_values(value, sharding.group)
 
 
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _packed(value: Any) -> list[Any]:
     """A scalar as JSON, with what it is."""
-    return [_named(value.dtype), value.item()] if isinstance(value, Tensor) else ["", value]
+    return [dtype_name(value.dtype), value.item()] if isinstance(value, Tensor) else ["", value]
 
 
 def _unpacked(packed: list[Any]) -> Any:
