@@ -6,6 +6,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import CommError
 
 
@@ -19,6 +20,17 @@ def library_by_device(group: ProcessGroup) -> dict[str, str]:
     config = str(torch_dist.get_backend_config(group))
     libraries = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     return libraries or {"": str(torch_dist.get_backend(group))}
+
+
+def serves(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the group has a library for tensors on such a device."""
+    return torch.device(device.type) in group._device_types
+
+
+def host_or_device(group: ProcessGroup) -> torch.device:
+    """Where small values are sent from: host memory where the group has a library for it, else this rank's device."""
+    host = torch.device("cpu")
+    return host if serves(group, host) else torch.device(get_accelerator().current_device_name())
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.libraries import no_group_error
+from deepspeed.comm.libraries import host_or_device, no_group_error
 from deepspeed.errors import CommError, first_line
 
 
@@ -40,7 +39,7 @@ def all_gather_values(value: Any, group: ProcessGroup | None = None) -> list[Any
 
 def _all_gather(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
     """Every rank's tensor of one shape, on the host."""
-    tensor = tensor.to(_device(group))
+    tensor = tensor.to(host_or_device(group))
     gathered = [torch.empty_like(tensor) for _ in range(torch_dist.get_world_size(group))]
     try:
         torch_dist.all_gather(gathered, tensor, group=group)
@@ -51,9 +50,3 @@ def _all_gather(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]
             "one of them did not, or failed before"
         ) from error
     return [theirs.cpu() for theirs in gathered]
-
-
-def _device(group: ProcessGroup) -> torch.device:
-    """Host memory where the group has a library for it, else this rank's device."""
-    host = torch.device("cpu")
-    return host if host in group._device_types else torch.device(get_accelerator().current_device_name())

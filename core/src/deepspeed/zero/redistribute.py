@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.libraries import host_or_device
 
 
 class Run(NamedTuple):
@@ -94,9 +94,7 @@ def redistribute(
 def _all_to_all(sent: Tensor, sizes_out: list[int], sizes_in: list[int], ranks: GroupBackend) -> Tensor:
     """Through host memory where the group has a library for it, which every such library can do, else through this
     rank's device. As bytes, since not every library moves every dtype."""
-    host = torch.device("cpu")
-    is_served = host in ranks.group._device_types
-    device = host if is_served else torch.device(get_accelerator().current_device_name())
+    device = host_or_device(ranks.group)
     width = sent.element_size()
     received = torch.empty(sum(sizes_in), dtype=sent.dtype, device=device)
     ranks.all_to_all(

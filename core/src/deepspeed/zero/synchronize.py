@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.libraries import serves
 from deepspeed.parallel.expert_params import expert_group_of
 from deepspeed.zero.agreement import check_same, described
 from deepspeed.zero.param_unit import unit_of
@@ -55,7 +56,7 @@ def _synchronize(tensors: list[Tensor], ranks: GroupBackend) -> None:
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     works = []
     for tensor in tensors:
-        if tensor.nbytes >= _SMALL_BYTES and not _is_served(tensor.device, ranks):
+        if tensor.nbytes >= _SMALL_BYTES and not serves(ranks.group, tensor.device):
             _broadcast_together([tensor], ranks)
         elif tensor.nbytes >= _SMALL_BYTES and tensor.is_contiguous():
             works.append(ranks.broadcast(tensor.view(-1), 0, tag=_TAG))
@@ -69,15 +70,10 @@ def _synchronize(tensors: list[Tensor], ranks: GroupBackend) -> None:
 
 def _broadcast_together(tensors: list[Tensor], ranks: GroupBackend) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    if not _is_served(flat.device, ranks):  # stage 3 moves parameters later, shard by shard
+    if not serves(ranks.group, flat.device):  # stage 3 moves parameters later, shard by shard
         flat = flat.to(get_accelerator().current_device_name())
     ranks.broadcast(flat, 0, tag=_TAG).wait()
     start = 0
     for tensor in tensors:
         tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
         start += tensor.numel()
-
-
-def _is_served(device: torch.device, ranks: GroupBackend) -> bool:
-    """Whether the group has a library for tensors of such a device."""
-    return torch.device(device.type) in ranks.group._device_types
