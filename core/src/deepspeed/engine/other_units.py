@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from deepspeed.zero.param_unit import part_of, shape_of, unit_of
+from deepspeed.zero.param_unit import shape_of, unit_of
+from deepspeed.zero.parameter_parts import part_of
 
 
 def fit_module_state(module: Module, model_state: Mapping[str, Any]) -> dict[str, Any]:

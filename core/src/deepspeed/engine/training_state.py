@@ -13,7 +13,8 @@ from deepspeed.engine.export import module_state_dict
 from deepspeed.engine.training import Training
 from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
-from deepspeed.zero.param_unit import saved_part, shape_of
+from deepspeed.zero.param_unit import shape_of
+from deepspeed.zero.parameter_parts import saved_part
 from deepspeed.zero.strategy import Sharding
 
 

@@ -20,10 +20,10 @@ from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.ops.kernel_optimizer import KernelOptimizer
-from deepspeed.zero import state_dict as states
 from deepspeed.zero.agreement import check_same, described, named_ranks
 from deepspeed.zero.bucket import Bucket, BucketPool
 from deepspeed.zero.flat_group import FlatGroup
+from deepspeed.zero.given_state import adopt_state
 from deepspeed.zero.layout import UnitLayout, divide_into_units
 from deepspeed.zero.param_unit import ParamUnit, shape_of
 from deepspeed.zero.placement import Keep, Placement
@@ -227,7 +227,7 @@ class Holding:
         self.groups.append(group)
         self.params.extend(params)
         if self.optimizer is not None:
-            states.adopt(self.optimizer, group)
+            adopt_state(self.optimizer, group)
 
     def _unit_numel(self, params: Sequence[Parameter]) -> int:
         """Elements of a unit of such parameters, at most."""

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.zero import state_dict as states
 from deepspeed.zero.fetcher import ParamFetcher
 from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_unit import ParamUnit, unit_of
+from deepspeed.zero.parameter_parts import load_parts, whole_of_parts
 
 
 class ParamGathering:
@@ -77,10 +77,10 @@ class ParamGathering:
         """Load what `saved_part` gave for parameters that no optimizer has, by name."""
         for unit in self.units.all:
             if all(name in parts for name in unit.names):
-                states.load_parts(unit, [parts[name] for name in unit.names])
+                load_parts(unit, [parts[name] for name in unit.names])
         for name, param in self._module.named_parameters():
             if name in parts and unit_of(param) is None:  # sharded where it was saved
-                param.data.copy_(states.whole_of_parts(parts[name], param.shape, backend))
+                param.data.copy_(whole_of_parts(parts[name], param.shape, backend))
         for unit in self.units.all:  # `load_state_dict` has copied empty tensors into the released parameters
             unit.accept_changes()
 

@@ -21,7 +21,6 @@ was not exact.
 Legend: N padded numel of the unit, S = N / W numel of a shard, W ranks.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -423,22 +422,3 @@ def whole_in_turn(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     finally:
         if held is not None:
             held.release()
-
-
-def saved_part(param: Parameter) -> Tensor:
-    """What this rank saves of a parameter: of a sharded one the part of ceil(n / W) elements, else all of it. A
-    collective for a sharded parameter that is not whole."""
-    unit = unit_of(param)
-    if unit is None:
-        return param.detach()
-    with whole(param) as value:
-        return part_of(value, unit.unit_ranks.everyone)
-
-
-def part_of(value: Tensor, ranks: GroupBackend) -> Tensor:
-    """This rank's part of ceil(n / W) elements of a whole parameter, 1-D, padded with zeros."""
-    size = math.ceil(value.numel() / ranks.world_size)
-    part = value.new_zeros(size)
-    mine = value.reshape(-1)[size * ranks.rank : size * (ranks.rank + 1)]
-    part[: mine.numel()] = mine
-    return part

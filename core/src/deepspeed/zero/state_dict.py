@@ -23,18 +23,15 @@ from torch import Tensor
 
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
-from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.zero.given_state import owned_copy
 from deepspeed.zero.layout import even_cuts, parameter_cuts
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.redistribute import Run, contiguous, in_parameters, redistribute
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from deepspeed.comm.backend import GroupBackend
-    from deepspeed.zero.flat_group import FlatGroup, ParamShard
-    from deepspeed.zero.param_unit import ParamUnit
+    from deepspeed.zero.flat_group import ParamShard
     from deepspeed.zero.strategy import Sharding
 
 
@@ -230,14 +227,14 @@ def _restore_states(sharding: Sharding, group: SavedGroup, flat: dict[str, Any])
         state: dict[str, Any] = {}
         for name, value in flat.items():
             if name in by_name:
-                state[name] = _owned(by_name[name][number].view(shard.master.shape), shard.master.device)
+                state[name] = owned_copy(by_name[name][number].view(shard.master.shape), shard.master.device)
             elif name not in ("parameter_scalars", "parameter_states"):
                 own = scalars[name][place] if name in scalars else value
                 if own is not None:
-                    state[name] = _owned(own, shard.master.device)
+                    state[name] = owned_copy(own, shard.master.device)
         for name, values in odd.items():
             if values.get(place) is not None:
-                state[name] = _owned(values[place], shard.master.device)
+                state[name] = owned_copy(values[place], shard.master.device)
         if state:
             optimizer.state[shard.master] = state
 
@@ -275,29 +272,6 @@ def _move_by_parameter(
     return moved
 
 
-def load_parts(unit: ParamUnit, parts: list[Tensor]) -> None:
-    """Fill a unit from this rank's part of each of its parameters, as `saved_part` gave it. A collective."""
-    layout = unit.layout
-    runs = [
-        Run(each.param, each.param_start, each.numel, holder, each.start - layout.shard(each.owner)[0])
-        for each in layout.fragments
-        for holder in unit.unit_ranks.holders(each.owner)
-    ]
-    flat = torch.cat([part.reshape(-1).to(unit.shard_S.device, unit.dtype) for part in parts])
-    everyone = unit.unit_ranks.everyone
-    unit.shards_changed()
-    before = in_parameters(layout.numels, everyone.world_size)
-    unit.set_shard(redistribute(flat, before, runs, unit.shard_S.numel(), everyone))
-
-
-def whole_of_parts(part: Tensor, shape: torch.Size, ranks: GroupBackend) -> Tensor:
-    """A whole parameter, on every rank, from this rank's part of it as `saved_part` gave it. A collective."""
-    numel = shape.numel()
-    everywhere = [Run(0, 0, numel, rank, 0) for rank in range(ranks.world_size)]
-    before = in_parameters([numel], ranks.world_size)
-    return redistribute(part.reshape(-1), before, everywhere, numel, ranks).view(shape)
-
-
 def _gathered(sharding: Sharding, value: Any) -> list[Any]:
     """The values of all ranks that have other parts; in stage 0 every rank has all."""
     return [value] if sharding.stage == 0 else all_gather_values(value, sharding.group)
@@ -324,55 +298,5 @@ def _has_the_masters_shape(values: list[Any], shards: list[ParamShard]) -> bool:
     return fits and any(value.dim() > 0 for value, _ in present)
 
 
-def adopt(optimizer: Optimizer, group: FlatGroup) -> None:
-    """Give each shard its share of the state that the user's optimizer has for the whole parameter, if any.
-
-    Adagrad makes state when it is built; others have it when they stepped before `initialize`.
-
-    Raises:
-        ConfigError: for a state, other than Adagrad's, that was made of an empty parameter, which `zero.Init` had
-            sharded.
-    """
-    whole = {id(param): optimizer.state.pop(param) for param in group.params if param in optimizer.state}
-    for shard in group.shards:
-        state = whole.get(id(group.params[shard.fragment.param]))
-        if state:
-            shape = shape_of(group.params[shard.fragment.param])
-            optimizer.state[shard.master] = {
-                name: _created_again(optimizer, name, shard) if _is_of_nothing(value) else _share(value, shard, shape)
-                for name, value in state.items()
-            }
-
-
-def _is_of_nothing(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 0
-
-
-def _created_again(optimizer: Optimizer, name: str, shard: ParamShard) -> Tensor:
-    initial = optimizer.defaults.get("initial_accumulator_value")
-    if name != "sum" or initial is None:
-        raise ConfigError(
-            f"initialize: {type(optimizer).__name__} was built with parameters that zero.Init had sharded, and made "
-            f"its state {name!r} of empty tensors; name the optimizer in the configuration, or build it inside "
-            "deepspeed.zero.GatheredParameters(model.parameters())"
-        )
-    return torch.full_like(shard.master, initial)
-
-
-def _share(value: Any, shard: ParamShard, shape: torch.Size) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != shape:
-        return _owned(value, shard.master.device)
-    start = shard.fragment.param_start
-    piece = value.detach().reshape(-1)[start : start + shard.fragment.numel]
-    return piece.to(shard.master.dtype, copy=True).view(shard.master.shape)
-
-
 def _is_scalar(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.dim() == 0
-
-
-def _owned(value: Any, device: torch.device) -> Any:
-    """A copy that the optimizer may change. Scalars, as Adam's `step`, stay where they were saved."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.clone() if value.dim() == 0 else value.to(device, copy=True)

@@ -9,15 +9,8 @@ from deepspeed import comm
 from deepspeed.errors import CommError, StateError
 from deepspeed.zero.gather import GatheredParameters
 from deepspeed.zero.param_state import ZeroParamStatus
-from deepspeed.zero.param_unit import (
-    LiveNumel,
-    ParamUnit,
-    saved_part,
-    shape_of,
-    unit_of,
-    whole,
-    whole_in_turn,
-)
+from deepspeed.zero.param_unit import LiveNumel, ParamUnit, shape_of, unit_of, whole, whole_in_turn
+from deepspeed.zero.parameter_parts import saved_part
 from deepspeed.zero.unit_ranks import UnitRanks
 from torch.nn import Parameter
 

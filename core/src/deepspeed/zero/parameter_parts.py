@@ -1,0 +1,57 @@
+"""Parts of single parameters: what the checkpoint files of stage 3 have of a parameter that no optimizer trains.
+
+A parameter of n elements is cut in W parts of ceil(n / W), the last ones padded with zeros; rank r saves part r. Called
+by `engine/training_state.py` for a save, and by `param_gathering.py` and `engine/other_units.py` for a load.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.zero.param_unit import ParamUnit, unit_of, whole
+from deepspeed.zero.redistribute import Run, in_parameters, redistribute
+
+
+def saved_part(param: Parameter) -> Tensor:
+    """What this rank saves of a parameter: of a sharded one the part of ceil(n / W) elements, else all of it. A
+    collective for a sharded parameter that is not whole."""
+    unit = unit_of(param)
+    if unit is None:
+        return param.detach()
+    with whole(param) as value:
+        return part_of(value, unit.unit_ranks.everyone)
+
+
+def part_of(value: Tensor, ranks: GroupBackend) -> Tensor:
+    """This rank's part of ceil(n / W) elements of a whole parameter, 1-D, padded with zeros."""
+    size = math.ceil(value.numel() / ranks.world_size)
+    part = value.new_zeros(size)
+    mine = value.reshape(-1)[size * ranks.rank : size * (ranks.rank + 1)]
+    part[: mine.numel()] = mine
+    return part
+
+
+def load_parts(unit: ParamUnit, parts: list[Tensor]) -> None:
+    """Fill a unit from this rank's part of each of its parameters, as `saved_part` gave it. A collective."""
+    layout = unit.layout
+    runs = [
+        Run(each.param, each.param_start, each.numel, holder, each.start - layout.shard(each.owner)[0])
+        for each in layout.fragments
+        for holder in unit.unit_ranks.holders(each.owner)
+    ]
+    flat = torch.cat([part.reshape(-1).to(unit.shard_S.device, unit.dtype) for part in parts])
+    everyone = unit.unit_ranks.everyone
+    unit.shards_changed()
+    before = in_parameters(layout.numels, everyone.world_size)
+    unit.set_shard(redistribute(flat, before, runs, unit.shard_S.numel(), everyone))
+
+
+def whole_of_parts(part: Tensor, shape: torch.Size, ranks: GroupBackend) -> Tensor:
+    """A whole parameter, on every rank, from this rank's part of it as `saved_part` gave it. A collective."""
+    numel = shape.numel()
+    everywhere = [Run(0, 0, numel, rank, 0) for rank in range(ranks.world_size)]
+    before = in_parameters([numel], ranks.world_size)
+    return redistribute(part.reshape(-1), before, everywhere, numel, ranks).view(shape)
