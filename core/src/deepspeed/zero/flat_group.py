@@ -3,7 +3,7 @@
 Built by a `Sharding` when it is attached. Legend: N padded numel of the unit, S numel of this rank's shard.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,7 +46,6 @@ class FlatGroup:
         is_whole: whether shards keep the shape of their parameter; needs cuts between parameters.
         has_optimizer: without one there are no master weights.
         placement: where the master weights live.
-        allocate: gives a 1-D buffer for the flat weights.
         unit: shards the weights themselves (stage 3); they are in the model's dtype already.
     """
 
@@ -63,7 +62,6 @@ class FlatGroup:
         is_whole: bool,
         has_optimizer: bool = True,
         placement: Placement | None = None,
-        allocate: Callable[[int, torch.dtype, torch.device], Tensor],
         unit: ParamUnit | None = None,
     ) -> None:
         self.params = list(params)
@@ -73,29 +71,38 @@ class FlatGroup:
         self.param_group = param_group
         self.layout = layout
         self.ranks = ranks
-        self.rank = rank = ranks.rank if layout.world_size > 1 else 0  # as an owner of shards
+        self.rank = ranks.rank if layout.world_size > 1 else 0  # as an owner of shards
         source_dtype = unit.source_dtype if unit is not None else params[0].dtype
         self.dtype = model_dtype if model_dtype is not None and source_dtype.is_floating_point else source_dtype
-        device = params[0].device
-        self.shard_start, _ = layout.shard(rank)
+        self.shard_start, _ = layout.shard(self.rank)
         is_low = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
         placement = placement or Placement()
+        self.flat_N = self._allocate_flat() if is_flat else None
         needs_master = has_optimizer and (is_low or placement.is_apart)
+        self.master_S = self._create_masters(placement, is_low=is_low) if needs_master else None
+        if unit is None:
+            self._place_weights()
+        self.shards = [self._create_shard(fragment, is_whole) for fragment in layout.owned_by(self.rank)]
 
-        self.flat_N: Tensor | None = allocate(layout.padded_numel, self.dtype, device) if is_flat else None
-        if self.flat_N is not None:
-            for start, stop in layout.gaps:
-                self.flat_N[start:stop].zero_()
-        self.master_S: Tensor | None = None
-        if needs_master:
-            dtype = torch.float32 if is_low else self.dtype
-            self.master_S = placement.allocate(layout.shard_numel, dtype, device, crosses=not is_low)
-            self.master_S[layout.shard_numel - layout.padding(rank) :].zero_()
-            for fragment in layout.owned_by(rank):  # from the user's weights, before they are rounded
-                self._slice(self.master_S, fragment).copy_(self._initial(fragment))
-        for param, offset in zip(self.params, layout.offsets, strict=True):
-            if unit is not None:
-                break
+    def _allocate_flat(self) -> Tensor:
+        """The buffer [N] of which the parameters become views."""
+        flat_N = self.ranks.shards.allocate(self.layout.padded_numel, self.dtype, self.params[0].device)
+        for start, stop in self.layout.gaps:
+            flat_N[start:stop].zero_()
+        return flat_N
+
+    def _create_masters(self, placement: Placement, *, is_low: bool) -> Tensor:
+        """The master weights [S], from the user's weights, before these are rounded."""
+        layout, dtype = self.layout, torch.float32 if is_low else self.dtype
+        master_S = placement.allocate(layout.shard_numel, dtype, self.params[0].device, crosses=not is_low)
+        master_S[layout.shard_numel - layout.padding(self.rank) :].zero_()
+        for fragment in layout.owned_by(self.rank):
+            self._slice(master_S, fragment).copy_(self._initial(fragment))
+        return master_S
+
+    def _place_weights(self) -> None:
+        """Bring the parameters into the flat buffer, or into the model's dtype, each contiguous."""
+        for param, offset in zip(self.params, self.layout.offsets, strict=True):
             if self.flat_N is not None:
                 home = self.flat_N.narrow(0, offset, param.numel()).view(param.shape)
                 home.copy_(param.data)
@@ -104,16 +111,14 @@ class FlatGroup:
                 param.data = param.data.to(self.dtype).contiguous()
             elif not param.is_contiguous():  # fused optimizers want weight and gradient laid out alike
                 param.data = param.data.contiguous()
-        self.shards = [self._create_shard(fragment, is_whole) for fragment in layout.owned_by(rank)]
 
     def _create_shard(self, fragment: Fragment, is_whole: bool) -> ParamShard:
         param = self.params[fragment.param]
         index = self.first_index + fragment.param
-        if (
-            self.unit is None and self.flat_N is None and self.master_S is None
-        ):  # fp32 without sharding: the parameter is the master
+        if self.unit is None and self.flat_N is None and self.master_S is None:
+            # fp32 without sharding: the parameter is the master weight
             return ParamShard(index, self.param_group, fragment, param.data, param, None)
-        weight = _piece(param, fragment) if self.unit is None else self._slice(self.unit.shard_S, fragment)
+        weight = _elements(param, fragment) if self.unit is None else self._slice(self.unit.shard_S, fragment)
         master = weight if self.master_S is None else self._slice(self.master_S, fragment)
         if is_whole:
             assert fragment.numel == param.numel(), fragment
@@ -123,7 +128,7 @@ class FlatGroup:
     def _initial(self, fragment: Fragment) -> Tensor:
         """The fragment's weights as the user gave them."""
         if self.unit is None:
-            return _piece(self.params[fragment.param], fragment)
+            return _elements(self.params[fragment.param], fragment)
         assert self.unit.source_S is not None
         return self._slice(self.unit.source_S, fragment)
 
@@ -162,7 +167,7 @@ class FlatGroup:
                 shard.weight.view(-1).copy_(shard.master.view(-1))
 
 
-def _piece(param: Parameter, fragment: Fragment) -> Tensor:
+def _elements(param: Parameter, fragment: Fragment) -> Tensor:
     """The fragment's elements of the parameter's own memory, 1-D."""
     flat = param.data.reshape(-1) if not param.data.is_contiguous() else param.data.view(-1)
     return flat.narrow(0, fragment.param_start, fragment.numel)

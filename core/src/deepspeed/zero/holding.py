@@ -221,7 +221,6 @@ class Holding:
             is_whole=self._is_whole,
             has_optimizer=self.optimizer is not None,
             placement=self.placement,
-            allocate=ranks.shards.allocate,
             unit=unit,
         )
         self.groups.append(group)

@@ -17,6 +17,10 @@ def make_params(dtype=torch.float32):
     return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
+def used_memory(numel, dtype, device):
+    return torch.full((numel,), 7.0, dtype=dtype, device=device)
+
+
 def make_group(params, *, rank=0, world_size=1, model_dtype=None, is_flat=True, is_whole=False):
     numels = [param.numel() for param in params]
     divide = UnitLayout.whole if is_whole else UnitLayout.even
@@ -25,11 +29,10 @@ def make_group(params, *, rank=0, world_size=1, model_dtype=None, is_flat=True, 
         first_index=10,
         param_group=0,
         layout=divide(numels, world_size) if is_flat else UnitLayout.single(numels),
-        ranks=UnitRanks.over(SimpleNamespace(rank=rank, world_size=world_size)),
+        ranks=UnitRanks.over(SimpleNamespace(rank=rank, world_size=world_size, allocate=used_memory)),
         model_dtype=model_dtype,
         is_flat=is_flat,
         is_whole=is_whole,
-        allocate=lambda numel, dtype, device: torch.full((numel,), 7.0, dtype=dtype, device=device),  # used memory
     )
 
 
