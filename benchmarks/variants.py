@@ -134,7 +134,7 @@ class Engine:
 
     def hidden_bytes(self) -> int:
         """Minus the buffers kept for communication: tensors, but no states; `resident` and `peak` count them."""
-        return -self.engine.sharding.exchange_bytes
+        return -self.engine.sharding.held_bytes
 
 
 @contextlib.contextmanager

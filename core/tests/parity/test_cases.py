@@ -436,7 +436,7 @@ def create_engine(case, stage, net, is_offloaded):
         model_parameters=None if case.by_client else case.parameters(net),
         config=config,
     )
-    assert engine.sharding.placement.is_apart is is_offloaded
+    assert engine.sharding.placement.is_offloaded is is_offloaded
     return engine, optimizer
 
 

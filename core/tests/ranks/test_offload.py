@@ -108,7 +108,7 @@ class LateCopies(PlainAccelerator):
 
 
 @contextlib.contextmanager
-def apart():
+def separate_host_memory():
     """Inside, offload goes to a memory of its own."""
     kept = HostPlacement.is_needed, policy.get_accelerator, build.ShardingOptions, holding.WIDENED_NUMEL
     HostPlacement.is_needed = staticmethod(lambda device: True)
@@ -127,9 +127,9 @@ def create_engine(stage, precision, is_offloaded=True, seed=3, **keys):
     zero = {"reduce_bucket_size": 10}
     if is_offloaded:
         zero["offload_optimizer"] = {"device": "cpu"}
-    with apart() if is_offloaded else contextlib.nullcontext():
+    with separate_host_memory() if is_offloaded else contextlib.nullcontext():
         engine = make_engine(Net(), stage, zero_optimization=zero, **PRECISIONS[precision], **keys)
-    assert engine.sharding.placement.is_apart is is_offloaded
+    assert engine.sharding.placement.is_offloaded is is_offloaded
     return engine
 
 
@@ -224,7 +224,9 @@ def access_job(stage, precision, is_offloaded):
 
 
 def compare_access_job(stage, precision):
-    (seen, state), (expected, expected_state) = (access_job(stage, precision, is_apart) for is_apart in (True, False))
+    (seen, state), (expected, expected_state) = (
+        access_job(stage, precision, is_offloaded) for is_offloaded in (True, False)
+    )
     assert_close(precision, seen, expected)
     assert_close(precision, state, expected_state)
 
@@ -298,7 +300,7 @@ def test_an_added_group():
 
 
 def given_optimizer_job():
-    with apart():
+    with separate_host_memory():
         for make in (deepspeed.ops.adam.DeepSpeedCPUAdam, torch.optim.SGD):
             net = Net()
             config = {

@@ -19,7 +19,7 @@ from deepspeed.config.zero import ZeroConfig
 from deepspeed.engine.accessors import read_answers
 from deepspeed.engine.device import check_dtypes, claim_device, local_rank
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.events import tell
+from deepspeed.engine.events import notify
 from deepspeed.engine.observers import Observers, ranks_of_table
 from deepspeed.engine.optimizers import (
     OptimizerLike,
@@ -190,7 +190,7 @@ def initialize(
     log.announce(start_line(engine))
     if settings.dump_state:
         log.report(settings.describe())
-    tell("ds_engine_ready", engine=engine)
+    notify("ds_engine_ready", engine=engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

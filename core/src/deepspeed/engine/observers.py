@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed import comm, log
 from deepspeed.comm.values import all_gather_values
-from deepspeed.engine.events import tell
+from deepspeed.engine.events import notify
 from deepspeed.engine.step import Progress, StepStats
 from deepspeed.monitor.base import is_writer
 from deepspeed.monitor.monitor import MonitorMaster
@@ -81,7 +81,7 @@ class Observers:
             batch_size: samples of the step, over all ranks.
             lr, momentum: of each parameter group, for the next step.
         """
-        tell("ds_step_end", stats=stats)
+        notify("ds_step_end", stats=stats)
         self.tput_timer.batch_size = batch_size
         is_due = progress.global_steps % self._every == 0
         is_shown = is_due and is_writer() and log.logger.isEnabledFor(logging.WARNING)  # else nobody would see it

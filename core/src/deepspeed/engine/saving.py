@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed.checkpoint import Checkpointer, check_new_tag, validate_tag
-from deepspeed.engine.events import tell
+from deepspeed.engine.events import notify
 from deepspeed.engine.module_state import check_module_state, fill_module
 from deepspeed.engine.other_units import fit_module_state, frozen_parts
 from deepspeed.engine.training_state import TrainingState
@@ -71,7 +71,7 @@ class Saving:
             client_state=client_state,
             save_latest=save_latest,
         )
-        tell("ds_checkpoint_saved", directory=save_dir, tag=name)
+        notify("ds_checkpoint_saved", directory=save_dir, tag=name)
 
     def load(
         self,

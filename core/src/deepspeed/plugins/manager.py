@@ -180,7 +180,7 @@ class PluginManager:
             self._load_features()
         return self._active.hook
 
-    def tell(self, event: str, **values: Any) -> dict[str, Exception]:
+    def notify(self, event: str, **values: Any) -> dict[str, Exception]:
         """Call the event hook of every active plugin, also after one of them failed.
 
         Returns:

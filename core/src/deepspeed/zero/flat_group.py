@@ -78,7 +78,7 @@ class FlatGroup:
         is_low = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
         placement = placement or Placement()
         self.flat_N = self._allocate_flat() if is_flat else None
-        needs_master = has_optimizer and (is_low or placement.is_apart)
+        needs_master = has_optimizer and (is_low or placement.is_offloaded)
         self.master_S = self._create_masters(placement, is_low=is_low) if needs_master else None
         if unit is None:
             self._place_weights()

@@ -146,7 +146,7 @@ class Holding:
         options = self.options
         dtypes = (options.model_dtype, options.accumulation_dtype, options.wire_dtype)
         facts = {
-            "zero_optimization.stage": f"{type(self).__name__}, offloaded: {self.placement.is_apart}",
+            "zero_optimization.stage": f"{type(self).__name__}, offloaded: {self.placement.is_offloaded}",
             "the optimizer": f"{type(optimizer).__name__}, whole parameters: {self._is_whole}",
             "the optimizer's parameters": "; ".join(map(self._described, param_groups)),
             "the dtypes of parameters, gradient accumulation and communication": str(dtypes),
@@ -260,7 +260,7 @@ class Holding:
 
     def _max_fragment_numel(self) -> int | None:
         """Fragments are as long as possible, but where gradients are widened, or weights sent, part by part."""
-        is_divided = (self._widens or self.placement.is_apart) and not self._is_whole
+        is_divided = (self._widens or self.placement.is_offloaded) and not self._is_whole
         return self._batch_numel() if is_divided else None
 
     def _batch_numel(self) -> int:
@@ -313,8 +313,8 @@ class Holding:
                 shard.grad = reduced_S.narrow(0, start, shard.fragment.numel).view(shard.master.shape)
 
     @property
-    def exchange_bytes(self) -> int:
-        """Bytes that stay allocated between steps for collectives: no states, but held."""
+    def held_bytes(self) -> int:
+        """Bytes that stay allocated between steps for collectives and copies; no states."""
         return sum(ranks.held_bytes for ranks in self.backends) + self.placement.held_bytes
 
     def find(self, param: Parameter) -> tuple[FlatGroup, int]:

@@ -40,8 +40,8 @@ class Placement:
         memory: for an accelerator whose memory is the host's: page-locks what the optimizer keeps, on request.
     """
 
-    #: whether it is offloaded: in another memory than the weights
-    is_apart = False
+    #: whether it is in another memory than the weights
+    is_offloaded = False
     #: reductions in flight after which a launch finishes the oldest, so that it is kept while the backward runs
     max_in_flight: int | None = None
 
@@ -105,7 +105,7 @@ class Placement:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that stay allocated between steps for copies: no states, but held."""
+        """Bytes that stay allocated between steps for copies; no states."""
         return 0
 
     def release(self) -> None:

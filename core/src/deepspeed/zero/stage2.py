@@ -38,13 +38,13 @@ class Stage2(Stage1):
 
     def _is_alone(self, group: FlatGroup) -> bool:
         """One rank that keeps its gradients beside its weights: its shard is the whole buffer, so none is borrowed."""
-        return group.ranks.world_size == 1 and not self.placement.is_apart
+        return group.ranks.world_size == 1 and not self.placement.is_offloaded
 
     def _create_gradients(self, index: int, dtype: torch.dtype) -> Tensor:
         group = self.groups[index]
         if self._is_alone(group):
             return super()._create_gradients(index, dtype)
-        numel = 0 if self.placement.is_apart else group.layout.shard_numel
+        numel = 0 if self.placement.is_offloaded else group.layout.shard_numel
         return self._gradient_shards.create(index, numel, dtype, group.device)
 
     def _owned_gradients(self, index: int) -> Tensor:
@@ -81,8 +81,8 @@ class Stage2(Stage1):
         self._gradient_shards.leave()
 
     @property
-    def exchange_bytes(self) -> int:
-        return super().exchange_bytes + sum(pool.free_bytes for pool in self._pools.values())
+    def held_bytes(self) -> int:
+        return super().held_bytes + sum(pool.free_bytes for pool in self._pools.values())
 
     def destroy(self) -> None:
         super().destroy()

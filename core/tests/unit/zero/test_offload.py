@@ -236,7 +236,7 @@ def offload(**keys):
 def test_the_placement_follows_section_and_device():
     host, other = torch.device("cpu"), torch.device("meta")
     for section in (None, OffloadOptimizerConfig()):
-        assert not choose_placement(section, stage=2, device=other).is_apart
+        assert not choose_placement(section, stage=2, device=other).is_offloaded
     assert type(choose_placement(offload(), stage=2, device=host)) is Placement
     assert type(choose_placement(offload(), stage=1, device=other)) is HostPlacement
 

@@ -80,7 +80,7 @@ class HostPlacement(Placement):
         pins: whether memory that crosses is page-locked.
     """
 
-    is_apart = True
+    is_offloaded = True
     max_in_flight = 2
 
     def __init__(self, accelerator: DeepSpeedAccelerator, *, pins: bool) -> None:
