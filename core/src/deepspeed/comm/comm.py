@@ -1,8 +1,8 @@
 """The public functions of `deepspeed.comm`: the surface of torch.distributed, under the names DeepSpeed gives it.
 
-Users and libraries call them; ZeRO calls `backend()` instead and lets it choose the primitive. Ranks given as `src`
-or `dst` are global ranks, as in torch.distributed. Every collective takes `async_op`; with True it returns a handle
-with `wait()`. Each also takes `prof`, `log_name` and `debug` for the comms logger.
+Users and libraries call them; ZeRO uses `group_backend(group)` instead. Ranks given as `src` or `dst` are global ranks,
+as in torch.distributed. Every collective takes `async_op`; with True it returns a handle with `wait()`. Each also takes
+`prof`, `log_name` and `debug` for the comms logger.
 """
 
 from collections.abc import Mapping, Sequence

@@ -133,7 +133,7 @@ def _from_mpi(env: Mapping[str, str], default_port: int) -> Placement | None:
 
 
 def _master_by_mpi(name: str) -> str:
-    """The address of rank 0, told to everyone by MPI itself."""
+    """The address of rank 0, broadcast by MPI."""
     try:
         from mpi4py import MPI
     except ImportError as error:

@@ -64,7 +64,7 @@ class TorchGroup:
         return self.staging.held_bytes
 
     def connect(self) -> None:
-        """Take a process group apart from the model's collectives, where the library needs one."""
+        """Create a process group for these collectives alone, where the library needs one; see `own_group.py`."""
         if self._is_connected:
             return
         self._is_connected = True

@@ -67,7 +67,7 @@ def gathered(module: torch.nn.Module, *, keeps: bool, exclude_frozen: bool) -> d
     Args:
         keeps: whether this rank gets the result; others get None.
     """
-    shown = Progress("gather the weights of the model")
+    progress = ProgressLog("gather the weights of the model")
     state = module_state_dict(module, keep_vars=True, exclude_frozen=exclude_frozen)
     tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
     copies = {key: value.detach() for key, value in tensors.items()}
@@ -75,12 +75,12 @@ def gathered(module: torch.nn.Module, *, keeps: bool, exclude_frozen: bool) -> d
     for param, weights in whole_in_turn(sharded):
         if keeps:
             copies[id(param)] = weights.to("cpu", copy=True)
-        shown.advance(len(sharded))
+        progress.advance(len(sharded))
     return {name: copies.get(id(value), value) for name, value in state.items()} if keeps else None
 
 
-class Progress:
-    """Says on the first rank how far a slow work is, every few seconds."""
+class ProgressLog:
+    """Logs on the first rank, every few seconds, how far a slow operation is."""
 
     interval_s = 5.0
 

@@ -6,7 +6,7 @@ from typing import Any
 from deepspeed.checkpoint import Checkpointer, check_new_tag, validate_tag
 from deepspeed.engine.events import notify
 from deepspeed.engine.module_state import check_module_state, fill_module
-from deepspeed.engine.other_units import fit_module_state, frozen_parts
+from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
 from deepspeed.engine.training_state import TrainingState
 
 
@@ -54,7 +54,7 @@ class Saving:
                 mp_world_size=checkpointer.position.mp_world_size, exclude_frozen=exclude_frozen
             )
 
-        # apart: to collect shards takes collectives, which are for ranks that have all come so far
+        # in three calls: shards are collected by collectives, which need every rank, so no rank may have failed before
         what = f"save a checkpoint in {save_dir}"
         state.sharding.release_gathered()  # what is gathered would be saved whole
         name, model_state = checkpointer.together(collect, what)

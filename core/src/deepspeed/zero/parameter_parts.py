@@ -1,7 +1,7 @@
 """Parts of single parameters: what the checkpoint files of stage 3 have of a parameter that no optimizer trains.
 
 A parameter of n elements is cut in W parts of ceil(n / W), the last ones padded with zeros; rank r saves part r. Called
-by `engine/training_state.py` for a save, and by `param_gathering.py` and `engine/other_units.py` for a load.
+by `engine/training_state.py` for a save, and by `param_gathering.py` and `engine/sharded_weights.py` for a load.
 """
 
 import math

@@ -304,7 +304,7 @@ class Sharding(Holding):
         works += tuple(self.reduction.abandon())
         if sums := self._replica_sum.abandon():
             works += tuple(sums)
-            if not self.placement.is_apart:  # else copies are summed
+            if not self.placement.is_offloaded:  # else copies are summed
                 self._drop_gradient_memory()
         self.zero_grad()
         for ranks in self.backends:

@@ -1,4 +1,4 @@
-"""Host memory that the device copies from and to: page-locked on request, and buffers of it that go round.
+"""Host memory that the device copies from and to: page-locked on request, and a ring of buffers of it.
 
 Used by `HostPlacement`.
 """
