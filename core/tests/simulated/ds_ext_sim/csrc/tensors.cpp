@@ -5,6 +5,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/set_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -243,6 +244,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("set_.source_Storage", &set_storage);
     m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
     m.impl("set_.source_Tensor", &set_tensor);
+    m.impl("is_set_to", &at::native::is_set_to);  // of the fallback the host would wait, as it returns a value
     m.impl("record_stream", &record_stream);
 }
 
