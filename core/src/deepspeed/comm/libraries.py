@@ -34,7 +34,15 @@ def host_or_device(group: ProcessGroup) -> torch.device:
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """How long a collective of a group over gloo waits for a peer; torch's default where this torch does not say it."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    timeout: timedelta = getattr(options, "_timeout", torch_dist.distributed_c10d.default_pg_timeout)
+    """How long a collective of `group` waits for a peer; torch's default where this torch or a library of a plugin does
+    not say it."""
+    host = torch.device("cpu")
+    devices = group._device_types
+    try:
+        library = group._get_backend(host if host in devices else devices[0])
+    except RuntimeError:  # of a group that a plugin wrote in Python
+        return torch_dist.distributed_c10d.default_pg_timeout
+    timeout: timedelta = getattr(
+        getattr(library, "options", None), "_timeout", torch_dist.distributed_c10d.default_pg_timeout
+    )
     return timeout

@@ -1,21 +1,30 @@
-"""A process group for the engine alone, where the library matches collectives by their order in a group.
+"""Process groups over gloo for the engine alone.
 
+`own_group`: where the library matches collectives by their order in a group.
 The model may run collectives in its backward (experts, SyncBatchNorm), between which buckets are launched when they are
 full: at places that differ between ranks which leave out different parameters. gloo would match a bucket here with the
 model's collective there. Called by `TorchGroup.connect`.
 
+`host_group`: over host memory, where the library serves a device only. Called by `host_sums.py`.
+
 Torch's `new_group` needs all ranks of the world, or a name that the members agree on (`members.py`), and counts the
-group among those of the process. So the group is made of torch's classes, under a name that its first rank draws.
+group among those of the process. So the groups are made of torch's classes, under a name that the first rank draws.
 """
 
 import secrets
+from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
 
 from deepspeed.comm.libraries import library_by_device, timeout_of
+from deepspeed.comm.values import all_gather_values
+from deepspeed.errors import first_line
+from deepspeed.log import warn_once
 
+#: the ranks of a `host_group` begin together, and can do without it
+CONNECT_LIMIT = timedelta(minutes=1)
 _NAME_BYTES = 8
 
 
@@ -27,13 +36,42 @@ def own_group(group: ProcessGroup) -> ProcessGroup:
     """
     if set(library_by_device(group).values()) != {"gloo"} or group.size() == 1:
         return group
-    host = torch.device("cpu")
     name = torch.frombuffer(bytearray(secrets.token_bytes(_NAME_BYTES)), dtype=torch.uint8)
     torch_dist.broadcast(name, group=group, group_src=0)
+    return _create(group, bytes(name.tolist()).hex(), timeout_of(group))
+
+
+def host_group(group: ProcessGroup) -> ProcessGroup | None:
+    """A gloo group as `own_group` gives it, whatever the library of `group`; None on all ranks where a rank cannot
+    connect to the others.
+
+    All ranks of `group` call it together.
+    """
+    name = all_gather_values(secrets.token_hex(_NAME_BYTES), group)[0]
+    own, error = None, ""
+    try:
+        own = _create(group, name, min(CONNECT_LIMIT, timeout_of(group)))
+    except RuntimeError as found:
+        error = first_line(found)
+    for rank, its_error in enumerate(all_gather_values(error, group)):
+        if its_error:
+            warn_once(
+                f"gloo finds no way from rank {rank} of a group to the hosts of its peers ({its_error}), so in each "
+                "step the host waits for the device; set GLOO_SOCKET_IFNAME to the name of a network interface that "
+                "reaches them"
+            )
+            return None
+    assert own is not None
+    own._get_backend(torch.device("cpu"))._set_default_timeout(timeout_of(group))
+    return own
+
+
+def _create(group: ProcessGroup, name: str, timeout: timedelta) -> ProcessGroup:
+    host = torch.device("cpu")
     default_store = torch_dist.distributed_c10d._get_default_store()
-    store = PrefixStore(f"deepspeed/{bytes(name.tolist()).hex()}", default_store)
+    store = PrefixStore(f"deepspeed/{name}", default_store)
     own, kind = ProcessGroup(store, group.rank(), group.size()), ProcessGroup.BackendType.GLOO
     own._set_default_backend(kind)
-    own._register_backend(host, kind, ProcessGroupGloo(store, own.rank(), own.size(), timeout_of(group)))
+    own._register_backend(host, kind, ProcessGroupGloo(store, own.rank(), own.size(), timeout))
     own.barrier().wait()  # a rank that drops the group at once would break the connections that a peer still makes
     return own
