@@ -163,9 +163,12 @@ def test_losses_and_weights_are_those_of_the_cpu(sim_ranks, cpu_ranks, stage, pr
     assert_same(simulated, result(cpu_ranks, stage, precision), 0.0 if precision == "fp32" else 2e-2)
 
 
-@every_stage
-def test_clipping_is_that_of_the_cpu(sim_ranks, cpu_ranks, stage):
-    assert_same(result(sim_ranks, stage, "fp32", clipping=0.05), result(cpu_ranks, stage, "fp32", clipping=0.05), 1e-6)
+@pytest.mark.parametrize(
+    ("stage", "section"), [(0, {}), (1, {}), (2, {}), (3, {}), (3, {"mics_shard_size": 1})], ids=str
+)
+def test_clipping_is_that_of_the_cpu(sim_ranks, cpu_ranks, stage, section):
+    simulated = result(sim_ranks, stage, "fp32", section, clipping=0.05)
+    assert_same(simulated, result(cpu_ranks, stage, "fp32", section, clipping=0.05), 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from deepspeed.engine.step import Progress, StepStats
 from deepspeed.monitor.base import is_writer
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.monitor.step_events import step_events
+from deepspeed.precision.policy import warn_unless_finite
 from deepspeed.profiling.breakdown import Breakdown, forward_table, step_table
 from deepspeed.profiling.throughput import ThroughputTimer
 
@@ -86,6 +87,8 @@ class Observers:
         is_due = progress.global_steps % self._every == 0
         is_shown = is_due and is_writer() and log.logger.isEnabledFor(logging.WARNING)  # else nobody would see it
         if is_shown:
+            if stats.applied:
+                warn_unless_finite(stats.grad_norm)
             log.announce(f"step={progress.global_steps}, skipped={progress.skipped_steps}, lr={lr}, mom={momentum}")
         self.tput_timer.stop(global_step=True, report_speed=is_shown)
         if self.breakdown.enabled:

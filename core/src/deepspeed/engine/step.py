@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(slots=True)
 class Progress:
@@ -18,5 +20,10 @@ class StepStats:
 
     global_step: int  # steps taken before this one
     applied: bool  # False: the gradients overflowed and the step was skipped
-    grad_norm: float  # global L2 norm, unscaled, before clipping
+    norm: float | Tensor  # as `grad_norm`, not yet read where it is a 0-D tensor of the device
     loss_scale: float  # the scale that this step's losses had
+
+    @property
+    def grad_norm(self) -> float:
+        """Global L2 norm of the gradients, unscaled, before clipping. On a device the host waits for it here."""
+        return float(self.norm)

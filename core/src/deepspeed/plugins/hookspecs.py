@@ -214,7 +214,8 @@ def ds_step_end(stats: "Any") -> None:
 
     Args:
         stats: a `deepspeed.engine.step.StepStats`: `global_step` (steps before this one), `applied` (False: skipped
-            because of an overflow), `grad_norm` (before clipping), `loss_scale`.
+            because of an overflow), `grad_norm` (before clipping; reading it makes the host wait for the device),
+            `loss_scale`.
     """
 
 

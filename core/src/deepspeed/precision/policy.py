@@ -26,8 +26,8 @@ class Verdict:
     """Whether the step is made, and by what its gradients are multiplied first."""
 
     applies: bool
-    grad_scale: float  # unscales and clips in one factor
-    norm: float  # global L2 norm of the unscaled gradients, before clipping
+    grad_scale: float | Tensor  # unscales and clips in one factor; a 0-D tensor if it clips by a norm that is one
+    norm: float | Tensor  # global L2 norm of the unscaled gradients, before clipping
 
 
 class Precision:
@@ -67,26 +67,48 @@ class Precision:
         """The loss as its backward needs it."""
         return self.loss_scaler.scale(loss)
 
-    def verdict(self, scaled_norm: float) -> Verdict:
+    def verdict(self, scaled_norm: float | Tensor) -> Verdict:
         """Judge the reduced gradients by their norm: g <- g / loss_scale * min(1, clip_norm / (norm + 1e-6)).
 
         The clip coefficient is that of `torch.nn.utils.clip_grad_norm_`, also where the step is made with a norm that
         is not finite: nan makes every gradient nan; inf makes the finite ones 0 and the infinite ones nan.
+
+        Args:
+            scaled_norm: of the gradients as they are; as a 0-D tensor it is read only if it decides whether the step
+                is made.
         """
+        if isinstance(scaled_norm, Tensor):
+            if not self.checks_overflow:
+                return self._verdict_on_device(scaled_norm)
+            scaled_norm = scaled_norm.item()
         loss_scale = self.loss_scaler.loss_scale
         norm = scaled_norm / loss_scale
         applies = not self.checks_overflow or math.isfinite(scaled_norm)
-        if applies and not math.isfinite(norm):
-            warn_once(
-                f"step: the norm of the gradients is {norm}, and {self.name} applies them all the same: the weights "
-                'are lost. Look for the cause; in bf16 "bf16": {"check_grad_overflow": true} skips such steps'
-            )
+        if applies:
+            warn_unless_finite(norm)
         factor = 1.0 / loss_scale
         if applies and self.clip_norm > 0:
             coefficient = self.clip_norm / (norm + 1e-6)
             factor *= coefficient if math.isnan(coefficient) else min(1.0, coefficient)
         return Verdict(applies, factor, norm)
 
+    def _verdict_on_device(self, scaled_norm: Tensor) -> Verdict:
+        """The step is made; its factor stays on the device."""
+        norm = scaled_norm / self.loss_scaler.loss_scale
+        factor: float | Tensor = 1.0 / self.loss_scaler.loss_scale
+        if self.clip_norm > 0:
+            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0) * factor
+        return Verdict(True, factor, norm)
+
     def after_step(self, verdict: Verdict) -> None:
         """Let the loss scale adapt."""
         self.loss_scaler.update(overflow=not verdict.applies)
+
+
+def warn_unless_finite(norm: float) -> None:
+    """Warn once of a step that is made with gradients of this norm."""
+    if not math.isfinite(norm):
+        warn_once(
+            f"step: the norm of the gradients is {norm}, and the step is made all the same: the weights are lost. Look "
+            'for the cause; in bf16 "bf16": {"check_grad_overflow": true} skips such steps'
+        )

@@ -13,6 +13,9 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.placement import exact_norm
 
+#: a number of the host, or a 0-D tensor on the device, fp32
+Scalar = float | Tensor
+
 
 def is_tensor_parallel(param: Tensor) -> bool:
     """Whether tensor-parallel ranks hold different parts of the parameter, by the mark that Megatron's layers set."""
@@ -29,11 +32,15 @@ def norms_of_own_parts(shards: Iterable[ParamShard], params: Sequence[Tensor]) -
     return [exact_norm(grad) for grad in parts if grad is not None]
 
 
-def sum_over_model(square_sum: float, model_ranks: Sequence[GroupBackend], device: torch.device) -> float:
+def sum_over_model(square_sum: Scalar, model_ranks: Sequence[GroupBackend], device: torch.device) -> Scalar:
     """The sum over the ranks that hold other parts of the same model. A collective of each of `model_ranks`."""
     if not model_ranks:
         return square_sum
-    total = torch.tensor([square_sum], dtype=torch.float32, device=device)
+    total_1 = torch.empty(1, dtype=torch.float32, device=device)
+    if isinstance(square_sum, Tensor):
+        total_1.copy_(square_sum)
+    else:
+        total_1.fill_(square_sum)
     for ranks in model_ranks:
-        ranks.all_reduce(total).wait()
-    return total.item()
+        ranks.all_reduce(total_1).wait()
+    return total_1[0] if isinstance(square_sum, Tensor) else total_1.item()

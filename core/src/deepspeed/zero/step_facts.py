@@ -1,53 +1,134 @@
-"""`StepFacts`: what all ranks agree on once per step, summed in one small all-reduce that the host waits for once.
+"""`StepFacts`: what all ranks agree on once per step: the norm, which parameters were used, which gradients came late.
 
-Called by `strategy.py`. On a device the squares stay there until they are summed over the ranks, and the flags, which
-are the same in nearly every step, are copied there only when they change.
+Called by `strategy.py`. Where the gradients are the host's, one small all-reduce carries all of it. Where they are on a
+device the host waits for no work there: the use of parameters and the late gradients are numbers of the hosts, who sum
+them among themselves, and the squares stay on the device, also as their sum over the ranks. So a norm is a float or a
+0-D tensor (`Scalar`), which only who asks for its value reads.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.host_sums import HostSums
+from deepspeed.zero.gradient_norm import Scalar, sum_over_model
 from deepspeed.zero.placement import read
+from deepspeed.zero.unit_ranks import UnitRanks
+from deepspeed.zero.use_slots import UseSlots
 
 
 class StepFacts:
     """Args:
     backend: of the ranks that agree.
+    model_ranks: one per axis (tp, pp) along which the caller divided the model.
+    is_offloaded: the optimizer is on the host, which reads the norm anyway.
     """
 
-    def __init__(self, backend: GroupBackend) -> None:
+    def __init__(
+        self, backend: GroupBackend, model_ranks: Sequence[GroupBackend] = (), *, is_offloaded: bool = False
+    ) -> None:
         self._backend = backend
-        self._flags: list[float] = []
-        self._flags_on_device: Tensor | None = None
+        self._model_ranks = model_ranks
+        self._is_offloaded = is_offloaded
+        self._device = torch.device("cpu")
+        self._slots = UseSlots([])
+        self._hosts: HostSums | None = None  # None: one rank, gradients of the host, or no connections between hosts
+        self._on_host = True  # squares are added up there
+        self._reads_flags = False  # they can be summed on the device only
 
-    def sum(self, norms: Sequence[Tensor], flags: list[float], device: torch.device) -> list[float]:
-        """[sum of the squares of `norms`, *flags], summed over the ranks. A collective.
+    def attach(self, ranks: Iterable[UnitRanks], device: torch.device) -> None:
+        """Take what a step has flags for. All ranks call it together; again after parameters were added.
+
+        Args:
+            ranks: of each parameter.
+            device: of the weights.
+        """
+        self._slots = UseSlots(ranks)
+        self._device = device
+        if device.type != "cpu" and self._backend.world_size > 1 and self._hosts is None:
+            hosts = HostSums(self._backend.group)
+            self._hosts = hosts if hosts.connect() else None
+            self._reads_flags = self._hosts is None
+        self._on_host = device.type == "cpu" or (self._is_offloaded and not self._reads_flags)
+
+    def agree(
+        self, norms: Sequence[Tensor], used: Sequence[bool], late: Sequence[bool]
+    ) -> tuple[Scalar, list[bool], list[float]]:
+        """(sum of the squares of `norms`, by parameter whether it was used, by bucket how many ranks are late), over
+        the ranks. A collective.
 
         Args:
             norms: 0-D, of this rank.
-            device: of the weights.
+            used: by parameter whether this rank has a gradient.
+            late: by bucket whether this rank has a gradient that came after the launch.
         """
+        squares, flags = self._sum(norms, [*self._slots.spread(used), *map(float, late)])
+        return squares, self._slots.own(flags), flags[self._slots.count :]
+
+    def sum_squares(self, norms: Sequence[Tensor]) -> Scalar:
+        """Sum of the squares of `norms` over the ranks. A collective."""
+        if self._on_host:
+            return self._sum_values([square_sum(norms)])[0]
+        squares_1 = self._squares(norms)
+        self._backend.all_reduce(squares_1).wait()
+        return squares_1[0]
+
+    def own_squares(self, norms: Sequence[Tensor]) -> Scalar:
+        """Sum of the squares of `norms` of this rank alone."""
+        return square_sum(norms) if self._on_host else self._squares(norms)[0]
+
+    def root_over_model(self, squares: Scalar) -> Scalar:
+        """Root of the sum over the ranks that hold other parts of the model; nan where there is none. A collective of
+        each of `model_ranks`."""
+        squares = sum_over_model(squares, self._model_ranks, self._device)
+        if isinstance(squares, Tensor) and not self._is_offloaded:
+            return squares.sqrt()
+        squares = float(squares)
+        return math.sqrt(squares) if squares >= 0 else math.nan
+
+    def abandon(self) -> None:
+        """This rank failed: peers that wait for it in `agree` raise. Waits for nobody."""
+        if self._hosts is not None:
+            self._hosts.abandon()
+
+    def _sum(self, norms: Sequence[Tensor], flags: list[float]) -> tuple[Scalar, list[float]]:
+        if self._on_host:
+            squares, *flags = self._sum_values([square_sum(norms), *flags])
+            return squares, flags
+        if self._reads_flags:
+            return self._sum_and_read(norms, flags)
+        flags = self._sum_values(flags)
+        return self.sum_squares(norms), flags
+
+    def _sum_values(self, values: list[float]) -> list[float]:
+        """Numbers of the host, summed over the ranks."""
         if self._backend.world_size == 1:
-            return [square_sum(norms), *flags]
-        facts = self._on_host(norms, flags) if device.type == "cpu" else self._on_device(norms, flags, device)
-        self._backend.all_reduce(facts).wait()
-        sums: list[float] = facts.tolist()
-        return sums
+            return values
+        if self._hosts is not None:
+            return self._hosts.sum(values)
+        values_N = torch.tensor(values, dtype=torch.float64, device="cpu")
+        sums_N = self._backend.allocate(len(values), values_N.dtype, values_N.device).copy_(values_N)
+        self._backend.all_reduce(sums_N).wait()
+        return sums_N.tolist()  # type: ignore[no-any-return]
 
-    def _on_host(self, norms: Sequence[Tensor], flags: list[float]) -> Tensor:
-        values = torch.tensor([square_sum(norms), *flags], dtype=torch.float64)
-        return self._backend.allocate(len(values), values.dtype, values.device).copy_(values)
+    def _sum_and_read(self, norms: Sequence[Tensor], flags: list[float]) -> tuple[float, list[float]]:
+        """Both in one all-reduce of the device, for whose sums the host waits."""
+        sums_N = self._backend.allocate(1 + len(flags), torch.float32, self._device)
+        sums_N[:1] = self._squares(norms)
+        sums_N[1:] = torch.tensor(flags, dtype=torch.float32, device=self._device)
+        self._backend.all_reduce(sums_N).wait()
+        squares, *flags = sums_N.tolist()
+        return squares, flags
 
-    def _on_device(self, norms: Sequence[Tensor], flags: list[float], device: torch.device) -> Tensor:
-        if self._flags_on_device is None or flags != self._flags:
-            self._flags, self._flags_on_device = flags, torch.tensor(flags, device=device)
-        facts = self._backend.allocate(1 + len(flags), torch.float32, device)  # some devices lack fp64
-        facts[0] = torch.stack([norm.to(facts) for norm in norms]).square().sum() if norms else 0.0
-        facts[1:] = self._flags_on_device
-        return facts
+    def _squares(self, norms: Sequence[Tensor]) -> Tensor:
+        """Sum of the squares of `norms`: [1] on the device, fp32, as some devices lack fp64."""
+        squares_1 = self._backend.allocate(1, torch.float32, self._device)
+        if not norms:
+            return squares_1.zero_()
+        return squares_1.copy_(torch.stack([norm.to(squares_1) for norm in norms]).square().sum())
 
 
 def square_sum(norms: Sequence[Tensor]) -> float:

@@ -16,7 +16,6 @@ stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 """
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,16 +38,15 @@ from deepspeed.zero.agreement import check_same
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.flat_group import FlatGroup
-from deepspeed.zero.gradient_norm import norms_of_own_parts, sum_over_model
+from deepspeed.zero.gradient_norm import Scalar, norms_of_own_parts
 from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.replica_sum import ReplicaSum
 from deepspeed.zero.shown_gradients import ShownGradients
-from deepspeed.zero.step_facts import StepFacts, square_sum
+from deepspeed.zero.step_facts import StepFacts
 from deepspeed.zero.touched_rows import TouchedRows
-from deepspeed.zero.update import OptimizerUpdate
-from deepspeed.zero.use_slots import UseSlots
+from deepspeed.zero.update import OptimizerUpdate, multiply, takes_one_pass
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -89,8 +87,8 @@ class Sharding(Holding):
         self._adds_up = False  # there are gradients of an earlier backward of this step
         self._shown = ShownGradients()
         self._replica_sum = ReplicaSum(options.wire_dtype)
-        self._norm: float | None = None
-        self._facts = StepFacts(backend)
+        self._norm: Scalar | None = None
+        self._facts = self._create_facts()
         self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
         self._broken_by: str | None = None  # the error that ended an update before all weights were updated
         self._updates: OptimizerUpdate | None = None
@@ -207,7 +205,8 @@ class Sharding(Holding):
         attached = {id(param) for param in self.params}
         self._others = [(name, param) for name, param in self._named if id(param) not in attached]
         self._used_anywhere = [False] * len(self.params)
-        self._use_slots = UseSlots(group.ranks for group in self.groups for _ in group.params)
+        if self.groups:
+            self._facts.attach((group.ranks for group in self.groups for _ in group.params), self.groups[0].device)
         managed.register(self)
         if takes_only_sparse(self.optimizer) and self.params:
             everyone = [self.unit_groups.of(param).everyone for param in self.params]
@@ -219,6 +218,9 @@ class Sharding(Holding):
             )
         if len(self._gradients) == len(self.groups):
             self._connect_shards()
+
+    def _create_facts(self) -> StepFacts:
+        return StepFacts(self.backend, self.options.model_ranks, is_offloaded=self.placement.is_offloaded)
 
     def _create_reduction(self) -> GradientReduction:
         return GradientReduction(
@@ -307,6 +309,8 @@ class Sharding(Holding):
             if not self.placement.is_offloaded:  # else copies are summed
                 self._drop_gradient_memory()
         self.zero_grad()
+        if failed:
+            self._facts.abandon()
         for ranks in self.backends:
             if ranks.world_size > 1:
                 left = [work for issuer, work in works if issuer is ranks]
@@ -323,45 +327,43 @@ class Sharding(Holding):
     def reduce(self) -> None:
         """Finish every collective, and agree with the other ranks on the norm and on which parameters were used.
 
-        One small all-reduce carries [sum of squares, per parameter whether it was used, per bucket whether a
-        gradient came after its launch]. Late gradients (a block that a checkpoint runs twice in one backward) are
-        then reduced in a second round, on all ranks alike.
+        They also agree on which buckets got a gradient after their launch. Such late gradients (of a block that a
+        checkpoint runs twice in one backward) are then reduced in a second round, on all ranks alike.
         """
         self._take_shown()
         if self._norm is not None:
             return
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
-        facts = self._finish_collectives()
+        squares = self._finish_collectives()
         if not (self.options.allows_unused or all(self._used_anywhere)):
             self._refuse_unused()
         if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
-            facts[0] = 0.0
-        self._norm = self._root_over_model(facts[0]) * self._after_sum
+            squares = 0.0
+        self._norm = self._facts.root_over_model(squares) * self._after_sum
         self._after_reduce()
 
     @_abandons_on_error
-    def _finish_collectives(self) -> list[float]:
-        """[sum of squares, ...] over the ranks, with every bucket reduced."""
+    def _finish_collectives(self) -> Scalar:
+        """Sum of the squares of all gradients, over the ranks, with every bucket reduced."""
         reduction = self.reduction
         if not reduction.is_launched:  # the boundary was declared after the backward
             reduction.launch_rest()
         while True:
             reduction.finish()
             self.placement.settle()
-            facts = self._sum_over_ranks([*self._use_slots.spread(reduction.used), *map(float, reduction.late)])
-            self._used_anywhere[:] = self._use_slots.own(facts[1:])
-            late = facts[1 + self._use_slots.count :]
+            squares, used, late = self._facts.agree(self._local_norms(), reduction.used, reduction.late)
+            self._used_anywhere[:] = used
             if not any(late):
                 break
             reduction.launch_late(late)
         if self._rows is not None:
             self._rows.add_up()
-        if self.unit_groups.dense.replicas is not None and any(self._used_anywhere):
+        if self.unit_groups.dense.replicas is not None and any(used):
             self._replica_sum.add_up(self._reduced_units())
             self.placement.gradients_changed()
-            facts[0] = self._sum_over_ranks([])[0]
-        return facts
+            squares = self._facts.sum_squares(self._local_norms())
+        return squares
 
     def _reduced_units(self) -> Iterator[tuple[FlatGroup, Tensor]]:
         """The units, with this rank's reduced gradients of each."""
@@ -388,11 +390,11 @@ class Sharding(Holding):
             return
         were_written = self._shown.were_written(self._gradients)
         if self.unit_groups.divides_experts:  # other ranks have others, and do not know whether these were written
-            self._norm = self._root_over_model(self._sum_over_ranks([])[0])
+            self._norm = self._facts.root_over_model(self._facts.sum_squares(self._local_norms()))
         elif were_written:
             counts_all = self.options.counts_replicated
             own = self.placement.norms(self._reduced) if counts_all else self._norms_of_own_parts(self.groups)
-            self._norm = self._root_over_model(square_sum(own))
+            self._norm = self._facts.root_over_model(self._facts.own_squares(own))
 
     def _local_norms(self) -> list[Tensor]:
         if self.options.counts_replicated:
@@ -402,32 +404,27 @@ class Sharding(Holding):
     def _norms_of_own_parts(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
         return norms_of_own_parts((shard for group in groups for shard in group.shards), self.params)
 
-    def _root_over_model(self, square_sum: float) -> float:
-        """Root of the sum over the ranks that hold other parts of the model; nan where there is none."""
-        square_sum = sum_over_model(square_sum, self.options.model_ranks, self.groups[0].device)
-        return math.sqrt(square_sum) if square_sum >= 0 else math.nan
-
-    def _sum_over_ranks(self, flags: list[float]) -> list[float]:
-        """[sum of the squares of all gradients, *flags]."""
-        return self._facts.sum(
-            self._local_norms(), flags, self.groups[0].device if self.groups else torch.device("cpu")
-        )
-
-    def norm(self) -> float:
-        """Global L2 norm of the reduced gradients, as scaled as the losses were; inf or nan after an overflow."""
+    def norm(self) -> Scalar:
+        """Global L2 norm of the reduced gradients, as scaled as the losses were; inf or nan after an overflow. A 0-D
+        tensor where the optimizer updates on a device."""
         assert self._norm is not None, "norm() follows reduce()"
         return self._norm
 
-    def update(self, scale: float = 1.0) -> None:
+    def update(self, scale: Scalar = 1.0) -> None:
         """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
         assert self._updates is not None
         self.release_gathered()
+        scale = scale * self._after_sum
+        if isinstance(scale, Tensor) and takes_one_pass(self.optimizer):  # whose kernel takes a number of the host
+            for gradients in self._reduced:
+                multiply(gradients, scale)
+            scale = 1.0
         self._shown.forget()
         for param in self.params:
             param.grad = None  # the update points master weights at their gradients, batch by batch
         gathers: list[tuple[GroupBackend, Work]] = []
         try:
-            for batch in self._updates.step(scale * self._after_sum):
+            for batch in self._updates.step(scale):
                 for index in batch.finished:
                     if (work := self._all_gather_weights(index)) is not None:
                         gathers.append((self.groups[index].ranks.shards, work))
@@ -480,7 +477,7 @@ class Sharding(Holding):
         self.groups, self.params, self.buckets = [], [], []
         self._gradients, self._reduced = [], []
         self.reduction = self._create_reduction()
-        self._shown, self._facts = ShownGradients(), StepFacts(self.backend)
+        self._shown, self._facts = ShownGradients(), self._create_facts()
 
     def _finish_and_forget(self) -> None:
         """Finish the collectives in flight, which all ranks have issued, and forget the gradients. How many are left to

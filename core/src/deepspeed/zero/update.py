@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from deepspeed.ops.reference_optimizer import OnePass, ReferenceOptimizer
 from deepspeed.zero.flat_group import ParamShard
+from deepspeed.zero.gradient_norm import Scalar
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.touched_rows import TouchedRows
 
@@ -54,8 +55,11 @@ class OptimizerUpdate:
         self._used_before: list[bool] = []  # in the last step
         self._calls: list[list[list[ParamShard]]] = []  # by batch and group of the optimizer: what is updated
 
-    def step(self, scale: float) -> Iterator[Batch]:
+    def step(self, scale: Scalar) -> Iterator[Batch]:
         """Update one batch after the other and yield it when its weights are final.
+
+        Args:
+            scale: by which gradients are multiplied; a float for an optimizer with a one-pass kernel.
 
         While a batch is updated the optimizer's groups hold its shards only, so that the optimizer does not look
         through all the others each time.
@@ -74,6 +78,7 @@ class OptimizerUpdate:
                         group["params"] = [shard.master for shard in shards]
                     copies = [self._placement.copies(shards) for shards in by_group]
                     if one_pass is not None:
+                        assert isinstance(scale, float)
                         one_pass.step(one_pass=_one_pass(by_group, copies, scale))
                     else:
                         widened = self._step_widened(by_group, copies, scale, widened)
@@ -90,7 +95,7 @@ class OptimizerUpdate:
         return [[shard for shard in used if shard.param_group == index] for index in range(num_groups)]
 
     def _step_widened(
-        self, by_group: list[list[ParamShard]], copies: list[list[Tensor]], scale: float, widened: Tensor | None
+        self, by_group: list[list[ParamShard]], copies: list[list[Tensor]], scale: Scalar, widened: Tensor | None
     ) -> Tensor | None:
         """The step of any torch optimizer, through `.grad`; returns the buffer for the next batch."""
         widened = self._set_gradients([shard for shards in by_group for shard in shards], scale, widened)
@@ -102,7 +107,7 @@ class OptimizerUpdate:
                 copy.copy_(shard.master)
         return widened
 
-    def _set_gradients(self, shards: list[ParamShard], scale: float, widened: Tensor | None) -> Tensor | None:
+    def _set_gradients(self, shards: list[ParamShard], scale: Scalar, widened: Tensor | None) -> Tensor | None:
         """Point every master's `.grad` at its gradient times `scale`; returns the buffer for the next batch."""
         to_widen = [shard for shard in shards if _grad(shard).dtype != shard.master.dtype]
         if to_widen:
@@ -114,12 +119,12 @@ class OptimizerUpdate:
                 wide = widened.narrow(0, start, shard.fragment.numel).view(shard.master.shape)
                 shard.master.grad = wide.copy_(_grad(shard))
                 start += shard.fragment.numel
-            if scale != 1.0:
-                widened[:start].mul_(scale)
+            multiply(widened[:start], scale)
         for shard in shards:
             grad = _grad(shard)
             if grad.dtype == shard.master.dtype:
-                shard.master.grad = grad if scale == 1.0 else grad.mul_(scale)
+                multiply(grad, scale)
+                shard.master.grad = grad
             if self._rows is not None and shard.master.grad is not None:
                 shard.master.grad = self._rows.pick(shard.index, shard.master.grad)
         return widened
@@ -128,6 +133,18 @@ class OptimizerUpdate:
 def takes_one_pass(optimizer: Optimizer | None) -> TypeGuard[ReferenceOptimizer]:
     """Whether one pass reads gradients, updates master weights and writes the model's; loads the optimizer's kernel."""
     return isinstance(optimizer, ReferenceOptimizer) and optimizer.takes_one_pass
+
+
+def multiply(gradients: Tensor, scale: Scalar) -> None:
+    """Multiply contiguous `gradients` in place.
+
+    Low-precision gradients are multiplied in fp32 and rounded once. (A 0-D tensor `scale` would first be rounded to
+    their dtype.)
+    """
+    if isinstance(scale, Tensor):
+        gradients.view(-1).mul_(scale.view(1))
+    elif scale != 1.0:
+        gradients.mul_(scale)
 
 
 def _one_pass(by_group: list[list[ParamShard]], copies: list[list[Tensor]], scale: float) -> OnePass:

@@ -2,11 +2,13 @@
 
 import csv
 import logging
+import math
 
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.log import logger
+from deepspeed.engine.step import Progress, StepStats
+from deepspeed.log import logger, warn_once
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.throughput import ThroughputTimer
 from deepspeed.profiling.timer import NoopTimer, SynchronizedWallClockTimer
@@ -202,6 +204,19 @@ def test_nothing_is_measured_for_lines_that_nobody_sees(make_engine, monkeypatch
         train(make_engine(Net()), 10)
     finally:
         logger.setLevel(logging.WARNING)
+
+
+def test_a_norm_that_stayed_on_the_device_is_checked_where_a_line_is_due(make_engine, lines):
+    warn_once.cache_clear()
+    observers = make_engine(Net(), steps_per_print=2)._training.observers
+    stats = StepStats(global_step=0, applied=True, norm=torch.tensor(float("nan")), loss_scale=1.0)
+    found = []
+    for step in (1, 2):
+        observers.step_ended(stats, Progress(global_steps=step), batch_size=4, lr=[0.1], momentum=[])
+        found.append(any("norm of the gradients is nan" in text for _, text in lines))
+    assert found == [False, True]
+    assert math.isnan(stats.grad_norm)
+    assert type(stats.grad_norm) is float
 
 
 def test_memory_by_phase(make_engine, lines):

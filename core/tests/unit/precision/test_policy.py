@@ -52,6 +52,31 @@ def test_a_norm_that_is_not_finite_clips_to_what_it_is():
         assert precision.verdict(math.inf).grad_scale == 0.0
 
 
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+@pytest.mark.parametrize("norm", [0.0, 1e-7, 0.3, 0.5, 7.0, 1e30, math.inf, math.nan])
+def test_a_norm_on_a_device_is_judged_alike_and_not_read(norm, clip_norm, capsys):
+    precision = BF16(clip_norm=clip_norm)
+    expected = precision.verdict(norm)
+    warn_once.cache_clear()
+    capsys.readouterr()
+    verdict = precision.verdict(torch.tensor(norm))
+    assert verdict.applies
+    assert isinstance(verdict.norm, torch.Tensor)
+    assert isinstance(verdict.grad_scale, torch.Tensor if clip_norm else float)
+    torch.testing.assert_close(torch.tensor(float(verdict.norm)), torch.tensor(norm), equal_nan=True)
+    scales = torch.tensor([float(verdict.grad_scale), expected.grad_scale])
+    torch.testing.assert_close(scales[0], scales[1], equal_nan=True)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("norm", [2.0, math.inf, math.nan])
+def test_a_norm_that_decides_over_the_step_is_read(norm):
+    for precision in (FP16(LossScaler(8.0), clip_norm=0.1), BF16(checks_overflow=True)):
+        verdict, expected = precision.verdict(torch.tensor(norm)), precision.verdict(norm)
+        assert (verdict.applies, verdict.grad_scale) == (expected.applies, expected.grad_scale)
+        assert type(verdict.norm) is float
+
+
 def test_a_step_that_loses_the_weights_is_told_once(capsys):
     warn_once.cache_clear()
     precision = BF16()

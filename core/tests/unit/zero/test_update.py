@@ -5,7 +5,7 @@ import torch
 from deepspeed.ops.reference_optimizer import ReferenceOptimizer
 from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.layout import Fragment
-from deepspeed.zero.update import Batch, OptimizerUpdate, takes_one_pass
+from deepspeed.zero.update import Batch, OptimizerUpdate, multiply, takes_one_pass
 
 
 def make_shard(index, numel, *, dtype=torch.float32, grad_dtype=None, grad=1.0):
@@ -43,6 +43,24 @@ def test_low_precision_widens_and_rounds_back(scale, per_batch):
         torch.testing.assert_close(shard.master, wanted.expand_as(shard.master))
         assert torch.equal(shard.weight, shard.master.bfloat16())
         assert shard.grad.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_on_the_device_gives_what_a_number_gives(dtype):
+    scale = torch.tensor(0.3)  # fp32, which bf16 would round
+    found, expected = ([make_shard(0, 3, dtype=dtype, grad=1.7)] for _ in range(2))
+    for shards, factor in ((found, scale), (expected, scale.item())):
+        for _ in make_update(shards)[0].step(factor):
+            pass
+    assert torch.equal(found[0].master, expected[0].master)
+
+
+def test_low_precision_gradients_are_multiplied_in_fp32_and_rounded_once():
+    gradients = torch.linspace(-2.0, 3.0, 64).bfloat16()
+    scale = torch.tensor(0.0531)
+    expected = (gradients.float() * scale).bfloat16()
+    multiply(gradients, scale)
+    assert torch.equal(gradients, expected)
 
 
 def test_gradients_that_are_wide_already_are_used_as_they_are():
