@@ -250,7 +250,9 @@ def test_a_part_of_the_parameters_is_refused():
     config = DeepSpeedConfig(
         {"train_batch_size": 1, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
     )
-    with pytest.raises(ConfigError, match=r"zero_optimization\.offload_optimizer\.ratio: found 0\.5, but all optimizer"):
+    with pytest.raises(
+        ConfigError, match=r"zero_optimization\.offload_optimizer\.ratio: found 0\.5, but all optimizer"
+    ):
         config.check_supported()
 
 
