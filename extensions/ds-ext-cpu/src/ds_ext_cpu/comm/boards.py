@@ -189,7 +189,7 @@ class Peer:
         except ProcessLookupError:
             raise PeerGone(
                 f"rank {self.rank} (process {self._process}) ended before a collective with it was over; its own "
-                "output says why"
+                "output says why, or it had fewer batches than this rank"
             ) from None
         except OSError as error:
             raise CommError(
