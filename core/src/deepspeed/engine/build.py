@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.leaf_modules import mark_configured
-from deepspeed.zero.managed import refuse_managed, refuse_sharded
+from deepspeed.zero.managed import refuse_managed, refuse_meta, refuse_sharded
 from deepspeed.zero.module_units import Stage3Options
 from deepspeed.zero.offload.policy import asks_for_host, check_param_offload, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -107,6 +108,7 @@ def initialize(
     report_to_launcher()
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"initialize: model is {type(model).__name__}; pass a torch.nn.Module")
+    refuse_meta(chain(model.named_parameters(), model.named_buffers()), "initialize")
     source = _config_source(args, config, config_params)
     _start_communication(dist_init_required, distributed_port)
     mesh = groups.create_mesh(mpu, mesh_param)

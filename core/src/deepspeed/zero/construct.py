@@ -26,6 +26,7 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import expert_group_of
 from deepspeed.zero.gather import GatheredParameters, register_external_parameter, unregister_external_parameter
 from deepspeed.zero.init_access import WholeOnAccess
+from deepspeed.zero.managed import refuse_meta
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.unit_ranks import UnitRanks
@@ -89,8 +90,8 @@ class Init(contextlib.AbstractContextManager["Init"]):
     page-locked where they are copied.
 
     Raises:
-        ConfigError: if the configuration has another stage than 3, where nothing would be sharded, or if
-            `remote_device` is "nvme".
+        ConfigError: if the configuration has another stage than 3, where nothing would be sharded, if
+            `remote_device` is "nvme", or if a parameter is on the meta device, where it has no values.
     """
 
     _depth = 0  # contexts that are entered
@@ -190,6 +191,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
     def _shard(self, module: Module) -> None:
         for name, param in module.named_parameters():
             if unit_of(param) is None and param.numel() > 0:
+                refuse_meta([(name, param)], "zero.Init")
                 dtype = self.dtype if param.is_floating_point() else None
                 ranks = self._ranks_of(param)
                 unit = ParamUnit([param], [name], ranks, device=self._device, dtype=dtype, from_first_rank=True)

@@ -5,6 +5,7 @@ A parameter belongs to its engine until `destroy()`, or until the engine is coll
 
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,6 +72,25 @@ def refuse_managed(module: torch.nn.Module, optimizer: Optimizer | None, model_d
         raise ConfigError(
             f"initialize: asked for a model in {model_dtype}, and another engine trains the parameter {name!r} in "
             f"{param.dtype}; use the same precision for both, or call destroy() on that engine first"
+        )
+
+
+def refuse_meta(named: Iterable[tuple[str, Tensor]], asked: str) -> None:
+    """Refuse tensors on the meta device, which have no values.
+
+    Args:
+        named: parameters and buffers, with their names.
+        asked: what the user called.
+
+    Raises:
+        ConfigError: names one of them.
+    """
+    names = [name for name, tensor in named if tensor.is_meta]
+    if names:
+        raise ConfigError(
+            f"{asked}: found {len(names)} parameters or buffers, such as {names[0]!r}, on the meta device, where they "
+            'have no values; build the model in deepspeed.zero.Init, outside of torch.device("meta"), or allocate it '
+            'with model.to_empty(device="cpu") and set its values before'
         )
 
 

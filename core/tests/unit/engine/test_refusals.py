@@ -190,3 +190,11 @@ def test_other_parameter_groups_of_a_plain_optimizer(make_engine, tmp_path):
     with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters, this run has \[1, 1\]"):
         engine.load_checkpoint(tmp_path)
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_without_values_is_refused(stage):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}}
+    with pytest.raises(ConfigError, match=r"^initialize: found 2 .* '1\.weight', on the meta device.*zero\.Init"):
+        deepspeed.initialize(model=model, config=config)

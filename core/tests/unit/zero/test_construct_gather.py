@@ -27,6 +27,16 @@ def test_init_refuses_nvme():
         deepspeed.zero.Init(remote_device="nvme")
 
 
+def test_init_refuses_parameters_without_values():
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    with (
+        deepspeed.zero.Init(config_dict_or_path=config),
+        torch.device("meta"),
+        pytest.raises(ConfigError, match=r"^zero\.Init: .* such as 'weight', on the meta device"),
+    ):
+        nn.Linear(3, 2)
+
+
 def test_gathered_parameters_are_the_parameters():
     layer = nn.Linear(3, 2)
     with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0) as context:
