@@ -57,9 +57,10 @@ def main() -> None:
         describe(engine, corpus, entropy, steps)
         with TrainingLog(arguments.output, first_step, last_step) as log:
             train(engine, corpus, arguments, steps, log)
-        conclude(engine, arguments, entropy, log)
+        conclude(arguments, entropy, log, sample(engine, arguments.sample_bytes))
     else:
         train(engine, corpus, arguments, steps, log=None)
+        sample(engine, arguments.sample_bytes)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -113,7 +114,7 @@ def train(
 
 
 def report_from_all_ranks(loss: torch.Tensor) -> tuple[float, list[float]]:
-    """The loss averaged over the ranks, and the memory of each in MiB: one small exchange."""
+    """The loss averaged over the ranks, and the memory of each in MiB: one small all-gather."""
     mine = torch.tensor([loss.item(), get_accelerator().memory_allocated() / MEBIBYTE], device=loss.device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, mine)
@@ -123,12 +124,18 @@ def report_from_all_ranks(loss: torch.Tensor) -> tuple[float, list[float]]:
 
 @torch.no_grad()
 def validate(engine: deepspeed.DeepSpeedEngine, corpus: Corpus) -> float:
-    """Loss on the same held-out windows each time, shared out among the ranks."""
+    """Loss on the same held-out windows each time, shared out among the ranks.
+
+    Each rank makes the same number of forwards, which ZeRO-3 needs; those beyond the last window do not count.
+    """
     engine.eval()
     total = torch.zeros((), device=engine.device)
-    for number in range(dist.get_rank(), VALIDATION_BATCHES, dist.get_world_size()):
+    for first in range(0, VALIDATION_BATCHES, dist.get_world_size()):
+        number = first + dist.get_rank()
         tokens, targets = draw_batch(corpus.validation, 16, SEQUENCE_LENGTH, seed=number)
-        total += engine(tokens.to(engine.device), targets.to(engine.device)).float()
+        loss = engine(tokens.to(engine.device), targets.to(engine.device)).float()
+        if number < VALIDATION_BATCHES:
+            total += loss
     dist.all_reduce(total)
     engine.train()
     return total.item() / VALIDATION_BATCHES
@@ -136,7 +143,7 @@ def validate(engine: deepspeed.DeepSpeedEngine, corpus: Corpus) -> float:
 
 @torch.no_grad()
 def sample(engine: deepspeed.DeepSpeedEngine, num_bytes: int) -> str:
-    """Text written by the model, byte by byte. ZeRO-2 keeps whole weights on each rank, so one rank can do it alone."""
+    """Text written by the model, byte by byte. All ranks do it: under ZeRO-3 each holds a part of the weights."""
     start = torch.tensor([list(b"def ")], device=engine.device)
     text = engine.module.sample(start, num_bytes, temperature=0.7, generator=torch.Generator().manual_seed(0))
     return bytes(text[0].tolist()).decode("utf-8", errors="replace")
@@ -144,7 +151,7 @@ def sample(engine: deepspeed.DeepSpeedEngine, num_bytes: int) -> str:
 
 def describe(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, entropy: float, steps: range) -> None:
     """What is about to run, in three lines."""
-    numel = sum(parameter.numel() for parameter in engine.module.parameters())
+    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
     megabytes = (len(corpus.train) + len(corpus.validation)) / 1e6
     stage = engine.zero_optimization_stage()
     print(f"GPT of {numel / 1e6:.1f} M parameters, {dist.get_world_size()} ranks on {engine.device}, ZeRO-{stage}")
@@ -154,15 +161,13 @@ def describe(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, entropy: float, 
     )
 
 
-def conclude(
-    engine: deepspeed.DeepSpeedEngine, arguments: argparse.Namespace, entropy: float, log: TrainingLog
-) -> None:
+def conclude(arguments: argparse.Namespace, entropy: float, log: TrainingLog, text: str) -> None:
     """The final losses beside the entropy, a text by the model, and where everything lies."""
     final = log.rows[-1]
     print(
         f"\nloss {final.loss:.3f}, validation {final.validation_loss:.3f}, unigram entropy {entropy:.3f} nats per byte"
     )
-    print(f"\n--- the model writes ---\n{sample(engine, arguments.sample_bytes)}\n------------------------\n")
+    print(f"\n--- the model writes ---\n{text}\n------------------------\n")
     print(f"checkpoint: {arguments.output / 'checkpoint'} (go on with --resume)")
     print(f"metrics:    {arguments.output / 'metrics.csv'}")
     print(f"picture:    {log.draw(entropy).resolve()}")
