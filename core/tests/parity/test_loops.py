@@ -196,7 +196,7 @@ def test_no_sync_is_refused_with_sharded_gradients():
 
 
 def only_no_sync_job(stage):
-    """Every backward waits, and the step itself finds that nothing was exchanged."""
+    """Every backward waits, and the step itself finds that nothing was reduced."""
     engine = create_engine(stage)
     for step in range(4):
         with engine.no_sync():
@@ -207,7 +207,7 @@ def only_no_sync_job(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_gradients_that_waited_are_exchanged_by_the_step(stage):
+def test_gradients_that_waited_are_reduced_by_the_step(stage):
     run_ranks(2, only_no_sync_job, stage)
 
 
@@ -296,7 +296,7 @@ class Bomb(torch.autograd.Function):
 
 
 def failing_backward_job(stage, by_engine):
-    """The layers above the bomb have their gradients, and perhaps their exchange, when it goes off."""
+    """The layers above the bomb have their gradients, and perhaps their reduction, when it goes off."""
     net = create_net()
     engine = create_engine(stage, net)
     handle = None

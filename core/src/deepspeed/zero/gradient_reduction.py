@@ -68,12 +68,10 @@ class GradientReduction:
         self._units = units
         self._buckets = buckets
         self._by_unit = {bucket.index: bucket for bucket in buckets}
-        self._reduce, self._open_window, self._after_arrival, self._name_of = (
-            reduce,
-            open_window,
-            after_arrival,
-            name_of,
-        )
+        self._reduce = reduce
+        self._open_window = open_window
+        self._after_arrival = after_arrival
+        self._name_of = name_of
         self._overlaps = overlaps
         self._max_in_flight = max_in_flight
         self._waits_on_device = waits_on_device

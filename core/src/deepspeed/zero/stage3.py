@@ -105,8 +105,8 @@ class Stage3(Stage2):
     def _all_gather_weights(self, index: int) -> Work | None:
         return super()._all_gather_weights(index) if self.groups[index].unit is None else None
 
-    def _abandon(self, *works: tuple[GroupBackend, Work], failed: bool) -> None:
-        super()._abandon(*works, *self.gathering.abandon(), failed=failed)
+    def _abandon(self, *works: tuple[GroupBackend, Work]) -> None:
+        super()._abandon(*works, *self.gathering.abandon())
 
     def _finish_in_flight(self) -> None:
         super()._finish_in_flight()

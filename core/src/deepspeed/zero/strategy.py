@@ -68,7 +68,7 @@ def _abandons_on_error(method: _F) -> _F:
         try:
             return method(self, *args)
         except BaseException:
-            self._abandon(failed=True)
+            self._abandon()
             raise
 
     return call  # type: ignore[return-value]
@@ -293,14 +293,12 @@ class Sharding(Holding):
                 "backward: an exception ended it, and the gradients of the backwards before it in the same step are "
                 "dropped too; repeat those micro-batches, or omit the step"
             )
-        self._abandon(failed=True)
+        self._abandon()
 
-    def _abandon(self, *works: tuple[GroupBackend, Work], failed: bool) -> None:
-        """Forget every gradient, and the collectives in flight, `works` and those of buckets.
+    def _abandon(self, *works: tuple[GroupBackend, Work]) -> None:
+        """Forget every gradient, and the collectives in flight: `works` and those of buckets. This rank has failed.
 
-        Waits for nobody: peers may be in another collective.
-
-        Peers that wait for this rank raise if it `failed`. All ranks that do so can go on where the backend says so.
+        Waits for no peer, since peers may be in another collective; those that wait for this rank raise.
         """
         was_launched = self.reduction.was_launched  # peers may be beyond it, and wait for this rank in another group
         works += tuple(self.reduction.abandon())
@@ -309,12 +307,11 @@ class Sharding(Holding):
             if not self.placement.is_offloaded:  # else copies are summed
                 self._drop_gradient_memory()
         self.zero_grad()
-        if failed:
-            self._facts.abandon()
+        self._facts.abandon()
         for ranks in self.backends:
             if ranks.world_size > 1:
                 left = [work for issuer, work in works if issuer is ranks]
-                ranks.abandon(left, failed=failed, others_finished=was_launched)
+                ranks.abandon(left, failed=True, others_finished=was_launched)
 
     def _drop_gradient_memory(self) -> None:
         """Leave the memory to works in flight; the next backward allocates other memory."""
@@ -432,7 +429,7 @@ class Sharding(Holding):
                 work.wait()
         except BaseException as error:
             self._broken_by = first_line(error)
-            self._abandon(*gathers, failed=True)
+            self._abandon(*gathers)
             raise
         self.placement.finish_sending()
 
@@ -466,7 +463,7 @@ class Sharding(Holding):
         if self.window.is_open:
             self.window.abort()
         elif sys.exc_info()[1] is not None:  # in a `finally` or `except`: this rank failed
-            self._abandon(failed=True)
+            self._abandon()
         else:
             self._finish_and_forget()
         for bucket in self.buckets:
@@ -486,7 +483,7 @@ class Sharding(Holding):
             self._finish_in_flight()
         except CommError as error:
             logger.warning("destroy: gradients that were being reduced are dropped: %s", first_line(error))
-            self._abandon(failed=True)
+            self._abandon()
         self.zero_grad()
 
     def _finish_in_flight(self) -> None:

@@ -134,7 +134,8 @@ def test_a_parameter_in_two_groups():
 
 def test_offload_moves_nothing_where_memory_is_the_hosts():
     config = {**SGD, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    deepspeed.initialize(model=nn.Linear(4, 2), config=config)
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 2), config=config)
+    assert not engine.sharding.placement.is_offloaded
 
 
 def test_an_offloaded_optimizer_that_is_given_must_be_one_for_the_host():
