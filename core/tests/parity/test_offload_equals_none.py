@@ -36,7 +36,7 @@ CASES = {
     "fp32, clipped": {"gradient_clipping": 0.1},
     "fp32, accumulated, clipped": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1},
     "fp32, Lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True},
-    "fp32, exchanged in bf16": {"communication_data_type": "bf16"},
+    "fp32, reduced in bf16": {"communication_data_type": "bf16"},
     "bf16": BF16,
     "bf16, clipped": {**BF16, "gradient_clipping": 0.1},
     "bf16, accumulated": {**BF16, "gradient_accumulation_steps": 2},
@@ -53,7 +53,7 @@ CASES = {
         "gradient_clipping": 0.1,
     },
 }
-BOUNDS = {"bf16, accumulated": 1e-2, "fp16, accumulated, clipped": 1e-2, "fp32, exchanged in bf16": 1e-2}
+BOUNDS = {"bf16, accumulated": 1e-2, "fp16, accumulated, clipped": 1e-2, "fp32, reduced in bf16": 1e-2}
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""Where figures of a run go: tensorboard, wandb, comet, csv files, plugins; what is measured: flops, exchanges, times.
+"""Where figures of a run go (tensorboard, wandb, comet, csv files, plugins), and which: flops, collectives, times.
 
 None of these changes a result, so what is not there yet is reported once and training goes on. `monitor/` acts on the
 first five, `comm/record.py` on `comms_logger`, `profiling/throughput.py` on `timers`.
@@ -83,7 +83,7 @@ class MonitorConfig:
 class CommsLoggerConfig(Section):
     """`comms_logger`: count, bytes and time of each; `deepspeed.comm.log_summary()` prints the table."""
 
-    enabled: Flag = key(False, "Record every collective and exchange.")
+    enabled: Flag = key(False, "Record every collective and point-to-point call.")
     verbose: Flag = key(False, "Print each one, on every rank.")
     prof_all: Flag = key(True, "Record all of them.")
     debug: Flag = key(False, "Add the calling function to the name.")

@@ -142,14 +142,15 @@ def ds_optimizer(
 
 @hookspec(firstresult=True)
 def ds_sharding(name: str) -> "Callable[..., Any] | None":
-    """Give the way in which states, gradients and parameters are divided. Called once per engine.
+    """Give the way in which states, gradients and parameters are sharded. Called once per engine, but below stage 3 not
+    for an engine without optimizer.
 
     Args:
-        name: `zero_optimization.stage` as text, `"0"` to `"2"`: a plugin may replace a stage. Stage 3 is refused before
-            plugins are asked.
+        name: `zero_optimization.stage` as text, `"0"` to `"3"`: a plugin may replace a stage.
 
     Returns:
-        A class with the contract of `deepspeed.zero.strategy.Sharding`, or None.
+        A class with the contract of `deepspeed.zero.strategy.Sharding` (for `"3"`, that of
+        `deepspeed.zero.stage3.Stage3`), or None.
     """
 
 
