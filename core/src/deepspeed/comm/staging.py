@@ -27,10 +27,6 @@ class StagingPool:
         """Bytes that are taken or free."""
         return self._taken_bytes + sum(buffer.numel() for buffer in self._free)
 
-    def has_room(self, num_bytes: int) -> bool:
-        """True if `num_bytes` more may be taken within the limit; nothing taken always has room."""
-        return self._taken_bytes == 0 or self._taken_bytes + num_bytes <= self.limit_bytes
-
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor]:
         """A buffer to give back later (None for nothing) and its first `numel` elements of `dtype`, uninitialized."""
         if numel == 0:

@@ -1,4 +1,4 @@
-"""What there is to wait for: torch works as one, a work with a last local step, and nothing."""
+"""Works: those of torch as one, one with a local step after it, and one that is done."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,24 +19,6 @@ class _Done:
 
 
 DONE = _Done()
-
-
-class AllOf:
-    """Several works as one."""
-
-    __slots__ = ("works",)
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self.works = works
-
-    def poll(self) -> bool:
-        """Poll each."""
-        return all(work.poll() for work in self.works)
-
-    def wait(self) -> None:
-        """Wait for each, in the order of issue."""
-        for work in self.works:
-            work.wait()
 
 
 class _Works:
@@ -99,8 +81,5 @@ def parts_of(works: Sequence[Work]) -> list[Work]:
     """The works in flight that these are made of."""
     found: list[Work] = []
     for work in works:
-        if isinstance(work, AllOf):
-            found += parts_of(work.works)
-        else:
-            found += parts_of([work.work]) if isinstance(work, Followed) else [work]
+        found += parts_of([work.work]) if isinstance(work, Followed) else [work]
     return found

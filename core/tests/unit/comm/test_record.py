@@ -8,7 +8,7 @@ import torch
 from deepspeed.comm import comms_logger
 from deepspeed.comm.comm import CommsLogger
 from deepspeed.comm.record import RecordedGroup, recorded
-from deepspeed.comm.work import DONE, AllOf, Followed
+from deepspeed.comm.work import DONE, Followed
 
 
 @recorded
@@ -105,5 +105,5 @@ def test_what_is_abandoned_is_what_the_backend_gave_also_inside_other_works():
     group = RecordedGroup(backend)
     work = group.all_reduce(torch.zeros(4))
     assert work is not DONE
-    group.abandon([work, Followed(work, lambda: None, in_poll=False), AllOf([work])], failed=False)
-    assert backend.abandoned == [DONE, DONE, DONE]
+    group.abandon([work, Followed(work, lambda: None, in_poll=False)], failed=False)
+    assert backend.abandoned == [DONE, DONE]
