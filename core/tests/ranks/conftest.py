@@ -91,6 +91,7 @@ def start_ranks(tmp_path):
         command = [str(folder / "train.py"), *map(str, arguments)]
         ranks = []
         jobs.append((store, ranks))
+        forked.prepare(2, clean)
         for rank in range(2):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **environment}
             ranks.append(Script(rank, command, {**clean, **world, **own}, folder / f"rank{rank}.log"))

@@ -81,6 +81,7 @@ def start(
     Raises:
         ConnectionError: the process that forks has ended; it wrote why to the standard error.
         TimeoutError: it has not come to life.
+        EOFError: it ended just now.
     """
     if not _IS_SUPPORTED:
         return subprocess.Popen([sys.executable, *command], env=environment, stdin=stdin, stdout=output, stderr=output)
@@ -88,10 +89,15 @@ def start(
 
 
 def prepare(num_ranks: int, environment: Variables, early: Variables | None = None) -> None:
-    """Let the processes that fork these ranks make their imports side by side."""
+    """Have the processes that fork these ranks ready, so that ranks that wait for each other start together.
+
+    Raises:
+        ConnectionError, TimeoutError: as `start`.
+    """
     if _IS_SUPPORTED:
-        for rank in range(num_ranks):
-            _server(rank, environment, early)
+        servers = [_server(rank, environment, early) for rank in range(num_ranks)]  # their imports overlap
+        for server in servers:
+            server.await_imports()
 
 
 class _Server:
@@ -105,24 +111,31 @@ class _Server:
                 command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
         self._socket = ours
+        self._is_ready = False
 
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    def await_imports(self) -> None:
+        if not self._is_ready:
+            self._socket.settimeout(_START_TIMEOUT_S)
+            try:
+                self._is_ready = self._socket.recv(1) != b""
+            except TimeoutError as error:
+                self._process.kill()
+                raise TimeoutError(f"no process that forks ranks after {_START_TIMEOUT_S:g} s") from error
+        if not self._is_ready:
+            raise ConnectionError(f"the process that forks ranks ended with exit code {self._process.wait()}")
+
     def fork(self, command: Sequence[str], environment: Variables, stdin: int, output: int) -> ForkedRank:
+        self.await_imports()
         ours, theirs = Pipe(duplex=False)
         request = {"command": list(command), "environment": dict(environment), "directory": os.getcwd()}
         with theirs:
             descriptors = [stdin, output, theirs.fileno()]
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-        try:
-            if not ours.poll(_START_TIMEOUT_S):
-                raise TimeoutError(f"the process that forks ranks has not imported torch within {_START_TIMEOUT_S:g} s")
-            return ForkedRank(int(ours.recv()), ours)
-        except EOFError:
-            code = self._process.wait()
-            raise ConnectionError(f"the process that forks ranks ended with exit code {code}") from None
+        return ForkedRank(int(ours.recv()), ours)
 
     def close(self) -> None:
         """End the process, and its ranks with it."""

@@ -92,7 +92,9 @@ def main() -> None:
     """The server, or one of its ranks."""
     gc.collect()
     gc.freeze()  # or the first collection of each rank would copy every page
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    client = socket.socket(fileno=int(sys.argv[1]))
+    client.send(b"!")  # the imports are made
+    request = serve(client)
     if request is not None:
         run(**request)
 
