@@ -1,9 +1,9 @@
 """`StepFacts`: what all ranks agree on once per step: the norm, which parameters were used, which gradients came late.
 
-Called by `strategy.py`. Where the gradients are the host's, one small all-reduce carries all of it. Where they are on a
-device the host waits for no work there: the use of parameters and the late gradients are numbers of the hosts, who sum
+Called by `strategy.py`. Where the gradients are in host memory, one small all-reduce carries all of it. Where they are
+on a device, the host does not wait for it: the flags (parameters used, gradients late) are known to the hosts, who sum
 them among themselves, and the squares stay on the device, also as their sum over the ranks. So a norm is a float or a
-0-D tensor (`Scalar`), which only who asks for its value reads.
+0-D tensor (`Scalar`), which is read only by those who ask for its value.
 """
 
 import math
@@ -40,7 +40,7 @@ class StepFacts:
         self._reads_flags = False  # they can be summed on the device only
 
     def attach(self, ranks: Iterable[UnitRanks], device: torch.device) -> None:
-        """Take what a step has flags for. All ranks call it together; again after parameters were added.
+        """Set the parameters that a step has flags for. All ranks call it together; again after some were added.
 
         Args:
             ranks: of each parameter.
