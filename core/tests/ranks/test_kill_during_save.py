@@ -1,6 +1,6 @@
 """Two ranks that save again and again are killed with SIGKILL at random moments; what is on disk is always whole.
 
-This file is also the program that runs them (`main`). It imports torch once and forks both ranks anew for each kill:
+This file is also the program that runs them (`main`). It imports torch once and forks both ranks again for each kill:
 "self" kills one rank before a random touch of the file system, and the other must notice; "parent" kills both upon a
 random sign of life, wherever they are by then; "each" kills the publishing rank before every touch of one save in turn,
 writes excepted. Trials follow each other in one directory, so each also meets what the former one left behind.

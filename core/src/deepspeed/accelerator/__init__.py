@@ -1,4 +1,4 @@
-"""The device in force: its base class, the choice, and the plain device that needs no plugin.
+"""The accelerator in use: its base class, the choice, and the plain device that needs no plugin.
 
     from deepspeed.accelerator import get_accelerator
     x = torch.empty(8, device=get_accelerator().current_device_name())

@@ -48,7 +48,7 @@ class BuildingFace(TorchModule):
 
         Default: what the accelerator's plugin names in the hook `ds_op_builders`, then the class of that name in the
         package `op_builder_dir()`, in its `__init__` or in one of its modules. Both are asked at each call, so that a
-        name means this accelerator, whichever was in force when something was imported.
+        name means this accelerator, whichever was current when something was imported.
 
         Raises:
             PluginError: the plugin failed in its hook, or the package cannot be imported.

@@ -24,7 +24,7 @@ class Candidate:
         origin: package, version and module that announce it.
         api: the range of plugin API versions it states, or None.
         state: "absent" is a device that is not there, "blocked" a plugin that the environment keeps out.
-        chosen: it is the one in force.
+        chosen: it is the current one.
         verdict: why it won or lost, in one line.
         traceback: where it failed, for "broken"; else None.
     """
@@ -45,7 +45,7 @@ def list_candidates(choice: Choice | None) -> list[Candidate]:
     """All candidates, the likeliest first and the plain device last.
 
     Args:
-        choice: the one in force; None when none could be made.
+        choice: the current one; None when none could be made.
     """
     offers = plugin_manager().offers()
     found = [_candidate(offer, offers, choice) for offer in offers]

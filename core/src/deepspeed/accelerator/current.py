@@ -29,7 +29,7 @@ _TRACEBACK = "`ds_report --verbose` shows the traceback"
 
 @dataclass(frozen=True)
 class Choice:
-    """The accelerator in force, the plugin it came from (None: from no plugin), and why it was chosen."""
+    """The current accelerator, the plugin it came from (None: from no plugin), and why it was chosen."""
 
     accelerator: DeepSpeedAccelerator
     plugin: str | None
@@ -43,7 +43,7 @@ _choosing = False
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The accelerator in force, the same object for the whole process. Called everywhere, so it costs a lookup.
+    """The current accelerator, the same object for the whole process. Called everywhere, so it costs a lookup.
 
     Raises:
         PluginError: `DS_ACCELERATOR` names a plugin that is missing, broken or has no device, or two plugins offer
@@ -75,7 +75,7 @@ def reset_accelerator() -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """True when the accelerator in force can be used: its device is there."""
+    """True when the current accelerator can be used: its device is there."""
     return get_accelerator().is_available()
 
 

@@ -42,7 +42,7 @@ def available_bytes() -> int:
 class PeakMemory:
     """The highest resident set of this process since the start or the last reset.
 
-    Linux counts it (`VmHWM`) and can be asked to start anew (`/proc/self/clear_refs`). Elsewhere, or where the kernel
+    Linux counts it (`VmHWM`) and can be reset (`/proc/self/clear_refs`). Elsewhere, or where the kernel
     forbids that, the peak after a reset is the highest figure seen by the calls made here since.
     """
 
@@ -58,7 +58,7 @@ class PeakMemory:
         return self._seen
 
     def reset(self) -> None:
-        """Start anew from the present figure."""
+        """Reset to the present value."""
         self._seen = None if _reset_system_peak() else resident_bytes()
 
 

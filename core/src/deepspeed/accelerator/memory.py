@@ -33,7 +33,7 @@ class MemoryFace(TorchModule):
         return int(self._ask("max_memory_allocated", device_index))
 
     def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        """Start `max_memory_allocated` anew from the present figure."""
+        """Reset `max_memory_allocated` to the present value."""
         self.reset_peak_memory_stats(device_index)
 
     def memory_cached(self, device_index: int | None = None) -> int:
@@ -45,7 +45,7 @@ class MemoryFace(TorchModule):
         return self.max_memory_reserved(device_index)
 
     def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        """Start `max_memory_reserved` anew from the present figure."""
+        """Reset `max_memory_reserved` to the present value."""
         self.reset_peak_memory_stats(device_index)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class MemoryFace(TorchModule):
         return dict(self._ask("memory_stats", device_index))
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Start all peak figures anew from the present ones."""
+        """Reset all peak figures to the present values."""
         self._ask("reset_peak_memory_stats", device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:

@@ -58,7 +58,7 @@ class PlainAccelerator(DeepSpeedAccelerator):
     def set_device(self, device_index: int) -> None:
         """Remember `device_index` for `current_device`."""
         if device_index < 0:
-            raise ConfigError(f"set_device: {device_index} is no device index; 0 or more is meant")
+            raise ConfigError(f"set_device: {device_index} is no device index; 0 or more is expected")
         self._index = int(device_index)
 
     def current_device(self) -> int:
@@ -198,4 +198,4 @@ def _environment_int(variable: str, default: int) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise ConfigError(f"environment variable {variable}={text!r}: an integer is meant") from error
+        raise ConfigError(f"environment variable {variable}={text!r}: an integer is expected") from error

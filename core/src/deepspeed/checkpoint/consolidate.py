@@ -41,7 +41,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 
 
 class LazyTensor:
-    """A weight whose pieces still lie in checkpoint files. `contiguous()` brings it into memory, anew at each call."""
+    """A weight whose pieces still lie in checkpoint files. `contiguous()` brings it into memory, again at each call."""
 
     def __init__(
         self, pieces: Sequence[torch.Tensor], shape: Iterable[int], dtype: torch.dtype = torch.float32

@@ -1,11 +1,11 @@
 """`ds_build`: compile ops before they are needed, for the image of a cluster or the first job on a machine.
 
-    ds_build                       every op that has a kernel for the accelerator in force
+    ds_build                       every op that has a kernel for the current accelerator
     ds_build cpu_adam fused_adam   these
     ds_build --list                where each would come from; compiles nothing
 
 The libraries go where they would go at first use (`TORCH_EXTENSIONS_DIR`, see docs/reference/ops-building.md). They are
-not loaded, so the device need not be there; `DS_ACCELERATOR` says which one is meant. One line per op. Exit code 0; 1
+not loaded, so the device need not be there; `DS_ACCELERATOR` says which one. One line per op. Exit code 0; 1
 when an op could not be built, or was named and has no kernel here; 2 for a name that nobody knows.
 """
 

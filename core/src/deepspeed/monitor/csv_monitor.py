@@ -33,7 +33,7 @@ class csvMonitor(Monitor):
         if not self.enabled:
             return
         for name, value, step in event_list:
-            # Opened per row: a killed run loses nothing, and a file that was moved away begins anew.
+            # Opened per row: a killed run loses nothing, and a file that was moved away is started again.
             path = os.path.join(self.log_dir, name.replace("/", "_").replace(" ", "_") + ".csv")
             with open(path, "a", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file, lineterminator="\n")

@@ -19,7 +19,7 @@ class OnePass:
 
     The tensors are plain, dense and contiguous, on the parameters' device: whoever makes this has seen to that.
     `grads[g]` and `copies[g]` belong to `param_groups[g]["params"]`. `copies[g]` is empty, or holds one tensor per
-    parameter that gets the new value rounded to its dtype: the weights of a low-precision model, beside fp32 masters.
+    parameter that gets the new value rounded to its dtype: the weights of a low-precision model.
     """
 
     grads: Sequence[list[Tensor]]
@@ -33,8 +33,8 @@ class ReferenceOptimizer(torch.optim.Optimizer):
     A subclass writes `update_params`, and makes a parameter's state at its first gradient. Options live in `defaults`
     and so in each group: they survive copy and pickle, and a group may say otherwise.
 
-    One with a kernel that reads low-precision gradients, scales them, updates fp32 masters and writes low-precision
-    weights in one pass over memory also writes `has_one_pass` and `update_one_pass`.
+    One with a kernel that reads low-precision gradients, scales them, updates fp32 master weights and writes the
+    low-precision weights in one pass over memory also writes `has_one_pass` and `update_one_pass`.
     """
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def check_api(plugin: object, label: str) -> None:
     try:
         wanted = SpecifierSet(stated)
     except (InvalidSpecifier, TypeError, AttributeError) as error:
-        message = f"{label} states DS_PLUGIN_API = {stated!r}; a version range such as '>=1,<2' is meant"
+        message = f"{label} states DS_PLUGIN_API = {stated!r}; a version range such as '>=1,<2' is expected"
         raise PluginError(message) from error
     if hookspecs.PLUGIN_API not in wanted:
         major = hookspecs.PLUGIN_API.partition(".")[0]
@@ -111,7 +111,7 @@ def _remedy(wanted: Any) -> str:
 def _autoloads() -> bool:
     value = os.environ.get(AUTOLOAD_VARIABLE, "").strip()
     if value not in ("", "0", "1"):
-        raise PluginError(f"{AUTOLOAD_VARIABLE}={value}: 0 (load only plugins that are named) or 1 is meant")
+        raise PluginError(f"{AUTOLOAD_VARIABLE}={value}: 0 (load only plugins that are named) or 1 is expected")
     return value != "0"
 
 

@@ -262,7 +262,7 @@ class PluginManager:
             if not isinstance(builder_class, type):
                 raise PluginError(
                     f"{KINDS[group]} {name!r}: its ds_op_builders gives {builder_class!r} as {builder_name!r}; "
-                    "a class that derives from OpBuilder is meant"
+                    "a class that derives from OpBuilder is expected"
                 )
         return builders
 
@@ -292,7 +292,7 @@ class PluginManager:
         """Check API range and hooks of `plugin`, then make it a candidate."""
         label = f"{KINDS[group]} {name!r}"
         if plugin is None or type(plugin).__hash__ is None:  # pluggy keeps plugins in sets
-            raise PluginError(f"{label} is {plugin!r}; a module, or a hashable object with hooks, is meant")
+            raise PluginError(f"{label} is {plugin!r}; a module, or a hashable object with hooks, is expected")
         check_api(plugin, label)
         if self._candidates.is_registered(plugin):  # one module may stand under two names or in both groups
             return

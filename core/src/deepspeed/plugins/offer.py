@@ -26,10 +26,12 @@ class Offer:
         """Refuse a field of another type, which would fail later, where offers are compared. Asked after each probe.
 
         Raises:
-            PluginError: the message names the field, its value and the type that is meant.
+            PluginError: the message names the field, its value and the type that is expected.
         """
         for field, kind in (("name", str), ("priority", int), ("available", bool), ("reason", str)):
             value = getattr(self, field)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-                meant = f"{'an' if kind is int else 'a'} {kind.__name__}"
-                raise PluginError(f"ds_probe offers {field} {value!r}, found {type(value).__name__}; {meant} is meant")
+                wanted = f"{'an' if kind is int else 'a'} {kind.__name__}"
+                raise PluginError(
+                    f"ds_probe offers {field} {value!r}, found {type(value).__name__}; {wanted} is expected"
+                )

@@ -1,4 +1,4 @@
-"""fp16 with fp32 masters and loss scaling."""
+"""fp16 with fp32 master weights and loss scaling."""
 
 from typing import Any
 

@@ -18,8 +18,8 @@ from deepspeed.profiling.timer import (
     SynchronizedWallClockTimer,
 )
 
-#: phase -> its timer. `backward` is the sum of `backward_inner` (autograd, with the exchanges it hides) and of the
-#: exchange that is waited for at its end; what is waited for later, before the update, is in `backward_allreduce` too.
+#: phase -> its timer. `backward` is the sum of `backward_inner` (autograd, with the collectives it hides) and of the
+#: collective that is waited for at its end; what is waited for before the update is in `backward_allreduce` too.
 PHASES = {
     "forward": FORWARD_GLOBAL_TIMER,
     "backward": BACKWARD_GLOBAL_TIMER,

@@ -89,7 +89,7 @@ class EventStopwatch:
 
 
 def create_stopwatch(synchronized: bool = True) -> Stopwatch:
-    """The stopwatch for the accelerator in force.
+    """The stopwatch for the current accelerator.
 
     Args:
         synchronized: count the device's time; False reads the host's clock and never waits.

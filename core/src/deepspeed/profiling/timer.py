@@ -91,7 +91,7 @@ class NamedTimer:
         """Milliseconds of all spans, a running one up to now. Waits for the device.
 
         Args:
-            reset: begin anew.
+            reset: start again.
         """
         is_running = self.started_
         if is_running:
@@ -148,7 +148,7 @@ class SynchronizedWallClockTimer:
 
         Args:
             normalizer: what each is divided by, for example a number of steps.
-            reset: begin anew.
+            reset: start again.
             memory_breakdown: add the device's memory.
             ranks: global ranks that print; None is rank 0.
         """

@@ -76,7 +76,7 @@ def start(
         environment: all of its variables.
         stdin: descriptor of its standard input.
         output: descriptor of its standard output and error.
-        early: the variables that must be set before torch is imported, or be in force when Python starts.
+        early: the variables that must be set before torch is imported, or when Python starts.
 
     Raises:
         ConnectionError: the process that forks has ended; it wrote why to the standard error.

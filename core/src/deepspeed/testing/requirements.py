@@ -1,4 +1,4 @@
-"""What a test needs of the accelerator in force. A test asks for a capability, never for a device by name.
+"""What a test needs of the current accelerator. A test asks for a capability, never for a device by name.
 
     from deepspeed.testing import requirements
 
@@ -42,7 +42,7 @@ class Requirement:
         self._question = question
 
     def unmet(self) -> str | None:
-        """Why the accelerator in force lacks this, in one line; None when it has it."""
+        """Why the current accelerator lacks this, in one line; None when it has it."""
         try:
             return self._question(get_accelerator())
         except NotImplementedError as error:

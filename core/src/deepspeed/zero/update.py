@@ -149,7 +149,7 @@ def multiply(gradients: Tensor, scale: Scalar) -> None:
 
 def _one_pass(by_group: list[list[ParamShard]], copies: list[list[Tensor]], scale: float) -> OnePass:
     for its_copies, shards in zip(copies, by_group, strict=True):
-        assert len(its_copies) in (0, len(shards)), "masters are kept for all parameters of a model or for none"
+        assert len(its_copies) in (0, len(shards)), "master weights are kept for all parameters of a model or for none"
     return OnePass([[_grad(shard) for shard in shards] for shards in by_group], copies, scale)
 
 

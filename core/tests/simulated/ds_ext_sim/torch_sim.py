@@ -167,7 +167,7 @@ def set_schedule(name):
 
 
 def schedule():
-    """The name of the schedule in force."""
+    """The name of the current schedule."""
     return _schedule
 
 

@@ -96,7 +96,7 @@ def test_a_class_derived_in_a_script_finds_its_parents_builders(vendor):
 
 
 def test_a_package_that_binds_names_at_import_is_imported_when_it_is_asked(vendor, shelf):
-    """As in DeepSpeed's own package: the names are made from whichever accelerator is in force at that moment."""
+    """As in DeepSpeed's own package: the names are made from whichever accelerator is current at that moment."""
     acc = vendor(
         __init__="from deepspeed.accelerator import get_accelerator\n"
         "AdamBuilder = type('AdamBuilder', (), {'bound_to': type(get_accelerator()).__name__})\n"

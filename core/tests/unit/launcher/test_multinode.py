@@ -119,13 +119,13 @@ def test_a_launcher_that_cannot_start(parse):
 @pytest.mark.parametrize("answer", [None, [], "start all", ["start", 7]])
 def test_a_command_that_is_none(parse, answer):
     broken = type("Broken", (Runner,), {"get_cmd": lambda self, environment, resources: answer})
-    with pytest.raises(PluginError, match=r"Broken.get_cmd returned .*; a list of words is meant"):
+    with pytest.raises(PluginError, match=r"Broken.get_cmd returned .*; a list of words is expected"):
         make_command(broken, parse(), {})
 
 
 @pytest.mark.parametrize("thing", [Runner(None, ""), object, 5])
 def test_what_is_no_launcher(parse, thing):
-    with pytest.raises(PluginError, match="a class with the methods of MultiNodeRunner is meant"):
+    with pytest.raises(PluginError, match="a class with the methods of MultiNodeRunner is expected"):
         make_command(thing, parse(), {})
 
 

@@ -95,7 +95,7 @@ class Builders:
 
 @pytest.fixture
 def builders(monkeypatch):
-    """No plugin, the plain accelerator in force, nothing loaded."""
+    """No plugin, the plain accelerator current, nothing loaded."""
     made = Builders()
     for module in (building, current, implementations):
         monkeypatch.setattr(module, "plugin_manager", lambda: made.manager)

@@ -1,4 +1,4 @@
-"""`deepspeed.ops.op_builder.<X>Builder`, ALL_OPS and __compatible_ops__ mean the accelerator in force when used."""
+"""`deepspeed.ops.op_builder.<X>Builder`, ALL_OPS and __compatible_ops__ mean the current accelerator when used."""
 
 import copy
 import inspect

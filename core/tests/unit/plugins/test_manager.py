@@ -131,11 +131,11 @@ def test_probe_that_answers_nonsense_is_an_offer(answer, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"priority": "100"}, "broken: ds_probe offers priority '100', found str; an int is meant"),
-        ({"priority": True}, "broken: ds_probe offers priority True, found bool; an int is meant"),
-        ({"name": None}, "broken: ds_probe offers name None, found NoneType; a str is meant"),
-        ({"available": 2}, "broken: ds_probe offers available 2, found int; a bool is meant"),
-        ({"reason": OSError("no")}, "broken: ds_probe offers reason OSError('no'), found OSError; a str is meant"),
+        ({"priority": "100"}, "broken: ds_probe offers priority '100', found str; an int is expected"),
+        ({"priority": True}, "broken: ds_probe offers priority True, found bool; an int is expected"),
+        ({"name": None}, "broken: ds_probe offers name None, found NoneType; a str is expected"),
+        ({"available": 2}, "broken: ds_probe offers available 2, found int; a bool is expected"),
+        ({"reason": OSError("no")}, "broken: ds_probe offers reason OSError('no'), found OSError; a str is expected"),
     ],
 )
 def test_an_offer_of_wrong_types_is_broken_and_stops_no_other(fields, message):
@@ -204,7 +204,7 @@ def test_without_autoload_only_named_plugins_are_imported(monkeypatch):
 
 def test_autoload_is_on_or_off(monkeypatch):
     monkeypatch.setenv("DS_PLUGINS_AUTOLOAD", "no")
-    with pytest.raises(PluginError, match="DS_PLUGINS_AUTOLOAD=no: 0 .* or 1 is meant"):
+    with pytest.raises(PluginError, match="DS_PLUGINS_AUTOLOAD=no: 0 .* or 1 is expected"):
         make_manager(Entry("a", make_plugin("a"))).offers()
     monkeypatch.setenv("DS_PLUGINS_AUTOLOAD", "1")
     assert make_manager(Entry("a", make_plugin("a"))).probe("a").available
@@ -417,7 +417,7 @@ def test_misspelt_hook_and_wrong_argument_are_refused():
 
 @pytest.mark.parametrize("thing", [None, [], {}])
 def test_what_is_no_plugin_at_all_is_refused(thing):
-    with pytest.raises(PluginError, match="a module, or a hashable object with hooks, is meant"):
+    with pytest.raises(PluginError, match="a module, or a hashable object with hooks, is expected"):
         make_manager(Entry("a", thing)).load("a")
 
 

@@ -1,4 +1,4 @@
-"""The launcher asks the accelerator in force how many devices there are, and which variable limits them.
+"""The launcher asks the current accelerator how many devices there are, and which variable limits them.
 
 Two vendors are installed, neither of whom the core knows: `band` offers more, `gang` is what `DS_ACCELERATOR` can name.
 """

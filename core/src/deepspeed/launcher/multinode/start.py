@@ -39,7 +39,7 @@ def make_command(kind: Any, args: "argparse.Namespace", environment: Mapping[str
     """
     where = f"--launcher {args.launcher}"
     if not isinstance(kind, type) or not callable(getattr(kind, "get_cmd", None)):
-        raise PluginError(f"{where}: a plugin gave {kind!r}; a class with the methods of MultiNodeRunner is meant")
+        raise PluginError(f"{where}: a plugin gave {kind!r}; a class with the methods of MultiNodeRunner is expected")
     for attribute, flag in PER_NODE_FLAGS:
         if getattr(args, attribute) and attribute not in getattr(kind, "flags", ()):
             raise ConfigError(f"{flag}: {kind.__name__} of {where} does not do this; omit the flag")
@@ -50,7 +50,7 @@ def make_command(kind: Any, args: "argparse.Namespace", environment: Mapping[str
     getattr(runner, "validate_args", lambda: None)()
     command = runner.get_cmd(environment, hosts)
     if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
-        raise PluginError(f"{where}: {kind.__name__}.get_cmd returned {command!r}; a list of words is meant")
+        raise PluginError(f"{where}: {kind.__name__}.get_cmd returned {command!r}; a list of words is expected")
     return command
 
 

@@ -3,7 +3,7 @@
     # tests/test_conformance.py of an extension
     from deepspeed.testing.suite import *
 
-The tests run against the accelerator in force: `DS_ACCELERATOR`, or `set_accelerator` in the extension's conftest, or
+The tests run against the current accelerator: `DS_ACCELERATOR`, or `set_accelerator` in the extension's conftest, or
 the one that is found. `expected_failures.txt` beside that file lists what is known to fail. `ds_conformance` runs the
 same without a file, and writes a report.
 

@@ -36,13 +36,13 @@ _DOCUMENTED = frozenset(documented_names())
 
 @pytest.fixture
 def accelerator() -> DeepSpeedAccelerator:
-    """The accelerator in force, behind a `Watched`. For what is compared by identity use `get_accelerator()`."""
+    """The current accelerator, behind a `Watched`. For what is compared by identity use `get_accelerator()`."""
     return cast(DeepSpeedAccelerator, Watched(get_accelerator()))
 
 
 @pytest.fixture
 def device() -> torch.device:
-    """The current device of the accelerator in force."""
+    """The current device of the current accelerator."""
     return torch.device(get_accelerator().current_device_name())
 
 

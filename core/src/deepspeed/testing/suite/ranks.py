@@ -1,4 +1,4 @@
-"""Ranks whose accelerator is the one in force here, for the tests of communication and training.
+"""Ranks whose accelerator is the current one here, for the tests of communication and training.
 
 They join over the accelerator's own library (`DS_ACCELERATOR` tells `deepspeed.testing.distributed` so), and each takes
 the device of its local rank.
