@@ -17,7 +17,7 @@ TESTS = {
     "join": lambda folder: test_communication.test_ranks_join_over_its_library(),
     "all_reduce": lambda folder: test_communication.test_all_reduce_adds(torch.float32),
     "all_reduce-bf16": lambda folder: test_communication.test_all_reduce_adds(torch.bfloat16),
-    "in flight": lambda folder: test_communication.test_an_exchange_in_flight_is_done_after_its_wait(),
+    "in flight": lambda folder: test_communication.test_a_collective_in_flight_is_done_after_its_wait(),
     "gather": lambda folder: test_communication.test_gather_scatter_swap_and_broadcast(),
     "send": lambda folder: test_communication.test_one_rank_sends_to_another(),
     "zero": lambda folder: test_communication.test_zeros_collectives(),

@@ -63,7 +63,7 @@ def all_reduce_later() -> tuple[torch.Tensor, torch.Tensor]:
     return (x + y).cpu(), x.cpu()
 
 
-def test_an_exchange_in_flight_is_done_after_its_wait() -> None:
+def test_a_collective_in_flight_is_done_after_its_wait() -> None:
     for rank, (total, summed) in enumerate(ranks.run(2, all_reduce_later)):
         base = _arange(torch.device("cpu"), 0)
         assert torch.equal(summed, base * 2 + 1)
