@@ -11,8 +11,9 @@ The engine calls, for every micro-batch and then once for the step:
 
 A stage answers, above all: who owns what and where a bucket's gradients live (`holding.py`), which collective a full
 bucket gets (`_reduce`), and what follows the update (`_all_gather_weights`). All that it may answer stands under "what
-a stage decides", here and in `holding.py`; the answers of the base class are stage 0's. One step as a walk, with the
-stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
+a stage decides", here and in `holding.py`; the answers of the base classes are stage 0's, except those about the norm
+and `param.grad`, which `stage0.py` overrides. One step as a walk, with the stages side by side:
+docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 """
 
 import functools
