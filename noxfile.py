@@ -6,6 +6,7 @@ session would take minutes each. A session first brings `.venv` up to date (`_pr
 """
 
 import hashlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -140,6 +141,12 @@ def examples(session: nox.Session) -> None:
     launch = (str(BIN / "deepspeed"), "--num_accelerators", "2", *train, *short)
     session.run(*launch, env=TEST_ENV, external=True)
     session.run(*launch, "--resume", env=TEST_ENV, external=True)
+    config = json.loads((ROOT / "examples/ds_config.json").read_text())
+    stage_3 = Path(session.create_tmp()) / "stage_3.json"
+    stage_3.write_text(json.dumps({**config, "zero_optimization": {"stage": 3}}))
+    train = ("examples/train_gpt.py", "--deepspeed", "--deepspeed_config", str(stage_3))
+    few = ("--output", f"{output}/stage_3", "--steps", "2", "--sample-bytes", "4", "--text-megabytes", "1")
+    session.run(str(BIN / "deepspeed"), "--num_accelerators", "2", *train, *few, env=TEST_ENV, external=True)
 
 
 @nox.session
