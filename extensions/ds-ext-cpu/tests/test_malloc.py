@@ -18,25 +18,36 @@ from ds_ext_cpu.malloc import return_large_blocks
 def used_mib():
     return int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) / 1024
 
-done = return_large_blocks()
+done = return_large_blocks(*map(int, sys.argv[1:]))
 torch.empty(16 << 20, dtype=torch.uint8)
 block = torch.empty(8 << 20, dtype=torch.uint8)
+small = [torch.empty(512 << 10, dtype=torch.uint8) for _ in range(8)]
 plug = [bytearray(600) for _ in range(1000)]
 before = used_mib()
 del block
-print(done, round(before - used_mib()))
+large = before - used_mib()
+del small
+print(done, round(large), round(before - large - used_mib()))
 """
 
 
-def run(**variables: str) -> str:
+def run(*arguments: str, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={"PATH": "", **variables}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT, *arguments],
+        env={"PATH": "", **variables},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.strip()
 
 
 def test_a_freed_block_goes_back() -> None:
-    assert run() == "True 8"
+    assert run() == "True 8 0"
+
+
+def test_smaller_blocks_go_back_where_that_is_asked_for() -> None:
+    assert run(str(128 << 10)) == "True 8 4"
 
 
 def test_the_threshold_of_the_user_counts() -> None:

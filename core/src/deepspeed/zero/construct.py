@@ -45,6 +45,9 @@ __all__ = [
 # torch's own constructor, by which a replaced wrapper knows what it was asked to wrap
 _orig_torch_arange = torch.arange
 
+#: freed blocks of this size go back to the device while a model is built; `initialize` sets the one for training
+_MIN_BYTES_TO_RETURN = 2**17
+
 #: marks a module whose outermost `__init__` runs
 _UNDER_CONSTRUCTION = "_ds_under_construction"
 
@@ -138,7 +141,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._ranks = comm.group_backend(group)
         self._ranks.connect()
         self._device = torch.device("cpu" if remote_device == "cpu" else get_accelerator().current_device_name())
-        get_accelerator().return_freed_memory()
+        get_accelerator().return_freed_memory(_MIN_BYTES_TO_RETURN)
         if module is not None:
             self._shard(module)
 
