@@ -1,5 +1,6 @@
 """Sharded parameters on two ranks: units, `GatheredParameters` in its forms, and `zero.Init`."""
 
+from datetime import timedelta
 from itertools import product
 
 import deepspeed
@@ -371,3 +372,17 @@ def trained_job(keys, threshold):
 )
 def test_a_model_of_the_context_trains_as_a_plain_one(keys, threshold):
     run_ranks(2, trained_job, keys, threshold)
+
+
+def build_alone():
+    group = torch.distributed.new_group(timeout=timedelta(seconds=1))
+    dist.group_backend(group).connect()
+    if dist.get_rank() == 0:
+        message = r"zero.Init: broadcast of the parameter weight of shape \(3, 5\): .* build the same modules"
+        with pytest.raises(CommError, match=message), deepspeed.zero.Init(data_parallel_group=group):
+            nn.Linear(5, 3)
+    torch.distributed.barrier()
+
+
+def test_a_module_that_one_rank_builds_alone_is_named():
+    run_ranks(2, build_alone)

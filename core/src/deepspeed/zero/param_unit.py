@@ -113,11 +113,20 @@ class ParamUnit:
             with whole(param) as value:
                 view.copy_(value)
         if from_first_rank and self.unit_ranks.everyone.world_size > 1:
-            self.unit_ranks.everyone.broadcast(full_N, 0).wait()
+            self._broadcast_first(full_N)
         self.source_dtype = full_N.dtype
         #: this rank's part of the weights before they are rounded to `dtype`: what fp32 master weights start from
         self.source_S: Tensor | None = full_N[self.start : self.stop].clone()
         self.shard_S = self.source_S if dtype in (None, full_N.dtype) else self.source_S.to(dtype)
+
+    def _broadcast_first(self, full_N: Tensor) -> None:
+        try:
+            self.unit_ranks.everyone.broadcast(full_N, 0, tag=self.names[0]).wait()
+        except CommError as error:
+            raise CommError(
+                f"zero.Init: broadcast of the parameter {self.names[0]} of shape {tuple(self.shapes[0])}: {error}. All "
+                "ranks build the same modules, in the same order, inside zero.Init"
+            ) from error
 
     def _cut(self, full_N: Tensor) -> list[Tensor]:
         """The parameters as views of a flat buffer."""
