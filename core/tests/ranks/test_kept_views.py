@@ -113,3 +113,42 @@ def copy_module(built_in_init: bool) -> None:
 @pytest.mark.parametrize("built_in_init", [True, False])
 def test_a_copy_of_a_module_is_whole_or_refused(built_in_init):
     run_ranks(2, copy_module, built_in_init)
+
+
+def assign_data() -> None:
+    net = create_net()
+    engine = create_engine(net, 0)
+    weight = net[0].weight
+    with GatheredParameters(weight, modifier_rank=0):
+        if deepspeed.comm.get_rank() == 0:
+            weight.data = torch.full((16, 8), 0.5)
+    with GatheredParameters(weight):
+        assert weight.eq(0.5).all()
+        weight.data = torch.zeros(16, 8)  # read only: dropped
+    with GatheredParameters([weight, None]):
+        assert weight.eq(0.5).all()
+    context = GatheredParameters(weight, modifier_rank=0)
+    with (
+        pytest.raises(ValueError, match=r"weight: param.data was set to a value of shape \(3,\) .* \(16, 8\)"),
+        context,
+    ):
+        weight.data = torch.zeros(3)
+    loss = train(engine)
+    assert deepspeed.utils.safe_get_full_fp32_param(weight).sub(0.5).abs().max() <= 0.1 + 1e-6  # one step of Adam
+    assert loss > 0
+    for rank in (-1, deepspeed.comm.get_world_size(), "0"):
+        with pytest.raises(ValueError, match="modifier_rank is .*; give a global rank from 0 to"):
+            GatheredParameters(weight, modifier_rank=rank)
+    for params in (net, [[weight]], "weight"):
+        with pytest.raises(TypeError, match="wanted a parameter or an iterable of parameters"):
+            GatheredParameters(params)
+    loss = engine(torch.ones(1, 8)).square().sum()
+    engine.destroy()
+    loss.backward()  # its graph reads what the engine had gathered
+    with pytest.raises(StateError, match=r"save_checkpoint: the engine was destroyed"):
+        engine.save_checkpoint("nowhere")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_data_that_is_assigned_in_a_context_counts(world_size):
+    run_ranks(world_size, assign_data)

@@ -86,6 +86,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self._micro_batch_size = micro_batch_size
         self._answers = answers
         self._arguments = dict(arguments)
+        self._is_destroyed = False
         data = arguments.get("training_data")
         self.training_dataloader = self.deepspeed_io(data) if data is not None else None
 
@@ -320,6 +321,7 @@ class DeepSpeedEngine(torch.nn.Module):
         Returns:
             True. Failures raise CheckpointError on every rank, and the former checkpoint stays.
         """
+        self._refuse_destroyed("save_checkpoint")
         self._saving.save(
             save_dir,
             tag,
@@ -359,6 +361,7 @@ class DeepSpeedEngine(torch.nn.Module):
             Exception: what the module, the scheduler or `custom_load_fn` raises while it takes its state; on the other
                 ranks a CheckpointError with that reason. The model may then be loaded in part.
         """
+        self._refuse_destroyed("load_checkpoint")
         return self._saving.load(
             load_dir,
             tag,
@@ -368,6 +371,10 @@ class DeepSpeedEngine(torch.nn.Module):
             module_only=load_module_only,
             custom_load_fn=custom_load_fn,
         )
+
+    def _refuse_destroyed(self, asked: str) -> None:
+        if self._is_destroyed:
+            raise StateError(f"{asked}: the engine was destroyed; call it before destroy()")
 
     def module_state_dict(
         self,
@@ -450,6 +457,7 @@ class DeepSpeedEngine(torch.nn.Module):
         optimizer that was given to `initialize`: it holds the model's parameters again, and keeps only the states of
         those that it held all the time (stage 0 without fp32 master weights).
         """
+        self._is_destroyed = True
         self._observers.close()
         self.sharding.destroy()
         for ranks in self.sharding.backends:

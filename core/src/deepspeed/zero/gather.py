@@ -22,18 +22,20 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
     """Context in which sharded parameters are whole. A collective: all ranks enter and leave it together.
 
     Args:
-        params: one parameter, or any iterable of them; None, as a layer without bias has it, is passed over. A
-            parameter brings those that are gathered with it.
+        params: one parameter, or any iterable of them. A parameter brings those that are gathered with it. Tensors that
+            are not sharded are left as they are; None, as a layer without bias has it, is passed over.
         modifier_rank: global rank whose changes count: on leaving it broadcasts the whole parameters, and every rank
             keeps its shard of them, also of the fp32 master weights. Of experts that this rank does not hold, those of
             the first rank that does count. None: the parameters are only read, and changes are dropped.
         fwd_module: a module whose forward reads the parameters, which are external to it.
         enabled: False turns the context off.
 
-    Contexts may be nested: what an outer one gathered stays whole when an inner one ends.
-
     Raises:
-        TypeError: for what is no parameter, such as a module or its `named_parameters()`.
+        TypeError: for anything else in `params`.
+        ValueError: if `modifier_rank` is no rank of the job; on leaving, on a rank that has set `param.data` of a
+            parameter to a value of another shape.
+
+    Contexts may be nested: what an outer one gathered stays whole when an inner one ends.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         enabled: bool = True,
     ) -> None:
         self.params = _listed(params)
+        _check_rank(modifier_rank)
         self.enabled = enabled
         self._modifier_rank = modifier_rank
         self._held: list[tuple[ParamUnit, bool]] = []  # whether it is released when no other context holds it
@@ -85,6 +88,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
 
     def _keep_changes(self, source: int) -> None:
         for unit in self._units():
+            unit.keep_assigned()
             unit.broadcast(source)
             unit.take_from_full()
         for param in sorted({param for param in self.params if _stays_whole(param)}, key=lambda each: each.ds_id):
@@ -97,16 +101,25 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
 
 def _listed(params: Any) -> list[Any]:
     """The parameters of an argument `params`."""
-    if isinstance(params, torch.Tensor):
-        return [params]
-    listed = [params] if isinstance(params, Module) else [each for each in params if each is not None]
-    for each in listed:
-        if not isinstance(each, torch.Tensor):
-            raise TypeError(
-                f"GatheredParameters: found {type(each).__name__}, wanted parameters; pass "
-                "module.parameters(), or a list of parameters"
-            )
+    listed = [params] if isinstance(params, (torch.Tensor, Module, str)) or params is None else list(params)
+    listed = [each for each in listed if each is not None]
+    if other := [each for each in listed if not isinstance(each, torch.Tensor)]:
+        raise TypeError(
+            f"GatheredParameters: found {type(other[0]).__name__}, wanted a parameter or an iterable of parameters, "
+            "such as module.parameters()"
+        )
     return listed
+
+
+def _check_rank(modifier_rank: Any) -> None:
+    if modifier_rank is None or not torch.distributed.is_initialized():
+        return
+    world_size = torch.distributed.get_world_size()
+    if not isinstance(modifier_rank, int) or not 0 <= modifier_rank < world_size:
+        raise ValueError(
+            f"GatheredParameters: modifier_rank is {modifier_rank!r}; give a global rank from 0 to {world_size - 1}, "
+            "or None if nothing is changed"
+        )
 
 
 def _stays_whole(param: Any) -> bool:

@@ -231,8 +231,8 @@ class ParamUnit:
         kind = PeerFailed if isinstance(error, PeerFailed) else CommError
         return kind(
             f"all-gather of the parameters {', '.join(self.names[:3])}{' ...' * (len(self.names) > 3)}: {error}. In "
-            "stage 3 all ranks take the same way through the model; where they cannot, as among experts, call "
-            "deepspeed.utils.set_z3_leaf_modules for the module around them"
+            "stage 3 all ranks take the same way through the model, and enter GatheredParameters together; where they "
+            "cannot, as among experts, call deepspeed.utils.set_z3_leaf_modules for the module around them"
         )
 
     def gather(self) -> None:
@@ -276,14 +276,30 @@ class ParamUnit:
         else:
             storage.resize_(0)
 
+    def keep_assigned(self) -> None:
+        """Take the values that were assigned to `param.data`, which the flat buffer does not have.
+
+        Raises:
+            ValueError: for a value of another shape.
+        """
+        for param, view, name in zip(self.params, self._views, self.names, strict=True):
+            if param.is_set_to(view):
+                continue
+            if param.shape != view.shape:
+                raise ValueError(
+                    f"parameter {name}: param.data was set to a value of shape {tuple(param.shape)} inside "
+                    f"deepspeed.zero.GatheredParameters; the parameter has the shape {tuple(view.shape)}"
+                )
+            view.copy_(param.data)
+
     def leave_context(self) -> None:
         """A `GatheredParameters` ends; changes that it was to keep were kept."""
         self.num_contexts -= 1
         self.accept_changes()
-        own = self._num_own_references + sum(
-            param.is_set_to(view) for param, view in zip(self.params, self._views, strict=True)
-        )
-        self._is_viewed = self._is_viewed or (self.is_sharded and num_references(self._full_N) > own)
+        if self.num_contexts == 0:
+            self._point_at_views()
+            own = self._num_own_references + len(self.params)
+            self._is_viewed = self._is_viewed or (self.is_sharded and num_references(self._full_N) > own)
 
     def accept_changes(self) -> None:
         """What was changed up to now was kept, or dropped on purpose."""
@@ -354,7 +370,7 @@ class ParamUnit:
         for param in self.params:
             param.data = param.data.clone()
             unmark(param)
-        self._free()
+        self._full_N, self._views = self.nothing, []  # a graph that is still there may read the former buffer
         self.params = []
 
     def _point_at_views(self) -> None:
