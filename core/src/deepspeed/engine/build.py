@@ -339,12 +339,10 @@ def _create_sharding(
             f"optimizer: found {type(optimizer).__name__} with zero_optimization.stage {zero.stage}, which was not "
             'tested together; set "zero_allow_untested_optimizer": true to use it, or stage 0'
         )
-    stages: dict[int, type[Sharding]] = {0: Stage0, 1: Stage1, 2: Stage2}
-    offered = plugin_manager().hook.ds_sharding(name=str(zero.stage))
-    if offered is None and zero.stage == 3:
-        return Stage3(options, ranks, group, _stage3_options(zero))
-    stage = offered or stages[zero.stage]
-    return stage(options, ranks, group)  # type: ignore[no-any-return]
+    stages: dict[int, type[Sharding]] = {0: Stage0, 1: Stage1, 2: Stage2, 3: Stage3}
+    stage: Callable[..., Sharding] = plugin_manager().hook.ds_sharding(name=str(zero.stage)) or stages[zero.stage]
+    partitioning = (_stage3_options(zero),) if zero.stage == 3 else ()
+    return stage(options, ranks, group, *partitioning)
 
 
 def _stage3_options(zero: ZeroConfig) -> Stage3Options:

@@ -6,6 +6,7 @@ from deepspeed.checkpoint import TorchStore
 from deepspeed.errors import ConfigError
 from deepspeed.plugins import FEATURES, hookimpl, plugin_manager
 from deepspeed.zero.stage1 import Stage1
+from deepspeed.zero.stage3 import Stage3
 from torch import nn
 
 
@@ -82,6 +83,16 @@ class Broken:
     @hookimpl
     def ds_step_end(self):
         raise ValueError("no step")
+
+
+class LastStage(Stage3):
+    """A third stage of the plugin's own."""
+
+
+class GivesLastStage:
+    @hookimpl
+    def ds_sharding(self, name):
+        return LastStage if name == "3" else None
 
 
 @pytest.fixture
@@ -163,3 +174,11 @@ def test_a_plugin_that_fails_in_an_event_is_named_and_the_others_hear_it(make_en
     for name in ("a broken one", "z broken one"):
         for event, reason in (("ds_engine_ready", "not ready"), ("ds_step_end", "no step")):
             assert f"plugin 'deepspeed.plugins:{name}' failed in {event}: ValueError: {reason}" in "".join(warnings)
+
+
+def test_a_third_stage_of_a_plugin_gets_the_keys_of_stage_3(single_rank, make_engine, add):
+    add("last", GivesLastStage())
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 7, "zero_quantized_weights": True}
+    engine = make_engine(nn.Linear(4, 2), zero_optimization=zero)
+    assert type(engine.sharding) is LastStage
+    assert (engine.sharding.partitioning.persistence_numel, engine.sharding.partitioning.quantizes_weights) == (7, True)
