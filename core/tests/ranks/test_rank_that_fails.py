@@ -131,10 +131,17 @@ def test_an_exception_is_not_withheld(start, path, case):
     assert "rank 1 failed with Boom: the batch is bad" in output
 
 
-@pytest.mark.parametrize("case", ["stays alive", "MiCS", "sum over copies"])
-def test_a_failed_rank_that_lives_lets_its_peers_go(start, path, case):
-    stage, case = (STAGE[path], case) if case == "stays alive" else (3, case.replace("MiCS", "stays alive"))
-    peer, failed = start(stage, case)
+def test_a_failed_rank_that_lives_lets_its_peers_go(start, path):
+    check_peer_goes(*start(STAGE[path], "stays alive"))
+
+
+@pytest.mark.parametrize("path", ["messages"], indirect=True)  # there a rank leaves each group by itself
+@pytest.mark.parametrize("case", ["stays alive", "sum over copies"])
+def test_peers_in_other_groups_of_the_engine_are_let_go_too(start, path, case):
+    check_peer_goes(*start(3, case))
+
+
+def check_peer_goes(peer, failed):
     code, output = peer.end()
     assert code == 1, output
     assert "rank 1 failed with Boom: the batch is bad" in output
