@@ -65,3 +65,14 @@ def test_buckets_are_the_same_whatever_each_rank_wishes():
     (num_buckets, weights), (other_num_buckets, other_weights) = run_ranks(2, wishes_job)
     assert num_buckets == other_num_buckets > 1
     assert all(map(torch.equal, weights, other_weights))
+
+
+def sizes_job(key):
+    zero = {"stage": 3, key: 1000 * dist.get_rank()}
+    with pytest.raises(ConfigError, match=f"{key} must be the same on all ranks, and rank 1 differs"):
+        deepspeed.initialize(model=nn.Linear(3, 3), config={"train_batch_size": 2, "zero_optimization": zero})
+
+
+@pytest.mark.parametrize("key", ["stage3_max_reuse_distance", "stage3_param_persistence_threshold"])
+def test_sizes_of_stage_3_that_differ_are_named(key):
+    run_ranks(2, sizes_job, key)

@@ -38,11 +38,18 @@ class Stage3Options:
 
     def facts(self) -> dict[str, str]:
         """What all ranks must have alike, by key of the configuration."""
-        return {
-            "zero_quantized_weights": str(self.quantizes_weights),
-            "zero_quantized_gradients": str(self.quantizes_gradients),
-            "zero_quantized_nontrainable_weights": str(self.keeps_frozen_in_int8),
+        values = {
+            "stage3_prefetch_bucket_size": self.prefetch_numel,
+            "stage3_max_live_parameters": self.max_live_numel,
+            "stage3_max_reuse_distance": self.max_reuse_numel,
+            "stage3_param_persistence_threshold": self.persistence_numel,
+            "stage3_model_persistence_threshold": self.model_persistence_numel,
+            "stage3_module_granularity_threshold": self.min_granularity,
+            "zero_quantized_weights": self.quantizes_weights,
+            "zero_quantized_gradients": self.quantizes_gradients,
+            "zero_quantized_nontrainable_weights": self.keeps_frozen_in_int8,
         }
+        return {key: str(value) for key, value in values.items()}
 
 
 class ModuleUnits:
