@@ -171,7 +171,7 @@ def test_mics_gathers_in_shard_groups_and_sums_over_copies_once_per_step():
     assert set(counts) == {("all_gather", 2)}
 
 
-def test_hpz_gathers_over_all_ranks_once_per_step():
+def test_hpz_gathered_over_all_ranks_once_per_step():
     counts, num_buckets, num_units = run_ranks(WORLD, count_job, HPZ)[0]
     assert counts["reduce_scatter", 4] == num_buckets * ACCUMULATION
     assert counts["all_gather", 4] == num_units

@@ -11,6 +11,7 @@ from deepspeed.errors import CommError, ConfigError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import GatheredParameters
+from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, shape_of, unit_of
@@ -386,3 +387,42 @@ def build_alone():
 
 def test_a_module_that_one_rank_builds_alone_is_named():
     run_ranks(2, build_alone)
+
+
+# ---- gradients in flight --------------------------------------------------------------------------------------------
+
+
+class Deep(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(nn.Linear(8, 8) for _ in range(6)))
+
+
+def late_peer_job():
+    """The highest number of gradient buffers at once, if no reduction is seen to be over before it is waited for."""
+    block = 8 * 8 + 8
+    ahead_by_one = {
+        "stage3_prefetch_bucket_size": block,
+        "stage3_max_live_parameters": 2 * block,
+        "stage3_max_reuse_distance": 0,
+    }
+    engine = create_engine(Deep(), zero=ahead_by_one)
+    buckets = engine.sharding.buckets
+    counts = []
+
+    def launch(self, *args):
+        original_launch(self, *args)
+        counts.append(sum(bucket._memory is not None for bucket in buckets))
+
+    original_launch, original_poll = Bucket.launch, Bucket.poll
+    Bucket.launch, Bucket.poll = launch, lambda self: self._work is None
+    try:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(4, 8)).square().mean())
+            engine.step()
+    finally:
+        Bucket.launch, Bucket.poll = original_launch, original_poll
+    return len(buckets), max(counts)
+
+
+def test_buffers_of_gradients_do_not_pile_up_where_peers_are_late():
+    assert run_ranks(2, late_peer_job) == [(6, 2)] * 2

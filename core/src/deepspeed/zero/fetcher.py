@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import LiveNumel, ParamUnit
 
@@ -38,6 +39,7 @@ class ParamFetcher:
         max_reuse_numel: a unit that is used again before so many elements of others are is kept
             (`stage3_max_reuse_distance`).
         quantizes: all-gathers send int8 (`zero_quantized_weights`).
+        reduction: of the gradients, whose buffers it frees when an all-gather has shown how far the peers are.
     """
 
     def __init__(
@@ -48,12 +50,15 @@ class ParamFetcher:
         max_live_numel: int,
         max_reuse_numel: int,
         quantizes: bool = False,
+        reduction: GradientReduction | None = None,
     ) -> None:
         self.units = list(units)
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
         self._max_reuse_numel = max_reuse_numel
         self._quantizes = quantizes
+        self._reduction = reduction
+        self._num_issued: dict[ParamUnit, int] = {}  # reductions before the latest all-gather of a unit
         self._next: dict[_Place, ParamUnit] = {}
         self._place: _Place = (None, None)
         whole = [unit for unit in units if unit.status is not _NOT_AVAILABLE]  # since an earlier fetcher
@@ -79,6 +84,8 @@ class ParamFetcher:
         self._prefetch()
         if unit.status is not _AVAILABLE:
             unit.finish()
+            if self._reduction is not None and unit.gathered_over is unit.ranks:
+                self._reduction.finish_issued_before(self._num_issued.get(unit, 0), unit.ranks)
 
     def drop(self, unit: ParamUnit) -> None:
         """The last user of `unit` is done with it."""
@@ -198,8 +205,10 @@ class ParamFetcher:
                 self._release(unit)
 
     def _launch(self, unit: ParamUnit) -> None:
+        if self._reduction is not None:
+            self._num_issued[unit] = self._reduction.num_issued
         unit.launch(quantizes=self._quantizes)
-        self._uncompared[unit.gathers_over] = None
+        self._uncompared[unit.gathered_over] = None
 
     def _release(self, unit: ParamUnit) -> None:
         self._unused.pop(unit, None)

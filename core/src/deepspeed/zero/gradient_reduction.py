@@ -82,7 +82,8 @@ class GradientReduction:
         self.used = [False] * len(self._places)  # a gradient was taken since the last step
         self._arrived: list[dict[int, Parameter]] = [{} for _ in units]  # whose gradient is to be taken
         self._launched = 0  # buckets
-        self._in_flight: deque[Bucket] = deque()
+        self.num_issued = 0  # reductions that were launched since the object was made
+        self._in_flight: deque[tuple[int, Bucket]] = deque()  # with `num_issued` at the launch
         self.is_launched = True  # no gradient waits on this rank for its reduction
         self._reduces = False
         self._refusal: Exception | None = None
@@ -195,19 +196,31 @@ class GradientReduction:
         self._launched += 1
         self._launch(bucket)
         if self._max_in_flight is not None:
-            self._in_flight.append(bucket)
+            self._in_flight.append((self.num_issued, bucket))
             self._finish_early(self._max_in_flight)
 
     def _launch(self, bucket: Bucket) -> None:
+        self.num_issued += 1
         bucket.launch(partial(self._reduce, bucket))
 
     def _finish_early(self, max_in_flight: int) -> None:
         """Take sums out of the oldest buckets, so that their buffers are free. A hook runs in the middle of the user's
         backward, where a peer may wait for this rank in a collective of the model: so the host waits for nobody."""
         while self._in_flight and (
-            self._in_flight[0].poll() or (self._waits_on_device and len(self._in_flight) > max_in_flight)
+            self._in_flight[0][1].poll() or (self._waits_on_device and len(self._in_flight) > max_in_flight)
         ):
-            self._in_flight.popleft().finish()
+            self._in_flight.popleft()[1].finish()
+
+    def finish_issued_before(self, num_issued: int, ranks: GroupBackend) -> None:
+        """Called when a collective over `ranks` is over that was issued after `num_issued` reductions: every rank of
+        the group has issued these as well, and none waits for this rank before they are done. So the host may wait for
+        them, and does, down to one in flight: where peers are slow, buffers would pile up."""
+        while self._max_in_flight is not None and len(self._in_flight) >= self._max_in_flight:
+            number, bucket = self._in_flight[0]
+            if number > num_issued or self._units[bucket.index].ranks.shards is not ranks:
+                return
+            self._in_flight.popleft()
+            bucket.finish()
 
     def finish(self) -> None:
         """Wait for the collectives in flight and take the sums to where they live."""

@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.zero.fetcher import ParamFetcher
+from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_unit import ParamUnit, unit_of
@@ -21,9 +22,12 @@ class ParamGathering:
     """Args:
     module: the model.
     units: of the engine; those that another engine shards are gathered by the hooks of that one.
+    reduction: of the engine's gradients.
     """
 
-    def __init__(self, module: Module, units: ModuleUnits, options: Stage3Options) -> None:
+    def __init__(
+        self, module: Module, units: ModuleUnits, options: Stage3Options, reduction: GradientReduction
+    ) -> None:
         self.units = units
         self._module = module
         self._fetcher = ParamFetcher(
@@ -32,6 +36,7 @@ class ParamGathering:
             max_live_numel=options.max_live_numel,
             max_reuse_numel=options.max_reuse_numel,
             quantizes=options.quantizes_weights,
+            reduction=reduction,
         )
         self._lenders = list(dict.fromkeys(units.borrowed.values()))
         self._owns_hooks = bool(units.all) or not self._lenders

@@ -90,7 +90,7 @@ class ParamUnit:
         self.live = LiveNumel(self.numel)
         self._work: Work | None = None
         self._near = NearShard(ranks.near) if ranks.near is not None else None
-        self.gathers_over = self.ranks  # the group of the latest all-gather
+        self.gathered_over = self.ranks  # the group of the latest all-gather
         self._fill(torch.empty(self.layout.padded_numel, dtype=params[0].dtype, device=device), dtype, from_first_rank)
         self.nothing = self.shard_S.new_empty(0)
         self._versions: list[int] = []
@@ -192,7 +192,7 @@ class ParamUnit:
         self.live.numel += self.numel
         self._full_N.untyped_storage().resize_(self._full_N.numel() * self._full_N.itemsize)
         near = self._near if self._near is not None and self._near.serves(exact=not quantizes) else None
-        self.gathers_over = self.ranks if near is None else near.ranks
+        self.gathered_over = self.ranks if near is None else near.ranks
         try:
             if near is not None:
                 assert near.shard is not None
@@ -342,7 +342,7 @@ class ParamUnit:
         self._move(ZeroParamStatus.AVAILABLE)
         self._renew_buffer()  # peers may still read the former one, which the backend holds
         self.release()
-        return None if work is None else (self.gathers_over, work)
+        return None if work is None else (self.gathered_over, work)
 
     def take_from_full(self) -> None:
         """Keep this rank's part of the whole parameters, which were changed."""

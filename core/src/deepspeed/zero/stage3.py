@@ -40,7 +40,7 @@ class Stage3(Stage2):
         super().__init__(options, backend, group)
         self.partitioning = partitioning or Stage3Options()
         self._divide(Module())  # nothing yet
-        self.gathering = ParamGathering(Module(), self.module_units, self.partitioning)
+        self.gathering = ParamGathering(Module(), self.module_units, self.partitioning, self.reduction)
 
     # ---- building -----------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Stage3(Stage2):
         super()._finish_groups()
         self.module_units.create_rest(self.params)
         self.gathering.remove_hooks()
-        self.gathering = ParamGathering(self._module, self.module_units, self.partitioning)
+        self.gathering = ParamGathering(self._module, self.module_units, self.partitioning, self.reduction)
 
     def before_compile(self) -> None:
         self.gathering.hooks.leave_out_of_graphs()

@@ -12,7 +12,7 @@ AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus
 class FakeUnit:
     """What a fetcher needs of a unit; writes down what is done with it."""
 
-    gathers_over = "its ranks"
+    gathered_over = "its ranks"
 
     def __init__(self, name, log, numel=10):
         self.names, self.numel, self.log = [name], numel, log
