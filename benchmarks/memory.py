@@ -15,9 +15,11 @@ Most of what exceeds it is glibc's heap, where freed blocks leave gaps that what
 sets a threshold for zero.Init and stage 3; `MALLOC_MMAP_THRESHOLD_=131072` in the environment, which then counts for
 all variants, shows the peaks nearly without gaps, at the price of page faults.
 
-The limit is RLIMIT_DATA, set in each rank's own process: what the rehearsal had allocated, and 1.15 times the formula
-(or `--budget-mib`). It counts the heap and private anonymous mappings, touched or not, so it is stricter than the
-resident set.
+The limit is RLIMIT_DATA, set in each rank's own process: what the rehearsal had allocated, and 1.3 times the formula
+(or `--budget-mib`). It counts the heap and private anonymous mappings, touched or not, gaps in the heap included, so it
+is stricter than the resident set. The peak of the resident set in the same run is printed beside it. With Adam in fp32
+a rank of eight holds 16 / 8 bytes per parameter, half of the whole parameters: who builds them all on a rank exceeds
+the limit. Many blocks and few tokens keep the working set little beside the states.
 """
 
 import argparse
@@ -40,9 +42,17 @@ from variants import ADAMW, PERSISTENCE_NUMEL, REHEARSAL, Case, formula_bytes
 MEBIBYTE = 2**20
 # many blocks, so that a block is little beside the model
 DEEP = Case("deep GPT", width=384, num_layers=24, num_heads=6, batch=1)
+# of which the sharded states and the working set of one of 8 ranks are less than the whole parameters
+LIMITED = Case("limited GPT", width=384, num_layers=48, num_heads=6, batch=1, sequence_length=16)
 SMALL = Case("small GPT", width=128, num_layers=6, num_heads=4, batch=1)
 VARIANTS = [f"stage{stage}{suffix}" for stage in range(4) for suffix in ("", "-init")] + ["fsdp2-z3", "fsdp2-z3-meta"]
-TOLERANCE = 1.15
+#: without zero.Init a rank builds the whole model before anything shards it
+LIMITED_VARIANTS = ["stage3-init", "stage3", "fsdp2-z3", "fsdp2-z3-meta"]
+#: the limit to the formula. At 1.15 no variant trains: gaps in the heap count, though they are not resident
+LIMIT_TO_FORMULA = 1.3
+NUM_LIMITED_STEPS = 3
+#: what torch and Python say where the system refuses memory
+NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "MemoryError")
 Row = dict[str, Any]
 
 
@@ -127,7 +137,8 @@ def _fsdp2_step(case: Case, build: Callable[[Case], nn.Module], *, on_meta: bool
 
 def block_numel(case: Case) -> int:
     """Elements of the parameters of one block."""
-    model = dataclasses.replace(case, num_layers=1).build_model()
+    with torch.device("meta"):
+        model = dataclasses.replace(case, num_layers=1).build_model()
     return sum(parameter.numel() for parameter in model.blocks.parameters())  # type: ignore[union-attr]
 
 
@@ -192,19 +203,21 @@ def measure_peak(case: Case, variant: str) -> Row:
     }
 
 
-def train_under_limit(case: Case, variant: str, budget_bytes: int) -> str:
-    """ "trained", or the error that ended it."""
+def train_under_limit(case: Case, variant: str, budget_bytes: int, num_steps: int) -> Row:
+    """The error that ended it, or None, and the peak of the resident set in building and training."""
     rehearse(case, variant)
-    resident_memory.resident_bytes()
+    before = resident_memory.resident_bytes()
+    resident_memory.reset_peak()
     limit = resident_memory.data_bytes() + budget_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    error = None
     try:
         run = Run(case, variant)
-        for _ in range(3):
+        for _ in range(num_steps):
             run.step()
-    except (MemoryError, RuntimeError) as error:
-        return f"failed: {str(error).strip().splitlines()[0][:120]}"
-    return "trained"
+    except (MemoryError, RuntimeError) as caught:
+        error = (str(caught).strip() or type(caught).__name__).splitlines()[0]
+    return {"error": error, "peak_bytes": resident_memory.peak_bytes() - before}
 
 
 class ChangingGPT(GPT):
@@ -248,7 +261,7 @@ def report_peaks(case: Case, arguments: argparse.Namespace) -> list[Row]:
     print(f"{case.model}, {numel / 1e6:.1f} M parameters, {case.dtype}, {arguments.ranks} ranks; MiB per rank")
     print(f"{'variant':16}{'building':>10}{'peak':>10}{'formula':>10}{'to formula':>12}")
     rows = []
-    for variant in arguments.variants:
+    for variant in arguments.variants or VARIANTS:
         ranks = rank_processes.run(arguments.ranks, measure_peak, case, variant)
         row = {"variant": variant, **{key: max(rank[key] for rank in ranks) for key in ranks[0]}}
         row["expected_bytes"] = expected_bytes(case, variant, arguments.ranks)
@@ -262,29 +275,41 @@ def report_peaks(case: Case, arguments: argparse.Namespace) -> list[Row]:
 
 
 def report_limit(case: Case, arguments: argparse.Namespace) -> list[Row]:
-    """Stage 3 under the same limit with and without zero.Init, and FSDP2 from the meta device."""
+    """A line per variant: whether all ranks trained, the peak of their resident sets, and why it failed."""
     expected = expected_bytes(case, "stage3", arguments.ranks)
-    budget = arguments.budget_mib * MEBIBYTE if arguments.budget_mib else int(TOLERANCE * expected)
-    mebi_numel = sum(parameter.numel() for parameter in case.build_model().parameters()) / MEBIBYTE
+    budget = arguments.budget_mib * MEBIBYTE if arguments.budget_mib else int(LIMIT_TO_FORMULA * expected)
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in case.build_model().parameters())
     print(
-        f"{case.model}, {arguments.ranks} ranks: RLIMIT_DATA allows {budget / MEBIBYTE:.0f} MiB per rank beyond the "
-        f"rehearsal; the fp32 parameters are {4 * mebi_numel:.0f} MiB, with gradients and states {16 * mebi_numel:.0f}"
+        f"{case.model}, {numel / 1e6:.1f} M parameters, {arguments.ranks} ranks; MiB. Parameters: "
+        f"{4 * numel / MEBIBYTE:.0f}, with gradients and states {16 * numel / MEBIBYTE:.0f}; formula of a rank: "
+        f"{expected / MEBIBYTE:.0f}; RLIMIT_DATA of a rank, beyond the rehearsal: {budget / MEBIBYTE:.0f}, "
+        f"{budget / expected:.2f} of the formula"
     )
+    print(f"{'variant':16}{'outcome':>10}{'peak':>8}{'to formula':>12}")
     rows = []
-    for variant in ("stage3-init", "stage3", "fsdp2-z3-meta"):
-        try:
-            outcome = rank_processes.run(arguments.ranks, train_under_limit, case, variant, budget)
-        except RuntimeError as error:  # a rank that failed has left the others waiting
-            outcome = [str(error).strip().splitlines()[-1]]
-        rows.append({"variant": variant, "outcome": outcome, "budget_bytes": budget})
-        print(f"{variant:16}{'; '.join(sorted(set(outcome)))}", flush=True)
+    for variant in arguments.variants or LIMITED_VARIANTS:
+        ranks = rank_processes.run(arguments.ranks, train_under_limit, case, variant, budget, NUM_LIMITED_STEPS)
+        row = {"variant": variant, "budget_bytes": budget, "expected_bytes": expected, "cause": _cause(ranks)}
+        row["peak_bytes"] = max(rank["peak_bytes"] for rank in ranks)
+        rows.append(row)
+        outcome = "trained" if row["cause"] is None else "failed"
+        sizes = f"{row['peak_bytes'] / MEBIBYTE:8.0f}{row['peak_bytes'] / expected:12.2f}"
+        print(f"{variant:16}{outcome:>10}{sizes}  {row['cause'] or ''}", flush=True)
     return rows
+
+
+def _cause(ranks: list[Row]) -> str | None:
+    """Why ranks failed; refused memory first, as the other ranks then only say that a peer has gone."""
+    errors = [rank["error"] for rank in ranks if rank["error"] is not None]
+    refused = [error for error in errors if any(text in error for text in NO_MEMORY)]
+    return next(iter([*refused, *errors]), None)
 
 
 def report_growth(arguments: argparse.Namespace) -> list[Row]:
     """The first and last resident set, and the growth in percent."""
     rows = []
-    for variant in arguments.variants:
+    for variant in arguments.variants or VARIANTS:
         if variant.startswith("fsdp2"):
             continue
         ranks = rank_processes.run(arguments.ranks, measure_growth, SMALL, variant, arguments.steps)
@@ -300,16 +325,17 @@ def main() -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--limit", action="store_true", help="train under a memory limit")
     kind.add_argument("--growth", action="store_true", help="resident memory over many steps")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all; with --limit four")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--ranks", type=int, help="default: 2, with --limit 8")
-    parser.add_argument("--layers", type=int, default=DEEP.num_layers)
-    parser.add_argument("--budget-mib", type=int, help="of --limit: default 1.15 times the formula")
+    parser.add_argument("--layers", type=int, help="blocks of the model")
+    parser.add_argument("--budget-mib", type=int, help="of --limit: default 1.3 times the formula")
     parser.add_argument("--steps", type=int, default=200, help="of --growth")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args()
     arguments.ranks = arguments.ranks or (8 if arguments.limit else 2)
-    case = dataclasses.replace(DEEP, dtype=arguments.dtype, num_layers=arguments.layers)
+    case = LIMITED if arguments.limit else DEEP
+    case = dataclasses.replace(case, dtype=arguments.dtype, num_layers=arguments.layers or case.num_layers)
     if arguments.growth:
         rows = report_growth(arguments)
     else:

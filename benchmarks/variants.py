@@ -224,7 +224,8 @@ def formula_bytes(variant: str, case: Case, world_size: int) -> float:
     g + o. "apart": both memories together, so master weights beside fp32 weights too, and in stage 1 the gradients of
     the own shard twice.
     """
-    numels = [parameter.numel() for parameter in case.build_model().parameters()]
+    with torch.device("meta"):
+        numels = [parameter.numel() for parameter in case.build_model().parameters()]
     numel, numel_whole = sum(numels), sum(each for each in numels if each < PERSISTENCE_NUMEL)
     p = g = 4 if case.dtype == "fp32" else 2
     o = 8 if case.dtype == "fp32" else 12
