@@ -70,6 +70,7 @@ def arguments_for(fake):
         "callback": lambda: None,
         "tensor": torch.ones(3),
         "align_bytes": 1,
+        "min_bytes": 4096,
         "class_name": "FusedAdamBuilder",
         "current_env": {},
         "local_accelerator_ids": [1],
