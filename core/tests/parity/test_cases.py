@@ -416,7 +416,9 @@ class InContext(nn.Module):
 
 def create_engine(case, stage, net, is_offloaded):
     keys = copy.deepcopy(case.keys)
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 2, **keys.pop("zero_optimization", {})}
+    # weights are released after each use; offloaded, they stay whole until the step
+    reuse = {} if is_offloaded else {"stage3_max_reuse_distance": 0}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 2, **reuse, **keys.pop("zero_optimization", {})}
     if is_offloaded:
         zero["offload_optimizer"] = {"device": "cpu"}
         keys["zero_force_ds_cpu_optimizer"] = not case.by_client

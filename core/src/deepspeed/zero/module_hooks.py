@@ -120,13 +120,20 @@ class ModuleHooks:
         units = self._units_used_by(module)
         for unit in units:
             self.param_coordinator.use(unit)
-        if in_backward:  # a checkpointed block is computed again
+        if in_backward:
+            self._computed_again(units)
             return
         self._active.append(module)
         for unit in units:
             unit.num_users += 1
         if torch.is_grad_enabled() and module in self._units_of_module:
             self._drop_with_gradients_of(module, (args, kwargs))
+
+    def _computed_again(self, units: list[ParamUnit]) -> None:
+        """A checkpoint runs a forward again in the backward; a reentrant one then runs a backward of its own, in which
+        all gradients of its units arrive once more: before the last of them the units must not be dropped."""
+        for unit in units:
+            unit.num_missing = unit.num_gradients
 
     def _after_forward(self, module: Module, args: Any, output: Any) -> None:
         units = self._units_used_by(module)
@@ -183,7 +190,7 @@ class ModuleHooks:
 
         def end(grad: Tensor) -> None:
             for unit in units:
-                if unit.num_missing <= 0:
+                if unit.num_missing == 0:
                     self.param_coordinator.drop(unit)
 
         for tensor in tensors_in(inputs):
@@ -194,11 +201,14 @@ class ModuleHooks:
 
     def saw_read(self, param: Parameter) -> None:
         """A parameter that is not whole was read through its module; see [Note: external parameters]."""
-        if not self._active:
-            return
-        module = self._active[-1]
         unit = unit_of(param)
         assert unit is not None
+        if not self._active:
+            if is_in_backward():  # a checkpoint computes a function of a module again, without the module's forward
+                self.param_coordinator.use(unit)
+                self._computed_again([unit])
+            return
+        module = self._active[-1]
         external = module.__dict__.setdefault(EXTERNAL, {})
         if param not in external:
             external[param] = None

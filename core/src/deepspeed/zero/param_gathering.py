@@ -45,12 +45,12 @@ class ParamGathering:
     def begin_backward(self, trained: Iterable[ParamUnit]) -> None:
         """`trained`: the units that get gradients."""
         for unit in trained:
-            unit.num_missing = len(unit.params)
+            unit.num_missing = unit.num_gradients = len(unit.params)
 
     def gradient_arrived(self, unit: ParamUnit) -> None:
         """A gradient of `unit` was taken; after the last one it is dropped."""
         unit.num_missing -= 1
-        if unit.num_missing <= 0 and unit.num_users == 0:
+        if unit.num_missing == 0 and unit.num_users == 0:
             self._fetcher.drop(unit)
 
     def end_backward(self) -> None:

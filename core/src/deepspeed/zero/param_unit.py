@@ -83,7 +83,8 @@ class ParamUnit:
         self.status = ZeroParamStatus.AVAILABLE
         self.num_users = 0  # modules whose forward runs and that use the unit
         self.num_contexts = 0  # `GatheredParameters` that are open and hold the unit whole
-        self.num_missing = 0  # gradients that are still to arrive in this backward
+        self.num_gradients = 0  # that a backward brings, one for each parameter; 0 where they do not train
+        self.num_missing = 0  # of these, still to arrive; less than 0 where more came than were expected
         self.num_gathers = 0  # all-gathers since the unit was made
         self.is_exact = True  # whole parameters are what the shards hold, not rounded to int8
         self.hooks: Any = None  # the `ModuleHooks` that gather it
