@@ -37,9 +37,8 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     """How long a collective of `group` waits for a peer; torch's default where this torch or a library of a plugin does
     not say it."""
     host = torch.device("cpu")
-    devices = group._device_types
     try:
-        library = group._get_backend(host if host in devices else devices[0])
+        library = group._get_backend(host if serves(group, host) else group._device_types[0])
     except RuntimeError:  # of a group that a plugin wrote in Python
         return torch_dist.distributed_c10d.default_pg_timeout
     timeout: timedelta = getattr(

@@ -36,9 +36,7 @@ def own_group(group: ProcessGroup) -> ProcessGroup:
     """
     if set(library_by_device(group).values()) != {"gloo"} or group.size() == 1:
         return group
-    name = torch.frombuffer(bytearray(secrets.token_bytes(_NAME_BYTES)), dtype=torch.uint8)
-    torch_dist.broadcast(name, group=group, group_src=0)
-    return _create(group, bytes(name.tolist()).hex(), timeout_of(group))
+    return _create(group, _name_of_first(group), timeout_of(group))
 
 
 def host_group(group: ProcessGroup) -> ProcessGroup | None:
@@ -47,7 +45,7 @@ def host_group(group: ProcessGroup) -> ProcessGroup | None:
 
     All ranks of `group` call it together.
     """
-    name = all_gather_values(secrets.token_hex(_NAME_BYTES), group)[0]
+    name = _name_of_first(group)
     own, error = None, ""
     try:
         own = _create(group, name, min(CONNECT_LIMIT, timeout_of(group)))
@@ -64,6 +62,11 @@ def host_group(group: ProcessGroup) -> ProcessGroup | None:
     assert own is not None
     own._get_backend(torch.device("cpu"))._set_default_timeout(timeout_of(group))
     return own
+
+
+def _name_of_first(group: ProcessGroup) -> str:
+    """That the first rank draws. A collective."""
+    return str(all_gather_values(secrets.token_hex(_NAME_BYTES), group)[0])
 
 
 def _create(group: ProcessGroup, name: str, timeout: timedelta) -> ProcessGroup:

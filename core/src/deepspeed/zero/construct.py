@@ -128,11 +128,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
             )
         source = config_dict_or_path if config_dict_or_path is not None else config
         settings = None if source is None else DeepSpeedConfig(read_config(source), batch_required=False)
-        if settings is not None and settings.zero_optimization.stage != 3:
-            raise ConfigError(
-                f"zero.Init: zero_optimization.stage is {settings.zero_optimization.stage}, so no parameter would be "
-                "sharded; use stage 3, or enabled=False"
-            )
+        self._check(settings)
         self.dtype = dtype if dtype is not None else _dtype_of(settings)
         comm.init_distributed()
         group = data_parallel_group or sequence_data_parallel_group
@@ -144,6 +140,14 @@ class Init(contextlib.AbstractContextManager["Init"]):
         get_accelerator().return_freed_memory(_MIN_BYTES_TO_RETURN)
         if module is not None:
             self._shard(module)
+
+    def _check(self, settings: DeepSpeedConfig | None) -> None:
+        """Refuse a configuration with which the context would do nothing."""
+        if settings is not None and settings.zero_optimization.stage != 3:
+            raise ConfigError(
+                f"zero.Init: zero_optimization.stage is {settings.zero_optimization.stage}, so no parameter would be "
+                "sharded; use stage 3, or enabled=False"
+            )
 
     def __enter__(self) -> "Init":
         if self.enabled:

@@ -96,7 +96,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             ranks.broadcast(value.view(-1), source_in(ranks.group, source), tag="GatheredParameters").wait()
             param.data.copy_(value)
         for sharding in {manager for param in self.params if (manager := manager_of(param)) is not None}:
-            sharding.weights_changed(self.params)
+            sharding.weights_changed(set(self.params))
 
 
 def _listed(params: Any) -> list[Any]:

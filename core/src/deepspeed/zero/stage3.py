@@ -6,7 +6,7 @@ use and released after (`param_gathering.py`), reduce-scattered as one bucket, u
 low precision, and the largest working set (ZeRO, arXiv 1910.02054, section 5.3: P_os+g+p).
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -117,9 +117,9 @@ class Stage3(Stage2):
     def release_gathered(self) -> None:
         self.gathering.release()
 
-    def weights_changed(self, params: Sequence[Tensor]) -> None:
+    def weights_changed(self, params: Set[Tensor]) -> None:
         for group in self.groups:
-            if not set(params).isdisjoint(group.params):
+            if not params.isdisjoint(group.params):
                 group.take_changes()
 
     def load_frozen(self, parts: dict[str, Tensor]) -> None:

@@ -18,7 +18,7 @@ docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -548,7 +548,7 @@ class Sharding(Holding):
         for group in self.groups:
             group.masters_from_weights()
 
-    def weights_changed(self, params: Sequence[Tensor]) -> None:
+    def weights_changed(self, params: Set[Tensor]) -> None:
         """`params` were changed inside `GatheredParameters`. Here every rank holds whole weights, and the change is
         every rank's own."""
 
