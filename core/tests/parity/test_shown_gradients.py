@@ -22,6 +22,11 @@ def replace(net):
         param.grad = param.grad * 3
 
 
+def replace_data(net):
+    for param in net.parameters():
+        param.grad.data = param.grad.data * 3
+
+
 def drop(net):
     net[0].weight.grad = None
 
@@ -80,7 +85,10 @@ def check(change, num_backwards, clips):
     engine.destroy()
 
 
-CASES = [(nothing, 1), (scale, 1), (replace, 1), (drop, 1), (clip, 1), (replace, 2), (drop, 2), (scale, 2)]
+CASES = [
+    *((change, 1) for change in (nothing, scale, replace, replace_data, drop, clip)),
+    *((change, 2) for change in (replace, replace_data, drop, scale)),
+]
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -61,6 +61,9 @@ class Training:
         if self.schedule.num_steps > 1 and not is_divided:
             tensors = [tensor / self.schedule.num_steps for tensor in tensors]
         window, phase = self.sharding.window, self.observers.phase
+        window.abort_if_left()
+        if self.schedule.num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
+            self.sharding.take_unseen()  # they have another factor
         with phase("backward"):
             with window.opened(), phase("backward_inner"):
                 torch.autograd.backward([self.precision.scale(tensor) for tensor in tensors], gradients, **kwargs)
@@ -115,14 +118,15 @@ class Training:
                 'step: the engine has no optimizer; give one to initialize() or name one in the config ("optimizer"), '
                 "with a model that has parameters to train"
             )
+        with self.observers.phase("backward_allreduce"):
+            self.sharding.take_unseen()
+            self.sharding.reduce()
         if not self._had_backward:
             warn_once(
                 "step: found no backward since the last step; no weight gets a new gradient, and the step is counted "
                 "and moves the learning rate schedule all the same. Call engine.backward(loss) before engine.step()"
             )
         self._had_backward = False
-        with self.observers.phase("backward_allreduce"):
-            self.sharding.reduce()
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
         progress = self.progress

@@ -118,7 +118,8 @@ class KernelOptimizer(ReferenceOptimizer):
     def update_one_pass(
         self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
     ) -> None:
-        self._update(params, grads, copies, scale, group, unknown=[params])
+        is_given = nn.Parameter in set(map(type, params))  # by the user, who may set their `.data`
+        self._update(params, grads, copies, scale, group, unknown=[params] if is_given else [])
 
     @property
     def has_kernel(self) -> bool:
@@ -138,7 +139,8 @@ class KernelOptimizer(ReferenceOptimizer):
         *,
         unknown: list[list[Tensor]],
     ) -> None:
-        """`unknown`: the lists to look at before the operator gets them; those of the engine are as it wants them."""
+        """`unknown`: the lists to look at in every step before the operator gets them. The engine's gradients are as it
+        wants them; its parameters, like all states, are looked at when they are new."""
         states = [self.state[param] for param in params]
         for param, state in zip(params, states, strict=True):
             if not state:
@@ -149,36 +151,41 @@ class KernelOptimizer(ReferenceOptimizer):
             self._update_by_torch(params, grads, copies, scale, group)
             return
         moments = [[state[name] for state in states] for name in self.state_names]
-        rest = [] if self._takes(kernel, unknown, moments) else _not_taken(kernel, unknown, moments)
-        if rest:
-            its_params, its_grads, its_copies = _pick([params, grads, copies], rest)
-            self._update_by_torch(its_params, its_grads, its_copies, scale, group)
-            taken = sorted(set(range(len(params))) - set(rest))
-            params, grads, copies, *moments = _pick([params, grads, copies, *moments], taken)
-            states = [states[index] for index in taken]
+        steps = [state["step"] for state in states]
+        if not (kernel.takes(chain.from_iterable(unknown)) and self._took([params, steps, *moments])):
+            rest = _not_taken(kernel, unknown or [params], moments)
+            if rest:
+                its_params, its_grads, its_copies = _pick([params, grads, copies], rest)
+                self._update_by_torch(its_params, its_grads, its_copies, scale, group)
+                taken = sorted(set(range(len(params))) - set(rest))
+                params, grads, copies, states, *moments = _pick([params, grads, copies, states, *moments], taken)
+            steps = host_step_counts(states)
+            if not rest:
+                self._remember([params, steps, *moments])
         if params:
-            lists = [params, grads, *moments, host_step_counts(states), copies]
+            lists = [params, grads, *moments, steps, copies]
             self.run_kernel(kernel.operator, lists, {**numbers, "grad_scale": scale})
             # for autograd: a graph that saved a weight then refuses to run backward through the new one
             torch.autograd.graph.increment_version([*params, *copies])
 
-    def _takes(self, kernel: StepKernel, unknown: list[list[Tensor]], moments: list[list[Tensor]]) -> bool:
-        """Whether the kernel takes all of them. Moments that it took in the last step are not looked at again: the
-        checks would be a twentieth of a step of many small layers."""
-        now = list(chain.from_iterable(moments))
-        if not kernel.takes(chain.from_iterable(unknown)):
-            return False
-        if not now:
-            return True
-        known = self.__dict__.setdefault("_known_moments", {})  # by the id of the first; weakly, as states come and go
-        before = known.get(id(now[0]), [])
-        if len(before) == len(now) and all(map(operator.is_, map(weakref.ref.__call__, before), now)):
-            return True
+    def _took(self, lists: list[list[Tensor]]) -> bool:
+        """Whether the kernel took these tensors in the last step. Then they are not looked at again: that would be a
+        twentieth of a step of many small layers."""
+        before = self._known_tensors().get(id(lists[0][0]), ())
+        now = chain.from_iterable(lists)
+        return len(before) == len(lists) * len(lists[0]) and all(
+            map(operator.is_, map(weakref.ref.__call__, before), now)
+        )
+
+    def _remember(self, lists: list[list[Tensor]]) -> None:
+        known = self._known_tensors()
         for key in [key for key, refs in known.items() if refs[0]() is None]:
             del known[key]
-        if is_taken := kernel.takes(now, FP32):
-            known[id(now[0])] = [weakref.ref(one) for one in now]
-        return is_taken
+        known[id(lists[0][0])] = [weakref.ref(one) for one in chain.from_iterable(lists)]
+
+    def _known_tensors(self) -> dict[int, list["weakref.ref[Tensor]"]]:
+        """By the id of the first parameter; weakly, as tensors come and go."""
+        return self.__dict__.setdefault("_known", {})  # type: ignore[no-any-return]
 
     def _update_by_torch(
         self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
@@ -199,6 +206,6 @@ def _not_taken(kernel: StepKernel, lists: list[list[Tensor]], moments: list[list
     ]
 
 
-def _pick(lists: list[list[Tensor]], indices: list[int]) -> list[list[Tensor]]:
+def _pick(lists: list[list[Any]], indices: list[int]) -> list[list[Any]]:
     """Each of `lists` at `indices`; an empty one (no copies) stays empty."""
     return [[its[index] for index in indices] if its else [] for its in lists]

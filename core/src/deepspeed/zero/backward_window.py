@@ -70,6 +70,11 @@ class BackwardWindow:
     def is_open(self) -> bool:
         return self.state is Window.OPEN
 
+    @property
+    def is_left(self) -> bool:
+        """Whether an exception has ended a plain `loss.backward()`."""
+        return self.is_open and not self.is_running
+
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Around the engine's own `loss.backward()`; an exception aborts, else `close()` is to follow."""
@@ -106,6 +111,13 @@ class BackwardWindow:
         self._move(Window.OPEN)
         self._on_begin(True)
 
+    def open_and_close(self) -> None:
+        """A backward is over that nothing has seen."""
+        self._task_end = None
+        self._move(Window.OPEN)
+        self._on_begin(True)
+        self.close()
+
     def close(self) -> None:
         if not self.is_open:  # aborted in between
             return
@@ -125,7 +137,7 @@ class BackwardWindow:
 
     def abort_if_left(self) -> None:
         """Drop a plain `loss.backward()` that an exception ended; one that is running goes on."""
-        if self.is_open and not self.is_running:
+        if self.is_left:
             self.abort()
 
     def begin_forward(self) -> None:

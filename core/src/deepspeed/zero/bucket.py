@@ -128,12 +128,14 @@ class Bucket:
         if self.state is not _FILLING:
             self._begin_to_fill()
         waiting = self._waiting
-        if not waiting.keys().isdisjoint(grads):
+        if waiting and not waiting.keys().isdisjoint(grads):
             self.flush()
         waiting.update(grads)
-        self._waiting_numel += sum(map(self._numels.__getitem__, grads))
-        if len(waiting) >= self._num_awaited or self._waiting_numel >= FLUSH_NUMEL:
-            self.flush()
+        if len(waiting) < self._num_awaited:
+            self._waiting_numel += sum(map(self._numels.__getitem__, grads))
+            if self._waiting_numel < FLUSH_NUMEL:
+                return
+        self.flush()
 
     def _begin_to_fill(self) -> None:
         if self.was_launched:
@@ -144,13 +146,15 @@ class Bucket:
 
     def flush(self) -> None:
         """Add the gradients that wait to the buffer."""
-        waiting = self._waiting
-        held = self._held & waiting.keys()
-        if held:
-            _add([self._views[param] for param in held], [waiting[param] for param in held], self._factor)
-        new = [param for param in waiting if param not in held]
+        waiting, views = self._waiting, self._views
+        new = waiting
+        if self._held:
+            held = [param for param in waiting if param in self._held]
+            new = {param: grad for param, grad in waiting.items() if param not in self._held}
+            if held:
+                _add([views[param] for param in held], [waiting[param] for param in held], self._factor)
         if new:
-            _set([self._views[param] for param in new], [waiting[param] for param in new], self._factor)
+            _set([views[param] for param in new], list(new.values()), self._factor)
         self._held.update(waiting)
         self._arrived.update(waiting)
         self._num_awaited = len(self._numels) - len(self._arrived)
@@ -163,8 +167,9 @@ class Bucket:
             self._open()
         memory = self._memory
         assert memory is not None
-        for param in set(range(len(self._views))) - self._held:
-            self._views[param].zero_()
+        if len(self._held) < len(self._views):
+            for param in set(range(len(self._views))) - self._held:
+                self._views[param].zero_()
         for start, stop in self.layout.gaps:
             memory[start:stop].zero_()
         self._wire = memory if self._wire_dtype in (None, memory.dtype) else memory.to(self._wire_dtype)

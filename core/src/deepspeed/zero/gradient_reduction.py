@@ -1,23 +1,21 @@
 """`GradientReduction`: the gradients of a step on their way from autograd to their sums over the ranks.
 
     begin            a backward begins
-    (hooks)          a gradient is in `param.grad`; sooner or later it is taken into its bucket (`bucket.py`)
+    (hooks)          gradients are in `param.grad`; sooner or later they are taken into their bucket (`bucket.py`)
     end              the backward is over: what is left is taken, and launched if this backward reduces
     finish           the sums are there; gradients that came after the launch of their bucket are still to be reduced
 
 Used by `strategy.py`. Nothing here knows a stage: it is given the buckets, and how one is reduced.
 
-[Note: two kinds of hooks] A hook runs for every parameter in every backward, and one that takes the gradient costs as
-much as the backward of a tiny layer. So the hook of a small parameter only notes that a gradient is there. The hooks of
-large parameters, and of the first of each bucket, which a backward reaches last, take what was noted and launch what
-is full.
+[Note: which parameters have hooks] A hook in every backward costs as much as the backward of a tiny layer. So only
+large parameters have one, which takes the gradient at once, and the first of each bucket, which a backward reaches
+last: it takes what is there of the whole bucket. What is left is taken when the backward is over.
 """
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -80,7 +78,6 @@ class GradientReduction:
             (self._by_unit[index], place) for index, unit in enumerate(units) for place in range(len(unit.params))
         ]
         self.used = [False] * len(self._places)  # a gradient was taken since the last step
-        self._arrived: list[dict[int, Parameter]] = [{} for _ in units]  # whose gradient is to be taken
         self._launched = 0  # buckets
         self.num_issued = 0  # reductions that were launched since the object was made
         self._in_flight: deque[tuple[int, Bucket]] = deque()  # with `num_issued` at the launch
@@ -89,20 +86,17 @@ class GradientReduction:
         self._refusal: Exception | None = None
         self._inspects = False  # every gradient of this backward, not only one that is sparse or has a graph
         self._hooks: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(self._create_hook(unit, index, place))
+            param.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), index, place))
             for index, unit in enumerate(units)
             for place, param in enumerate(unit.params)
+            if unit.unit is not None or place == 0 or unit.shapes[place].numel() >= LARGE_NUMEL
         ]
 
     def remove_hooks(self) -> None:
-        """No gradient is noted any more. Idempotent."""
+        """No gradient is taken any more. Idempotent."""
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
-
-    def _create_hook(self, unit: FlatGroup, index: int, place: int) -> Callable[[Tensor], None]:
-        takes = unit.unit is not None or place == 0 or unit.shapes[place].numel() >= LARGE_NUMEL
-        return _gradient_hook(weakref.ref(self), self._arrived[index], place, index if takes else None)
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
@@ -122,37 +116,30 @@ class GradientReduction:
         for bucket in self._buckets:
             bucket.begin_backward(factor)
 
-    def _open_before(self, param: Parameter) -> None:
-        """The first gradient of a backward that no output of the forward has seen begin. Others are of the past."""
-        grad, param.grad = param.grad, None
-        self._open_window()
-        param.grad = grad
-
-    def take(self, index: int) -> None:
-        """Called by a hook: gradients of the unit `index` have arrived."""
-        self._take(index)
+    def arrived(self, index: int, place: int) -> None:
+        """Called by the hook of a parameter of the unit `index`; see [Note: which parameters have hooks]."""
+        if not self._window.is_running:
+            self._open_window()
+        self._take(index, None if place == 0 else (place,))
         if (param_unit := self._units[index].unit) is not None:
             self._after_arrival(param_unit)
         if self._reduces and self._overlaps:
             self._launch_full()
 
-    def _take(self, index: int) -> None:
-        """Bring the gradients of a unit that have arrived into its bucket."""
-        arrived = self._arrived[index]
-        if not arrived:
+    def _take(self, index: int, places: Iterable[int] | None = None) -> None:
+        """Bring the gradients of a unit that are there into its bucket; `places`: of these parameters only."""
+        unit = self._units[index]
+        params = unit.params
+        found = enumerate(params) if places is None else ((place, params[place]) for place in places)
+        grads = {place: grad for place, param in found if (grad := param.grad) is not None}
+        if not grads:
             return
-        first = self._units[index].first_index
-        grads: dict[int, Tensor] = {}
-        for place, param in arrived.items():
-            grad: Any = param.grad
-            if grad is None:  # set by the user, in a hook of its own
-                continue
-            param.grad = None
-            if self._inspects or grad.requires_grad or grad.is_sparse:
-                grad = self._inspected(first + place, param, grad)
-            grads[place] = grad
-            self.used[first + place] = True
-        arrived.clear()
+        first, used = unit.first_index, self.used
+        for place in grads:
+            params[place].grad = None
+            used[first + place] = True
+        if self._inspects or [grad for grad in grads.values() if grad.requires_grad or grad.is_sparse]:
+            grads = {place: self._inspected(first + place, params[place], grad) for place, grad in grads.items()}
         self._by_unit[index].write(grads)
 
     def _inspected(self, index: int, param: Parameter, grad: Tensor) -> Tensor:
@@ -265,31 +252,19 @@ class GradientReduction:
         """Forget all gradients."""
         for bucket in self._buckets:
             bucket.clear()
-        for arrived in self._arrived:
-            arrived.clear()
         self.used = [False] * len(self.used)
         self.is_launched = True
 
 
-def _gradient_hook(
-    reduction: "weakref.ref[GradientReduction]", arrived: dict[int, Parameter], place: int, index: int | None
-) -> Callable[[Tensor], None]:
-    """Called when autograd has put a gradient into `param.grad`; see [Note: two kinds of hooks].
+def _gradient_hook(reduction: "weakref.ref[GradientReduction]", index: int, place: int) -> Callable[[Tensor], None]:
+    """Called when autograd has put a gradient into `param.grad`.
 
     The parameter holds it; an engine that nothing else refers to is not kept alive by it.
-
-    Args:
-        index: of the unit whose gradients it takes; None: it only notes its own.
     """
 
-    def note(param: Any) -> None:
+    def call(param: Tensor) -> None:
         owner = reduction()
-        if owner is None:
-            return
-        if not owner._window.is_running:
-            owner._open_before(param)
-        arrived[place] = param
-        if index is not None:
-            owner.take(index)
+        if owner is not None:
+            owner.arrived(index, place)
 
-    return note
+    return call

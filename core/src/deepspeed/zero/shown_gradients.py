@@ -2,13 +2,19 @@
 
 Made by a stage whose ranks have whole gradients (`stage0.py`). What is shown are views of bucket memory, so that what
 the user does to them, clipping for example, is what the step takes.
+
+[Note: a backward that is not seen] Autograd adds the gradients of a later backward to what is shown: this rank's to
+those of all. The engine sees a backward through its outputs, or through the hooks of some parameters
+(`gradient_reduction.py`). So here each parameter has a hook that costs next to nothing: a list's own `append`.
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
+from deepspeed.errors import StateError
 from deepspeed.zero.flat_group import FlatGroup
 
 
@@ -16,12 +22,27 @@ class ShownGradients:
     """What `param.grad` shows of the gradients of one step. False while nothing is shown."""
 
     def __init__(self) -> None:
-        self._views: dict[int, tuple[Tensor, int]] = {}  # by attached parameter, with its address; kept between steps
-        self._shown: dict[int, Tensor] = {}  # by attached parameter: what param.grad shows now
+        self._units: list[tuple[FlatGroup, Tensor]] = []  # with their gradient memory
+        self._used: list[bool] = []  # by attached parameter
+        # What is shown of these, kept between steps; one entry for each parameter:
+        self._indices: list[int] = []
+        self._params: list[Parameter] = []
+        self._views: list[Tensor] = []
+        self._addresses: list[int] = []  # of the views, which a user may give other `.data`
+        self._is_shown = False
         self._versions: list[int] = []  # of the memory, by unit: torch counts what is written into it
+        self._hooks: list[RemovableHandle] = []
+        self._arrived: list[Tensor] = []  # parameters that got a gradient since they were shown
+
+    def watch(self, params: Sequence[Parameter]) -> None:
+        """Put the hooks on these parameters only; see [Note: a backward that is not seen]."""
+        for hook in self._hooks:
+            hook.remove()
+        note = self._arrived.append
+        self._hooks = [param.register_post_accumulate_grad_hook(note) for param in params]
 
     def __bool__(self) -> bool:
-        return bool(self._shown)
+        return self._is_shown
 
     def show(self, groups: Sequence[FlatGroup], gradients: Sequence[Tensor], used: Sequence[bool]) -> None:
         """Let each used parameter show its part of the gradient memory of its unit, if both have one dtype.
@@ -30,39 +51,59 @@ class ShownGradients:
             gradients: by unit, [N].
             used: by attached parameter.
         """
-        for group, gradients_N in zip(groups, gradients, strict=True):
-            if gradients_N.dtype != group.dtype:
-                continue
-            for index, param in enumerate(group.params, group.first_index):
-                if used[index]:
-                    view, address = self._views.get(index, (None, 0))
-                    if view is None or view.data_ptr() != address:  # a user has set its `.data`
-                        view = self._create_view(index, group, gradients_N)
-                    param.grad = self._shown[index] = view
+        if self._used != used or [id(memory_N) for _, memory_N in self._units] != list(map(id, gradients)):
+            self._units = list(zip(groups, gradients, strict=True))
+            self._used = list(used)
+            self._create_views()
+        for param, view in zip(self._params, self._views, strict=True):
+            param.grad = view
+        self._is_shown = bool(self._params)
+        self._arrived.clear()
         self._versions = [gradients_N._version for gradients_N in gradients]
 
-    def _create_view(self, index: int, group: FlatGroup, gradients_N: Tensor) -> Tensor:
-        place = index - group.first_index
-        offset, shape = group.layout.offsets[place], group.shapes[place]
-        view = gradients_N.narrow(0, offset, shape.numel()).view(shape)
-        self._views[index] = (view, view.data_ptr())
-        return view
+    def _create_views(self) -> None:
+        alike = [(group, memory_N) for group, memory_N in self._units if memory_N.dtype == group.dtype]
+        places = [(group.first_index + place, param) for group, _ in alike for place, param in enumerate(group.params)]
+        self._indices = [index for index, _ in places if self._used[index]]
+        self._params = [param for index, param in places if self._used[index]]
+        self._views = [self._memory(index) for index in self._indices]
+        self._addresses = [view.data_ptr() for view in self._views]
 
-    def take(self, params: Sequence[Parameter]) -> list[int]:
+    def _memory(self, index: int) -> Tensor:
+        """The gradient memory of the parameter `index`, in its shape."""
+        group, memory_N = next(unit for unit in reversed(self._units) if unit[0].first_index <= index)
+        place = index - group.first_index
+        shape = group.shapes[place]
+        return memory_N.narrow(0, group.layout.offsets[place], shape.numel()).view(shape)
+
+    def take(self) -> list[int]:
         """Bring what the user made of `param.grad` into the gradient memory; returns the parameters whose gradient
         was set to None.
 
         Every rank has all of them, so no communication is needed; the user does the same on every rank.
+
+        Raises:
+            StateError: autograd has added to them.
         """
-        dropped = []
-        for index, view in self._shown.items():
-            grad = params[index].grad
-            if grad is None:
-                view.zero_()
-                dropped.append(index)
-            elif grad is not view:
-                view.copy_(grad)
-        return dropped
+        if not self._is_shown:
+            return []
+        if self._arrived:
+            raise unseen_backward()
+        found = [None if (grad := param.grad) is None else grad.data_ptr() for param in self._params]
+        if found == self._addresses:
+            return []
+        changed = [place for place, address in enumerate(self._addresses) if found[place] != address]
+        for place in changed:
+            self._take_changed(place)
+        return [self._indices[place] for place in changed if found[place] is None]
+
+    def _take_changed(self, place: int) -> None:
+        memory, grad = self._memory(self._indices[place]), self._params[place].grad
+        if grad is None:
+            memory.zero_()
+        else:  # another tensor, or other `.data`
+            memory.copy_(grad)
+            self._params[place].grad = self._views[place] = memory
 
     def were_written(self, gradients: Sequence[Tensor]) -> bool:
         """Whether the gradient memory was written since it was shown, or since the last call."""
@@ -70,5 +111,14 @@ class ShownGradients:
         return former != self._versions
 
     def forget(self) -> None:
-        """Nothing is shown any more."""
-        self._shown = {}
+        """Nothing is shown any more; `param.grad` is set by the caller."""
+        self._is_shown = False
+        self._arrived.clear()
+
+
+def unseen_backward() -> StateError:
+    """The error for a backward that adds to what is shown."""
+    return StateError(
+        "backward: found a second backward before step() that does not pass through the engine's outputs; add the "
+        "losses up and call engine.backward(loss) once"
+    )

@@ -12,6 +12,10 @@ from deepspeed.zero.strategy import Sharding
 class Stage0(Sharding):
     """Every rank holds parameters, gradients and optimizer state whole; 16 bytes per parameter in fp32."""
 
+    def _finish_groups(self) -> None:
+        super()._finish_groups()
+        self._shown.watch(self.params)
+
     def _norm_part(self) -> list[Tensor]:
         units = self._reduced_units()
         return [grads.tensor_split(group.ranks.world_size)[group.ranks.rank] for group, grads in units]

@@ -44,7 +44,7 @@ from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.replica_sum import ReplicaSum
-from deepspeed.zero.shown_gradients import ShownGradients
+from deepspeed.zero.shown_gradients import ShownGradients, unseen_backward
 from deepspeed.zero.step_facts import StepFacts
 from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.update import OptimizerUpdate, multiply, takes_one_pass
@@ -206,6 +206,8 @@ class Sharding(Holding):
         attached = {id(param) for param in self.params}
         self._others = [(name, param) for name, param in self._named if id(param) not in attached]
         self._used_anywhere = [False] * len(self.params)
+        for param in self.params:
+            param.grad = None  # of a backward before the engine knew it
         if self.groups:
             self._facts.attach((group.ranks for group in self.groups for _ in group.params), self.groups[0].device)
         managed.register(self)
@@ -248,7 +250,8 @@ class Sharding(Holding):
             )
         plan = self._plan(by_user)
         self._take_shown()
-        self._shown.forget()
+        if self._shown:
+            self._hide_gradients()
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
         self._replica_sum.reopen(self._reduced_units())
@@ -259,17 +262,22 @@ class Sharding(Holding):
             factor=plan.factor * self._before_sum,
             refusal=plan.refusal,
         )
-        for param in self.params:
-            param.grad = None  # what it shows is the sum of the last backward, which lives in its bucket
+
+    def take_unseen(self) -> None:
+        """Take gradients of a backward that neither an output of the forward nor a hook has seen, or that the user has
+        set."""
+        if not (self._shown or self.window.is_open) and any(param.grad is not None for param in self.params):
+            self.window.open_and_close()
 
     def _open_from_hook(self) -> None:
-        """The first gradient of a backward that no output of the forward has seen begin."""
-        self.window.abort_if_left()
-        if self._shown:  # autograd has just added into the bucket's own memory
+        """The first gradient of a backward that no output of the forward has seen begin; hooks see some only."""
+        if self.window.is_left:
             raise StateError(
-                "backward: found a second backward before step() that does not pass through the engine's outputs; "
-                "add the losses up and call engine.backward(loss) once"
+                "backward: found gradients of a backward that an exception ended; call engine.zero_grad() before the "
+                "next one"
             )
+        if self._shown:  # autograd has just added into the bucket's own memory
+            raise unseen_backward()
         self.window.open_from_autograd()
 
     def _end_backward(self) -> None:
@@ -381,7 +389,7 @@ class Sharding(Holding):
 
     def _take_shown(self) -> None:
         """The step takes what the user made of the shown gradients: other values, another tensor, or None."""
-        for index in self._shown.take(self.params):
+        for index in self._shown.take():
             self._used_anywhere[index] = False
             self.reduction.drop(index)
         if not self._shown or self._norm is None:
@@ -417,9 +425,6 @@ class Sharding(Holding):
             for gradients in self._reduced:
                 multiply(gradients, scale)
             scale = 1.0
-        self._shown.forget()
-        for param in self.params:
-            param.grad = None  # the update points master weights at their gradients, batch by batch
         gathers: list[tuple[GroupBackend, Work]] = []
         try:
             for batch in self._updates.step(scale):
@@ -444,10 +449,13 @@ class Sharding(Holding):
         self._replica_sum.forget()
         if self._rows is not None:
             self._rows.clear()
+        self._hide_gradients()
+        self._norm = None
+
+    def _hide_gradients(self) -> None:
+        self._shown.forget()
         for param in self.params:
             param.grad = None
-        self._shown.forget()
-        self._norm = None
 
     def _zero_grad_of_optimizer(self, set_to_none: bool = True) -> None:
         """What the user's own optimizer does at `zero_grad()`: what the buckets hold is forgotten too."""
@@ -475,6 +483,7 @@ class Sharding(Holding):
         self.groups, self.params, self.buckets = [], [], []
         self._gradients, self._reduced = [], []
         self.reduction = self._create_reduction()
+        self._shown.watch(())
         self._shown, self._facts = ShownGradients(), self._create_facts()
 
     def _finish_and_forget(self) -> None:

@@ -20,9 +20,12 @@ class UseSlots:
         for each in ranks:
             self._own.append(self.count + each.part)
             self.count += each.num_parts
+        self._is_plain = self.count == len(self._own)  # no experts: slots are parameters
 
     def spread(self, used: Sequence[bool]) -> list[float]:
         """This rank's contribution to the sum: one number per slot."""
+        if self._is_plain:
+            return list(map(float, used))
         slots = [0.0] * self.count
         for slot, is_used in zip(self._own, used, strict=True):
             slots[slot] = float(is_used)
@@ -30,4 +33,5 @@ class UseSlots:
 
     def own(self, sums: Sequence[float]) -> list[bool]:
         """By parameter whether a rank that holds it used it, from the sums over all ranks."""
-        return [sums[slot] > 0 for slot in self._own]
+        slots = sums[: self.count] if self._is_plain else map(sums.__getitem__, self._own)
+        return [each > 0 for each in slots]

@@ -1,7 +1,11 @@
-"""`engine.backward` of tensors with gradients: an output whose backward began elsewhere, and several at once."""
+"""Backwards besides that of one loss: of outputs whose backward began elsewhere, of several tensors, and of what is
+computed from parameters without a forward."""
+
+import itertools
 
 import pytest
 import torch
+from deepspeed.errors import StateError
 from torch import nn
 
 X = torch.arange(8.0).view(2, 4) / 8
@@ -81,3 +85,116 @@ def test_what_does_not_fit(make_engine, tensors, gradient, message):
     with pytest.raises(ValueError, match=f"backward: .*{message}"):
         engine.backward(given, gradient=gradient)
     assert not engine.sharding.window.is_open
+
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_allow_untested_optimizer": True}
+every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def plain_step(net, *losses):
+    """One step of torch's SGD with the sum of the gradients of the losses; returns the weights."""
+    for loss in losses:
+        loss(net).backward()
+    return [param.detach() - param.grad for param in net.parameters()]
+
+
+def of_small_bias(net):
+    return 3.0 * net[2].bias.square().sum()
+
+
+def of_all_weights(net):
+    return 0.5 * sum(param.square().sum() for param in net.parameters())
+
+
+def of_output(net):
+    return net(X).square().sum()
+
+
+def small_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), nn.Linear(2, 2))
+
+
+@every_stage
+@pytest.mark.parametrize("loss", [of_small_bias, of_all_weights])
+def test_a_loss_of_parameters_alone(make_engine, stage, loss):
+    engine = make_engine(small_net(), zero_optimization={"stage": stage}, **SGD)
+    loss(engine.module).backward()
+    engine.step()
+    expected = small_net()
+    loss(expected).backward()
+    for param, reference in zip(engine.module.parameters(), expected.parameters(), strict=True):
+        change = 0.0 if reference.grad is None else reference.grad
+        torch.testing.assert_close(param.detach(), reference.detach() - change)
+
+
+@pytest.mark.parametrize(("stage", "comes_first"), [(0, True), *itertools.product([1, 2, 3], [True, False])])
+def test_a_loss_of_a_small_parameter_beside_that_of_the_output(make_engine, stage, comes_first):
+    """Of two accumulated micro-batches; the plain backward is divided by their number as `engine.backward` is."""
+    keys = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1}
+    engine = make_engine(small_net(), zero_optimization={"stage": stage}, **keys, **SGD)
+    net = engine.module
+    for _ in range(2):
+        if comes_first:
+            of_small_bias(net).backward()
+        engine.backward(engine(X).square().sum())
+        if not comes_first:
+            of_small_bias(net).backward()
+        engine.step()
+    for param, expected in zip(net.parameters(), plain_step(small_net(), of_output, of_small_bias), strict=True):
+        torch.testing.assert_close(param.detach(), expected)
+
+
+@pytest.mark.parametrize("loss", [of_small_bias, of_all_weights])
+def test_a_later_loss_of_parameters_alone_is_refused_where_gradients_are_shown(make_engine, loss):
+    engine = make_engine(small_net(), **SGD)
+    engine.backward(engine(X).square().sum())
+    with pytest.raises(StateError, match="a second backward before step"):  # noqa: PT012
+        loss(engine.module).backward()  # its first gradient may be one that only the step looks at
+        engine.step()
+    engine.zero_grad()
+    engine.backward(engine(X).square().sum())
+    engine.step()
+    for param, expected in zip(engine.module.parameters(), plain_step(small_net(), of_output), strict=True):
+        torch.testing.assert_close(param.detach(), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_set_by_hand(make_engine, stage):
+    engine = make_engine(small_net(), zero_optimization={"stage": stage}, **SGD)
+    before = [param.detach().clone() for param in engine.module.parameters()]
+    for param in engine.module.parameters():
+        param.grad = torch.full_like(param, 0.5)
+    engine.step()
+    for param, weight in zip(engine.module.parameters(), before, strict=True):
+        torch.testing.assert_close(param.detach(), weight - 0.5)
+
+
+def test_what_an_exception_left_is_not_mixed_with_the_next_gradients(make_engine):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("planted")
+
+    engine = make_engine(small_net(), zero_optimization={"stage": 1}, **SGD)
+    first, rest = engine.module[0], engine.module[2:]
+    expected = plain_step(small_net(), of_all_weights)
+
+    def fail():
+        hidden = Fails.apply(first(X))
+        output = engine(X)  # its backward comes first
+        with pytest.raises(ArithmeticError):
+            (output.sum() + rest(hidden).sum()).backward()
+
+    fail()
+    with pytest.raises(StateError, match=r"backward that an exception ended; call engine.zero_grad"):
+        of_all_weights(engine.module).backward()
+    engine.zero_grad()
+    of_all_weights(engine.module).backward()
+    engine.step()
+    for param, weight in zip(engine.module.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.detach(), weight)

@@ -35,11 +35,15 @@ static void adam_step(std::vector<Tensor> params, std::vector<Tensor> grads, std
                               StateList{"exp_avg_sqs", exp_avg_sqs});
     const std::vector<float*> counts = lists.counts(steps);
     const auto update = DS_CPU_CHOOSE(adam_range);
+    double last_step = 0, correction1 = 1, correction2 = 1;
     for (size_t index = 0; index < items.size(); ++index) {
         const double step = static_cast<double>(*counts[index] += 1.0f);
-        // in double, as torch has them
-        const double correction1 = bias_correction ? 1 - std::pow(beta1, step) : 1.0;
-        const double correction2 = bias_correction ? 1 - std::pow(beta2, step) : 1.0;
+        if (bias_correction && step != last_step) {  // nearly always the same for all
+            // in double, as torch has them
+            correction1 = 1 - std::pow(beta1, step);
+            correction2 = 1 - std::pow(beta2, step);
+            last_step = step;
+        }
         items[index].by = {
             .one_minus_beta1 = static_cast<float>(1 - beta1),
             .beta2 = static_cast<float>(beta2),
