@@ -118,8 +118,7 @@ class KernelOptimizer(ReferenceOptimizer):
     def update_one_pass(
         self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor], scale: float, group: dict[str, Any]
     ) -> None:
-        is_given = nn.Parameter in set(map(type, params))  # by the user, who may set their `.data`
-        self._update(params, grads, copies, scale, group, unknown=[params] if is_given else [])
+        self._update(params, grads, copies, scale, group, unknown=[])
 
     @property
     def has_kernel(self) -> bool:
@@ -139,8 +138,8 @@ class KernelOptimizer(ReferenceOptimizer):
         *,
         unknown: list[list[Tensor]],
     ) -> None:
-        """`unknown`: the lists to look at in every step before the operator gets them. The engine's gradients are as it
-        wants them; its parameters, like all states, are looked at when they are new."""
+        """`unknown`: the lists to look at in every step before the operator gets them; empty for the engine's, whose
+        gradients are as it wants them. Other tensors are looked at when they are new."""
         states = [self.state[param] for param in params]
         for param, state in zip(params, states, strict=True):
             if not state:
@@ -171,20 +170,22 @@ class KernelOptimizer(ReferenceOptimizer):
     def _took(self, lists: list[list[Tensor]]) -> bool:
         """Whether the kernel took these tensors in the last step. Then they are not looked at again: that would be a
         twentieth of a step of many small layers."""
-        before = self._known_tensors().get(id(lists[0][0]), ())
-        now = chain.from_iterable(lists)
-        return len(before) == len(lists) * len(lists[0]) and all(
-            map(operator.is_, map(weakref.ref.__call__, before), now)
-        )
+        params = lists[0]
+        before, addresses = self._known_tensors().get(id(params[0]), ((), []))
+        if len(before) != len(lists) * len(params):
+            return False
+        are_same = all(map(operator.is_, map(weakref.ref.__call__, before), chain.from_iterable(lists)))
+        return are_same and addresses == list(map(Tensor.data_ptr, params))  # a user may give a parameter other `.data`
 
     def _remember(self, lists: list[list[Tensor]]) -> None:
         known = self._known_tensors()
-        for key in [key for key, refs in known.items() if refs[0]() is None]:
+        for key in [key for key, (refs, _) in known.items() if refs[0]() is None]:
             del known[key]
-        known[id(lists[0][0])] = [weakref.ref(one) for one in chain.from_iterable(lists)]
+        refs = [weakref.ref(one) for one in chain.from_iterable(lists)]
+        known[id(lists[0][0])] = refs, list(map(Tensor.data_ptr, lists[0]))
 
-    def _known_tensors(self) -> dict[int, list["weakref.ref[Tensor]"]]:
-        """By the id of the first parameter; weakly, as tensors come and go."""
+    def _known_tensors(self) -> dict[int, tuple[list["weakref.ref[Tensor]"], list[int]]]:
+        """With the addresses of the parameters; by the id of the first one. Weakly, as tensors come and go."""
         return self.__dict__.setdefault("_known", {})  # type: ignore[no-any-return]
 
     def _update_by_torch(

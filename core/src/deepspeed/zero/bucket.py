@@ -124,14 +124,17 @@ class Bucket:
         return len(self._numels) - len(self._arrived | self._waiting.keys())
 
     def write(self, grads: dict[int, Tensor]) -> None:
-        """Take gradients of the unit's parameters, by their places; each is added to what the buffer holds of it."""
+        """Take gradients of the unit's parameters, by their places; each is added to what the buffer holds of it. The
+        dict is the bucket's from then on."""
         if self.state is not _FILLING:
             self._begin_to_fill()
-        waiting = self._waiting
-        if waiting and not waiting.keys().isdisjoint(grads):
+        if not self._waiting.keys().isdisjoint(grads):
             self.flush()
-        waiting.update(grads)
-        if len(waiting) < self._num_awaited:
+        if self._waiting:
+            self._waiting.update(grads)
+        else:
+            self._waiting = grads
+        if len(self._waiting) < self._num_awaited:
             self._waiting_numel += sum(map(self._numels.__getitem__, grads))
             if self._waiting_numel < FLUSH_NUMEL:
                 return
@@ -229,7 +232,7 @@ class Bucket:
         self._close()
 
     def _drop_waiting(self) -> None:
-        self._waiting.clear()
+        self._waiting = {}
         self._waiting_numel = 0
 
     def _open(self) -> None:

@@ -134,10 +134,14 @@ class GradientReduction:
         grads = {place: grad for place, param in found if (grad := param.grad) is not None}
         if not grads:
             return
-        first, used = unit.first_index, self.used
+        first = unit.first_index
         for place in grads:
             params[place].grad = None
-            used[first + place] = True
+        if len(grads) == len(params):
+            self.used[first : first + len(params)] = [True] * len(params)
+        else:
+            for place in grads:
+                self.used[first + place] = True
         if self._inspects or [grad for grad in grads.values() if grad.requires_grad or grad.is_sparse]:
             grads = {place: self._inspected(first + place, params[place], grad) for place, grad in grads.items()}
         self._by_unit[index].write(grads)

@@ -65,6 +65,8 @@ class StepFacts:
             used: by parameter whether this rank has a gradient.
             late: by bucket whether this rank has a gradient that came after the launch.
         """
+        if self._backend.world_size == 1:
+            return self.own_squares(norms), list(used), list(map(float, late))
         squares, flags = self._sum(norms, [*self._slots.spread(used), *map(float, late)])
         return squares, self._slots.own(flags), flags[self._slots.count :]
 
