@@ -6,7 +6,6 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.errors import CheckpointError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import GatheredParameters
@@ -79,33 +78,3 @@ def resume_job(folder: str, saved_threshold: int, threshold: int, low: bool) -> 
 )
 def test_a_checkpoint_loads_where_other_parameters_are_sharded(tmp_path, saved_threshold, threshold, low):
     run_ranks(2, resume_job, str(tmp_path), saved_threshold, threshold, low)
-
-
-def save_job(folder: str, stage: int) -> None:
-    create_of_stage(stage).save_checkpoint(folder, "good")
-
-
-def create_of_stage(stage: int) -> Any:
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "optimizer": {"type": "Adam"}}
-    return deepspeed.initialize(model=Net(), config=config)[0]
-
-
-def refused_job(folder: str, stage: int, message: str) -> None:
-    engine = create_of_stage(stage)
-    for keys in ({}, {"load_optimizer_states": False}, {"load_module_only": True}):
-        with pytest.raises(CheckpointError, match=f"{message}.*weights alone: run zero_to_fp32.py"):
-            engine.load_checkpoint(folder, "good", **keys)
-
-
-@pytest.mark.parametrize(
-    ("saved_stage", "stage", "world_size", "message"),
-    [
-        (3, 3, 1, "saved by 2 data parallel ranks with ZeRO stage 3, this job has 1"),
-        (3, 3, 3, "saved by 2 data parallel ranks with ZeRO stage 3, this job has 3"),
-        (3, 2, 2, "saved by ZeRO stage 3, this job runs stage 0, 1 or 2"),
-        (2, 3, 2, "saved by ZeRO stage 0, 1 or 2, this job runs stage 3"),
-    ],
-)
-def test_another_job_is_refused_with_what_to_do(tmp_path, saved_stage, stage, world_size, message):
-    run_ranks(2, save_job, str(tmp_path), saved_stage)
-    run_ranks(world_size, refused_job, str(tmp_path), stage, message)

@@ -14,11 +14,13 @@ from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
     Position,
-    check_kind,
+    SavedParts,
+    check_has_states,
     check_model_state,
     check_shard,
     find_folder,
-    find_shard,
+    find_models,
+    find_shards,
     split_client_state,
     tag_folder_hint,
 )
@@ -149,6 +151,7 @@ class Checkpointer:
         tag: str | None = None,
         *,
         load_shard: bool = True,
+        needs_states: bool = False,
         zero_stages: Collection[int] | None = None,
         map_location: Any = "cpu",
     ) -> LoadedCheckpoint | None:
@@ -156,8 +159,10 @@ class Checkpointer:
 
         Args:
             tag: default: what `<load_dir>/latest` names.
-            load_shard: read this rank's optimizer shard too. Without it the number of data parallel ranks may differ.
-            zero_stages: stages whose shards the caller can take, for example `(1, 2)`; None takes any.
+            load_shard: read the optimizer's state too. The weights of stage 3 are there, so its shards are always read.
+            needs_states: the optimizer's state must be there.
+            zero_stages: stages whose shards the caller can take as they are, for example `(1, 2)`; None takes any. What
+                another stage, or another number of data-parallel ranks, saved is in `LoadedCheckpoint.parts`.
             map_location: as for `torch.load`.
 
         Raises `CheckpointError` on every rank when a rank finds a file missing, damaged, refused or of another shape of
@@ -174,20 +179,52 @@ class Checkpointer:
             return None
 
         def read() -> LoadedCheckpoint:
-            folder = find_folder(directory, name)
-            check_kind(folder, self._model_file, self.position)
-            path = folder / self._model_file
-            state = self.store.load(path, map_location, mmap=True)
-            check_model_state(state, path, self.position, needs_shard=load_shard)
-            own, client = split_client_state(state)
-            shard = None
-            if load_shard:
-                shard_path = find_shard(folder, self.position, self.prefix, own)
-                shard = self.store.load(shard_path, map_location, mmap=True)
-                check_shard(shard, shard_path, self.position, zero_stages)
-            return LoadedCheckpoint(str(path), name, own, shard, client)
+            return self._read(directory, name, load_shard, needs_states, zero_stages, map_location)
 
         return self.together(read, f"load {directory / name}")
+
+    def _read(
+        self,
+        directory: Path,
+        name: str,
+        load_shard: bool,
+        needs_states: bool,
+        zero_stages: Collection[int] | None,
+        map_location: Any,
+    ) -> LoadedCheckpoint:
+        position = self.position
+        folder = find_folder(directory, name)
+        models = find_models(folder, position.mp_rank)
+        path = models[min(position.dp_rank, len(models) - 1)]
+        state = self._load_model(path, map_location)
+        own, client = split_client_state(state)
+        was_divided = layout.is_partitioned(path.name)
+        if not (load_shard or was_divided):
+            return LoadedCheckpoint(str(path), name, own, None, client)
+        shards = find_shards(folder, position, own, len(models))
+        if needs_states:
+            check_has_states(folder, shards, own)
+        is_alike = len(shards) in (0, position.dp_world_size) and was_divided == layout.is_partitioned(self._model_file)
+        if is_alike:
+            shard = self._load_shard(shards[position.dp_rank], map_location) if shards else None
+            stage = 0 if shard is None else int(shard["optimizer_state_dict"]["zero_stage"])
+            if zero_stages is None or stage in zero_stages:
+                return LoadedCheckpoint(str(path), name, own, shard, client)
+        parts = SavedParts(
+            [own] if len(models) == 1 else [self._load_model(each, map_location) for each in models],
+            [self._load_shard(each, map_location)["optimizer_state_dict"] for each in shards],
+        )
+        return LoadedCheckpoint(str(path), name, own, None, client, parts)
+
+    def _load_model(self, path: Path, map_location: Any) -> dict[str, Any]:
+        state = self.store.load(path, map_location, mmap=True)
+        check_model_state(state, path, self.position)
+        return cast(dict[str, Any], state)
+
+    def _load_shard(self, path: Path, map_location: Any) -> dict[str, Any]:
+        state = self.store.load(path, map_location, mmap=True)
+        check_shard(state, path)
+        return cast(dict[str, Any], state)
 
     def _agreed_tag(self, load_dir: str | Path, tag: str | None) -> str | None:
         """The tag to load, the same on all ranks: `tag`, or what `latest` names; None if there is no such file."""

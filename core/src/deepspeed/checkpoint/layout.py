@@ -9,6 +9,8 @@ from pathlib import Path
 
 LATEST_FILE = "latest"
 SCRIPT_FILE = "zero_to_fp32.py"
+SHARD_SUFFIX = "_optim_states.pt"
+UNIVERSAL_FOLDER = "zero"  # of DeepSpeed's universal format, in a tag's folder
 
 #: The checkpoint's own top-level keys in a model file; everything else there is the user's client state.
 MODEL_STATE_KEYS = frozenset(

@@ -1,7 +1,7 @@
 """Finding a checkpoint and checking that it fits this job, before anything is changed."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,16 @@ from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.errors import CheckpointError
 
 _SHOWN = 8  # names in one message
-_WEIGHTS_ALONE = f"take the weights alone: run {layout.SCRIPT_FILE} and load its file into the model before initialize"
+
+
+@dataclass(frozen=True)
+class SavedParts:
+    """The files of all data-parallel ranks of a save, of this rank's model-parallel place; mapped, not read."""
+
+    model_states: list[dict[str, Any]]
+    """Of each rank of stage 3; of other stages there is one for all."""
+    shard_states: list[dict[str, Any]]
+    """`optimizer_state_dict` of each rank; empty where the model file has the optimizer's state, or none has it."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +35,12 @@ class LoadedCheckpoint:
     """The checkpoint's own keys (`layout.MODEL_STATE_KEYS`). Tensors of `module` are mapped from the file: copy
     them, as `load_state_dict` does."""
     shard_state: dict[str, Any] | None
-    """This rank's optimizer shard: `optimizer_state_dict`, `ds_config`, `ds_version`. None when not asked for. Mapped
-    from the file too."""
+    """This rank's optimizer shard: `optimizer_state_dict`, `ds_config`, `ds_version`. None when not asked for, or when
+    `parts` has it. Mapped from the file too."""
     client_state: dict[str, Any]
     """The user's own keys, as they were given to the save."""
+    parts: SavedParts | None = None
+    """What another number of ranks, or another stage, saved."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +73,20 @@ def tag_folder_hint(load_dir: Path) -> str:
     return f"This is the folder of one tag: pass {str(parent)!r} and tag={path.name!r}."
 
 
-def check_model_state(state: Any, path: Path, position: Position, *, needs_shard: bool) -> None:
-    """Refuse a model file that is none, or that other numbers of ranks wrote. `needs_shard`: the shards matter too."""
+def find_models(folder: Path, mp_rank: int) -> list[Path]:
+    """The model files of `folder`: of all ranks for stage 3, else one, which may not be there."""
+    if (folder / layout.UNIVERSAL_FOLDER).is_dir() and not layout.shards_in(folder):
+        raise CheckpointError(
+            f"{folder} is in DeepSpeed's universal format (it holds the folder {layout.UNIVERSAL_FOLDER}), which this "
+            "version does not read. Load the checkpoint that it was made from, with no conversion."
+        )
+    if ranks := layout.partitioned_models_in(folder):
+        return [folder / layout.model_file(mp_rank, rank) for rank in range(max(ranks) + 1)]
+    return [folder / layout.model_file(mp_rank)]
+
+
+def check_model_state(state: Any, path: Path, position: Position) -> None:
+    """Refuse a model file that is none, or that another number of model-parallel ranks wrote."""
     if not isinstance(state, dict) or "module" not in state:
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(f"{path} is no model file of a checkpoint: it has no key 'module' (found: {found}).")
@@ -73,71 +96,47 @@ def check_model_state(state: Any, path: Path, position: Position, *, needs_shard
             f"{path} was saved by {saved_mp} model parallel ranks, this job has {position.mp_world_size}. Start the "
             f"job with {saved_mp}: changing the number at load is not supported."
         )
-    saved_dp = state.get("dp_world_size", position.dp_world_size)
-    if needs_shard and saved_dp != position.dp_world_size:
-        raise CheckpointError(_other_world_size(path.parent, saved_dp, position))
 
 
-def check_kind(folder: Path, model_file: str, position: Position) -> None:
-    """Refuse what a job of another kind saved: stage 3 has one model file per rank, the others have one for all."""
-    is_stage_3, saved_ranks = layout.is_partitioned(model_file), layout.partitioned_models_in(folder)
-    if is_stage_3 and saved_ranks:
-        saved = 1 + max(saved_ranks | {dp for dp, _ in layout.shards_in(folder)})
-        if saved != position.dp_world_size:
-            raise CheckpointError(
-                f"{folder} was saved by {saved} data parallel ranks with ZeRO stage 3, this job has "
-                f"{position.dp_world_size}. Start the job with {saved}, or {_WEIGHTS_ALONE}."
-            )
-    if is_stage_3 != bool(saved_ranks) and not (folder / model_file).exists() and layout.has_models(folder):
-        saved_stage, stage = ("0, 1 or 2", "3") if is_stage_3 else ("3", "0, 1 or 2")
-        raise CheckpointError(
-            f"{folder} was saved by ZeRO stage {saved_stage}, this job runs stage {stage}. Set zero_optimization.stage "
-            f"to that of the save, or {_WEIGHTS_ALONE}."
-        )
+def find_shards(folder: Path, position: Position, model_state: dict[str, Any], num_models: int) -> list[Path]:
+    """The shards in `folder` of this rank's model-parallel place, of all data-parallel ranks of the save, after
+    checking that none is missing. Empty where the model file has the optimizer's state, or nothing has it.
 
-
-def find_shard(folder: Path, position: Position, prefix: str, model_state: dict[str, Any]) -> Path:
-    """This rank's shard in `folder`, after checking that the shards of all ranks are there."""
+    Args:
+        model_state: of this rank.
+        num_models: of stage 3, whose ranks have a model file each; else 1.
+    """
     found = layout.shards_in(folder)
-    wanted = {(dp, mp) for dp in range(position.dp_world_size) for mp in range(position.mp_world_size)}
-    if not found:
-        if model_state.get("optimizer"):
-            raise CheckpointError(
-                f"{folder} holds no optimizer shards (*_optim_states.pt): ZeRO stage 0 saved it, with the optimizer "
-                "state in the model file. Set zero_optimization.stage to 0, or load with load_optimizer_states=False."
-            )
+    num_ranks = max(model_state.get("dp_world_size", 1), num_models, 1 + max((dp for dp, _ in found), default=0))
+    if not found and (num_models == 1 or model_state.get("optimizer")):
+        return []
+    missing = [place for place in product(range(num_ranks), range(position.mp_world_size)) if place not in found]
+    if missing:
+        prefix = "bf16_" if any(path.name.startswith("bf16_") for path in found.values()) else ""
         raise CheckpointError(
-            f"{folder} holds no optimizer state: all of its shards are missing ({_names(sorted(wanted), prefix)}), and "
-            "the model file has none. Copy the missing files, load another tag, or load with "
-            "load_optimizer_states=False."
+            f"{folder} is incomplete: of {num_ranks * position.mp_world_size} optimizer shards {len(missing)} are "
+            f"missing ({_names(missing, prefix)}). Load another tag, or copy the missing files."
         )
-    if missing := sorted(wanted - set(found)):
-        raise CheckpointError(
-            f"{folder} is incomplete: of {len(wanted)} optimizer shards {len(missing)} are missing "
-            f"({_names(missing, prefix)}). Load another tag, or copy the missing files."
-        )
-    if len(found) > len(wanted):
-        raise CheckpointError(_other_world_size(folder, 1 + max(dp for dp, _ in found), position))
-    return found[position.dp_rank, position.mp_rank]
+    return [found[rank, position.mp_rank] for rank in range(num_ranks)]
 
 
-def check_shard(state: Any, path: Path, position: Position, zero_stages: Collection[int] | None) -> None:
-    """Refuse a shard that is none, of another ZeRO stage, or of another number of ranks."""
+def check_has_states(folder: Path, shards: list[Path], model_state: dict[str, Any]) -> None:
+    """Refuse a checkpoint that holds no state of the optimizer."""
+    if not shards and not model_state.get("optimizer"):
+        raise CheckpointError(
+            f"{folder} holds no optimizer state: it has no shards (*{layout.SHARD_SUFFIX}), and the model file has "
+            "none. Copy the missing files, load another tag, or load with load_optimizer_states=False."
+        )
+
+
+def check_shard(state: Any, path: Path) -> int:
+    """Refuse a shard that is none; returns the ZeRO stage of the save."""
     shard = state.get("optimizer_state_dict") if isinstance(state, dict) else None
     if not isinstance(shard, dict) or "zero_stage" not in shard:
         raise CheckpointError(
             f"{path} is no optimizer shard: it has no key 'optimizer_state_dict' with a 'zero_stage'."
         )
-    stage = int(shard["zero_stage"])
-    if zero_stages is not None and stage not in zero_stages:
-        raise CheckpointError(
-            f"{path} was saved by ZeRO stage {stage}, this job runs {' or '.join(map(str, sorted(zero_stages)))}. "
-            f"Set zero_optimization.stage to {stage}, or load with load_optimizer_states=False."
-        )
-    counts = shard.get("partition_count", position.dp_world_size)
-    for count in counts if isinstance(counts, (list, tuple)) else [counts]:
-        if count not in (1, position.dp_world_size):  # 1: a group that every rank holds whole
-            raise CheckpointError(_other_world_size(path.parent, count, position))
+    return int(shard["zero_stage"])
 
 
 def split_client_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -151,10 +150,3 @@ def _names(places: list[tuple[int, int]], prefix: str) -> str:
     """The shards' names, the first few of many."""
     more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
     return ", ".join(layout.shard_file(dp, mp, prefix) for dp, mp in places[:_SHOWN]) + more
-
-
-def _other_world_size(folder: Path, saved: int, position: Position) -> str:
-    return (
-        f"{folder} was saved by {saved} data parallel ranks, this job has {position.dp_world_size}. Start the job with "
-        f"{saved}, or take the weights alone: load with load_optimizer_states=False, or run {layout.SCRIPT_FILE}."
-    )

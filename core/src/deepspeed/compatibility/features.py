@@ -46,7 +46,7 @@ FEATURES = {
     "transformer layer": Feature("the fused transformer layer", "use torch.nn.TransformerEncoderLayer"),
     "Ulysses": Feature("Ulysses sequence parallelism", "leave the sequence whole on each rank"),
     "universal checkpoints": Feature(
-        "universal checkpoints", "load with the world size that saved, or use zero_to_fp32"
+        "universal checkpoints", "load_checkpoint takes checkpoints of any number of ranks and any stage as they are"
     ),
     "weight quantization": Feature("quantized weights", "use deepspeed.ops.quantizer on single tensors"),
 }

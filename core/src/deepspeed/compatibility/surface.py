@@ -197,7 +197,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ),
         ("deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint", W, "As documented."),
         ("deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict", W, "As documented."),
-        ("universal checkpoints, ds_to_universal", N, "Load with the world size that saved, or use zero_to_fp32."),
+        (
+            "universal checkpoints, ds_to_universal",
+            N,
+            "Not needed for checkpoints of this version: any number of ranks and any stage loads them as they are.",
+        ),
         ("deepspeed.checkpoint.utils.clone_tensors_for_torch_save", W, "As documented."),
     ],
     "Activation checkpointing": [

@@ -38,7 +38,9 @@ class CheckpointConfig(Section):
 
     tag_validation: TagValidation = key("Warn", "What to do when ranks save under different tags.")
     load_universal: Flag = key(
-        False, "Load a universal checkpoint.", support=refused("universal checkpoints are not in this version")
+        False,
+        "Load a universal checkpoint.",
+        support=quiet("every checkpoint loads at any number of ranks, any stage and any precision"),
     )
     use_node_local_storage: Flag = key(
         False,

@@ -144,7 +144,7 @@ class ZeroConfig(Section):
     elastic_checkpoint: Flag = key(
         False,
         "Deprecated: checkpoints that load at another world size.",
-        support=refused("use a universal checkpoint"),
+        support=quiet("every checkpoint does"),
     )
     legacy_stage1: Flag = key(False, "The first implementation of stage 1.", support=quiet("there is one stage 1"))
     grad_hooks: Flag = key(True, "Deprecated: reduce from gradient hooks.", support=quiet("hooks are always used"))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed.checkpoint import Checkpointer, check_new_tag, validate_tag
+from deepspeed.engine.adapting import with_own_states, with_own_weights
 from deepspeed.engine.events import notify
 from deepspeed.engine.module_state import check_module_state, fill_module
 from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
@@ -88,23 +89,27 @@ class Saving:
         state, sharding = self._state, self._state.sharding
         sharding.unit_groups.refuse_divided_experts("load_checkpoint")
         with_states = with_optimizer and not module_only and state.has_optimizer
-        with_optimizer = with_states or sharding.stage == 3  # there the weights are in the optimizer's shards
-        loaded = self.checkpointer.load(
-            load_dir, tag, load_shard=with_optimizer and sharding.stage > 0, zero_stages=state.loadable_stages
+        found = self.checkpointer.load(
+            load_dir,
+            tag,
+            load_shard=with_states or sharding.stage == 3,
+            needs_states=with_states,
+            zero_stages=state.loadable_stages,
         )
-        if loaded is None:
+        if found is None:
             return None, None
-
-        weights = loaded.model_state["module"]
+        loaded = found
+        weights: dict[str, Any] = {}
 
         def check() -> None:
-            nonlocal weights
-            if sharding.stage == 3:
-                weights = fit_module_state(state.module, loaded.model_state)
+            nonlocal loaded, weights
+            loaded = with_own_weights(loaded, state.module)
+            weights = fit_module_state(state.module, loaded.model_state)
             if custom_load_fn is None:
                 check_module_state(state.module, weights, strict=strict, source=loaded.path)
-            if with_optimizer:
-                state.check_optimizer(loaded)
+            loaded = with_own_states(loaded, state, with_states=with_states)
+            if with_states or loaded.shard_state is not None:
+                state.check_optimizer(loaded, with_states=with_states)
 
         def restore() -> None:
             sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights
@@ -113,7 +118,7 @@ class Saving:
         def restore_shards() -> None:
             with sharding.among_peers():
                 sharding.load_frozen(frozen_parts(state.module, loaded.model_state))
-                if with_optimizer:
+                if with_states or loaded.shard_state is not None:
                     state.restore_optimizer(loaded, with_states=with_states)
                 else:
                     sharding.masters_from_weights()
@@ -125,6 +130,6 @@ class Saving:
         sharding.release_gathered()
         for step in (check, restore, restore_shards, restore_progress):
             self.checkpointer.together(step, f"load {loaded.path}")
-        if with_optimizer and loaded.shard_state is not None:
+        if loaded.shard_state is not None:
             sharding.weights_from_masters()  # a collective: only after every rank has restored its shard
         return loaded.path, loaded.client_state

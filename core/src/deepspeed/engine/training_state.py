@@ -40,17 +40,22 @@ class TrainingState:
     def has_optimizer(self) -> bool:
         return self.training.basic_optimizer is not None
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer's own state dict is the engine's, with master weights."""
+        return self.training.optimizer is not self.training.basic_optimizer
+
     def for_model_file(self, *, mp_world_size: int, exclude_frozen: bool) -> dict[str, Any]:
         """The content of `mp_rank_XX_model_states.pt`, keys of `checkpoint.MODEL_STATE_KEYS`."""
         module, sharding, progress = self.module, self.sharding, self.training.progress
-        optimizer, lr_scheduler = self.training.optimizer, self.training.lr_scheduler
+        lr_scheduler = self.training.lr_scheduler
         named = list(module.named_parameters())
         untrained = self._untrained(exclude_frozen=exclude_frozen)
         names = {id(param): name for name, param in named}
         return {
             "module": module_state_dict(module, exclude_frozen=exclude_frozen),
             "buffer_names": [name for name, _ in module.named_buffers()],
-            "optimizer": optimizer.state_dict() if optimizer is not None and sharding.stage == 0 else None,
+            "optimizer": self._whole_optimizer_state(names) if sharding.stage == 0 else None,
             "param_shapes": [
                 {names[id(param)]: shape_of(param) for param in params} for params in sharding.saved_parameters()
             ],
@@ -73,6 +78,17 @@ class TrainingState:
             "ds_config": redacted(self.config),
             "ds_version": __version__,
         }
+
+    def _whole_optimizer_state(self, names: Mapping[int, str]) -> dict[str, Any] | None:
+        """The optimizer's own state dict. torch's knows parameters by their number, and another run may have another
+        order: so their names are put beside it."""
+        optimizer, basic = self.training.optimizer, self.training.basic_optimizer
+        if optimizer is None or basic is None:
+            return None
+        state = optimizer.state_dict()
+        if not self.has_masters:
+            state["param_names"] = [[names[id(param)] for param in group["params"]] for group in basic.param_groups]
+        return state
 
     def frozen_parts(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
         """What this rank saves of each parameter that no optimizer trains. A collective in stage 3."""
@@ -119,35 +135,16 @@ class TrainingState:
         """Stages whose shards this run can take: 1 and 2 hold the same."""
         return (1, 2) if self.sharding.stage in (1, 2) else (self.sharding.stage,)
 
-    def check_optimizer(self, loaded: LoadedCheckpoint) -> None:
+    def check_optimizer(self, loaded: LoadedCheckpoint, *, with_states: bool) -> None:
         """Refuse an optimizer state that this run cannot take, before anything is changed.
 
         Raises:
             CheckpointError: says what was found and how this run differs.
         """
         if loaded.shard_state is not None:
-            self.sharding.check_state(loaded.shard_state["optimizer_state_dict"])
+            self.sharding.check_state(loaded.shard_state["optimizer_state_dict"], with_states=with_states)
             return
-        saved = loaded.model_state.get("optimizer")
-        if not saved:
-            raise CheckpointError(
-                f"load {loaded.path}: found no optimizer state in it, so it was saved with ZeRO (stage 1 or above) and "
-                "this run has stage 0; use the same stage, or load_optimizer_states=False"
-            )
-        has_masters, wants_masters = (
-            "single_partition_of_fp32_groups" in saved,
-            self.training.optimizer is not self.training.basic_optimizer,
-        )
-        if has_masters != wants_masters:
-            raise CheckpointError(
-                f"load {loaded.path}: found an optimizer state {'with' if has_masters else 'without'} fp32 master "
-                f"weights, and this run {'has' if wants_masters else 'has no'} master weights; use the same precision, "
-                "or load_optimizer_states=False"
-            )
-        if wants_masters:
-            self.sharding.check_state(saved)
-        else:
-            self._check_torch_state(saved, loaded.path)
+        self._check_torch_state(loaded.model_state["optimizer"], loaded.path)
 
     def _check_torch_state(self, saved: Mapping[str, Any], path: str) -> None:
         optimizer = self.training.basic_optimizer

@@ -5,6 +5,7 @@ by `engine/training_state.py` for a save, and by `param_gathering.py` and `engin
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +32,21 @@ def part_of(value: Tensor, ranks: GroupBackend) -> Tensor:
     part = value.new_zeros(size)
     mine = value.reshape(-1)[size * ranks.rank : size * (ranks.rank + 1)]
     part[: mine.numel()] = mine
+    return part
+
+
+def part_of_parts(parts: Sequence[Tensor], shape: torch.Size, rank: int, world_size: int) -> Tensor:
+    """The part of `rank` of `world_size` of a parameter, 1-D, padded with zeros, from the parts of the ranks that saved
+    it; no more is read than it needs."""
+    numel = shape.numel()
+    size, saved_size = math.ceil(numel / world_size), math.ceil(numel / len(parts))
+    part = parts[0].new_zeros(size)
+    for index, saved in enumerate(parts):
+        first = max(index * saved_size, rank * size)
+        stop = min((index + 1) * saved_size, (rank + 1) * size, numel)
+        if first < stop:
+            values = saved.reshape(-1)[first - index * saved_size : stop - index * saved_size]
+            part[first - rank * size : stop - rank * size] = values
     return part
 
 

@@ -16,6 +16,7 @@ Scalars, such as Adam's `step`, are stored once when all parameters agree, and e
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from deepspeed.zero.strategy import Sharding
 
 
+#: dicts of states within a group's, by parameter
+PER_PARAMETER = ("parameter_scalars", "parameter_states")
+
+
 class SavedGroup:
     """One group of a checkpoint: its parameters, and where their elements are here and in the files."""
 
@@ -43,7 +48,8 @@ class SavedGroup:
         self._ranks = None if sharding.stage == 0 else sharding.backend
         self.params = sharding.saved_groups[index]  # attached indices, in the order of the file
         self.place = {param: position for position, param in enumerate(self.params)}
-        self.numels = [shape_of(sharding.params[param]).numel() for param in self.params]
+        self.shapes = [shape_of(sharding.params[param]) for param in self.params]
+        self.numels = [shape.numel() for shape in self.shapes]
         self.shards: list[ParamShard] = []  # of this rank
         self.here: list[Run] = []  # of every copy of the weights
         self.first_copy: list[Run] = []
@@ -62,6 +68,8 @@ class SavedGroup:
                 self.shards += group.shards
         self.numel_here = sum(shard.fragment.numel for shard in self.shards)
         self.in_file, self.numel_in_file = self._divide_for_file()
+        rank = sharding.rank if sharding.stage > 0 else 0
+        self.own_in_file = [run for run in self.in_file if run.owner == rank]
 
     def _divide_for_file(self) -> tuple[list[Run], int]:
         sharding, world_size = self._sharding, self._sharding.world_size
@@ -77,8 +85,7 @@ class SavedGroup:
     @property
     def padding(self) -> int:
         """Elements of this rank's part that belong to no parameter."""
-        rank = self._sharding.rank if self._sharding.stage > 0 else 0
-        return self.numel_in_file - sum(run.numel for run in self.in_file if run.owner == rank)
+        return self.numel_in_file - sum(run.numel for run in self.own_in_file)
 
     def to_file(self, values: list[Tensor | None], dtype: torch.dtype) -> Tensor:
         """[T], from one value per shard of this rank, None for zeros."""
@@ -101,25 +108,38 @@ def collect(sharding: Sharding) -> dict[str, Any]:
     """The state dict of a stage. A collective, but in stage 0."""
     optimizer = sharding.optimizer
     groups = [SavedGroup(sharding, index) for index in range(len(sharding.saved_groups))]
-    masters = [group.to_file([shard.master for shard in group.shards], torch.float32) for group in groups]
+    param_groups = optimizer.param_groups if optimizer is not None else []
+    return as_file(
+        sharding,
+        groups,
+        masters=[group.to_file([shard.master for shard in group.shards], torch.float32) for group in groups],
+        states=[_collect_states(sharding, group) for group in groups],
+        param_groups=[{name: value for name, value in group.items() if name != "params"} for group in param_groups],
+    )
+
+
+def as_file(
+    sharding: Sharding,
+    groups: Sequence[SavedGroup],
+    *,
+    masters: list[Tensor],
+    states: list[dict[str, Any]],
+    param_groups: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """This rank's `optimizer_state_dict`, from what it has of each group and the optimizer's groups."""
     count = sharding.world_size if sharding.stage > 0 else 1
     return {
         "zero_stage": sharding.stage,
         "partition_count": count if sharding.stage == 3 else [count for _ in groups],
         "group_paddings": [group.padding for group in groups],
-        _masters_key(sharding): masters,
-        "base_optimizer_state": {
-            "state": {index: _collect_states(sharding, group) for index, group in enumerate(groups)},
-            "param_groups": [
-                {name: value for name, value in group.items() if name != "params"}
-                for group in (optimizer.param_groups if optimizer is not None else [])
-            ],
-        },
+        masters_key(sharding.stage): masters,
+        "base_optimizer_state": {"state": dict(enumerate(states)), "param_groups": list(param_groups)},
     }
 
 
-def _masters_key(sharding: Sharding) -> str:
-    return "fp32_flat_groups" if sharding.stage == 3 else "single_partition_of_fp32_groups"
+def masters_key(stage: int) -> str:
+    """Under which a file has the weights that the optimizer updates."""
+    return "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
 
 
 def _collect_states(sharding: Sharding, group: SavedGroup) -> dict[str, Any]:
@@ -147,34 +167,43 @@ def _collect_states(sharding: Sharding, group: SavedGroup) -> dict[str, Any]:
         if dtype is not None:
             flat[name] = group.to_file([state.get(name) for state in held], getattr(torch, dtype))
         elif by_param:
-            flat[name] = _unpacked(next(iter(by_param.values())))
-            if len(by_param) < len(group.params) or any(
-                value != by_param[min(by_param)] for value in by_param.values()
-            ):
-                unpacked = {place: _unpacked(by_param[place]) for place in sorted(by_param)}
-                flat.setdefault("parameter_scalars", {})[name] = unpacked
+            put_scalars(flat, name, {place: _unpacked(value) for place, value in by_param.items()}, len(group.params))
         else:
             moved = _move_by_parameter(sharding, group, name, odd.get(name, {}), to_file=True)
             flat.setdefault("parameter_states", {})[name] = moved
     return flat
 
 
-def check(sharding: Sharding, saved: dict[str, Any]) -> None:
+def put_scalars(flat: dict[str, Any], name: str, by_param: Mapping[int, Any], num_params: int) -> None:
+    """Put a state that is one number into a group's: once, and also one by one where parameters differ or have none.
+
+    Args:
+        by_param: by the place of the parameter in its group.
+    """
+    flat[name] = first = next(iter(by_param.values()))
+    if len(by_param) < num_params or any(value != first for value in by_param.values()):
+        flat.setdefault("parameter_scalars", {})[name] = {place: by_param[place] for place in sorted(by_param)}
+
+
+def check(sharding: Sharding, saved: dict[str, Any], *, with_states: bool) -> None:
     """Refuse a state of another model, another kind of optimizer, other groups or another division.
+
+    Args:
+        with_states: the optimizer's states are to be restored, not only the master weights.
 
     Raises:
         CheckpointError: says what was found; nothing was changed.
     """
-    masters = saved[_masters_key(sharding)]
+    masters = saved[masters_key(sharding.stage)]
     optimizer = sharding.optimizer
     base = saved["base_optimizer_state"]
     param_groups = base["param_groups"]
-    if optimizer is not None and len(param_groups) != len(optimizer.param_groups):
+    if with_states and optimizer is not None and len(param_groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"optimizer state: found {len(param_groups)} parameter groups, this run has {len(optimizer.param_groups)}; "
             "build the optimizer with the same groups"
         )
-    if optimizer is not None:
+    if with_states and optimizer is not None:
         check_saved_state(optimizer, base["state"].values(), param_groups)
     if len(masters) != len(sharding.saved_groups):
         raise CheckpointError(
@@ -198,7 +227,7 @@ def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states:
     if optimizer is not None and load_optimizer_states:
         for param_group, values in zip(optimizer.param_groups, base["param_groups"], strict=True):
             param_group.update({name: value for name, value in values.items() if name != "params"})
-    for index, master in enumerate(saved[_masters_key(sharding)]):
+    for index, master in enumerate(saved[masters_key(sharding.stage)]):
         group = SavedGroup(sharding, index)
         for shard, value in zip(group.shards, group.from_file(master), strict=True):
             shard.master.data.view(-1).copy_(value)
@@ -228,7 +257,7 @@ def _restore_states(sharding: Sharding, group: SavedGroup, flat: dict[str, Any])
         for name, value in flat.items():
             if name in by_name:
                 state[name] = owned_copy(by_name[name][number].view(shard.master.shape), shard.master.device)
-            elif name not in ("parameter_scalars", "parameter_states"):
+            elif name not in PER_PARAMETER:
                 own = scalars[name][place] if name in scalars else value
                 if own is not None:
                     state[name] = owned_copy(own, shard.master.device)

@@ -159,7 +159,7 @@ class Sharding(Holding):
         self._is_whole = not is_elementwise
         self._prepare(module, optimizer)
         self._positions = {id(param): place for place, param in enumerate(module.parameters())}
-        self._named = list(module.named_parameters())
+        self.named_parameters = list(module.named_parameters())
         free = [param for param in module.parameters() if not managed.manager_of(param)]
         groups = optimizer.param_groups if optimizer is not None else [{"params": free}]
         self.agree(optimizer, [group["params"] for group in groups])
@@ -204,7 +204,7 @@ class Sharding(Holding):
         """Buckets, hooks and update batches for all groups; again after a group was added."""
         self.cut_buckets()
         attached = {id(param) for param in self.params}
-        self._others = [(name, param) for name, param in self._named if id(param) not in attached]
+        self._others = [(name, param) for name, param in self.named_parameters if id(param) not in attached]
         self._used_anywhere = [False] * len(self.params)
         for param in self.params:
             param.grad = None  # of a backward before the engine knew it
@@ -385,7 +385,7 @@ class Sharding(Holding):
         )
 
     def _name_of(self, param: Tensor) -> str:
-        return next((name for name, other in self._named if other is param), "?")
+        return next((name for name, other in self.named_parameters if other is param), "?")
 
     def _take_shown(self) -> None:
         """The step takes what the user made of the shown gradients: other values, another tensor, or None."""
@@ -540,13 +540,13 @@ class Sharding(Holding):
         """Attached parameters in the order in which a checkpoint has them, in its groups."""
         return [[self.params[place] for place in group] for group in self.saved_groups]
 
-    def check_state(self, saved: dict[str, Any]) -> None:
+    def check_state(self, saved: dict[str, Any], *, with_states: bool = True) -> None:
         """Refuse a state that does not fit, before anything is changed.
 
         Raises:
             CheckpointError: says what was found.
         """
-        states.check(self, saved)
+        states.check(self, saved, with_states=with_states)
 
     def restore_state(self, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
         """Put a state back that `check_state` let pass; `weights_from_masters` is to follow."""

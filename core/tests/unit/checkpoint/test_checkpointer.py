@@ -173,17 +173,25 @@ def test_latest_that_names_nothing(saved, ranks, tmp_path):
     expect(ranks.load(tmp_path), "global_step3", "No checkpoint was found there")
 
 
-def test_another_number_of_ranks(saved, make_ranks, tmp_path):
-    expect(make_ranks(1).load(tmp_path), "saved by 2 data parallel ranks, this job has 1", "zero_to_fp32.py")
-    expect(make_ranks(3).load(tmp_path), "saved by 2 data parallel ranks, this job has 3")
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_another_number_of_ranks_gets_the_files_of_all(saved, make_ranks, tmp_path, world_size):
+    for loaded in make_ranks(world_size).load(tmp_path):
+        assert loaded.shard_state is None
+        assert loaded.parts.model_states == [loaded.model_state]
+        for rank, shard in enumerate(loaded.parts.shard_states):
+            masters = saved.shard_state(rank)["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+            assert all(map(torch.equal, shard["single_partition_of_fp32_groups"], masters))
+        assert len(loaded.parts.shard_states) == 2
 
 
 def test_another_number_of_model_parallel_ranks(saved, make_ranks, tmp_path):
     expect(make_ranks(2, mp_world_size=4).load(tmp_path), "saved by 1 model parallel ranks, this job has 4")
 
 
-def test_another_stage(saved, ranks, tmp_path):
-    expect(ranks.load(tmp_path, zero_stages=(3,)), "saved by ZeRO stage 2", "zero_optimization.stage to 2")
+def test_another_stage_gets_the_files_of_all(saved, ranks, tmp_path):
+    for loaded in ranks.load(tmp_path, zero_stages=(3,)):
+        assert loaded.shard_state is None
+        assert [shard["zero_stage"] for shard in loaded.parts.shard_states] == [2, 2]
 
 
 def test_a_checkpoint_without_shards(ranks, make_training, tmp_path):
@@ -194,8 +202,10 @@ def test_a_checkpoint_without_shards(ranks, make_training, tmp_path):
         checkpointer.save(tmp_path, "t", model_state=state, shard_state=None)
 
     ranks(save)
-    expect(ranks.load(tmp_path), "no optimizer shards", "zero_optimization.stage to 0")
-    assert ranks.load(tmp_path, load_shard=False)[1].model_state["optimizer"] == {"state": {}}
+    for zero_stages in ((0,), (1, 2)):
+        loaded = ranks.load(tmp_path, zero_stages=zero_stages, needs_states=True)[1]
+        assert loaded.model_state["optimizer"] == {"state": {}}
+        assert loaded.parts is None if 0 in zero_stages else loaded.parts.shard_states == []
 
 
 def test_a_missing_shard_fails_every_rank(saved, ranks, tmp_path):
@@ -207,8 +217,8 @@ def test_a_missing_shard_fails_every_rank(saved, ranks, tmp_path):
 def test_a_checkpoint_whose_shards_are_all_gone(saved, ranks, tmp_path):
     for rank in range(2):
         (tmp_path / "global_step3" / layout.shard_file(rank, 0)).unlink()
-    outcomes = ranks.load(tmp_path)
-    expect(outcomes, "all of its shards are missing", layout.shard_file(0, 0), layout.shard_file(1, 0))
+    outcomes = ranks.load(tmp_path, needs_states=True)
+    expect(outcomes, "holds no optimizer state: it has no shards", "load_optimizer_states=False")
     assert not any("zero_optimization.stage" in str(outcome) for outcome in outcomes), "the stage is not what is wrong"
 
 
@@ -267,3 +277,8 @@ def test_loaded_weights_may_outlive_the_next_save_of_the_same_tag(saved, ranks, 
     found = ranks.load(tmp_path)[0]
     ranks.save(make_training(seed=9), tmp_path, "global_step3")
     torch.testing.assert_close(found.model_state["module"], saved.model_state()["module"], rtol=0, atol=0)
+
+
+def test_the_universal_format_is_named(ranks, tmp_path):
+    (tmp_path / "global_step3_universal" / "zero").mkdir(parents=True)
+    expect(ranks.load(tmp_path, "global_step3_universal"), "universal format", "with no conversion")

@@ -40,7 +40,6 @@ REFUSED = [
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
     ("activation_checkpointing.cpu_checkpointing", {"activation_checkpointing": {"cpu_checkpointing": True}}),
     ("sparse_attention", {"sparse_attention": {"mode": "fixed"}}),
-    ("checkpoint.load_universal", {"checkpoint": {"load_universal": True}}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
     ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
 ]

@@ -66,14 +66,19 @@ def test_zero_grad_of_the_users_optimizer_reaches_the_buckets(single_rank, make_
     torch.testing.assert_close(engine.module.weight, before - 1.0)
 
 
-@pytest.mark.parametrize(("saved", "loading"), [({}, {"bf16": {"enabled": True}}), ({"bf16": {"enabled": True}}, {})])
-def test_an_optimizer_state_of_another_precision(single_rank, make_engine, tmp_path, saved, loading):
-    make_engine(torch.nn.Linear(2, 1), optimizer=ADAM, **saved).save_checkpoint(str(tmp_path))
-    engine = make_engine(torch.nn.Linear(2, 1), optimizer=ADAM, **loading)
-    before = engine.module.weight.detach().clone()
-    with pytest.raises(CheckpointError, match="use the same precision"):
-        engine.load_checkpoint(str(tmp_path))
-    assert torch.equal(engine.module.weight, before)
+def test_a_state_of_torch_without_names_loads_where_it_was_saved(single_rank, make_engine, tmp_path):
+    engine = make_engine(torch.nn.Linear(2, 1), optimizer=ADAM)
+    engine.save_checkpoint(str(tmp_path), "t")
+    path = tmp_path / "t" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=True)
+    assert state["optimizer"].pop("param_names") == [["weight", "bias"]]
+    torch.save(state, path)
+    engine.load_checkpoint(str(tmp_path))
+    other = make_engine(torch.nn.Linear(2, 1), optimizer=ADAM, bf16={"enabled": True})
+    before = other.module.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"without the names of its parameters, as older versions wrote; load it"):
+        other.load_checkpoint(str(tmp_path))
+    assert torch.equal(other.module.weight, before)
 
 
 def test_a_constant_scale_survives_a_checkpoint_of_a_dynamic_one(single_rank, make_engine, tmp_path):
@@ -187,7 +192,7 @@ def test_other_parameter_groups_of_a_plain_optimizer(make_engine, tmp_path):
     groups = [{"params": [model.weight]}, {"params": [model.bias]}]
     engine = make_engine(model, optimizer=ADAM, arguments={"model_parameters": groups})
     before = model.weight.detach().clone()
-    with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters, this run has \[1, 1\]"):
+    with pytest.raises(CheckpointError, match="found 1 parameter groups, this run has 2"):
         engine.load_checkpoint(tmp_path)
     assert torch.equal(model.weight, before)
 

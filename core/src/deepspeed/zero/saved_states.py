@@ -1,0 +1,279 @@
+"""Optimizer states that other ranks, or another stage, saved, in the form in which this rank would have saved them.
+
+Files divide the parameters among the ranks that saved them. Of all files this rank reads what is its part here, by
+range, so that no rank holds whole states:
+
+    stages 1 and 2   the parameters of a group end to end, cut where the sizes of the parts say
+    stage 3          each parameter in W parts of ceil(n / W)
+    stage 0          whole; without master weights as torch's own state dict, beside the module's weights
+
+`state_for` gives what `state_dict.collect` gives on a run with the same division, for `state_dict.check` and `restore`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.redistribute import Run, contiguous, in_parameters
+from deepspeed.zero.state_dict import PER_PARAMETER, SavedGroup, as_file, masters_key, put_scalars
+
+if TYPE_CHECKING:
+    from deepspeed.zero.strategy import Sharding
+
+_Read = Callable[[str, int, int], Tensor]
+
+
+class SavedStates(ABC):
+    """What a checkpoint has of the parameters that were trained, by their names."""
+
+    shapes: Mapping[str, torch.Size]
+    trained: frozenset[str]
+    param_groups: Sequence[Mapping[str, Any]]  # without their parameters
+
+    @abstractmethod
+    def master(self, name: str, start: int, numel: int) -> Tensor:
+        """[numel] elements of the weights that the optimizer updates, in fp32."""
+
+    @abstractmethod
+    def dtypes(self, name: str) -> Mapping[str, torch.dtype]:
+        """Of the states that have one number per element of the parameter."""
+
+    @abstractmethod
+    def elements(self, name: str, state: str, start: int, numel: int) -> Tensor:
+        """[numel] elements of such a state."""
+
+    @abstractmethod
+    def scalars(self, name: str) -> Mapping[str, Any]:
+        """States that are one number; none for a parameter that was never updated."""
+
+    @abstractmethod
+    def others(self, name: str) -> Mapping[str, Tensor]:
+        """States of other shapes."""
+
+
+class DividedStates(SavedStates):
+    """Args:
+    parts: `optimizer_state_dict` of each data-parallel rank; one of all parameters for stage 0 with master weights.
+    groups: shapes of the parameters of each group, in the order of the file.
+
+    Raises:
+        CheckpointError: the parts have not as many elements as the parameters.
+    """
+
+    def __init__(self, parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        self.shapes = {name: torch.Size(shape) for group in groups for name, shape in group.items()}
+        self.trained = frozenset(self.shapes)
+        self.param_groups = parts[0]["base_optimizer_state"]["param_groups"]
+        self._parts = parts
+        self._key = masters_key(int(parts[0]["zero_stage"]))
+        self._groups = {name: (index, place) for index, group in enumerate(groups) for place, name in enumerate(group)}
+        self._runs = [_by_param(self._divide(index, group)) for index, group in enumerate(groups)]
+
+    def _divide(self, index: int, group: Mapping[str, Any]) -> list[Run]:
+        numels = [self.shapes[name].numel() for name in group]
+        if any(len(part[self._key]) != len(self._parts[0][self._key]) for part in self._parts):
+            raise CheckpointError("optimizer state: the files of its ranks hold different numbers of parameter groups")
+        sizes = [part[self._key][index].numel() for part in self._parts]
+        by_parameter = self._key == masters_key(3)
+        cuts = [0, *accumulate(sizes)]
+        runs = in_parameters(numels, len(sizes)) if by_parameter else contiguous(numels, cuts)
+        ends = [max([0, *(run.offset + run.numel for run in runs if run.owner == rank)]) for rank in range(len(sizes))]
+        if sum(run.numel for run in runs) != sum(numels) or any(map(int.__gt__, ends, sizes)):
+            raise CheckpointError(
+                f"optimizer state of group {index}: found {sum(sizes)} elements in the files of {len(sizes)} ranks, "
+                f"and its parameters have {sum(numels)}; files are missing, or are of several checkpoints"
+            )
+        return runs
+
+    def _read(self, name: str, start: int, numel: int, buffer: Callable[[Mapping[str, Any]], Tensor]) -> Tensor:
+        index, place = self._groups[name]
+        pieces = []
+        for run in self._runs[index].get(place, ()):
+            first, stop = max(run.start, start), min(run.start + run.numel, start + numel)
+            if first < stop:
+                offset = run.offset + first - run.start
+                pieces.append(buffer(self._parts[run.owner]).view(-1)[offset : offset + stop - first])
+        return torch.cat(pieces)
+
+    def master(self, name: str, start: int, numel: int) -> Tensor:
+        index, _ = self._groups[name]
+        return self._read(name, start, numel, lambda part: part[self._key][index])
+
+    def _state(self, name: str, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        index, _ = self._groups[name]
+        return part["base_optimizer_state"]["state"].get(index, {})  # type: ignore[no-any-return]
+
+    def dtypes(self, name: str) -> dict[str, torch.dtype]:
+        state = self._state(name, self._parts[0])
+        scalars = state.get("parameter_scalars", {})
+        return {
+            key: value.dtype
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.dim() > 0 and key not in scalars
+        }
+
+    def elements(self, name: str, state: str, start: int, numel: int) -> Tensor:
+        return self._read(name, start, numel, lambda part: self._state(name, part)[state])
+
+    def scalars(self, name: str) -> dict[str, Any]:
+        state, by_element = self._state(name, self._parts[0]), self.dtypes(name)
+        _, place = self._groups[name]
+        single = state.get("parameter_scalars", {})
+        values = {
+            key: single[key].get(place) if key in single else value
+            for key, value in state.items()
+            if key not in by_element and key not in PER_PARAMETER
+        }
+        return {} if any(value is None for value in values.values()) else values
+
+    def others(self, name: str) -> dict[str, Tensor]:
+        _, place = self._groups[name]
+        found = {}
+        for part in self._parts:
+            for key, values in self._state(name, part).get("parameter_states", {}).items():
+                if values.get(place) is not None:
+                    found[key] = values[place]
+        return found
+
+
+class TorchStates(SavedStates):
+    """Args:
+    weights: of the module, by name.
+    state: torch's state dict of its optimizer.
+    names: of the parameters of each group, in the order of `state`.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
+        self._weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+        self.shapes = {name: value.shape for name, value in self._weights.items()}
+        self.param_groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]
+        ]
+        self.trained = frozenset(name for group in names for name in group)
+        self._states: dict[str, Mapping[str, Any]] = {}
+        self._by_element: dict[str, frozenset[str]] = {}
+        for group, its_names in zip(state["param_groups"], names, strict=True):
+            held = {name: state["state"].get(key, {}) for key, name in zip(group["params"], its_names, strict=True)}
+            by_element = frozenset(key for key in _keys(held.values()) if self._is_by_element(key, held))
+            self._states.update(held)
+            self._by_element.update(dict.fromkeys(held, by_element))
+
+    def _is_by_element(self, key: str, held: Mapping[str, Mapping[str, Any]]) -> bool:
+        """As in `state_dict.collect`: the step count of a parameter of no dimensions looks like its moments."""
+        present = [(state[key], self.shapes[name]) for name, state in held.items() if key in state]
+        fits = all(isinstance(value, Tensor) and value.shape == shape for value, shape in present)
+        return fits and any(value.dim() > 0 for value, _ in present)
+
+    def master(self, name: str, start: int, numel: int) -> Tensor:
+        return self._weights[name].reshape(-1)[start : start + numel].float()
+
+    def dtypes(self, name: str) -> dict[str, torch.dtype]:
+        by_element, state = self._by_element.get(name, frozenset()), self._states.get(name, {})
+        return {key: value.dtype for key, value in state.items() if key in by_element}
+
+    def elements(self, name: str, state: str, start: int, numel: int) -> Tensor:
+        values: Tensor = self._states[name][state]
+        return values.reshape(-1)[start : start + numel]
+
+    def _rest(self, name: str) -> Iterator[tuple[str, Any]]:
+        by_element = self._by_element.get(name, frozenset())
+        return ((key, value) for key, value in self._states.get(name, {}).items() if key not in by_element)
+
+    def scalars(self, name: str) -> dict[str, Any]:
+        return {key: value for key, value in self._rest(name) if not isinstance(value, Tensor) or value.dim() == 0}
+
+    def others(self, name: str) -> dict[str, Tensor]:
+        return {key: value for key, value in self._rest(name) if isinstance(value, Tensor) and value.dim() > 0}
+
+
+def state_for(sharding: Sharding, saved: SavedStates) -> dict[str, Any]:
+    """What this rank would have in its `*_optim_states.pt` if `saved` had been saved by a run like this one.
+
+    Raises:
+        CheckpointError: for a parameter that `saved` has not, or has with another shape; nothing was changed.
+    """
+    names = {id(param): name for name, param in sharding.named_parameters}
+    groups = [SavedGroup(sharding, index) for index in range(len(sharding.saved_groups))]
+    its_names = [[names[id(sharding.params[index])] for index in group.params] for group in groups]
+    for group, these in zip(groups, its_names, strict=True):
+        _check_shapes(saved, dict(zip(these, group.shapes, strict=True)))
+    if rest := saved.trained - {name for these in its_names for name in these}:
+        raise CheckpointError(
+            f"optimizer state: found {len(rest)} parameters that this run does not train "
+            f"({', '.join(sorted(rest)[:8])}); train the parameters that the checkpoint's run trained"
+        )
+    pairs = list(zip(groups, its_names, strict=True))
+    return as_file(
+        sharding,
+        groups,
+        masters=[_part(group, these, saved.master, torch.float32) for group, these in pairs],
+        states=[_states(sharding, group, these, saved) for group, these in pairs],
+        param_groups=saved.param_groups,
+    )
+
+
+def _check_shapes(saved: SavedStates, shapes: Mapping[str, torch.Size]) -> None:
+    for name, shape in shapes.items():
+        if name not in saved.shapes:
+            raise CheckpointError(
+                f"optimizer state: found none of the parameter {name}, which this run trains; train the parameters "
+                "that the checkpoint's run trained, or load with load_optimizer_states=False"
+            )
+        if saved.shapes[name] != shape:
+            raise CheckpointError(
+                f"optimizer state of {name}: found shape {tuple(saved.shapes[name])}, and the model has "
+                f"{tuple(shape)}; build the model of the save"
+            )
+
+
+def _part(group: SavedGroup, names: Sequence[str], read: _Read, dtype: torch.dtype) -> Tensor:
+    """[T], this rank's part of one value per element of the parameters of a group."""
+    part_T = torch.zeros(group.numel_in_file, dtype=dtype)
+    for run in group.own_in_file:
+        if run.numel:
+            part_T[run.offset : run.offset + run.numel] = read(names[run.param], run.start, run.numel)
+    return part_T
+
+
+def _states(sharding: Sharding, group: SavedGroup, names: Sequence[str], saved: SavedStates) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    dtypes = [saved.dtypes(name) for name in names]
+    for key in _keys(dtypes):
+
+        def read(name: str, start: int, numel: int, key: str = key) -> Tensor:
+            has_it = key in saved.dtypes(name)
+            return saved.elements(name, key, start, numel) if has_it else torch.zeros(numel)
+
+        flat[key] = _part(group, names, read, next(its[key] for its in dtypes if key in its))
+    scalars = [saved.scalars(name) for name in names]
+    for key in _keys(scalars):
+        put_scalars(flat, key, {place: its[key] for place, its in enumerate(scalars) if key in its}, len(names))
+    others = [saved.others(name) for name in names]
+    own = {run.param for run in group.own_in_file}
+    for key in _keys(others):
+        if sharding.stage > 0 and not sharding.keeps_parameters_whole:
+            raise CheckpointError(
+                f"optimizer state {key!r}: found a shape that is not the parameter's, and stage {sharding.stage} "
+                "divides parameters; load it with the stage of the save"
+            )
+        values = {place: its[key] for place, its in enumerate(others) if key in its and place in own}
+        flat.setdefault("parameter_states", {})[key] = values
+    return flat
+
+
+def _by_param(runs: Sequence[Run]) -> dict[int, list[Run]]:
+    by_param: dict[int, list[Run]] = {}
+    for run in runs:
+        by_param.setdefault(run.param, []).append(run)
+    return by_param
+
+
+def _keys(mappings: Any) -> list[str]:
+    return list(dict.fromkeys(key for mapping in mappings for key in mapping))

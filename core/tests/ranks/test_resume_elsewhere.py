@@ -1,0 +1,177 @@
+"""A checkpoint loads at any number of ranks, any stage and any precision, and training goes on as if unbroken."""
+
+from functools import partial
+from itertools import combinations, product
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
+from deepspeed.zero import GatheredParameters
+from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+WORLDS = (1, 2, 3)
+STAGES = (0, 1, 2, 3)
+PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+NUM_SAMPLES = 6  # of a step, over all ranks
+
+
+class Net(nn.Module):
+    """A tied weight, a frozen layer, a scalar, a parameter that is never used, a buffer; no world divides it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 7)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.block = nn.Linear(7, 7)
+        self.unused = nn.Linear(7, 3)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens_BT):
+        self.calls += 1
+        x = torch.tanh(self.frozen(self.tokens(tokens_BT))) * self.gain
+        logits_BTV = self.head(self.block(x))
+        return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BT.flip(1).flatten())
+
+
+def create_engine(stage, precision, seed=0, threshold=10, bucket=40):
+    torch.manual_seed(seed)
+    zero = {"stage": stage, "reduce_bucket_size": bucket, "stage3_param_persistence_threshold": threshold}
+    config = {
+        "train_batch_size": NUM_SAMPLES,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 20}},
+        **PRECISIONS[precision],
+    }
+    net = Net()
+    groups = [
+        {"params": [net.tokens.weight, net.gain]},
+        {"params": [*net.block.parameters(), *net.unused.parameters()], "weight_decay": 0.0},
+    ]
+    return deepspeed.initialize(model=net, model_parameters=groups, config=config)[0]
+
+
+def train(engine, first, last):
+    """The mean losses of the ranks in steps first .. last - 1, whose samples do not depend on their number."""
+    losses = []
+    for step in range(first, last):
+        samples = torch.randint(11, (NUM_SAMPLES, 6), generator=torch.Generator().manual_seed(step))
+        loss = engine(samples.chunk(dist.get_world_size())[dist.get_rank()])
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def place(folder, world_size, stage, precision):
+    return str(Path(folder) / f"{world_size}-{stage}-{precision}")
+
+
+def save_job(folder, mixes):
+    """For each of `mixes`, a checkpoint after 3 steps; the states in it and the losses of 3 more steps."""
+    results = {}
+    for stage, precision in mixes:
+        engine = create_engine(stage, precision)
+        train(engine, 0, 3)
+        engine.save_checkpoint(place(folder, dist.get_world_size(), stage, precision), client_state={"epoch": 3})
+        at_save = states(engine)
+        results[dist.get_world_size(), stage, precision] = at_save, train(engine, 3, 6)
+        engine.destroy()
+    return results
+
+
+def states(engine):
+    """Whole master weights and moments, and the frozen weight, which every precision holds as bf16 at least."""
+    with GatheredParameters(list(engine.module.parameters())):
+        values = [engine.module.frozen.weight.detach().bfloat16()]
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad and not name.startswith("unused"):
+            values.append(safe_get_full_fp32_param(param).float())
+            values += [safe_get_full_optimizer_state(param, key) for key in ("exp_avg", "exp_avg_sq")]
+    return [value if value is None else value.clone() for value in values]
+
+
+def resume_job(folder, pairs, results):
+    for source, (stage, precision) in pairs:
+        engine = create_engine(stage, precision, seed=1, bucket=60)  # other weights, never trained
+        _, client = engine.load_checkpoint(place(folder, *source))
+        assert client == {"epoch": 3}
+        assert engine.global_steps == 3
+        assert engine.module.calls == 3
+        at_save, unbroken = results[source]
+        assert all(map(torch.equal, states(engine), at_save)), (source, stage, precision)
+        # low-precision forwards of other shapes round otherwise, and so do other precisions
+        tolerance = 1e-5 if precision == source[2] == "fp32" else 1e-2
+        assert train(engine, 3, 6) == pytest.approx(unbroken, rel=tolerance), (source, stage, precision)
+        engine.destroy()
+
+
+def weights_job(folder, pairs, results, flags):
+    """Weights alone: those of the save, and the optimizer's state is new."""
+    for source, (stage, precision) in pairs:
+        engine = create_engine(stage, precision, seed=1, bucket=60)
+        engine.load_checkpoint(place(folder, *source), **flags)
+        found, (expected, _) = states(engine), results[source]
+        is_exact = precision == source[2] == "fp32"  # else they may come from, or go through, weights in bf16
+        compare = torch.equal if is_exact else partial(torch.allclose, rtol=2**-8)
+        assert torch.equal(found[0], expected[0]), (source, stage, precision)
+        masters = [(found[index], expected[index]) for index in range(1, len(found), 3)]
+        assert all(compare(one, other) for one, other in masters), (source, stage, precision)
+        assert not engine.optimizer.state or all(not state for state in engine.optimizer.state.values())
+        engine.destroy()
+
+
+MIXES = list(product(STAGES, PRECISIONS))
+SOURCES = list(product(WORLDS, STAGES, PRECISIONS))
+
+
+def is_covering(number, source, target):
+    """Chosen so that any two of the six properties, of the save and of the load, meet in all ways."""
+    return (5 * number + SOURCES.index(source) + 7 * MIXES.index(target)) % 16 == 0
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of checkpoints of all worlds and mixes; what is in them, and the losses of unbroken runs."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    results = {}
+    for world_size in WORLDS:
+        results.update(run_ranks(world_size, save_job, folder, MIXES)[0])
+    return folder, results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "is_all"), swept(product(WORLDS, (False, True)), lambda world, is_all: not is_all)
+)
+def test_losses_continue_wherever_a_checkpoint_is_loaded(saved, world_size, is_all):
+    folder, results = saved
+    pairs = [pair for pair in product(SOURCES, MIXES) if is_all or is_covering(world_size, *pair)]
+    run_ranks(world_size, resume_job, folder, pairs, results)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("flags", [{"load_optimizer_states": False}, {"load_module_only": True}], ids=str)
+def test_weights_alone_load_wherever_a_checkpoint_is_loaded(saved, world_size, flags):
+    folder, results = saved
+    pairs = [pair for pair in product(SOURCES, MIXES) if is_covering(world_size, *pair)]
+    run_ranks(world_size, weights_job, folder, pairs, results, flags)
+
+
+def test_any_two_properties_meet():
+    rows = [
+        (*pair[0], world, *pair[1]) for world in WORLDS for pair in product(SOURCES, MIXES) if is_covering(world, *pair)
+    ]
+    values = [WORLDS, STAGES, tuple(PRECISIONS)] * 2
+    for one, other in combinations(range(6), 2):
+        assert {(row[one], row[other]) for row in rows} == set(product(values[one], values[other]))
