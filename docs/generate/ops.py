@@ -53,6 +53,7 @@ layouts and figures are in [tensor-ops.md](tensor-ops.md).
 ## Names that only a builder may serve in this version
 
 A vendor may serve these; they are reached by `get_accelerator().create_op_builder(...)` or `registry.require(op)`.
+`async_io` has no torch reference; `deepspeed.ops.aio` uses it: [howto](../howto/read-and-write-files.md).
 
 | op | builder | kernel in |
 |---|---|---|

@@ -26,6 +26,7 @@ FILES = [
         "test_norm.py",
         "test_activation.py",
         "test_rotary.py",
+        "test_async_io.py",
     )
     if (HERE / name).is_file()
 ]

@@ -22,7 +22,8 @@ def collect_ops() -> list[dict[str, Any]]:
     Keys: `op`, `front` (what users import, or None), `offered` (a place has a builder, or could not be read),
     `builder` (import path of the class that serves, or None), `source` ("device", "host", "plugin", "reference"),
     `state` (see above; "failed" when its builder broke, or no place serves it and one could not be read), `library`
-    (path, or None), `rejected` ([place, reason] of each better place), `remark` (of the builder: why nothing is built).
+    (path, or None), `rejected` ([place, reason] of each better place), `remark` (of the builder: why nothing is built,
+    or what it chose for this machine).
     """
     return sorted((_row(op) for op in registry.op_names()), key=lambda row: (not row["offered"], row["op"]))
 
@@ -69,9 +70,10 @@ def _state(builder: Any) -> tuple[str, str | None, str]:
         return "by itself", None, ""
     try:
         spec = builder.describe()
+        chosen = builder.remark()
         library, remark = prebuilt.find(builder.absolute_name(), spec)
         if library is not None:
-            return "prebuilt", str(library), ""
+            return "prebuilt", str(library), chosen
         if type(builder).jit_load is not OpBuilder.jit_load:
             return "by itself", None, remark
         library = jit.find(spec)
@@ -79,4 +81,5 @@ def _state(builder: Any) -> tuple[str, str | None, str]:
         return "failed", None, str(error)
     except Exception as error:  # noqa: BLE001 - a vendor's sources() and flags, whatever they raise
         return "failed", None, f"{type(error).__name__}: {error}"
+    remark = "; ".join(filter(None, (remark, chosen)))
     return ("not built", None, remark) if library is None else ("cached", str(library), remark)

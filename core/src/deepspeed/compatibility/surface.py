@@ -104,7 +104,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "Internals of DeepSpeed's launcher; the flags are the interface.",
         ),
         ("deepspeed.ops.op_builder.cpu_adam and the like", N, "Import the builder from `deepspeed.ops.op_builder`."),
-        ("deepspeed.ops.aio", N, "It comes with offload to NVMe."),
+        (
+            "deepspeed.ops.aio",
+            D,
+            "`aio_handle` with all its methods and return values; `AsyncIOBuilder().load().aio_handle` too. An error "
+            "is an exception (OSError, ValueError), never a negative number. Tensors in host memory only; not "
+            "`aio_read`, `aio_write`, `deepspeed_memcpy` and `gds_handle`.",
+        ),
         ("deepspeed.utils.logging", D, "`logger` and `log_dist`; not `print_json_dist` and `LoggerFactory`."),
     ],
     "Optimizers and schedules": [

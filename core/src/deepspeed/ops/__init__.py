@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 _PACKAGES = (
-    *("adagrad", "adam", "fp_quantizer", "lamb", "lion", "muon", "op_builder", "quantizer", "registry"),
+    *("adagrad", "adam", "aio", "fp_quantizer", "lamb", "lion", "muon", "op_builder", "quantizer", "registry"),
     *("sparse_attention", "transformer"),
 )
 

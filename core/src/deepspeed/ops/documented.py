@@ -28,7 +28,7 @@ class Op(NamedTuple):
 
 # short name -> op. DeepSpeed's documented builders, each under the NAME that DeepSpeed's builder has.
 OPS: dict[str, Op] = {
-    "async_io": Op("AsyncIOBuilder", on_host=True),
+    "async_io": Op("AsyncIOBuilder", on_host=True, operators=("aio_handle",)),
     "cpu_adagrad": Op(
         "CPUAdagradBuilder", on_host=True, operators=("adagrad_step_",), front="adagrad.DeepSpeedCPUAdagrad"
     ),

@@ -91,7 +91,7 @@ def resolve(op: str) -> Resolution:
         ConfigError: the op is unknown.
 
     >>> from deepspeed.ops import registry
-    >>> registry.resolve("async_io").source
+    >>> registry.resolve("sparse_attn").source
     'reference'
     """
     table = _table
@@ -112,7 +112,7 @@ def kernel(op: str) -> Any | None:
         ConfigError: the op is unknown.
 
     >>> from deepspeed.ops import registry
-    >>> registry.kernel("async_io") is None
+    >>> registry.kernel("sparse_attn") is None
     True
     """
     table = _table
@@ -230,7 +230,7 @@ def compatible_ops() -> dict[str, bool]:
     """Op name -> whether it has a kernel for the current accelerator on this machine.
 
     What `deepspeed.ops.__compatible_ops__` is when it is read. Every documented op is a key, so that
-    `__compatible_ops__["async_io"]` is False where no place has a builder.
+    `__compatible_ops__["sparse_attn"]` is False where no place has a builder.
     """
     answers = dict.fromkeys(OPS, False)
     answers.update({op: incompatible(builder) is None for op, builder in all_ops().items()})

@@ -107,6 +107,12 @@ def test_each_op_has_its_row(vendor):
     assert "blocked by DS_PLUGINS_BLOCK" in nobodys["rejected"][1][1]
 
 
+def test_what_a_builder_chose_for_this_machine_is_a_remark(vendor, monkeypatch):
+    monkeypatch.setattr(TransformerBuilder, "remark", lambda self: "io_uring, O_DIRECT")
+    assert rows()["transformer"]["remark"] == "io_uring, O_DIRECT"
+    assert {row["op"]: row for row in build_ops()}["transformer"]["remark"] == "io_uring, O_DIRECT"
+
+
 def test_build_compiles_once_and_then_it_is_cached(vendor):
     built = {row["op"]: row for row in build_ops()}["transformer"]
     assert built["state"] == "cached"

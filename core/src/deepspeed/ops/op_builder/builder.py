@@ -120,6 +120,10 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
         """Python distributions that the op needs at run time, as `pip install` takes them. For reports."""
         return []
 
+    def remark(self) -> str:
+        """What `ds_report` adds to the op's row: a choice that depends on the machine. Compiles nothing."""
+        return ""
+
     def register_fakes(self) -> None:
         """Register meta implementations; called once, after the library was loaded.
 

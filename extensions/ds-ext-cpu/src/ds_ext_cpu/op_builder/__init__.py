@@ -22,6 +22,7 @@ _MODULES = {
     "FusedLambBuilder": "lamb",
     "QuantizerBuilder": "quantizer",
     "InferenceBuilder": "inference",
+    "AsyncIOBuilder": "async_io",
 }
 
 
