@@ -21,6 +21,9 @@ from ds_ext_cpu.op_builder import AsyncIOBuilder
 
 PAGE = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+not_sanitized = pytest.mark.skipif(
+    os.environ.get("DS_CPU_SANITIZE") == "1", reason="the sanitizer has to be preloaded first, and does not lock memory"
+)
 ENGINES = [
     "threads",
     pytest.param("io_uring", marks=pytest.mark.skipif(bool(probing.io_uring_obstacle()), reason="no io_uring here")),
@@ -251,6 +254,7 @@ assert torch.equal(wanted, found)
 """
 
 
+@not_sanitized
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
 def test_short_and_interrupted_calls_are_completed(io, tmp_path):
     (tmp_path / "shim.cpp").write_text(SHORT_CALLS)
@@ -359,6 +363,7 @@ def in_child(function):
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=lambda: sender.send(str(function())))
     child.start()
+    sender.close()  # so that a child that dies is noticed
     assert receiver.poll(60)
     told = receiver.recv()
     child.join()
@@ -398,6 +403,7 @@ def test_without_permission(io, engine, tmp_path):
 # ----- memory and choice of the engine -------------------------------------------------------------------------------
 
 
+@not_sanitized
 @pytest.mark.skipif(os.getuid() != 0, reason="a process that may lock memory is to lose that")
 def test_memory_over_the_limit_is_plain_and_warned_of_once(io, monkeypatch):
     warnings = []

@@ -54,9 +54,13 @@ def test_a_folder_in_memory_is_remarked():
 
 def test_too_small_a_limit_of_locked_memory_is_remarked(tmp_path, monkeypatch):
     monkeypatch.setattr(folder_module.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+    monkeypatch.setattr(folder_module, "_STATUS", tmp_path / "status")
+    (tmp_path / "status").write_text("Name: python\nCapEff:\t0000000000000000\n")
     assert aio.preflight(tmp_path, 1).memlock_bytes == 8 << 20
     (remark,) = [text for text in aio.preflight(tmp_path, 1, locked_bytes=1 << 30).remarks if "locked" in text]
-    assert remark.startswith("1.00 GiB of memory are to be locked and the limit is 0.01 GiB")
+    assert remark.startswith("1.00 GiB of memory are to be locked and the limit is 8.00 MiB")
+    (tmp_path / "status").write_text("Name: python\nCapEff:\t000001ffffffffff\n")
+    assert aio.preflight(tmp_path, 1, locked_bytes=1 << 30).memlock_bytes is None
 
 
 def test_bad_folders_are_refused_with_what_to_do(tmp_path, monkeypatch):

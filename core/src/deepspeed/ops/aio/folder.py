@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import re
 import resource
 import shutil
 import tempfile
@@ -13,6 +14,9 @@ from pathlib import Path
 from deepspeed.errors import ConfigError
 
 _MOUNTS = Path("/proc/self/mounts")
+_STATUS = Path("/proc/self/status")
+#: the capability that the limit of locked memory does not hold for
+_CAP_IPC_LOCK = 14
 #: the file systems whose files are memory
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -60,13 +64,12 @@ def preflight(folder: str | os.PathLike[str], num_bytes: int, locked_bytes: int 
     free_bytes = shutil.disk_usage(path).free
     if free_bytes < num_bytes:
         raise ConfigError(
-            f"{path} has {_gib(free_bytes)} free and {_gib(num_bytes)} are needed; free "
-            f"{_gib(num_bytes - free_bytes)}, or name a folder on a larger disk"
+            f"{path} has {_text(free_bytes)} free and {_text(num_bytes)} are needed; free "
+            f"{_text(num_bytes - free_bytes)}, or name a folder on a larger disk"
         )
     direct = _write_and_read(path)
     file_system = _file_system(path)
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    memlock = None if limit == resource.RLIM_INFINITY else limit
+    memlock = _memlock_bytes()
     remarks = tuple(filter(None, (_remark_on_files(file_system, direct), _remark_on_memlock(memlock, locked_bytes))))
     return FolderReport(str(path.resolve()), file_system, free_bytes, direct, mmap.PAGESIZE, memlock, remarks)
 
@@ -120,6 +123,15 @@ def _file_system(folder: Path) -> str:
     return "unknown"
 
 
+def _memlock_bytes() -> int | None:
+    """What this process may lock in memory; None: as much as it wants."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    held = re.search(r"^CapEff:\s*(\w+)$", _STATUS.read_text(), re.MULTILINE) if _STATUS.exists() else None
+    return None if held and int(held[1], 16) >> _CAP_IPC_LOCK & 1 else limit
+
+
 def _remark_on_files(file_system: str, direct: bool) -> str:
     if file_system in _IN_MEMORY:
         return f"the folder is in memory ({file_system}), so that offload to it frees none; name a folder on a disk"
@@ -134,10 +146,10 @@ def _remark_on_memlock(limit: int | None, locked_bytes: int) -> str:
     if limit is None or limit >= locked_bytes:
         return ""
     return (
-        f"{_gib(locked_bytes)} of memory are to be locked and the limit is {_gib(limit)}: the memory stays pageable; "
+        f"{_text(locked_bytes)} of memory are to be locked and the limit is {_text(limit)}: the memory stays pageable; "
         "set `ulimit -l unlimited` before the program starts"
     )
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _text(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"

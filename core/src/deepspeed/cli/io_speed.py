@@ -1,0 +1,208 @@
+"""`ds_io`: how fast tensors are written to a folder and read again with one choice of `aio` parameters.
+
+    ds_io --folder /local_nvme --io_size 1G --block_size 1M --queue_depth 32 --overlap_events
+
+Each write and each read moves `--io_size` bytes between a locked tensor and one file, past the page cache where the
+file system has O_DIRECT; the figure is the median of `--loops`. The file is removed, also after Ctrl-C. Exit code 0; 1
+where the folder or the op cannot be used; 130 after Ctrl-C.
+"""
+
+import argparse
+import dataclasses
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed.errors import DeepSpeedError
+from deepspeed.ops.aio import FolderReport, aio_handle, preflight
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The `aio` section of a configuration, as `aio_handle` takes it."""
+
+    block_size: int = 1_048_576
+    queue_depth: int = 8
+    intra_op_parallelism: int = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was measured, in bytes per second; None: not asked for."""
+
+    read: float | None
+    write: float | None
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of one read and one write of each byte, as offload does them: what a choice is judged by."""
+        return sum(1 / rate for rate in (self.read, self.write) if rate)
+
+
+class Bench:
+    """One file and one tensor, written and read with any parameters. Made by `bench_in`, which removes the file.
+
+    Args:
+        path: of the file.
+        num_bytes: of both.
+        loops: of each measurement; the median counts.
+        kinds: "read", "write" or both.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, loops: int, kinds: Sequence[str]) -> None:
+        import torch
+
+        self.path, self.num_bytes, self.loops, self.kinds = str(path), num_bytes, loops, kinds
+        handle = aio_handle()
+        self.engine: str = getattr(handle, "get_engine", lambda: "a vendor's")()
+        self.tensor = handle.new_cpu_locked_tensor(num_bytes, torch.empty(0, dtype=torch.uint8)).fill_(1)
+        handle.sync_pwrite(self.tensor, self.path)
+
+    def measure(self, parameters: Parameters) -> Speed:
+        """Write and read the file `loops` times each."""
+        handle = aio_handle(**dataclasses.asdict(parameters))
+        calls = {"write": handle.sync_pwrite, "read": handle.sync_pread}
+        rates = {kind: self._rate(calls[kind]) if kind in self.kinds else None for kind in calls}
+        return Speed(**rates)
+
+    def _rate(self, call: Callable[..., int]) -> float:
+        seconds = []
+        for _ in range(self.loops):
+            start = time.perf_counter()
+            call(self.tensor, self.path)
+            seconds.append(time.perf_counter() - start)
+        return self.num_bytes / statistics.median(seconds)
+
+
+@contextmanager
+def bench_in(options: argparse.Namespace) -> Iterator[tuple[Bench, FolderReport]]:
+    """A bench in `options.folder`, which is checked first, and left as it was found even when the process is ended.
+
+    Raises:
+        DeepSpeedError: the folder or the op cannot be used.
+    """
+    report = preflight(options.folder, options.io_size, locked_bytes=options.io_size)
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix=".ds_io_", dir=options.folder) as folder:
+        yield Bench(Path(folder) / "file", options.io_size, options.loops, _kinds(options)), report
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, io_size: str, loops: int) -> None:
+    """The arguments of `ds_io` and `ds_nvme_tune`."""
+    parser.add_argument("--folder", "--nvme_dir", required=True, help="an existing folder on the disk to measure")
+    parser.add_argument("--io_size", type=size_bytes, default=size_bytes(io_size), help=f"bytes: 500M, 1G ({io_size})")
+    parser.add_argument("--loops", type=positive, default=loops, help=f"of each measurement ({loops})")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--read", "--no_write", action="store_true", help="measure reads only")
+    only.add_argument("--write", "--no_read", action="store_true", help="measure writes only")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def size_bytes(text: str) -> int:
+    """Bytes of `"64K"`, `"500M"`, `"1G"` or `"4096"`; the units are powers of 1024."""
+    number, unit = text.rstrip("KMGkmg"), text[len(text.rstrip("KMGkmg")) :].upper()
+    if not number.isdecimal() or unit not in _UNITS or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give bytes, or a number with K, M or G: 500M")
+    return int(number) * _UNITS[unit]
+
+
+def run(program: str, action: Callable[[], None]) -> int:
+    """`action` as a command: its exit code, and one line for what went wrong."""
+    try:
+        action()
+    except (DeepSpeedError, OSError, ValueError) as error:
+        sys.stderr.write(f"{program}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{program}: interrupted; its files are removed\n")
+        return INTERRUPTED
+    return 0
+
+
+def describe(bench: Bench, report: FolderReport) -> dict[str, Any]:
+    """What was measured, and where; the head of the JSON."""
+    return {
+        "folder": report.folder,
+        "file_system": report.file_system,
+        "direct": report.direct,
+        "engine": bench.engine,
+        "io_size": bench.num_bytes,
+        "loops": bench.loops,
+        "remarks": list(report.remarks),
+    }
+
+
+def rate_text(rate: float | None) -> str:
+    """A rate in GB/s (10**9 bytes)."""
+    return "" if rate is None else f"{rate / 1e9:.2f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="ds_io", description="How fast tensors are written to a folder and read.")
+    add_common_arguments(parser, io_size="1G", loops=3)
+    default = Parameters()
+    parser.add_argument("--block_size", type=size_bytes, default=default.block_size, help="bytes of a request (1M)")
+    parser.add_argument("--queue_depth", type=positive, default=default.queue_depth, help="requests in flight (8)")
+    parser.add_argument("--intra_op_parallelism", "--io_parallel", type=positive, default=1, help="workers (1)")
+    parser.add_argument("--single_submit", action="store_true", help="submit requests one by one")
+    overlap = argparse.BooleanOptionalAction
+    parser.add_argument("--overlap_events", action=overlap, default=True, help="refill the queue at once")
+    options = parser.parse_args(arguments)
+    return run("ds_io", lambda: _measure(options))
+
+
+def _measure(options: argparse.Namespace) -> None:
+    parameters = Parameters(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Parameters)})
+    with bench_in(options) as (bench, report):
+        speed = bench.measure(parameters)
+    head = describe(bench, report)
+    if options.json:
+        told = {**head, "aio": dataclasses.asdict(parameters), **dataclasses.asdict(speed)}
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        return
+    figures = [f"{kind} {rate_text(getattr(speed, kind))} GB/s" for kind in ("read", "write") if getattr(speed, kind)]
+    direct = "O_DIRECT" if report.direct else "no O_DIRECT"
+    where = f"{report.folder} ({report.file_system}, {direct}, {bench.engine})"
+    sys.stdout.write("\n".join([f"{', '.join(figures)}: {where}", *report.remarks]) + "\n")
+
+
+def _kinds(options: argparse.Namespace) -> tuple[str, ...]:
+    return ("read",) if options.read else ("write",) if options.write else ("read", "write")
+
+
+def positive(text: str) -> int:
+    """The argparse type of a count."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
+    return int(text)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that it can remove its files."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
