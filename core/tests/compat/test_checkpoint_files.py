@@ -44,13 +44,15 @@ def save(directory: Path, tag: str = "global_step7", prefix: str = "") -> None:
     )
 
 
-def test_the_tree_is_deepspeeds(tmp_path):
+def test_the_tree_is_deepspeeds_with_an_index(tmp_path):
     save(tmp_path)
     save(tmp_path, "global_step8", prefix="bf16_")
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == [
+        "global_step7/index.json",
         "global_step7/mp_rank_00_model_states.pt",
         "global_step7/zero_pp_rank_0_mp_rank_00_optim_states.pt",
         "global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "global_step8/index.json",
         "global_step8/mp_rank_00_model_states.pt",
         "latest",
         "zero_to_fp32.py",

@@ -7,10 +7,14 @@ committed and `latest` stays where it was; no rank waits in a collective for one
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from deepspeed._version import CORE_VERSION
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.index import FileEntry, Index
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
     Position,
@@ -26,7 +30,7 @@ from deepspeed.checkpoint.load import (
 )
 from deepspeed.checkpoint.loadable import make_loadable
 from deepspeed.checkpoint.save import merge_client_state, write_script
-from deepspeed.checkpoint.store import Store
+from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest, write_latest
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.comm.failure import PeerFailed
@@ -50,6 +54,8 @@ class Checkpointer:
         prefix: of the shard files: `"bf16_"` when the model trains in bf16, else empty.
         partitioned_model: every data parallel rank has a model file of its own (ZeRO stage 3).
         commits: whether this rank makes, commits and names checkpoints; default: the first rank. Exactly one does.
+        verify: compare the checksums of the files that this rank loads with those in the checkpoint's index. Sizes are
+            compared in any case.
     """
 
     def __init__(
@@ -64,11 +70,13 @@ class Checkpointer:
         mp_world_size: int = 1,
         partitioned_model: bool = False,
         commits: bool | None = None,
+        verify: bool = True,
     ) -> None:
         self.position = Position(dp_rank, dp_world_size, mp_rank, mp_world_size)
         self.store: Store = TorchStore() if store is None else store
         self.prefix = prefix
         self.commits = (dp_rank == 0 and mp_rank == 0) if commits is None else commits
+        self._verify = verify
         self._gather = gather
         self._model_file = layout.model_file(mp_rank, dp_rank if partitioned_model else None)
         self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
@@ -114,36 +122,43 @@ class Checkpointer:
 
         folder, files = self.together(prepare, what)
         try:
-            self._write(folder, files, what, save_latest)
+            self._write(folder, files, _facts(tag, self.position, model_state, shard_state), what, save_latest)
         except Exception:
             if self.commits:
                 self.store.discard(folder)
             raise
         return folder
 
-    def _write(self, folder: Path, files: Mapping[str, Any], what: str, save_latest: bool) -> None:
+    def _write(
+        self, folder: Path, files: Mapping[str, Any], facts: Mapping[str, Any], what: str, save_latest: bool
+    ) -> None:
         """The steps of a save that touch the disk."""
 
         def create() -> None:
             if self.commits:
                 self.store.create(folder)
 
-        def write() -> dict[str, int | None]:
+        def write() -> list[tuple[str, int | None, list[str] | None]]:
             sizes = {name: self.store.save(state, folder, name) for name, state in files.items()}
             self.store.wait()
-            return sizes
+            return [(name, size, self._checksums(folder, name)) for name, size in sizes.items()]
 
         def commit() -> None:
             if self.commits:
                 write_script(folder)
-                self.store.commit(folder, sizes_by_name)
+                if isinstance(self.store, IndexedStore):
+                    self.store.write_index(folder, Index(entries, facts).to_bytes())
+                self.store.commit(folder, {entry.name: entry.num_bytes for entry in entries})
                 if save_latest:
                     write_latest(folder.parent, folder.name)
 
         self.together(create, what)
-        sizes = self._gather(json.dumps(self.together(write, what)))
-        sizes_by_name = {name: size for text in sizes if text for name, size in json.loads(text).items()}
+        written = self._gather(json.dumps(self.together(write, what)))
+        entries = tuple(_entry(*each) for text in written if text for each in json.loads(text))
         self.together(commit, what)
+
+    def _checksums(self, folder: Path, name: str) -> list[str] | None:
+        return self.store.checksums(folder, name) if isinstance(self.store, IndexedStore) else None
 
     def load(
         self,
@@ -196,7 +211,8 @@ class Checkpointer:
         folder = find_folder(directory, name)
         models = find_models(folder, position.mp_rank)
         path = models[min(position.dp_rank, len(models) - 1)]
-        state = self._load_model(path, map_location)
+        verify = self._verifier(folder, load_shard)
+        state = self._load_model(path, map_location, verify)
         own, client = split_client_state(state)
         was_divided = layout.is_partitioned(path.name)
         if not (load_shard or was_divided):
@@ -206,25 +222,48 @@ class Checkpointer:
             check_has_states(folder, shards, own)
         is_alike = len(shards) in (0, position.dp_world_size) and was_divided == layout.is_partitioned(self._model_file)
         if is_alike:
-            shard = self._load_shard(shards[position.dp_rank], map_location) if shards else None
+            shard = self._load_shard(shards[position.dp_rank], map_location, verify) if shards else None
             stage = 0 if shard is None else int(shard["optimizer_state_dict"]["zero_stage"])
             if zero_stages is None or stage in zero_stages:
                 return LoadedCheckpoint(str(path), name, own, shard, client)
+        mine = {
+            *models[position.dp_rank :: position.dp_world_size],
+            *shards[position.dp_rank :: position.dp_world_size],
+        }
+
+        def verify_mine(path: Path) -> None:
+            if path in mine:  # peers verify the others
+                verify(path)
+
         parts = SavedParts(
-            [own] if len(models) == 1 else [self._load_model(each, map_location) for each in models],
-            [self._load_shard(each, map_location)["optimizer_state_dict"] for each in shards],
+            [own] if len(models) == 1 else [self._load_model(each, map_location, verify_mine) for each in models],
+            [self._load_shard(each, map_location, verify_mine)["optimizer_state_dict"] for each in shards],
         )
         return LoadedCheckpoint(str(path), name, own, None, client, parts)
 
-    def _load_model(self, path: Path, map_location: Any) -> dict[str, Any]:
+    def _load_model(self, path: Path, map_location: Any, verify: Callable[[Path], None]) -> dict[str, Any]:
+        verify(path)
         state = self.store.load(path, map_location, mmap=True)
         check_model_state(state, path, self.position)
         return cast(dict[str, Any], state)
 
-    def _load_shard(self, path: Path, map_location: Any) -> dict[str, Any]:
+    def _load_shard(self, path: Path, map_location: Any, verify: Callable[[Path], None]) -> dict[str, Any]:
+        verify(path)
         state = self.store.load(path, map_location, mmap=True)
         check_shard(state, path)
         return cast(dict[str, Any], state)
+
+    def _verifier(self, folder: Path, load_shard: bool) -> Callable[[Path], None]:
+        """What to call with the path of each file that this rank is about to load. Checks the sizes of all files here,
+        on the committing rank; without shards, of the model files."""
+        index = self.store.read_index(folder) if isinstance(self.store, IndexedStore) else None
+        if index is None:
+            return lambda path: None
+        assert isinstance(self.store, IndexedStore)
+        for entry in index.files if self.commits else ():
+            if load_shard or layout.is_model_file(entry.name):
+                self.store.verify(folder / entry.name, index, content=False)
+        return partial(self.store.verify, index=index, content=self._verify)
 
     def _agreed_tag(self, load_dir: str | Path, tag: str | None) -> str | None:
         """The tag to load, the same on all ranks: `tag`, or what `latest` names; None if there is no such file."""
@@ -268,6 +307,26 @@ class Checkpointer:
         if consequence is not None:
             raise consequence
         return cast(T, result)
+
+
+def _facts(
+    tag: str, position: Position, model_state: Mapping[str, Any] | None, shard_state: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What the index says of a save, as far as this rank knows it; see `Index.saved`."""
+    shard = (shard_state or {}).get("optimizer_state_dict", {})
+    return {
+        "tag": str(tag),
+        "at": datetime.now(timezone.utc).isoformat(),
+        "ds_core": CORE_VERSION,
+        "global_steps": (model_state or {}).get("global_steps"),
+        "zero_stage": shard.get("zero_stage", 0),
+        "dp_world_size": position.dp_world_size,
+        "mp_world_size": position.mp_world_size,
+    }
+
+
+def _entry(name: str, num_bytes: int | None, checksums: list[str] | None) -> FileEntry:
+    return FileEntry(name, num_bytes, None if checksums is None else tuple(checksums))
 
 
 def _reason(error: Exception) -> str:

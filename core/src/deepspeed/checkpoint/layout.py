@@ -11,6 +11,7 @@ LATEST_FILE = "latest"
 SCRIPT_FILE = "zero_to_fp32.py"
 SHARD_SUFFIX = "_optim_states.pt"
 UNIVERSAL_FOLDER = "zero"  # of DeepSpeed's universal format, in a tag's folder
+INDEX_FILE = "index.json"
 
 #: The checkpoint's own top-level keys in a model file; everything else there is the user's client state.
 MODEL_STATE_KEYS = frozenset(
@@ -36,7 +37,7 @@ MODEL_STATE_KEYS = frozenset(
     }
 )
 
-_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|lock|latest)")
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|pruned|lock|latest)")
 _PARTITIONED = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_\d+_model_states\.pt")
 _SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 
@@ -62,9 +63,14 @@ def partitioned_models_in(folder: Path) -> set[int]:
     return {int(match["dp"]) for path in folder.iterdir() if (match := _PARTITIONED.fullmatch(path.name))}
 
 
+def is_model_file(name: str) -> bool:
+    """Whether it is the name of a model file of any stage."""
+    return name.endswith("_model_states.pt")
+
+
 def has_models(folder: Path) -> bool:
     """Whether `folder` holds a model file of any stage."""
-    return any(path.name.endswith("_model_states.pt") for path in folder.iterdir())
+    return any(is_model_file(path.name) for path in folder.iterdir())
 
 
 def shards_in(folder: Path) -> dict[tuple[int, int], Path]:
@@ -78,7 +84,7 @@ def shards_in(folder: Path) -> dict[tuple[int, int], Path]:
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file of this name in a tag's folder belongs to a checkpoint, and not to somebody else."""
-    return name.endswith("_states.pt")
+    return name.endswith("_states.pt") or name == INDEX_FILE
 
 
 def staging_folder(folder: Path) -> Path:
@@ -89,6 +95,11 @@ def staging_folder(folder: Path) -> Path:
 def former_folder(folder: Path) -> Path:
     """Where the version of `folder` that was just replaced waits to be deleted."""
     return folder.with_name(f".{folder.name}.former")
+
+
+def pruned_folder(folder: Path) -> Path:
+    """Where a version of `folder` that is no longer wanted waits to be deleted; it is never put back."""
+    return folder.with_name(f".{folder.name}.pruned")
 
 
 def lock_file(folder: Path) -> Path:

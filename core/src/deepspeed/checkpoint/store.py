@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from deepspeed.checkpoint.index import Index
 
 
 class Store(Protocol):
@@ -44,4 +46,32 @@ class Store(Protocol):
 
         With `mmap` the tensors stay in the file until they are touched; for what is copied elsewhere at once.
         """
+        ...
+
+
+@runtime_checkable
+class IndexedStore(Store, Protocol):
+    """A store that also keeps an index of sizes and checksums beside the files, verifies them, and removes tags.
+
+    Optional: a checkpoint of a store without these methods has no index, is not verified, and is not pruned.
+
+    Saving: after `wait`, `checksums(folder, name)` gives on the saving rank the CRC-32 of each block of a file that it
+    saved, or None; it is asked once. Before `commit`, `write_index(folder, content)` puts `index.json` into the new
+    version, on one rank.
+
+    Loading: `read_index(folder)`, None where there is none; then `verify(path, index, content=)` for each file before
+    its `load`: `DamagedCheckpoint` when the file is missing or has another size than was saved, and, with `content`,
+    when a block has another checksum.
+    """
+
+    def checksums(self, folder: Path, name: str) -> list[str] | None: ...
+
+    def write_index(self, folder: Path, content: bytes) -> None: ...
+
+    def read_index(self, folder: Path) -> Index | None: ...
+
+    def verify(self, path: Path, index: Index, *, content: bool) -> None: ...
+
+    def remove(self, folder: Path) -> None:
+        """Delete the version in `folder`, such that a crash leaves it whole or not there."""
         ...

@@ -12,6 +12,9 @@ second name, where loading finds it (`layout.whole_folder`); after the second th
 `create` in the same directory puts everything in order, except for saves that another job may still be making
 (`claim.py`). So at every moment one whole version can be loaded.
 
+A tag that is to go (`remove`) is renamed to `.global_step5.pruned` and then deleted. What a kill leaves of it, the next
+`create` deletes.
+
 A tag that is a symbolic link (`best -> global_step10`) is replaced by a folder; what it pointed to is left alone.
 """
 
@@ -21,14 +24,18 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, BinaryIO
 
 import torch
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.checksum import ChecksumWriter
 from deepspeed.checkpoint.claim import Claim, abandoned
 from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
+from deepspeed.checkpoint.index import DamagedCheckpoint, Index, read_index
 from deepspeed.checkpoint.tensors import compact
+from deepspeed.checkpoint.verify import check_content, check_size
 from deepspeed.errors import CheckpointError, first_line
 from deepspeed.log import warn_once
 
@@ -36,7 +43,9 @@ from deepspeed.log import warn_once
 class TorchStore:
     """Files in a directory that all ranks share. Synchronous: `save` returns when the bytes are on disk."""
 
-    _claim: Claim | None = None  # of the save that is going on; here, so that subclasses need no super().__init__()
+    # here, so that subclasses need no super().__init__()
+    _claim: Claim | None = None  # of the save that is going on
+    _checksums: Mapping[Path, list[str]] = MappingProxyType({})  # of the files that this process saved
 
     def create(self, folder: Path) -> None:
         try:
@@ -51,12 +60,26 @@ class TorchStore:
             raise disk_error("prepare", folder, error) from error
 
     def save(self, state: Any, folder: Path, name: str) -> int:
-        compacted = compact(state)
-        with _without_checksums():
-            return write_file(layout.staging_folder(folder) / name, lambda file: torch.save(compacted, file))
+        compacted, path = compact(state), layout.staging_folder(folder) / name
+
+        def write(file: BinaryIO) -> None:
+            with _without_zip_checksums(), ChecksumWriter(file) as writer:
+                torch.save(compacted, writer)  # type: ignore[arg-type]  # it calls `write` and `flush`
+            self._checksums = {**self._checksums, path: writer.checksums()}
+
+        return write_file(path, write)
 
     def wait(self) -> None:
         """Nothing is pending: `save` wrote and fsynced."""
+
+    def checksums(self, folder: Path, name: str) -> list[str] | None:
+        path = layout.staging_folder(folder) / name
+        found = self._checksums.get(path)
+        self._checksums = {other: sums for other, sums in self._checksums.items() if other != path}
+        return found
+
+    def write_index(self, folder: Path, content: bytes) -> None:
+        write_file(layout.staging_folder(folder) / layout.INDEX_FILE, lambda file: file.write(content))
 
     def commit(self, folder: Path, sizes: Mapping[str, int | None]) -> None:
         """Move the staged version to `folder`; see [Note: how a folder is replaced]."""
@@ -90,6 +113,34 @@ class TorchStore:
         if claim is not None:
             claim.release()
 
+    def remove(self, folder: Path) -> None:
+        try:
+            claim = Claim.take(folder)
+            try:
+                os.rename(folder, layout.pruned_folder(folder))
+                sync_folder(folder.parent)
+                _remove(layout.pruned_folder(folder))
+            finally:
+                claim.release()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot remove {folder}: {error.strerror}. Correct its permissions, or remove it by hand."
+            ) from error
+
+    def read_index(self, folder: Path) -> Index | None:
+        return read_index(folder)
+
+    def verify(self, path: Path, index: Index, *, content: bool) -> None:
+        entry = index.entry(path.name)
+        if entry is None:
+            raise DamagedCheckpoint(
+                f"{path} is not listed in {layout.INDEX_FILE} beside it: it is of another save. Load another tag."
+            )
+        if content:
+            check_content(path, entry, index)
+        else:
+            check_size(path, entry)
+
     def load(self, path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
         try:
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
@@ -105,10 +156,11 @@ class TorchStore:
 
 
 @contextmanager
-def _without_checksums() -> Iterator[None]:
+def _without_zip_checksums() -> Iterator[None]:
     """Inside, `torch.save` in this thread computes no CRC32, which costs a quarter of the time of a fast disk.
 
-    `torch.load` never looks at these checksums; `unzip -t` does, and calls such files damaged.
+    `torch.load` never looks at these checksums; `unzip -t` does, and calls such files damaged. Those in `index.json`
+    cover the whole file.
     """
     former = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -150,14 +202,14 @@ def _warn(message: str) -> None:
 
 
 def _settle(place: Path) -> None:
-    """Finish or undo the renames of a save of `place` that has ended, and delete its staging folder."""
+    """Finish or undo the renames of a save of `place` that has ended; delete its staging folder and what was pruned."""
     staging, former = layout.staging_folder(place), layout.former_folder(place)
     if os.path.lexists(former):
         if os.path.lexists(place):
             _retire(former, place)
         else:
             os.rename(former, place)
-    for left in (staging, layout.draft_file(place)):
+    for left in (staging, layout.pruned_folder(place), layout.draft_file(place)):
         if os.path.lexists(left):
             _remove(left)
 

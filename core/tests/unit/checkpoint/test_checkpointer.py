@@ -228,18 +228,34 @@ def test_a_damaged_shard_fails_every_rank(saved, ranks, tmp_path):
     expect(ranks.load(tmp_path), str(path), "cut short")
 
 
+@pytest.mark.usefixtures("unindexed")
+def test_damage_is_found_by_the_readers_of_a_checkpoint_without_an_index(ranks, tmp_path):
+    assert [found.tag for found in ranks.load(tmp_path)] == ["global_step3"] * 2
+    path = tmp_path / "global_step3" / layout.shard_file(1, 0)
+    path.write_bytes(path.read_bytes()[:1000])
+    expect(ranks.load(tmp_path), str(path), "cut short, damaged or was not written by torch.save")
+
+
 def test_a_missing_model_file(saved, ranks, tmp_path):
     (tmp_path / "global_step3" / layout.model_file(0)).unlink()
     expect(ranks.load(tmp_path), "mp_rank_00_model_states.pt is missing")
 
 
+@pytest.fixture
+def unindexed(saved, tmp_path):
+    """As an earlier version, or DeepSpeed, saved it."""
+    (tmp_path / "global_step3" / "index.json").unlink()
+
+
+@pytest.mark.usefixtures("unindexed")
 @pytest.mark.parametrize("content", [{"weights": 1}, [1, 2]])
-def test_a_foreign_model_file(saved, ranks, tmp_path, content):
+def test_a_foreign_model_file(ranks, tmp_path, content):
     torch.save(content, tmp_path / "global_step3" / layout.model_file(0))
     expect(ranks.load(tmp_path), "no model file of a checkpoint")
 
 
-def test_a_foreign_shard(saved, ranks, tmp_path):
+@pytest.mark.usefixtures("unindexed")
+def test_a_foreign_shard(ranks, tmp_path):
     torch.save({"x": 1}, tmp_path / "global_step3" / layout.shard_file(0, 0))
     expect(ranks.load(tmp_path), "no optimizer shard")
 

@@ -66,6 +66,6 @@ def test_a_checkpoint_of_one_of_several_model_parallel_ranks(make_engine, tmp_pa
     checkpointer = Checkpointer(mp_rank=1, mp_world_size=2, commits=True)
     saving = Saving(state, checkpointer, gather=lambda value: [value], tag_validation="Warn")
     saving.save(str(tmp_path), "a", client_state=None, save_latest=True, exclude_frozen=False)
-    names = {"mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"}
+    names = {"index.json", "mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"}
     assert {path.name for path in (tmp_path / "a").iterdir()} == names
     assert torch.load(tmp_path / "a" / "mp_rank_01_model_states.pt", weights_only=True)["mp_world_size"] == 2
