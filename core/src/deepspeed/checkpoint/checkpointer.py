@@ -6,15 +6,13 @@ committed and `latest` stays where it was; no rank waits in a collective for one
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
-from datetime import datetime, timezone
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from deepspeed._version import CORE_VERSION
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.index import FileEntry, Index
+from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry, Index
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
     Position,
@@ -29,12 +27,14 @@ from deepspeed.checkpoint.load import (
     tag_folder_hint,
 )
 from deepspeed.checkpoint.loadable import make_loadable
-from deepspeed.checkpoint.save import merge_client_state, write_script
+from deepspeed.checkpoint.offer import last_good_tag
+from deepspeed.checkpoint.prune import prune
+from deepspeed.checkpoint.save import describe_save, merge_client_state, write_script
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest, write_latest
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.comm.failure import PeerFailed
-from deepspeed.errors import CheckpointError, DeepSpeedError
+from deepspeed.errors import CheckpointError, CommError, ConfigError, DeepSpeedError
 from deepspeed.log import logger
 
 T = TypeVar("T")
@@ -56,6 +56,8 @@ class Checkpointer:
         commits: whether this rank makes, commits and names checkpoints; default: the first rank. Exactly one does.
         verify: compare the checksums of the files that this rank loads with those in the checkpoint's index. Sizes are
             compared in any case.
+        keep_last: after a save, remove the older tags of the directory so that this many stay; see `prune.plan_prune`.
+            None removes nothing.
     """
 
     def __init__(
@@ -71,12 +73,19 @@ class Checkpointer:
         partitioned_model: bool = False,
         commits: bool | None = None,
         verify: bool = True,
+        keep_last: int | None = None,
     ) -> None:
         self.position = Position(dp_rank, dp_world_size, mp_rank, mp_world_size)
         self.store: Store = TorchStore() if store is None else store
         self.prefix = prefix
         self.commits = (dp_rank == 0 and mp_rank == 0) if commits is None else commits
+        if keep_last is not None and not isinstance(self.store, IndexedStore):
+            raise ConfigError(
+                f"checkpoint.keep_last: found {keep_last}, and the store {self.store!r} cannot remove tags (it has not "
+                "the methods of deepspeed.checkpoint.store.IndexedStore). Omit the key, or remove old tags by hand."
+            )
         self._verify = verify
+        self._keep_last = keep_last
         self._gather = gather
         self._model_file = layout.model_file(mp_rank, dp_rank if partitioned_model else None)
         self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
@@ -121,12 +130,17 @@ class Checkpointer:
             return folder, files
 
         folder, files = self.together(prepare, what)
+        ranks = {"dp_world_size": self.position.dp_world_size, "mp_world_size": self.position.mp_world_size}
+        facts = {**describe_save(str(tag), model_state, shard_state), **ranks}
         try:
-            self._write(folder, files, _facts(tag, self.position, model_state, shard_state), what, save_latest)
+            self._write(folder, files, facts, what, save_latest)
         except Exception:
             if self.commits:
                 self.store.discard(folder)
             raise
+        if self.commits and self._keep_last is not None:
+            assert isinstance(self.store, IndexedStore)
+            prune(folder.parent, self._keep_last, self.store)
         return folder
 
     def _write(
@@ -138,10 +152,10 @@ class Checkpointer:
             if self.commits:
                 self.store.create(folder)
 
-        def write() -> list[tuple[str, int | None, list[str] | None]]:
+        def write() -> list[dict[str, Any]]:
             sizes = {name: self.store.save(state, folder, name) for name, state in files.items()}
             self.store.wait()
-            return [(name, size, self._checksums(folder, name)) for name, size in sizes.items()]
+            return [FileEntry(name, size, self._checksums(folder, name)).as_json() for name, size in sizes.items()]
 
         def commit() -> None:
             if self.commits:
@@ -154,10 +168,10 @@ class Checkpointer:
 
         self.together(create, what)
         written = self._gather(json.dumps(self.together(write, what)))
-        entries = tuple(_entry(*each) for text in written if text for each in json.loads(text))
+        entries = tuple(FileEntry.parse(each) for text in written if text for each in json.loads(text))
         self.together(commit, what)
 
-    def _checksums(self, folder: Path, name: str) -> list[str] | None:
+    def _checksums(self, folder: Path, name: str) -> Sequence[str] | None:
         return self.store.checksums(folder, name) if isinstance(self.store, IndexedStore) else None
 
     def load(
@@ -196,7 +210,23 @@ class Checkpointer:
         def read() -> LoadedCheckpoint:
             return self._read(directory, name, load_shard, needs_states, zero_stages, map_location)
 
-        return self.together(read, f"load {directory / name}")
+        try:
+            return self.together(read, f"load {directory / name}")
+        except CommError:
+            raise
+        except Exception as error:  # raised on every rank, by `together`
+            if offer := self._offer(error, directory, name):
+                raise CheckpointError(f"{error} {offer}") from error
+            raise
+
+    def _offer(self, error: Exception, directory: Path, damaged: str) -> str:
+        """After a load failed on every rank: where a rank found damage, which other tag is whole; else empty."""
+        if not any(self._gather("damaged" if isinstance(error, DamagedCheckpoint) else None)):
+            return ""
+        ranks = self.position.dp_world_size * self.position.mp_world_size
+        rank = self.position.dp_rank * self.position.mp_world_size + self.position.mp_rank
+        tag = last_good_tag(self._gather, (rank, ranks), directory, damaged)
+        return f"The last good tag there is {tag!r}: its files were verified now." if tag else "No other tag is whole."
 
     def _read(
         self,
@@ -307,26 +337,6 @@ class Checkpointer:
         if consequence is not None:
             raise consequence
         return cast(T, result)
-
-
-def _facts(
-    tag: str, position: Position, model_state: Mapping[str, Any] | None, shard_state: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """What the index says of a save, as far as this rank knows it; see `Index.saved`."""
-    shard = (shard_state or {}).get("optimizer_state_dict", {})
-    return {
-        "tag": str(tag),
-        "at": datetime.now(timezone.utc).isoformat(),
-        "ds_core": CORE_VERSION,
-        "global_steps": (model_state or {}).get("global_steps"),
-        "zero_stage": shard.get("zero_stage", 0),
-        "dp_world_size": position.dp_world_size,
-        "mp_world_size": position.mp_world_size,
-    }
-
-
-def _entry(name: str, num_bytes: int | None, checksums: list[str] | None) -> FileEntry:
-    return FileEntry(name, num_bytes, None if checksums is None else tuple(checksums))
 
 
 def _reason(error: Exception) -> str:

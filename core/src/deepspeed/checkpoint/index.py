@@ -14,7 +14,7 @@ may be added under the same `format`; a reader ignores keys that it does not kno
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,17 @@ class FileEntry:
     name: str
     num_bytes: int | None
     """None where the store does not know."""
-    checksums: tuple[str, ...] | None
+    checksums: Sequence[str] | None
     """CRC-32 per block of `checksum.BLOCK_BYTES`; None where the store computes none."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What the index says of it."""
+        return {"name": self.name, "bytes": self.num_bytes, "crc32": self.checksums}
+
+    @classmethod
+    def parse(cls, known: Mapping[str, Any]) -> "FileEntry":
+        """From `as_json`."""
+        return cls(known["name"], known["bytes"], known["crc32"])
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class Index:
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        files = [{"name": each.name, "bytes": each.num_bytes, "crc32": each.checksums} for each in self.files]
+        files = [entry.as_json() for entry in self.files]
         content = {"format": _FORMAT, "saved": dict(self.saved), "block_bytes": BLOCK_BYTES, "files": files}
         return _sealed(json.dumps(content, indent=1, ensure_ascii=False).encode().removesuffix(b"\n}"))
 
@@ -82,7 +91,7 @@ class Index:
                 f"reads format {_FORMAT} with {BLOCK_BYTES}. Load the checkpoint with the version of ds-core that "
                 f"saved it ({known['saved'].get('ds_core')}) or a later one."
             )
-        return cls(tuple(map(_entry, known["files"])), known["saved"])
+        return cls(tuple(map(FileEntry.parse, known["files"])), known["saved"])
 
 
 def read_index(folder: Path) -> Index | None:
@@ -97,11 +106,6 @@ def read_index(folder: Path) -> Index | None:
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}. Correct its permissions.") from error
-
-
-def _entry(known: Mapping[str, Any]) -> FileEntry:
-    checksums = known["crc32"]
-    return FileEntry(known["name"], known["bytes"], None if checksums is None else tuple(checksums))
 
 
 def _sealed(text: bytes) -> bytes:

@@ -1,11 +1,13 @@
 """What goes into a save: the model file with the user's state in it, the script beside it, plain weight files."""
 
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepspeed._version import CORE_VERSION
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
 from deepspeed.checkpoint.loadable import make_loadable
@@ -29,6 +31,20 @@ def merge_client_state(model_state: Mapping[str, Any], client_state: Mapping[str
     return {
         **make_loadable(dict(model_state), "the model state"),
         **make_loadable(dict(client_state), "client_state"),
+    }
+
+
+def describe_save(
+    tag: str, model_state: Mapping[str, Any] | None, shard_state: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What the index says of a save, as far as the rank knows it that has these states; see `Index.saved`."""
+    shard = (shard_state or {}).get("optimizer_state_dict", {})
+    return {
+        "tag": tag,
+        "at": datetime.now(timezone.utc).isoformat(),
+        "ds_core": CORE_VERSION,
+        "global_steps": (model_state or {}).get("global_steps"),
+        "zero_stage": shard.get("zero_stage", 0),
     }
 
 

@@ -115,13 +115,15 @@ class TorchStore:
 
     def remove(self, folder: Path) -> None:
         try:
-            claim = Claim.take(folder)
+            claim, pruned = Claim.take(folder), layout.pruned_folder(folder)
             try:
-                os.rename(folder, layout.pruned_folder(folder))
+                if os.path.lexists(pruned):  # a kill left it, before the tag was saved again
+                    _remove(pruned)
+                os.rename(folder, pruned)
                 sync_folder(folder.parent)
-                _remove(layout.pruned_folder(folder))
+                _remove(pruned)
             finally:
-                claim.release()
+                claim.release(removes_file=not os.path.lexists(pruned))  # the lock says whose the rest is
         except OSError as error:
             raise CheckpointError(
                 f"cannot remove {folder}: {error.strerror}. Correct its permissions, or remove it by hand."
@@ -145,11 +147,11 @@ class TorchStore:
         try:
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing. {_found_beside(path)}") from error
+            raise DamagedCheckpoint(f"{path} is missing. {_found_beside(path)}") from error
         except pickle.UnpicklingError as error:
             raise CheckpointError(_refusal(path)) from error
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"{path} cannot be read: {first_line(error)} ({_size_bytes(path)} bytes). The file is cut short, "
                 "damaged or was not written by torch.save. Load another tag, or copy the file again from where it came."
             ) from error

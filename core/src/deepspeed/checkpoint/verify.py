@@ -37,12 +37,12 @@ def check_content(path: Path, entry: FileEntry, index: Index) -> None:
     if entry.checksums is None:
         return
     try:
-        found = tuple(checksums_of(path))
+        found = checksums_of(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}. {_ADVICE}") from error
-    if found == entry.checksums:
+    if found == list(entry.checksums):
         return
-    others = [other.name for other in index.files if other.checksums == found]
+    others = [other.name for other in index.files if list(other.checksums or ()) == found]
     if others:
         raise DamagedCheckpoint(
             f"{path} has the content that was saved as {others[0]}: the files were renamed or swapped. Give each its "

@@ -37,6 +37,12 @@ class CheckpointConfig(Section):
     """`checkpoint`."""
 
     tag_validation: TagValidation = key("Warn", "What to do when ranks save under different tags.")
+    verify: Flag = key(
+        True, "Compare the checksums of the files that a load reads; without it only their sizes are compared."
+    )
+    keep_last: Int | None = key(
+        None, "After a save, remove the oldest tags of the directory, so that this many stay.", ge=1
+    )
     load_universal: Flag = key(
         False,
         "Load a universal checkpoint.",

@@ -426,6 +426,8 @@ def _create_saving(config: DeepSpeedConfig, state: TrainingState, mesh: Mesh) ->
         mp_rank=mesh.model_rank,
         mp_world_size=mesh.model_size,
         partitioned_model=sharding.stage >= 3,
+        verify=section.verify,
+        keep_last=section.keep_last,
     )
     return Saving(state, checkpointer, gather=gather, tag_validation=section.tag_validation)
 

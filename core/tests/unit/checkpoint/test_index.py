@@ -44,7 +44,7 @@ def test_the_index_lists_each_file_as_it_is(folder):
     for entry in index.files:
         content = (folder / entry.name).read_bytes()
         assert entry.num_bytes == len(content)
-        assert entry.checksums == (f"{zlib.crc32(content):08x}",)
+        assert entry.checksums == [f"{zlib.crc32(content):08x}"]
     about = dict(index.saved)
     assert about.pop("at").endswith("+00:00")
     assert about.pop("ds_core")

@@ -1,0 +1,78 @@
+"""Which tags are old enough to be removed, and their removal: `checkpoint.keep_last`, and `ds_ckpt prune`."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.store import IndexedStore
+from deepspeed.checkpoint.survey import SavedTag, saved_tags
+from deepspeed.checkpoint.tags import read_latest
+from deepspeed.errors import CheckpointError
+from deepspeed.log import logger, warn_once
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """What `plan_prune` found; tags are in the order of their age, oldest first."""
+
+    removed: list[SavedTag]
+    kept: dict[str, str]
+    """Every other tag -> why it stays."""
+
+
+def plan_prune(directory: Path, keep_last: int) -> PrunePlan:
+    """Which tags of `directory` to remove such that the `keep_last` newest complete ones stay. Changes nothing.
+
+    A tag is complete when every file of its index is there with its size. Never removed: what `latest` names, what a
+    symbolic link in the directory leads to, links, folders without a readable index (other programs' and older
+    checkpoints), and folders that hold other files too.
+
+    Raises `CheckpointError` when `latest` cannot be read.
+    """
+    assert keep_last >= 1
+    latest, linked = read_latest(directory), _linked_in(directory)
+    removed: list[SavedTag] = []
+    kept: dict[str, str] = {}
+    num_complete = 0
+    for tag in reversed(saved_tags(directory)):
+        is_recent = num_complete < keep_last
+        num_complete += tag.index is not None and not tag.faults(content=False)
+        why = f"one of the last {keep_last}" if is_recent else ""
+        why = _why_never(tag, directory) or ("named by latest" if tag.name == latest else why)
+        why = why or ("a link leads to it" if tag.folder.resolve() in linked else "")
+        if why:
+            kept[tag.name] = why
+        else:
+            removed.append(tag)
+    return PrunePlan(removed[::-1], dict(reversed(kept.items())))
+
+
+def prune(directory: Path, keep_last: int, store: IndexedStore) -> None:
+    """Remove old tags after a save. A tag that cannot be removed is a warning: the save itself has succeeded."""
+    try:
+        plan = plan_prune(directory, keep_last)
+    except (CheckpointError, OSError) as error:
+        warn_once(f"checkpoint.keep_last: nothing was removed from {directory}: {error}", (-1,))
+        return
+    for tag in plan.removed:
+        try:
+            store.remove(tag.folder)
+            logger.info("checkpoint.keep_last: %d: removed %s", keep_last, tag.folder)
+        except CheckpointError as error:
+            warn_once(f"checkpoint.keep_last: {error}", (-1,))
+
+
+def _why_never(tag: SavedTag, directory: Path) -> str:
+    if tag.folder != directory / tag.name or tag.folder.is_symlink():
+        return "a link, or a save that is not finished"
+    if tag.index is None:
+        return tag.trouble or f"it has no {layout.INDEX_FILE}"
+    listed = {entry.name for entry in tag.index.files}
+    foreign = [name for name in os.listdir(tag.folder) if name not in listed and not layout.is_checkpoint_file(name)]
+    return f"it holds other files: {', '.join(sorted(foreign))}" if foreign else ""
+
+
+def _linked_in(directory: Path) -> set[Path]:
+    """What the symbolic links in `directory` lead to."""
+    return {path.resolve() for path in directory.iterdir() if path.is_symlink()}

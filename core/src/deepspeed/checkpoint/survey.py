@@ -1,0 +1,77 @@
+"""The tags in a directory with what their indexes say, oldest first: for pruning, for `ds_ckpt`, and to offer a tag."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+
+from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.index import Index, read_index
+from deepspeed.checkpoint.verify import check_content, check_size
+from deepspeed.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class SavedTag:
+    """One tag, as far as its folder and its index say without reading the files."""
+
+    name: str
+    folder: Path
+    """Where its whole version lies; see `layout.whole_folder`."""
+    index: Index | None
+    """None for a checkpoint without an index, or with one that cannot be read (`trouble`)."""
+    trouble: str
+    """Why the index cannot be read; else empty."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the checkpoint's files as they are now."""
+        return sum(path.stat().st_size for path in self.folder.iterdir() if layout.is_checkpoint_file(path.name))
+
+    @cached_property
+    def saved_at(self) -> datetime:
+        """When it was saved; without an index, when its folder was last changed."""
+        if self.index is not None and "at" in self.index.saved:
+            return datetime.fromisoformat(self.index.saved["at"])
+        return datetime.fromtimestamp(self.folder.stat().st_mtime).astimezone()
+
+    def faults(self, *, content: bool) -> list[str]:
+        """What is wrong with the files; for each missing or damaged one a sentence. Without an index: `trouble`.
+
+        Args:
+            content: read the files and compare their checksums; else only their sizes are compared.
+        """
+        if self.index is None:
+            return [self.trouble] if self.trouble else []
+        names = [entry.name for entry in self.index.files]
+        return [fault for name in names if (fault := self.fault_in(name, content=content))]
+
+    def fault_in(self, name: str, *, content: bool) -> str:
+        """What is wrong with one file of the index; empty when nothing is."""
+        assert self.index is not None
+        entry = self.index.entry(name)
+        assert entry is not None
+        try:
+            if content:
+                check_content(self.folder / name, entry, self.index)
+            else:
+                check_size(self.folder / name, entry)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+def saved_tags(directory: Path, wanted: Collection[str] | None = None) -> list[SavedTag]:
+    """The tags in `directory`, oldest first; `wanted`: only these, the others are not looked at."""
+    found = [_look(directory, name) for name in layout.tags_in(directory) if wanted is None or name in wanted]
+    return sorted(found, key=lambda tag: tag.saved_at)  # stable: tags of one moment stay in the order of their numbers
+
+
+def _look(directory: Path, name: str) -> SavedTag:
+    folder = layout.whole_folder(directory / name)
+    assert folder is not None
+    try:
+        return SavedTag(name, folder, read_index(folder), "")
+    except CheckpointError as error:
+        return SavedTag(name, folder, None, str(error))
