@@ -225,7 +225,7 @@ class Checkpointer:
             return ""
         ranks = self.position.dp_world_size * self.position.mp_world_size
         rank = self.position.dp_rank * self.position.mp_world_size + self.position.mp_rank
-        tag = last_good_tag(self._gather, (rank, ranks), directory, damaged)
+        tag = last_good_tag(self._gather, directory, damaged, lists=self.commits, share=(rank, ranks))
         return f"The last good tag there is {tag!r}: its files were verified now." if tag else "No other tag is whole."
 
     def _read(

@@ -5,7 +5,7 @@ blocks that it reads, and a message says where the damage is.
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -76,12 +76,18 @@ class _BlockSums:
         return [f"{each:08x}" for each in (*self._done, *([self._current] if self._num_bytes else []))]
 
 
-def checksums_of(path: Path) -> list[str]:
-    """The checksums of the blocks of a file, as `ChecksumWriter.checksums` gave them. Raises OSError."""
+def checksums_of(path: Path, advance: Callable[[int], object] | None = None) -> list[str]:
+    """The checksums of the blocks of a file, as `ChecksumWriter.checksums` gave them. Raises OSError.
+
+    Args:
+        advance: is called with the number of bytes of each part that was read, to show progress.
+    """
     sums = _BlockSums()
     with open(path, "rb", buffering=0) as file:
         for part in _parts(file):
             sums.add(part)
+            if advance is not None:
+                advance(len(part))
     return sums.as_text()
 
 

@@ -5,6 +5,7 @@ which libraries look for checkpoints, does not find them.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 LATEST_FILE = "latest"
@@ -83,8 +84,13 @@ def shards_in(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Whether a file of this name in a tag's folder belongs to a checkpoint, and not to somebody else."""
-    return name.endswith("_states.pt") or name == INDEX_FILE
+    """Whether a file of this name holds states of a checkpoint."""
+    return name.endswith("_states.pt")
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a file of this name in a tag's folder belongs to the checkpoint, and not to somebody else."""
+    return is_checkpoint_file(name) or name == INDEX_FILE
 
 
 def staging_folder(folder: Path) -> Path:
@@ -128,8 +134,8 @@ def whole_folder(folder: Path) -> Path | None:
     return next((path for path in (folder, former_folder(folder)) if path.is_dir()), None)
 
 
-def tags_in(save_dir: Path) -> list[str]:
-    """The tags that can be loaded from `save_dir`, for error messages."""
+def tags_in(save_dir: Path, is_file: Callable[[str], bool] = is_checkpoint_file) -> list[str]:
+    """The tags that can be loaded from `save_dir`: names of folders with a file whose name satisfies `is_file`."""
     if not save_dir.is_dir():
         return []
     places = {path for path in save_dir.iterdir() if not path.name.startswith(".")}
@@ -137,7 +143,7 @@ def tags_in(save_dir: Path) -> list[str]:
     tags = [
         place.name
         for place in places
-        if (whole := whole_folder(place)) and any(is_checkpoint_file(path.name) for path in whole.iterdir())
+        if (whole := whole_folder(place)) and any(is_file(path.name) for path in whole.iterdir())
     ]
     return sorted(tags, key=_numbers_by_value)
 

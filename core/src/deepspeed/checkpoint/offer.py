@@ -9,16 +9,16 @@ from deepspeed.checkpoint.survey import saved_tags
 Gather = Callable[[str | None], list[str | None]]
 
 
-def last_good_tag(gather: Gather, share: tuple[int, int], directory: Path, damaged: str) -> str | None:
+def last_good_tag(gather: Gather, directory: Path, damaged: str, *, lists: bool, share: tuple[int, int]) -> str | None:
     """The newest tag of `directory`, except `damaged`, whose files are all as they were saved; None if there is none.
 
     Each file is read by one rank. Every rank calls it.
 
     Args:
         gather: as for `Checkpointer`.
-        share: this rank and the number of ranks; the first rank lists the tags.
+        lists: whether this rank lists the tags; exactly one does.
+        share: this rank and the number of ranks.
     """
-    lists = share[0] == 0
     listed = gather(json.dumps(_newest_first(directory)) if lists else None)
     for name in json.loads(next(filter(None, listed))):
         if name != damaged and not any(gather(_fault_in_share(directory, name, share))):

@@ -69,7 +69,7 @@ def _why_never(tag: SavedTag, directory: Path) -> str:
     if tag.index is None:
         return tag.trouble or f"it has no {layout.INDEX_FILE}"
     listed = {entry.name for entry in tag.index.files}
-    foreign = [name for name in os.listdir(tag.folder) if name not in listed and not layout.is_checkpoint_file(name)]
+    foreign = [name for name in os.listdir(tag.folder) if name not in listed and not layout.is_own_file(name)]
     return f"it holds other files: {', '.join(sorted(foreign))}" if foreign else ""
 
 

@@ -1,6 +1,6 @@
 """The tags in a directory with what their indexes say, oldest first: for pruning, for `ds_ckpt`, and to offer a tag."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -27,7 +27,7 @@ class SavedTag:
     @property
     def num_bytes(self) -> int:
         """Of the checkpoint's files as they are now."""
-        return sum(path.stat().st_size for path in self.folder.iterdir() if layout.is_checkpoint_file(path.name))
+        return sum(path.stat().st_size for path in self.folder.iterdir() if layout.is_own_file(path.name))
 
     @cached_property
     def saved_at(self) -> datetime:
@@ -36,25 +36,26 @@ class SavedTag:
             return datetime.fromisoformat(self.index.saved["at"])
         return datetime.fromtimestamp(self.folder.stat().st_mtime).astimezone()
 
-    def faults(self, *, content: bool) -> list[str]:
-        """What is wrong with the files; for each missing or damaged one a sentence. Without an index: `trouble`.
+    def faults(self, *, content: bool, advance: Callable[[int], object] | None = None) -> dict[str, str]:
+        """What is wrong with the files, by the name of each that is missing or damaged. Without an index: its trouble.
 
         Args:
             content: read the files and compare their checksums; else only their sizes are compared.
+            advance: as for `checksums_of`.
         """
         if self.index is None:
-            return [self.trouble] if self.trouble else []
-        names = [entry.name for entry in self.index.files]
-        return [fault for name in names if (fault := self.fault_in(name, content=content))]
+            return {layout.INDEX_FILE: self.trouble} if self.trouble else {}
+        found = {entry.name: self.fault_in(entry.name, content=content, advance=advance) for entry in self.index.files}
+        return {name: fault for name, fault in found.items() if fault}
 
-    def fault_in(self, name: str, *, content: bool) -> str:
+    def fault_in(self, name: str, *, content: bool, advance: Callable[[int], object] | None = None) -> str:
         """What is wrong with one file of the index; empty when nothing is."""
         assert self.index is not None
         entry = self.index.entry(name)
         assert entry is not None
         try:
             if content:
-                check_content(self.folder / name, entry, self.index)
+                check_content(self.folder / name, entry, self.index, advance)
             else:
                 check_size(self.folder / name, entry)
         except CheckpointError as error:
@@ -64,14 +65,18 @@ class SavedTag:
 
 def saved_tags(directory: Path, wanted: Collection[str] | None = None) -> list[SavedTag]:
     """The tags in `directory`, oldest first; `wanted`: only these, the others are not looked at."""
-    found = [_look(directory, name) for name in layout.tags_in(directory) if wanted is None or name in wanted]
+    names = [name for name in layout.tags_in(directory, layout.is_own_file) if wanted is None or name in wanted]
+    found = [tag for name in names if (tag := _look(directory, name))]
     return sorted(found, key=lambda tag: tag.saved_at)  # stable: tags of one moment stay in the order of their numbers
 
 
-def _look(directory: Path, name: str) -> SavedTag:
+def _look(directory: Path, name: str) -> SavedTag | None:
+    """None for a folder that another job has just removed, and for one with a foreign `index.json` only."""
     folder = layout.whole_folder(directory / name)
-    assert folder is not None
+    if folder is None:
+        return None
     try:
         return SavedTag(name, folder, read_index(folder), "")
     except CheckpointError as error:
-        return SavedTag(name, folder, None, str(error))
+        has_states = any(layout.is_checkpoint_file(path.name) for path in folder.iterdir())
+        return SavedTag(name, folder, None, str(error)) if has_states else None

@@ -129,6 +129,12 @@ class TorchStore:
                 f"cannot remove {folder}: {error.strerror}. Correct its permissions, or remove it by hand."
             ) from error
 
+    def finish_removals(self, directory: Path) -> None:
+        """Delete what killed removals left in `directory`; a save does that, too."""
+        for place in layout.unfinished_in(directory):
+            if os.path.lexists(layout.pruned_folder(place)):
+                _tidy_other(place)
+
     def read_index(self, folder: Path) -> Index | None:
         return read_index(folder)
 
@@ -189,14 +195,17 @@ def _tidy(folder: Path) -> None:
     """Put in order what ended saves left of `folder`, which this process has claimed, and beside it."""
     _settle(folder)
     for place in layout.unfinished_in(folder.parent):
-        if place == folder:
-            continue
-        try:
-            with abandoned(place) as is_over:
-                if is_over:
-                    _settle(place)
-        except OSError as error:  # not this save's: perhaps of another user, or another job is removing it
-            _warn(f"cannot remove what an earlier save left of {place}: {error}. Remove it by hand.")
+        if place != folder:
+            _tidy_other(place)
+
+
+def _tidy_other(place: Path) -> None:
+    try:
+        with abandoned(place) as is_over:
+            if is_over:
+                _settle(place)
+    except OSError as error:  # not this save's: perhaps of another user, or another job is removing it
+        _warn(f"cannot remove what an earlier save left of {place}: {error}. Remove it by hand.")
 
 
 def _warn(message: str) -> None:
@@ -220,7 +229,7 @@ def _retire(former: Path, place: Path) -> None:
     """Delete a replaced version. What somebody else had put into it moves to the new version."""
     if former.is_dir() and not former.is_symlink():
         for path in former.iterdir():
-            if not layout.is_checkpoint_file(path.name) and not os.path.lexists(place / path.name):
+            if not layout.is_own_file(path.name) and not os.path.lexists(place / path.name):
                 os.rename(path, place / path.name)
     _remove(former)
 

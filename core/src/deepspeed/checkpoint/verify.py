@@ -1,5 +1,6 @@
 """Whether the files of a tag are what was saved, by their sizes and checksums in its index."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from deepspeed.checkpoint import layout
@@ -28,16 +29,18 @@ def check_size(path: Path, entry: FileEntry) -> None:
         )
 
 
-def check_content(path: Path, entry: FileEntry, index: Index) -> None:
+def check_content(path: Path, entry: FileEntry, index: Index, advance: Callable[[int], object] | None = None) -> None:
     """Read the file and raise `DamagedCheckpoint` if a block of it has not the checksum with which it was saved.
 
-    `index` is where `entry` is from: a file with the content of another one is said to be that.
+    Args:
+        index: where `entry` is from: a file with the content of another one is said to be that.
+        advance: as for `checksums_of`.
     """
     check_size(path, entry)
     if entry.checksums is None:
         return
     try:
-        found = checksums_of(path)
+        found = checksums_of(path, advance)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}. {_ADVICE}") from error
     if found == list(entry.checksums):

@@ -11,9 +11,9 @@ from rich.text import Text
 _UNFOLDED = 10_000  # columns; a table takes only what its longest cells need
 # Cells that say in what state something is. rich omits colors where the output is no terminal, or NO_COLOR is set.
 _STYLES = {
-    **dict.fromkeys(("available", "active", "prebuilt", "cached", "passed"), "green"),
-    **dict.fromkeys(("absent", "blocked", "not built", "missing"), "yellow"),
-    **dict.fromkeys(("broken", "failed"), "bold red"),
+    **dict.fromkeys(("available", "active", "prebuilt", "cached", "passed", "whole"), "green"),
+    **dict.fromkeys(("absent", "blocked", "not built", "missing", "no index"), "yellow"),
+    **dict.fromkeys(("broken", "failed", "damaged"), "bold red"),
 }
 
 

@@ -1,0 +1,95 @@
+"""`ds_ckpt`: look at the checkpoints in a directory, verify them, and remove old ones.
+
+    ds_ckpt verify DIR [TAG ...]              read every file and compare it with its checksums
+    ds_ckpt show DIR                          the tags: step, stage, ranks, size, date, whether complete
+    ds_ckpt show DIR TAG                      the files of a tag, and its parameters with their shapes
+    ds_ckpt prune DIR --keep-last N           remove all but the last N tags; --dry-run only lists them
+
+DIR is what `save_checkpoint` was given. With `--json` the result is one JSON object on stdout. Exit code 0; 1 when a
+file is missing or damaged, or a tag could not be removed; 2 when the command could not be run.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepspeed.cli.console import make_console
+from deepspeed.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from deepspeed.cli.ckpt_result import Result
+
+_DONE, _FAULTS, _NOT_RUN = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        _check_directory(options.directory)
+        result = _run(options)
+    except (CheckpointError, OSError) as error:
+        sys.stderr.write(f"ds_ckpt: {error}\n")
+        return _NOT_RUN
+    if options.json:
+        sys.stdout.write(json.dumps(result.record, indent=1) + "\n")
+    else:
+        result.show(make_console())
+    return _FAULTS if result.has_faults else _DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds_ckpt", description="Look at checkpoints, verify them, remove old ones.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    verify = _command(commands, "verify", "read every file and compare it with its checksums")
+    verify.add_argument("tags", metavar="TAG", nargs="*", help="only these; default: all")
+    show = _command(commands, "show", "list the tags, or what is in one")
+    show.add_argument("tag", metavar="TAG", nargs="?", help="list its files and parameters")
+    prune = _command(commands, "prune", "remove old tags")
+    prune.add_argument("--keep-last", metavar="N", type=_positive, required=True, help="how many tags stay")
+    prune.add_argument("--dry-run", action="store_true", help="remove nothing")
+    return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, meaning: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
+    command.add_argument("directory", metavar="DIR", type=Path, help="the directory that holds the tags")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    return command
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer >= 1")
+    return int(text)
+
+
+def _run(options: argparse.Namespace) -> "Result":
+    # here, because these import torch, which --help and a wrong argument need not wait for
+    from deepspeed.cli import ckpt_prune, ckpt_show, ckpt_verify
+
+    if options.command == "verify":
+        return ckpt_verify.run(options.directory, options.tags)
+    if options.command == "prune":
+        return ckpt_prune.run(options.directory, options.keep_last, dry_run=options.dry_run)
+    return (
+        ckpt_show.run(options.directory) if options.tag is None else ckpt_show.run_tag(options.directory, options.tag)
+    )
+
+
+def _check_directory(directory: Path) -> None:
+    from deepspeed.checkpoint.load import tag_folder_hint
+
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no directory {directory}; give the one that save_checkpoint was given")
+    if hint := tag_folder_hint(directory):
+        raise CheckpointError(f"{directory}: {hint}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

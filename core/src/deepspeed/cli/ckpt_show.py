@@ -1,0 +1,116 @@
+"""`ds_ckpt show`: the tags in a directory, or the files and parameters of one tag."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from deepspeed.checkpoint import TorchStore, layout
+from deepspeed.checkpoint.survey import SavedTag, saved_tags
+from deepspeed.checkpoint.tags import read_latest
+from deepspeed.cli.ckpt_result import Result, as_size, asked_tags, warn
+from deepspeed.cli.console import make_table
+from deepspeed.config.precision import dtype_name
+from deepspeed.errors import CheckpointError
+
+_COLUMNS = ("tag", "step", "stage", "ranks", "size", "date", "complete", "latest")
+
+
+def run(directory: Path) -> Result:
+    """List the tags of `directory`, oldest first.
+
+    The record: `directory`, `latest`, and `tags`, of each `tag`, `global_steps`, `zero_stage`, `ranks` (data parallel x
+    model parallel), `bytes`, `date` (ISO 8601), `complete` (by names and sizes) and `faults`. What a checkpoint without
+    an index does not say is null.
+    """
+    latest = read_latest(directory)
+    rows = [_about(tag) for tag in saved_tags(directory)]
+    record = {"directory": str(directory), "latest": latest, "tags": rows}
+    return Result(record, lambda console: _show_tags(record, console), any(row["faults"] for row in rows))
+
+
+def run_tag(directory: Path, name: str) -> Result:
+    """List the files of one tag, and the parameters and buffers of the module that its first model file names.
+
+    The record: that of `run` for the tag, `files` (`name`, `bytes`, `crc32`) and `parameters` (`name`, `shape`,
+    `dtype`, which is null where the file does not say it).
+    """
+    (tag,) = asked_tags(directory, [name])
+    about = _about(tag)
+    files = [entry.as_json() for entry in tag.index.files] if tag.index is not None else _files_in(tag.folder)
+    parameters, trouble = _parameters(tag)
+    record = {**about, "files": files, "parameters": parameters}
+    if trouble:
+        record["faults"] = {**about["faults"], "parameters": trouble}
+    return Result(record, lambda console: _show_tag(record, console), bool(record["faults"]))
+
+
+def _about(tag: SavedTag) -> dict[str, Any]:
+    saved: Mapping[str, Any] = tag.index.saved if tag.index is not None else {}
+    faults = tag.faults(content=False)
+    return {
+        "tag": tag.name,
+        "global_steps": saved.get("global_steps"),
+        "zero_stage": saved.get("zero_stage"),
+        "ranks": saved["dp_world_size"] * saved["mp_world_size"] if "dp_world_size" in saved else None,
+        "bytes": tag.num_bytes,
+        "date": tag.saved_at.isoformat(timespec="seconds"),
+        "complete": None if tag.index is None and not faults else not faults,
+        "faults": faults,
+    }
+
+
+def _files_in(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted(path for path in folder.iterdir() if layout.is_checkpoint_file(path.name))
+    return [{"name": path.name, "bytes": path.stat().st_size, "crc32": None} for path in paths]
+
+
+def _parameters(tag: SavedTag) -> tuple[list[dict[str, Any]], str]:
+    """The module's entries, and why they cannot be read."""
+    models = sorted(path for path in tag.folder.iterdir() if layout.is_model_file(path.name))
+    if not models:
+        return [], f"{tag.folder} holds no model file (*_model_states.pt)"
+    try:
+        state = TorchStore().load(models[0], mmap=True)
+    except CheckpointError as error:
+        return [], str(error)
+    module = {name: value for name, value in state["module"].items() if isinstance(value, torch.Tensor)}
+    shapes = {name: value.shape for name, value in module.items()}
+    for group in state.get("param_shapes") or []:
+        shapes.update(group)  # of stage 3, where the module's entries may be empty
+    dtypes = {name: dtype_name(value.dtype) for name, value in module.items()}
+    return [{"name": name, "shape": list(shape), "dtype": dtypes.get(name)} for name, shape in shapes.items()], ""
+
+
+def _show_tags(record: Mapping[str, Any], console: Console) -> None:
+    rows = [_row(row, record["latest"]) for row in record["tags"]]
+    console.print(make_table(f"Checkpoints in {record['directory']}", _COLUMNS, rows))
+    _show_faults([fault for row in record["tags"] for fault in row["faults"].values()], console)
+
+
+def _show_tag(record: Mapping[str, Any], console: Console) -> None:
+    console.print(make_table(f"Tag {record['tag']}", _COLUMNS[:-1], [_row(record)[:-1]]))
+    files = [
+        (each["name"], as_size(each["bytes"] or 0), "none" if each["crc32"] is None else ", ".join(each["crc32"][:2]))
+        for each in record["files"]
+    ]
+    console.print(make_table("Files", ("name", "size", "CRC-32 of the first blocks"), files))
+    parameters = [
+        (each["name"], " x ".join(map(str, each["shape"])) or "scalar", each["dtype"] or "")
+        for each in record["parameters"]
+    ]
+    console.print(make_table("Parameters and buffers", ("name", "shape", "dtype"), parameters))
+    _show_faults(record["faults"].values(), console)
+
+
+def _row(row: Mapping[str, Any], latest: str | None = None) -> list[str]:
+    told = ["" if row[key] is None else str(row[key]) for key in ("global_steps", "zero_stage", "ranks")]
+    complete = {True: "yes", False: "no", None: "no index"}[row["complete"]]
+    return [row["tag"], *told, as_size(row["bytes"]), row["date"], complete, "latest" if row["tag"] == latest else ""]
+
+
+def _show_faults(faults: Any, console: Console) -> None:
+    for fault in faults:
+        warn(console, fault)

@@ -1,0 +1,185 @@
+"""`ds_ckpt`: what it says of checkpoints, by tables and as JSON, and its exit codes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from deepspeed.checkpoint import Checkpointer, layout
+from deepspeed.cli.ckpt import main
+
+MODEL, SHARD = layout.model_file(0), layout.shard_file(0, 0)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Tags s1 and s2, of which `latest` names s2."""
+    for step in (1, 2):
+        model_state = {
+            "module": {"w": torch.ones(3, 4), "count": torch.tensor(step)},
+            "global_steps": step,
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+        }
+        shard = {"optimizer_state_dict": {"zero_stage": 2, "partition_count": 1}}
+        Checkpointer().save(tmp_path, f"s{step}", model_state=model_state, shard_state=shard)
+    return tmp_path
+
+
+@pytest.fixture
+def ask(capsys):
+    """Run the command; its exit code and its record."""
+
+    def ask(*arguments):
+        code = main([str(each) for each in (*arguments, "--json")])
+        captured = capsys.readouterr()
+        return code, json.loads(captured.out) if captured.out else captured.err
+
+    return ask
+
+
+def flip_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def states(record):
+    return {row["tag"]: row["state"] for row in record["tags"]}
+
+
+def test_verify_names_each_damaged_file(saved, ask):
+    code, record = ask("verify", saved)
+    assert (code, states(record)) == (0, {"s1": "whole", "s2": "whole"})
+    flip_bit(saved / "s1" / MODEL)
+    (saved / "s1" / SHARD).unlink()
+    code, record = ask("verify", saved)
+    assert (code, states(record)) == (1, {"s1": "damaged", "s2": "whole"})
+    faults = record["tags"][0]["faults"]
+    assert str(saved / "s1" / MODEL) in faults[MODEL]
+    assert "CRC-32" in faults[MODEL]
+    assert "is missing" in faults[SHARD]
+    assert ask("verify", saved, "s2")[0] == 0
+
+
+@pytest.mark.parametrize("name", [MODEL, SHARD, "index.json"])
+def test_verify_finds_a_flipped_bit_in_any_file(saved, ask, name):
+    flip_bit(saved / "s2" / name)
+    code, record = ask("verify", saved)
+    assert code == 1
+    assert list(record["tags"][1]["faults"]) == [name]
+
+
+def test_verify_finds_what_does_not_belong(saved, ask):
+    shutil.copy(saved / "s2" / SHARD, saved / "s2" / layout.shard_file(1, 0))
+    (saved / "s1" / "index.json").unlink()
+    (saved / "latest").write_text("s7")
+    code, record = ask("verify", saved)
+    assert code == 1
+    assert states(record) == {"s1": "no index", "s2": "damaged"}
+    (faults,) = (row["faults"] for row in record["tags"] if row["tag"] == "s2")
+    assert "is not listed" in faults[layout.shard_file(1, 0)]
+    assert "latest names 's7', which is not there" in record["latest"]
+
+
+def test_show_lists_tags(saved, ask):
+    (saved / "s1" / SHARD).unlink()
+    code, record = ask("show", saved)
+    assert code == 1
+    assert record["latest"] == "s2"
+    first, second = record["tags"]
+    assert second.pop("bytes") == sum(path.stat().st_size for path in (saved / "s2").iterdir())
+    assert second.pop("date").endswith("+00:00")
+    assert second == {
+        **{"tag": "s2", "global_steps": 2, "zero_stage": 2, "ranks": 1},
+        **{"complete": True, "faults": {}},
+    }
+    assert first["complete"] is False
+    assert "is missing" in first["faults"][SHARD]
+
+
+def test_show_lists_files_and_parameters_of_a_tag(saved, ask):
+    code, record = ask("show", saved, "s2")
+    assert code == 0
+    assert [file["name"] for file in record["files"]] == [MODEL, SHARD]
+    assert record["parameters"] == [
+        {"name": "w", "shape": [3, 4], "dtype": "float32"},
+        {"name": "count", "shape": [], "dtype": "int64"},
+    ]
+
+
+def test_show_works_without_an_index(saved, ask):
+    (saved / "s2" / "index.json").unlink()
+    code, record = ask("show", saved, "s2")
+    assert code == 0
+    assert record["complete"] is None
+    assert [file["name"] for file in record["files"]] == [MODEL, SHARD]
+    assert [each["name"] for each in record["parameters"]] == ["w", "count"]
+
+
+def test_prune_removes_what_its_dry_run_names(saved, ask):
+    for options in (["--dry-run"], []):
+        code, record = ask("prune", saved, "--keep-last", 1, *options)
+        assert code == 0
+        assert list(record["removed"]) == ["s1"]
+        assert record["kept"] == {"s2": "named by latest"}
+        assert (saved / "s1").exists() == bool(options)
+    assert sorted(os.listdir(saved)) == ["latest", "s2", "zero_to_fp32.py"]
+
+
+def test_prune_finishes_what_a_kill_left(saved, ask, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        with pytest.raises(Killed):
+            ask("prune", saved, "--keep-last", 1)
+    assert (saved / ".s1.pruned").is_dir()
+    assert ask("prune", saved, "--keep-last", 1)[1]["removed"] == {}
+    assert sorted(os.listdir(saved)) == ["latest", "s2", "zero_to_fp32.py"]
+
+
+def test_what_cannot_be_run_is_one_line(saved, ask):
+    for arguments, words in (
+        (["show", saved / "nowhere"], "there is no directory"),
+        (["verify", saved / "s1"], "This is the folder of one tag"),
+        (["verify", saved, "s9"], "holds no tag s9; it holds: s1, s2"),
+        (["show", saved, "s9"], "holds no tag s9"),
+    ):
+        code, said = ask(*arguments)
+        assert code == 2
+        assert said.startswith("ds_ckpt: ")
+        assert words in said
+        assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("keep", ["0", "-1", "two"])
+def test_how_many_to_keep_must_be_positive(saved, keep, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["prune", str(saved), "--keep-last", keep])
+    assert raised.value.code == 2
+    assert "expected an integer >= 1" in capsys.readouterr().err or keep.startswith("-")
+
+
+def test_tables_are_for_people(saved):
+    """As a program of its own: tables on stdout, what is wrong below them."""
+    flip_bit(saved / "s2" / SHARD)
+    for arguments, words in (
+        (["show", saved], ["step", "latest", "yes"]),
+        (["show", saved, "s1"], ["3 x 4", "float32", MODEL]),
+        (["verify", saved], ["damaged", "whole", f"{saved / 's2' / SHARD} is damaged"]),
+        (["prune", saved, "--keep-last", "1"], ["removed", "named by latest"]),
+    ):
+        command = [sys.executable, "-m", "deepspeed.cli.ckpt", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == (1 if arguments[0] == "verify" else 0), done.stderr
+        assert not done.stderr
+        for word in words:
+            assert word in done.stdout
