@@ -18,6 +18,9 @@ from deepspeed.checkpoint import layout
 from deepspeed.errors import CheckpointError
 
 _IDLE_S = 24 * 3600.0  # a save that has not touched a file for so long has ended
+_TIDIES = ", removing what an earlier save left"  # in the lock file of a job that does so
+_BRIEF_S = 0.02  # between two looks at a lock file
+_MAX_LOOKS = 250  # at one that is held for a moment
 
 
 class Claim:
@@ -38,8 +41,11 @@ class Claim:
             OSError: the lock file cannot be made.
         """
         path = layout.lock_file(folder)
-        claim = _open(path)
-        if claim is None:
+        num_looks = 0
+        while (claim := _open(path)) is None:
+            num_looks += 1
+            if num_looks < _MAX_LOOKS and _is_brief(path):
+                continue
             raise CheckpointError(
                 f"cannot save {folder}: {_holder(path)} is saving it now. Let each job save into a directory of its "
                 "own, or under tags of its own."
@@ -71,8 +77,8 @@ class Claim:
         """Whether the last holder ran here, so that a free lock proves that its save has ended."""
         return self._has_lock and os.pread(self._descriptor, 200, 0).split(b"\n")[0] == _machine().encode()
 
-    def _sign(self) -> None:
-        holder = f"process {os.getpid()} on {os.uname().nodename}"
+    def _sign(self, purpose: str = "") -> None:
+        holder = f"process {os.getpid()} on {os.uname().nodename}{purpose}"
         self._text = f"{_machine()}\n{holder}\n{secrets.token_hex(8)}\n".encode()
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, self._text, 0)
@@ -94,6 +100,8 @@ def abandoned(folder: Path) -> Iterator[bool]:
         return
     is_over = claim.is_of_this_machine() or idle_s > _IDLE_S
     try:
+        if is_over:
+            claim._sign(_TIDIES)
         yield is_over
     finally:
         claim.release(removes_file=is_over)
@@ -113,6 +121,20 @@ def _open(path: Path) -> Claim | None:
         if _is_open_file(descriptor, path):
             return Claim(path, descriptor, has_lock=True)
         os.close(descriptor)  # its former holder has just removed the file
+
+
+def _is_brief(path: Path) -> bool:
+    """Whether `path` is locked by a job that only removes what an earlier save left, if anything. Waits a little: such
+    a job has not written yet who it is, or is about to be done."""
+    before = _text(path)
+    time.sleep(_BRIEF_S)
+    return _text(path) != before or not before or f"{_TIDIES}\n" in before
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
 
 
 def _is_open_file(descriptor: int, path: Path) -> bool:

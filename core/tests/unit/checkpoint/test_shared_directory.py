@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, TorchStore, layout
+from deepspeed.checkpoint import Checkpointer, TorchStore, claim, layout
 from deepspeed.checkpoint.save import write_script
 from deepspeed.checkpoint.tags import write_latest
 from deepspeed.errors import CheckpointError
@@ -246,3 +246,34 @@ def test_a_file_that_is_not_there_as_it_was_written_is_not_committed(make_ranks,
         assert layout.shard_file(1, 0) in str(outcome)
     assert [found.tag for found in ranks.load(tmp_path)] == ["a", "a"]
     assert names(tmp_path) == ["a", "latest", "zero_to_fp32.py"]
+
+
+@pytest.mark.parametrize("text", ["", f"a machine\nprocess 1 on a host{claim._TIDIES}\n0\n"], ids=["new", "tidies"])
+def test_a_save_waits_for_a_job_that_only_tidies_up(tmp_path, monkeypatch, text):
+    """Another job's save looks at every lock file beside its own, and holds it meanwhile."""
+    path = layout.lock_file(tmp_path / "tag")
+    path.write_text(text)
+    looks = []
+    with path.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+
+        def let_go(seconds):
+            looks.append(seconds)
+            if len(looks) == 3:
+                path.unlink()
+                fcntl.flock(held, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(claim.time, "sleep", let_go)
+        store = TorchStore()
+        store.create(tmp_path / "tag")
+    assert len(looks) == 3
+    store.discard(tmp_path / "tag")
+
+
+def test_a_save_does_not_wait_forever(tmp_path, monkeypatch):
+    path = layout.lock_file(tmp_path / "tag")
+    monkeypatch.setattr(claim.time, "sleep", lambda seconds: None)
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="another process is saving it now"):
+            TorchStore().create(tmp_path / "tag")
