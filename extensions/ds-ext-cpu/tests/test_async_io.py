@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from deepspeed.errors import ConfigError
+from deepspeed.ops import op_builder
 from deepspeed.testing.tiers import swept
 from ds_ext_cpu.aio import handle as handle_module
 from ds_ext_cpu.aio import locked_memory, probing
@@ -121,7 +123,7 @@ def test_the_documented_calls_and_what_they_return(io, tmp_path):
     handle = io.aio_handle(
         block_size=8192, queue_depth=2, single_submit=True, overlap_events=True, intra_op_parallelism=3
     )
-    assert isinstance(handle, io.aio_handle)
+    assert isinstance(handle, op_builder.AsyncIOBuilder().load().aio_handle)
     assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_intra_op_parallelism()) == (8192, 2, 3)
     assert handle.get_single_submit() is handle.get_overlap_events() is True
     path, wanted, found = str(tmp_path / "file"), torch.randn(5000), torch.empty(5000)
@@ -215,7 +217,8 @@ def test_wait_raises_the_first_error_and_counts_the_others(io, engine, tmp_path)
         handle.async_pread(buffer, str(path))
         if at:  # as a file that another program truncated after it was opened
             opened = os.open(path, os.O_RDONLY)
-            operation = io.submit(handle._engine, False, -1, opened, buffer.data_ptr(), 3 * PAGE, PAGE, 1, PAGE, False)
+            place = (buffer.data_ptr(), 3 * PAGE, PAGE)
+            operation = io.submit(handle._engine, {}, buffer, False, -1, opened, *place, 1, PAGE, False)
             handle._running[-1] = handle._running[-1]._replace(operation=operation, offset=PAGE)
     with pytest.raises(OSError, match=r"No data available: read of \d+ bytes at offset 12288; 2 more of 4 operations"):
         handle.wait()
@@ -333,6 +336,26 @@ def test_many_operations_hold_few_files_open(io, engine, tmp_path):
             assert len(os.listdir("/proc/self/fd")) < 2 * handle_module._MAX_FILES + 100
     assert handle.wait() == 600
     assert all((tmp_path / str(at)).read_bytes() == bytes_of(data) for at in range(600))
+
+
+def test_an_interrupted_operation_goes_on_and_keeps_its_tensor(io, engine, tmp_path, monkeypatch):
+    handle = io.aio_handle(4096, 1)
+    handle.async_pwrite(torch.full((1 << 20,), 3, dtype=torch.uint8), str(tmp_path / "async"))
+    buffer = torch.full((1 << 20,), 5, dtype=torch.uint8)
+    alive = weakref.ref(buffer)
+    with monkeypatch.context() as patched:
+        patched.setattr(io, "wait", lambda *arguments: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            handle.sync_pwrite(buffer, str(tmp_path / "sync"))
+        with pytest.raises(KeyboardInterrupt):
+            handle.wait()
+    del buffer
+    assert alive() is not None
+    assert handle.wait() == 1
+    handle.close()
+    assert alive() is None
+    assert set((tmp_path / "async").read_bytes()) == {3}
+    assert set((tmp_path / "sync").read_bytes()) == {5}
 
 
 def test_threads_share_a_handle(io, engine, tmp_path):

@@ -9,7 +9,6 @@ import operator
 import os
 import threading
 import weakref
-from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ _LOOK_AGAIN_S = 0.2  # how long Ctrl-C may wait
 
 
 class _Running(NamedTuple):
-    """An operation that was submitted; holds its tensor until it is done."""
+    """An operation that was submitted."""
 
     operation: Any
     buffer: torch.Tensor
@@ -74,8 +73,8 @@ class AsyncIOHandle:
         self._single_submit, self._overlap_events = bool(single_submit), bool(overlap_events)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._running: list[_Running] = []  # one list for ever: `_stop` holds it
-        self._with_files: deque[Any] = deque()  # operations that may have files open
+        self._running: list[_Running] = []  # asynchronous ones, until `wait`
+        self._held: dict[Any, torch.Tensor] = {}  # operation -> tensor, of those that may be in flight
         self._engine: Any = None
         self._engine_name = ""
         self._stop: Any = None
@@ -243,28 +242,24 @@ class AsyncIOHandle:
         length = buffer.numel() * buffer.element_size()
         self._await_room(engine)
         opened = open_file(self._io, path, write, offset, length)
-        place = (buffer.data_ptr(), length, offset)
-        operation = self._io.submit(engine, write, *opened[:2], *place, *opened[2:], one_worker)
-        self._with_files.append(operation)
+        files, place = opened[:2], (buffer.data_ptr(), length, offset)
+        try:
+            operation = self._io.submit(engine, self._held, buffer, write, *files, *place, *opened[2:], one_worker)
+        except RuntimeError:  # closed by another thread
+            opened.close()
+            raise
         return _Running(operation, buffer, path, write, offset, bool(validate))
 
     def _await_room(self, engine: Any) -> None:
         """Wait until few enough operations have files open: others need descriptors as well."""
-        while len(self._with_files) >= _MAX_FILES:
-            oldest = self._with_files[0]
-            if self._io.wait(engine, oldest, _LOOK_AGAIN_S) is not None:
-                with self._lock:
-                    if self._with_files and self._with_files[0] is oldest:
-                        self._with_files.popleft()
+        while len(self._held) >= _MAX_FILES:
+            for oldest in list(self._held)[:1]:  # none, if other threads finished all
+                if self._io.wait(engine, oldest, _LOOK_AGAIN_S) is not None:
+                    self._held.pop(oldest, None)
 
     def _run(self, running: _Running) -> int:
         """Wait for one operation, and for no other."""
-        try:
-            error = self._finish(running)
-        except BaseException:  # Ctrl-C: its tensor has to live on
-            with self._lock:
-                self._running.append(running)
-            raise
+        error = self._finish(running)
         if error is not None:
             raise error
         return 1
@@ -272,6 +267,7 @@ class AsyncIOHandle:
     def _finish(self, running: _Running) -> Exception | None:
         while (ended := self._io.wait(self._engine, running.operation, _LOOK_AGAIN_S)) is None:
             pass  # signals are handled in between
+        self._held.pop(running.operation, None)
         code, offset, length = ended
         if code:
             return describe(code, running.path, running.write, offset, length)
@@ -284,7 +280,7 @@ class AsyncIOHandle:
             if self._engine is None:
                 self._engine_name = probing.choose_engine()
                 self._engine = self._start(self._engine_name)
-                self._stop = weakref.finalize(self, _stop, self._io, self._engine, self._running, self._pid)
+                self._stop = weakref.finalize(self, _stop, self._io, self._engine, self._held, self._pid)
             return self._engine
 
     def _start(self, name: str) -> Any:
@@ -316,11 +312,11 @@ def make_handle_class(io: Any) -> type[AsyncIOHandle]:
     return type("aio_handle", (AsyncIOHandle,), {"_io": io, "__doc__": AsyncIOHandle.__doc__})
 
 
-def _stop(io: Any, engine: Any, running: list[_Running], pid: int) -> None:
-    """Finish what is in flight, whose tensors `running` holds until then. A child has no workers to stop."""
+def _stop(io: Any, engine: Any, held: dict[Any, torch.Tensor], pid: int) -> None:
+    """Finish what is in flight, whose tensors `held` holds until then. A child has no workers to stop."""
     if os.getpid() == pid:
         io.stop(engine)
-        running.clear()
+        held.clear()
 
 
 def _checked(name: str, value: int, largest: int) -> int:

@@ -7,7 +7,7 @@ _CHUNK_BYTES = 1 << 24
 
 def check_equal(buffer: torch.Tensor, path: str, offset: int) -> Exception | None:
     """None when the file has the bytes of `buffer` at `offset`; else what differs, or what reading it raised."""
-    view = memoryview(buffer.detach().reshape(-1).view(torch.uint8).numpy())
+    view = memoryview(buffer.detach().reshape(-1).view(torch.uint8).numpy().data)
     try:
         with open(path, "rb", buffering=0) as file:
             file.seek(offset)

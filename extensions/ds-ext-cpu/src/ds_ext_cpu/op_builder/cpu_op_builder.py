@@ -1,6 +1,7 @@
 """What every builder of a host kernel shares: where the sources are, which torch they need, how they are compiled."""
 
 import os
+from typing import ClassVar
 
 from deepspeed.ops.op_builder import OpBuilder
 from deepspeed.ops.op_builder.kernel_path import make_kernel_path
@@ -22,8 +23,8 @@ class CPUOpBuilder(OpBuilder):
 
     BUILD_VAR = ""
     NAME = ""
-    op_namespace = "ds_cpu"
-    min_torch = _MIN_TORCH
+    op_namespace: ClassVar[str | None] = "ds_cpu"
+    min_torch: ClassVar[str | None] = _MIN_TORCH
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name or self.NAME)

@@ -70,26 +70,30 @@ PyObject* start(PyObject*, PyObject* arguments) {
 }
 
 PyObject* submit(PyObject*, PyObject* arguments) {
-    PyObject* engine;
+    PyObject *engine, *held, *buffer;
     int write, direct_fd, plain_fd, one_worker;
     unsigned long long address;
     long long length, offset, memory_align, file_align;
-    if (!PyArg_ParseTuple(arguments, "OpiiKLLLLp", &engine, &write, &direct_fd, &plain_fd, &address, &length, &offset,
-                          &memory_align, &file_align, &one_worker)) {
+    if (!PyArg_ParseTuple(arguments, "OO!OpiiKLLLLp", &engine, &PyDict_Type, &held, &buffer, &write, &direct_fd,
+                          &plain_fd, &address, &length, &offset, &memory_align, &file_align, &one_worker)) {
         return nullptr;
     }
     Owned* owned = owned_from(engine);
     if (owned == nullptr) return nullptr;
     const Request request{write != 0,   direct_fd,  plain_fd,       reinterpret_cast<char*>(address), length, offset,
                           memory_align, file_align, one_worker != 0};
-    auto operation = std::make_unique<std::shared_ptr<Operation>>(owned->engine->submit(request));
-    if (*operation == nullptr) {
-        PyErr_SetString(PyExc_RuntimeError, "the engine is stopped");
-        return nullptr;
-    }
+    auto operation = std::make_unique<std::shared_ptr<Operation>>();
     PyObject* capsule = PyCapsule_New(operation.get(), kOperation, destroy_operation);
-    if (capsule != nullptr) operation.release();
-    return capsule;
+    if (capsule == nullptr) return nullptr;
+    std::shared_ptr<Operation>& submitted = *operation.release();
+    // The buffer is held before its operation begins, and no signal handler of Python runs in between.
+    if (PyDict_SetItem(held, capsule, buffer) == 0) {
+        submitted = owned->engine->submit(request);
+        if (submitted != nullptr) return capsule;
+        PyErr_SetString(PyExc_RuntimeError, "the engine is stopped");
+    }
+    Py_DECREF(capsule);
+    return nullptr;
 }
 
 PyObject* wait(PyObject*, PyObject* arguments) {
@@ -149,8 +153,8 @@ PyMethodDef methods[] = {
     {"start", start, METH_VARARGS,
      "start(io_uring, block_size, queue_depth, single_submit, overlap_events, num_workers) -> engine; raises OSError"},
     {"submit", submit, METH_VARARGS,
-     "submit(engine, write, direct_fd, plain_fd, address, length, offset, memory_align, file_align, one_worker) -> "
-     "operation, which closes both descriptors (-1: none) when it is done"},
+     "submit(engine, held, buffer, write, direct_fd, plain_fd, address, length, offset, memory_align, file_align, "
+     "one_worker) -> operation, which closes both descriptors (-1: none) when it is done; held[operation] is buffer"},
     {"wait", wait, METH_VARARGS,
      "wait(engine, operation, timeout_s) -> None, or (errno, offset, length) of the first error, errno 0: none"},
     {"stop", stop, METH_O, "stop(engine): carry out what was submitted and end the threads"},
