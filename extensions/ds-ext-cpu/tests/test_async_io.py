@@ -447,6 +447,14 @@ def test_memory_over_the_limit_is_plain_and_warned_of_once(io, monkeypatch):
     assert "ENOMEM; the limit is 1024 KiB), so they are plain aligned memory; set `ulimit -l unlimited`" in told
 
 
+def test_another_system_than_linux_is_refused(monkeypatch):
+    builder = AsyncIOBuilder()
+    assert builder.is_compatible()
+    monkeypatch.setattr("ds_ext_cpu.op_builder.async_io.sys.platform", "darwin")
+    assert not builder.is_compatible()
+    assert builder.reason == "it uses system calls of Linux, and this is darwin"
+
+
 def test_the_engine_is_chosen_when_the_handle_is_used(io, tmp_path, monkeypatch):
     monkeypatch.setenv("DS_AIO_ENGINE", "threads")
     handle = io.aio_handle()

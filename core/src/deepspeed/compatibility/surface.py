@@ -55,7 +55,14 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "Runs a command on every host of a hostfile, by pdsh if there is one, else by ssh; the exit code is the "
             "largest of the hosts'.",
         ),
-        ("ds_bench, ds_io, ds_nvme_tune, ds_elastic", N, "These command line tools do not exist here."),
+        (
+            "ds_io, ds_nvme_tune",
+            D,
+            "With `--folder` or `--nvme_dir`, `--io_size`, `--loops`, `--read`, `--write`, `--no_read`, `--no_write` "
+            "and the names of the `aio` section; not `--gpu`, `--use_gds`, `--multi_process`, `--sweep_config` and "
+            "`--log_dir`.",
+        ),
+        ("ds_bench, ds_elastic", N, "These command line tools do not exist here."),
     ],
     "Training": [
         ("deepspeed.DeepSpeedEngine", W, "Its methods are listed below."),

@@ -31,8 +31,8 @@ def test_without_the_op_the_reason_is_given(monkeypatch):
         aio.aio_handle()
 
 
-def test_importing_it_probes_nothing(tmp_path):
-    program = "import sys, deepspeed.ops.aio; print('ctypes' in sys.modules and 'ds_ext_cpu.aio' in sys.modules)"
+def test_importing_it_does_not_load_the_op():
+    program = "import sys, deepspeed.ops.aio; print('ds_ext_cpu.aio' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -101,6 +101,8 @@ def _write_and_read(folder: Path) -> bool:
 
 def _reopened_direct(fd: int, name: str) -> bool:
     """Put a descriptor with O_DIRECT in the place of `fd`, where the file system does that."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
     with suppress(OSError):
         direct = os.open(name, os.O_RDWR | os.O_DIRECT)
         os.dup2(direct, fd)

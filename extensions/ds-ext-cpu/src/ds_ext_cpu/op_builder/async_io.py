@@ -1,5 +1,6 @@
 """Builder of the asynchronous file I/O."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ class AsyncIOBuilder(CPUOpBuilder):
 
     def sources(self) -> list[str]:
         return [cpu_kernel_path(f"aio/{name}.cpp") for name in ("async_io", "engine", "ring")]
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        if sys.platform != "linux":
+            self.reason = f"it uses system calls of Linux, and this is {sys.platform}"
+            return False
+        return super().is_compatible(verbose)
 
     def extra_ldflags(self) -> list[str]:
         return [*super().extra_ldflags(), "-pthread"]
