@@ -73,9 +73,13 @@ def test_an_ended_command_removes_its_files(tmp_path, capsys, monkeypatch, numbe
     assert "interrupted; its files are removed" in capsys.readouterr().err
 
 
-def test_what_cannot_be_measured_is_one_line(tmp_path, capsys):
+def test_what_cannot_be_measured_is_one_line(tmp_path, capsys, monkeypatch):
     assert io_speed.main(["--folder", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err.startswith(f"ds_io: {tmp_path / 'none'} does not exist; create it")
+    with monkeypatch.context() as patched:
+        patched.setenv("DS_OPS_DISABLE", "async_io")
+        assert io_speed.main(["--folder", str(tmp_path), *SMALL]) == 1
+        assert capsys.readouterr().err.endswith("disabled by DS_OPS_DISABLE=async_io\n")
     assert nvme_tune.main(["--folder", str(tmp_path), "--io_size", "1000000000G"]) == 1
     assert "are needed; free" in capsys.readouterr().err
     for wrong in (["--io_size", "1X"], ["--loops", "0"], ["--read", "--write"]):

@@ -30,7 +30,7 @@ class LockedTensors:
         tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
         error = _call("mlock", tensor.data_ptr(), num_bytes)
         if error:
-            warn_once(_why_not(num_bytes, error))
+            warn_once(_why_not(error))
         self._memory[tensor.data_ptr()] = weakref.ref(memory)
         return tensor
 
@@ -57,12 +57,12 @@ def _call(name: str, address: int, num_bytes: int) -> int:
     return 0 if function(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)) == 0 else ctypes.get_errno()
 
 
-def _why_not(num_bytes: int, error: int) -> str:
+def _why_not(error: int) -> str:
+    """One text for all sizes, so that it is logged once."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     told = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
-    why = f"{os.strerror(error)}, {errno.errorcode.get(error, error)}; the limit is {told}"
+    why = f"{os.strerror(error)}, {errno.errorcode.get(error, error)}; the limit of locked memory is {told}"
     return (
-        f"new_cpu_locked_tensor: {num_bytes} bytes cannot be locked ({why}), "
-        f"so they are plain aligned memory; set `ulimit -l unlimited`, or at least `ulimit -l {-(-num_bytes // 1024)}` "
-        "for this tensor alone, before the program starts"
+        f"new_cpu_locked_tensor: memory cannot be locked ({why}), so that it is plain aligned memory; set `ulimit -l "
+        "unlimited`, or the sum of such tensors in KiB, before the program starts"
     )

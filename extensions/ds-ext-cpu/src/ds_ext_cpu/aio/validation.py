@@ -1,5 +1,7 @@
 """What `validate=True` does: read the range again by plain file I/O and compare."""
 
+import errno
+
 import torch
 
 _CHUNK_BYTES = 1 << 24
@@ -23,4 +25,6 @@ def check_equal(buffer: torch.Tensor, path: str, offset: int) -> Exception | Non
 
 def _difference(wanted: memoryview, found: bytes, path: str, offset: int) -> Exception:
     at = next((at for at, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), len(found))
-    return OSError(0, f"validation: the tensor and the file differ from byte {offset + at} of the file on", path)
+    return OSError(
+        errno.EIO, f"validation: the tensor and the file differ from byte {offset + at} of the file on", path
+    )
