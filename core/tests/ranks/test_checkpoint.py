@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.errors import CheckpointError
+from deepspeed.comm import arrivals
+from deepspeed.errors import CheckpointError, CommError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -570,6 +571,35 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path, monkeypatch, stag
         torch.save({"module": Payload()}, victim)
     run_ranks(2, evil_job, str(tmp_path), stage, str(mark))
     assert not mark.exists()
+
+
+def save_alone_job(folder):
+    """Rank 0 saves alone, under `if rank == 0`, while its peer goes on training; then both go on."""
+    engine = create_engine(2, "fp32")
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder)
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            said = []
+            patch.setattr(engine._saving._meet.__self__, "limit_s", 0.2)
+            patch.setattr(arrivals, "_WARNING_S", 0.05)
+            patch.setattr(arrivals.logger, "warning", lambda text, *values: said.append(text % values))
+            with pytest.raises(CommError) as caught:
+                engine.save_checkpoint(folder)
+        assert "rank 0 called save_checkpoint, and within 0.2 s rank 1 did not. Every rank must" in str(caught.value)
+        (warning,) = said
+        assert warning.startswith("save_checkpoint waits for rank 1, which has not called it. Every rank must call")
+    train(engine, 1, 2)
+    engine.save_checkpoint(folder)
+    saved = snapshot(engine)
+    train(engine, 2, 3)
+    path, _ = engine.load_checkpoint(folder)
+    assert_same(snapshot(engine), saved)
+    return path
+
+
+def test_a_save_on_one_rank_alone_is_an_error_and_training_goes_on(tmp_path):
+    assert run_ranks(2, save_alone_job, str(tmp_path))[0].startswith(str(tmp_path / "global_step2"))
 
 
 def sixteen_bit_job(folder, stage):

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from deepspeed.config.base import Flag, Free, Int, Says, Section, Text, key, quiet, refused, warned
+from deepspeed.config.base import Finite, Flag, Free, Int, Says, Section, Text, key, quiet, refused, warned
 
 _MODES = ("Ignore", "Warn", "Fail")
 
@@ -42,6 +42,9 @@ class CheckpointConfig(Section):
     )
     keep_last: Int | None = key(
         None, "After a save, remove the oldest tags of the directory, so that this many stay.", ge=1
+    )
+    wait_s: Finite = key(
+        300.0, "How long a save or a load waits for ranks that have not called it, before it fails.", unit="s", gt=0
     )
     load_universal: Flag = key(
         False,

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from deepspeed import comm, log
 from deepspeed.checkpoint import Checkpointer, create_store
+from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.config.precision import torch_dtype
@@ -429,7 +430,8 @@ def _create_saving(config: DeepSpeedConfig, state: TrainingState, mesh: Mesh) ->
         verify=section.verify,
         keep_last=section.keep_last,
     )
-    return Saving(state, checkpointer, gather=gather, tag_validation=section.tag_validation)
+    meet = Arrivals(mesh.norm_group, section.wait_s).wait_for_all if comm.get_world_size(mesh.norm_group) > 1 else None
+    return Saving(state, checkpointer, gather=gather, tag_validation=section.tag_validation, meet=meet)
 
 
 def _gather(value: Any, group: ProcessGroup) -> list[Any]:

@@ -19,6 +19,7 @@ class Saving:
         checkpointer: writes and reads this rank's files; it knows the rank's position in the job.
         gather: the collective of the checkpointer: takes this rank's text, returns every rank's.
         tag_validation: "Ignore", "Warn" or "Fail": what to do about ranks that save under different tags.
+        meet: waits until every rank makes the call of this name, and raises where one does not; None with one rank.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class Saving:
         *,
         gather: Callable[[Any], list[Any]],
         tag_validation: str,
+        meet: Callable[[str], None] | None = None,
     ) -> None:
         self._state = state
         self.checkpointer = checkpointer
         self._gather = gather
         self._tag_validation = tag_validation
+        self._meet = meet
 
     def save(
         self,
@@ -46,6 +49,8 @@ class Saving:
         """See `DeepSpeedEngine.save_checkpoint`."""
         state, checkpointer = self._state, self.checkpointer
         state.sharding.unit_groups.refuse_divided_experts("save_checkpoint")
+        if self._meet is not None:
+            self._meet("save_checkpoint")
 
         def collect() -> tuple[str, dict[str, Any] | None]:
             name = check_new_tag(f"global_step{state.training.progress.global_steps}" if tag is None else tag)
@@ -88,6 +93,8 @@ class Saving:
         """See `DeepSpeedEngine.load_checkpoint`."""
         state, sharding = self._state, self._state.sharding
         sharding.unit_groups.refuse_divided_experts("load_checkpoint")
+        if self._meet is not None:
+            self._meet("load_checkpoint")
         with_states = with_optimizer and not module_only and state.has_optimizer
         found = self.checkpointer.load(
             load_dir,
