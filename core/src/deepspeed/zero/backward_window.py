@@ -98,8 +98,7 @@ class BackwardWindow:
                 "and call engine.backward(loss) once"
             )
         self._task_end = None
-        self._move(Window.OPEN)
-        self._on_begin(False)
+        self._begin(by_user=False)
 
     def open_from_autograd(self) -> None:
         """A hook runs inside a backward that the engine did not start."""
@@ -108,15 +107,21 @@ class BackwardWindow:
             return
         if not self._has_task_end():
             self._queue_end()
-        self._move(Window.OPEN)
-        self._on_begin(True)
+        self._begin(by_user=True)
 
     def open_and_close(self) -> None:
         """A backward is over that nothing has seen."""
         self._task_end = None
-        self._move(Window.OPEN)
-        self._on_begin(True)
+        self._begin(by_user=True)
         self.close()
+
+    def _begin(self, *, by_user: bool) -> None:
+        self._move(Window.OPEN)
+        try:
+            self._on_begin(by_user)
+        except BaseException:
+            self.abort()
+            raise
 
     def close(self) -> None:
         if not self.is_open:  # aborted in between
