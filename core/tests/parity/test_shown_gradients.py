@@ -27,6 +27,12 @@ def replace_data(net):
         param.grad.data = param.grad.data * 3
 
 
+def transpose(net):
+    for param in net.parameters():
+        if param.dim() == 2 and param.shape[0] == param.shape[1]:
+            param.grad = param.grad.t()
+
+
 def drop(net):
     net[0].weight.grad = None
 
@@ -68,7 +74,7 @@ def every_case_job(clips):
 
 def check(change, num_backwards, clips):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
     expected = copy.deepcopy(net)
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": CLIP if clips else 0.0}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
@@ -86,7 +92,7 @@ def check(change, num_backwards, clips):
 
 
 CASES = [
-    *((change, 1) for change in (nothing, scale, replace, replace_data, drop, clip)),
+    *((change, 1) for change in (nothing, scale, replace, replace_data, transpose, drop, clip)),
     *((change, 2) for change in (replace, replace_data, drop, scale)),
 ]
 
@@ -114,3 +120,17 @@ def forgetting_job():
 
 def test_zero_grad_of_the_module_forgets_them():
     run_ranks(2, forgetting_job)
+
+
+def part_of_the_module_job():
+    """The gradients of a backward that the engine's forward has no part in are averaged when it is over."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Adam"}}
+    deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+    net[1](torch.full((1, 6), 1.0 + dist.get_rank())).sum().backward()
+    return net[1].weight.grad
+
+
+def test_those_of_a_part_of_the_module_are_averages():
+    for gradient in run_ranks(2, part_of_the_module_job):
+        torch.testing.assert_close(gradient, torch.full((2, 6), 1.5))

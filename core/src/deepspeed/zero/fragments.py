@@ -42,6 +42,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     if found is None:
         return param.grad
     sharding, group, index = found
+    sharding.take_unseen()
     sharding.reduce()
     if not sharding.was_used(group.first_index + index):
         return None
@@ -103,6 +104,7 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
     if found is None:
         return None if param.grad is None else param.grad.reshape(-1)
     sharding, group, index = found
+    sharding.take_unseen()
     sharding.reduce()
     if not sharding.was_used(group.first_index + index):
         return None
@@ -152,6 +154,7 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_
 def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callable[..., None]) -> None:
     """`write` is `_scatter` or `_set_local`."""
     sharding, group, index = _managed(param, asked)
+    sharding.take_unseen()
     sharding.reduce()
     write(param, value / sharding.average_factor, asked, lambda sharding, shard: shard.grad)
     sharding.gradient_was_replaced(group.first_index + index)

@@ -9,7 +9,9 @@ Used by `strategy.py`. Nothing here knows a stage: it is given the buckets, and 
 
 [Note: which parameters have hooks] A hook in every backward costs as much as the backward of a tiny layer. So only
 large parameters have one, which takes the gradient at once, and the first of each bucket, which a backward reaches
-last: it takes what is there of the whole bucket. What is left is taken when the backward is over.
+last: it takes what is there of the whole bucket. What is left is taken when the backward is over. Where gradients are
+shown then (stage 0), every backward must be seen, so there all others have a hook that does nothing while the window is
+open; the step would average a gradient of this rank too late for those who read it.
 """
 
 import weakref
@@ -39,6 +41,7 @@ class GradientReduction:
     buckets: one for each unit, in the order in which they are launched, on all ranks alike.
     reduce: starts to sum a bucket over the ranks.
     open_window: called in a hook, before the first gradient of a backward is taken, if the window is not open.
+    sees_all: any parameter has such a hook; see the note.
     after_arrival: called when a gradient of parameters that are sharded themselves was taken, with their unit.
     name_of: a parameter's name, for errors.
     overlaps: launch a bucket when it is full, not when the backward is over.
@@ -55,6 +58,7 @@ class GradientReduction:
         *,
         reduce: Callable[[Bucket, Tensor], Work],
         open_window: Callable[[], None],
+        sees_all: bool,
         after_arrival: Callable[[ParamUnit], None],
         name_of: Callable[[Tensor], str],
         overlaps: bool,
@@ -85,12 +89,17 @@ class GradientReduction:
         self._reduces = False
         self._refusal: Exception | None = None
         self._inspects = False  # every gradient of this backward, not only one that is sparse or has a graph
-        self._hooks: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), index, place))
-            for index, unit in enumerate(units)
-            for place, param in enumerate(unit.params)
-            if unit.unit is not None or place == 0 or unit.shapes[place].numel() >= LARGE_NUMEL
-        ]
+        self._hooks: list[RemovableHandle] = []
+        opens = _opening_hook(weakref.ref(self))
+        for index, unit in enumerate(units):
+            for place, param in enumerate(unit.params):
+                if unit.unit is not None or place == 0 or unit.shapes[place].numel() >= LARGE_NUMEL:
+                    hook = _gradient_hook(weakref.ref(self), index, place)
+                elif sees_all:
+                    hook = opens
+                else:
+                    continue
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
 
     def remove_hooks(self) -> None:
         """No gradient is taken any more. Idempotent."""
@@ -258,6 +267,17 @@ class GradientReduction:
             bucket.clear()
         self.used = [False] * len(self.used)
         self.is_launched = True
+
+
+def _opening_hook(reduction: "weakref.ref[GradientReduction]") -> Callable[[Tensor], None]:
+    """Called as that of `_gradient_hook`; takes nothing."""
+
+    def call(_: Tensor) -> None:
+        owner = reduction()
+        if owner is not None and not owner._window.is_running:
+            owner._open_window()
+
+    return call
 
 
 def _gradient_hook(reduction: "weakref.ref[GradientReduction]", index: int, place: int) -> Callable[[Tensor], None]:

@@ -2,19 +2,14 @@
 
 Made by a stage whose ranks have whole gradients (`stage0.py`). What is shown are views of bucket memory, so that what
 the user does to them, clipping for example, is what the step takes.
-
-[Note: a backward that is not seen] Autograd adds the gradients of a later backward to what is shown: this rank's to
-those of all. The engine sees a backward through its outputs, or through the hooks of some parameters
-(`gradient_reduction.py`). So here each parameter has a hook that costs next to nothing: a list's own `append`.
 """
 
+import operator
 from collections.abc import Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
-from deepspeed.errors import StateError
 from deepspeed.zero.flat_group import FlatGroup
 
 
@@ -31,15 +26,6 @@ class ShownGradients:
         self._addresses: list[int] = []  # of the views, which a user may give other `.data`
         self._is_shown = False
         self._versions: list[int] = []  # of the memory, by unit: torch counts what is written into it
-        self._hooks: list[RemovableHandle] = []
-        self._arrived: list[Tensor] = []  # parameters that got a gradient since they were shown
-
-    def watch(self, params: Sequence[Parameter]) -> None:
-        """Put the hooks on these parameters only; see [Note: a backward that is not seen]."""
-        for hook in self._hooks:
-            hook.remove()
-        note = self._arrived.append
-        self._hooks = [param.register_post_accumulate_grad_hook(note) for param in params]
 
     def __bool__(self) -> bool:
         return self._is_shown
@@ -58,7 +44,6 @@ class ShownGradients:
         for param, view in zip(self._params, self._views, strict=True):
             param.grad = view
         self._is_shown = bool(self._params)
-        self._arrived.clear()
         self._versions = [gradients_N._version for gradients_N in gradients]
 
     def _create_views(self) -> None:
@@ -81,18 +66,17 @@ class ShownGradients:
         was set to None.
 
         Every rank has all of them, so no communication is needed; the user does the same on every rank.
-
-        Raises:
-            StateError: autograd has added to them.
         """
         if not self._is_shown:
             return []
-        if self._arrived:
-            raise unseen_backward()
-        found = [None if (grad := param.grad) is None else grad.data_ptr() for param in self._params]
-        if found == self._addresses:
+        found = [param.grad for param in self._params]
+        if all(map(operator.is_, found, self._views)) and list(map(Tensor.data_ptr, self._views)) == self._addresses:
             return []
-        changed = [place for place, address in enumerate(self._addresses) if found[place] != address]
+        changed = [
+            place
+            for place, grad in enumerate(found)
+            if grad is not self._views[place] or grad.data_ptr() != self._addresses[place]
+        ]
         for place in changed:
             self._take_changed(place)
         return [self._indices[place] for place in changed if found[place] is None]
@@ -102,7 +86,7 @@ class ShownGradients:
         if grad is None:
             memory.zero_()
         else:  # another tensor, or other `.data`
-            memory.copy_(grad)
+            memory.copy_(grad.clone())  # which may be a view of the memory: transposed, for example
             self._params[place].grad = self._views[place] = memory
 
     def were_written(self, gradients: Sequence[Tensor]) -> bool:
@@ -113,12 +97,3 @@ class ShownGradients:
     def forget(self) -> None:
         """Nothing is shown any more; `param.grad` is set by the caller."""
         self._is_shown = False
-        self._arrived.clear()
-
-
-def unseen_backward() -> StateError:
-    """The error for a backward that adds to what is shown."""
-    return StateError(
-        "backward: found a second backward before step() that does not pass through the engine's outputs; add the "
-        "losses up and call engine.backward(loss) once"
-    )

@@ -12,9 +12,7 @@ from deepspeed.zero.strategy import Sharding
 class Stage0(Sharding):
     """Every rank holds parameters, gradients and optimizer state whole; 16 bytes per parameter in fp32."""
 
-    def _finish_groups(self) -> None:
-        super()._finish_groups()
-        self._shown.watch(self.params)
+    shows_gradients = True
 
     def _norm_part(self) -> list[Tensor]:
         units = self._reduced_units()

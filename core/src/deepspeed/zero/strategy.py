@@ -44,7 +44,7 @@ from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.replica_sum import ReplicaSum
-from deepspeed.zero.shown_gradients import ShownGradients, unseen_backward
+from deepspeed.zero.shown_gradients import ShownGradients
 from deepspeed.zero.step_facts import StepFacts
 from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.update import OptimizerUpdate, multiply, takes_one_pass
@@ -80,6 +80,8 @@ class Sharding(Holding):
 
     #: whether gradients are reduced after every backward, or only when they are needed
     reduces_always = False
+    #: whether `param.grad` shows the gradients of a backward when it is over
+    shows_gradients = False
 
     def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
         super().__init__(options, backend, group)
@@ -188,7 +190,7 @@ class Sharding(Holding):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take over one more group; `param_group` as torch's `Optimizer.add_param_group` has it."""
         assert self.optimizer is not None
-        if self.window.is_open or any(self.reduction.used):
+        if self.window.is_open or any(self.reduction.used) or self._has_gradients():
             raise StateError("add_param_group: found gradients of a step that is not over; call it after step()")
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
@@ -232,6 +234,7 @@ class Sharding(Holding):
             self.buckets,
             reduce=self._reduce,
             open_window=self._open_from_hook,
+            sees_all=self.shows_gradients,
             after_arrival=self._after_arrival,
             name_of=self._name_of,
             overlaps=self.options.overlap,
@@ -266,8 +269,11 @@ class Sharding(Holding):
     def take_unseen(self) -> None:
         """Take gradients of a backward that neither an output of the forward nor a hook has seen, or that the user has
         set."""
-        if not (self._shown or self.window.is_open) and any(param.grad is not None for param in self.params):
+        if not (self._shown or self.window.is_open) and self._has_gradients():
             self.window.open_and_close()
+
+    def _has_gradients(self) -> bool:
+        return any(param.grad is not None for param in self.params)
 
     def _open_from_hook(self) -> None:
         """The first gradient of a backward that no output of the forward has seen begin; hooks see some only."""
@@ -277,7 +283,11 @@ class Sharding(Holding):
                 "next one"
             )
         if self._shown:  # autograd has just added into the bucket's own memory
-            raise unseen_backward()
+            self._abandon()
+            raise StateError(
+                "backward: found a second backward before step() that does not pass through the engine's outputs; "
+                "add the losses up and call engine.backward(loss) once"
+            )
         self.window.open_from_autograd()
 
     def _end_backward(self) -> None:
@@ -483,7 +493,6 @@ class Sharding(Holding):
         self.groups, self.params, self.buckets = [], [], []
         self._gradients, self._reduced = [], []
         self.reduction = self._create_reduction()
-        self._shown.watch(())
         self._shown, self._facts = ShownGradients(), self._create_facts()
 
     def _finish_and_forget(self) -> None:

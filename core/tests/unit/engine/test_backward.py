@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from deepspeed.errors import StateError
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from torch import nn
 
 X = torch.arange(8.0).view(2, 4) / 8
@@ -149,14 +150,32 @@ def test_a_loss_of_a_small_parameter_beside_that_of_the_output(make_engine, stag
 def test_a_later_loss_of_parameters_alone_is_refused_where_gradients_are_shown(make_engine, loss):
     engine = make_engine(small_net(), **SGD)
     engine.backward(engine(X).square().sum())
-    with pytest.raises(StateError, match="a second backward before step"):  # noqa: PT012
-        loss(engine.module).backward()  # its first gradient may be one that only the step looks at
-        engine.step()
-    engine.zero_grad()
+    with pytest.raises(StateError, match="a second backward before step"):
+        loss(engine.module).backward()
     engine.backward(engine(X).square().sum())
     engine.step()
     for param, expected in zip(engine.module.parameters(), plain_step(small_net(), of_output), strict=True):
         torch.testing.assert_close(param.detach(), expected)
+
+
+@every_stage
+def test_the_gradient_of_a_small_parameter_is_got_and_replaced(make_engine, stage):
+    engine = make_engine(small_net(), zero_optimization={"stage": stage}, **SGD)
+    weight, bias = engine.module[0].weight, engine.module[2].bias
+    before = weight.detach().clone(), bias.detach().clone()
+    of_small_bias(engine.module).backward()
+    torch.testing.assert_close(safe_get_full_grad(bias), 6.0 * before[1])
+    safe_set_full_grad(weight, torch.ones(3, 4))
+    engine.step()
+    torch.testing.assert_close((weight.detach(), bias.detach()), (before[0] - 1.0, -5.0 * before[1]))
+
+
+@every_stage
+def test_a_group_is_not_added_while_there_is_a_gradient(make_engine, stage):
+    engine = make_engine(small_net(), zero_optimization={"stage": stage}, **SGD)
+    of_small_bias(engine.module).backward()
+    with pytest.raises(StateError, match="add_param_group: found gradients"):
+        engine.optimizer.add_param_group({"params": []})
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -198,3 +217,17 @@ def test_what_an_exception_left_is_not_mixed_with_the_next_gradients(make_engine
     engine.step()
     for param, weight in zip(engine.module.parameters(), expected, strict=True):
         torch.testing.assert_close(param.detach(), weight)
+
+
+def test_a_backward_that_cannot_begin_is_not_running(make_engine, monkeypatch):
+    def fail(*_, **__):
+        raise ArithmeticError("planted")
+
+    engine = make_engine(small_net(), **SGD)
+    engine.backward(engine(X).square().sum())
+    monkeypatch.setattr(torch.optim.SGD, "step", fail)
+    with pytest.raises(ArithmeticError):
+        engine.step()
+    for _ in range(2):
+        with pytest.raises(StateError, match="the last step failed inside its update"):
+            engine.backward(engine(X).square().sum())
