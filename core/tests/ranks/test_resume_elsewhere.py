@@ -132,6 +132,23 @@ def weights_job(folder, pairs, results, flags):
         engine.destroy()
 
 
+def frozen_job(folder, pairs, results):
+    """The whole model is frozen here, and what a checkpoint has of its training is only its weights."""
+    for source, (stage, precision) in pairs:
+        net = Net().requires_grad_(False)
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 10}
+        config = {"train_batch_size": NUM_SAMPLES, "zero_optimization": zero, **PRECISIONS[precision]}
+        engine = deepspeed.initialize(model=net, config=config)[0]
+        engine.load_checkpoint(place(folder, *source), load_module_only=True)
+        (frozen, gain, _, _, tokens, *_), _ = results[source]  # in the order of `states`
+        with GatheredParameters(list(net.parameters())):
+            for param, expected in zip(
+                (net.frozen.weight, net.gain, net.tokens.weight), (frozen, gain, tokens), strict=True
+            ):
+                torch.testing.assert_close(param.float(), expected.float(), rtol=2**-8, atol=0)
+        engine.destroy()
+
+
 MIXES = list(product(STAGES, PRECISIONS))
 SOURCES = list(product(WORLDS, STAGES, PRECISIONS))
 
@@ -166,6 +183,13 @@ def test_weights_alone_load_wherever_a_checkpoint_is_loaded(saved, world_size, f
     folder, results = saved
     pairs = [pair for pair in product(SOURCES, MIXES) if is_covering(world_size, *pair)]
     run_ranks(world_size, weights_job, folder, pairs, results, flags)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_frozen_model_takes_the_weights(saved, world_size):
+    folder, results = saved
+    pairs = [pair for pair in product(SOURCES, MIXES) if is_covering(world_size, *pair)]
+    run_ranks(world_size, frozen_job, folder, pairs, results)
 
 
 def test_any_two_properties_meet():

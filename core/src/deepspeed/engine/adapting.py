@@ -3,28 +3,63 @@ it. Called by `saving.py`, before anything is changed.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from deepspeed.checkpoint import LoadedCheckpoint
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.param_unit import unit_of
-from deepspeed.zero.parameter_parts import part_of_parts
+from deepspeed.zero.parameter_parts import part_of, part_of_parts
 from deepspeed.zero.saved_states import DividedStates, SavedStates, TorchStates, state_for
 
 #: under it, a state dict of stage 0 has the names of the optimizer's parameters
 NAMES = "param_names"
 
 
-def with_own_weights(found: LoadedCheckpoint, module: torch.nn.Module) -> LoadedCheckpoint:
-    """`found`, whose `model_state` has what a rank of this run saves of parameters that no optimizer trains."""
+def with_own_weights(found: LoadedCheckpoint, state: TrainingState) -> LoadedCheckpoint:
+    """`found`, whose `model_state` has what a rank of this run saves of parameters that no optimizer trains here."""
     if found.parts is None:
         return found
-    own = _with_frozen_of(found.parts.model_states, found.model_state, module)
-    return dataclasses.replace(found, model_state=own)
+    own, divided = found.model_state, _states_in(found, with_states=False)
+    weights, fragments = dict(own["module"]), dict(own.get("frozen_param_fragments") or {})
+    trained = set(state.sharding.params)
+    for name, param in state.module.named_parameters():
+        if param not in trained and (part := _own_part(name, param, found, divided)) is not None:
+            fragments[name] = part
+            if unit_of(param) is None:
+                weights[name] = part
+    return dataclasses.replace(found, model_state={**own, "module": weights, "frozen_param_fragments": fragments})
+
+
+def _own_part(name: str, param: Parameter, found: LoadedCheckpoint, divided: SavedStates) -> Tensor | None:
+    """This rank's part of a parameter that is sharded here, else the whole. None: nothing is divided, or not there."""
+    assert found.parts is not None
+    own, unit = found.model_state, unit_of(param)
+    rank, world_size = (unit.unit_ranks.everyone.rank, unit.unit_ranks.everyone.world_size) if unit else (0, 1)
+    was_sharded = name in own["module"] and own["module"][name].numel() == 0
+    fragment = (own.get("frozen_param_fragments") or {}).get(name)
+    if fragment is not None:
+        shape = torch.Size(own["frozen_param_shapes"][name])
+        if not was_sharded and fragment.shape == shape:
+            return None
+        parts = [each["frozen_param_fragments"][name] for each in found.parts.model_states]
+        part = part_of_parts(parts, shape, rank, world_size)
+    elif was_sharded and name in divided.shapes:  # it was trained there
+        shape = divided.shapes[name]
+        part = torch.zeros(math.ceil(shape.numel() / world_size))
+        values = divided.master(name, rank * part.numel(), part.numel())
+        part[: values.numel()] = values
+    elif unit is not None and name in own["module"]:
+        return part_of(own["module"][name], unit.unit_ranks.everyone)
+    else:
+        return None
+    return part if unit is not None else part.view(shape)
 
 
 def with_own_states(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:
@@ -44,16 +79,16 @@ def with_own_states(found: LoadedCheckpoint, state: TrainingState, *, with_state
             return found
     elif not (parts.shard_states or with_states or state.sharding.stage == 3):
         return found
-    divided = parts.shard_states if parts is not None else []
-    source = _states_in(found, divided, with_states=with_states)
-    shard = {**state_for(state.sharding, source), **_loss_scaler(divided[0] if divided else whole)}
+    source = _states_in(found, with_states=with_states)
+    saved_scaler = parts.shard_states[0] if parts is not None and parts.shard_states else whole
+    shard = {**state_for(state.sharding, source, with_states=with_states), **_loss_scaler(saved_scaler)}
     return dataclasses.replace(found, shard_state={"optimizer_state_dict": shard})
 
 
-def _states_in(found: LoadedCheckpoint, divided: Sequence[Mapping[str, Any]], *, with_states: bool) -> SavedStates:
+def _states_in(found: LoadedCheckpoint, *, with_states: bool) -> SavedStates:
     groups = found.model_state.get("param_shapes") or []
-    if divided:
-        return DividedStates(divided, groups)
+    if found.parts is not None and found.parts.shard_states:
+        return DividedStates(found.parts.shard_states, groups)
     whole, weights = found.model_state.get("optimizer") or {}, found.model_state["module"]
     if _is_flat(whole):
         return DividedStates([whole], groups)
@@ -74,27 +109,3 @@ def _is_flat(whole: Mapping[str, Any]) -> bool:
 
 def _loss_scaler(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"loss_scaler": state["loss_scaler"]} if "loss_scaler" in state else {}
-
-
-def _with_frozen_of(
-    model_states: Sequence[Mapping[str, Any]], own: Mapping[str, Any], module: torch.nn.Module
-) -> dict[str, Any]:
-    """The model state of a rank of stage 3, with parameters that no optimizer trains as this rank has them: its part of
-    one that is sharded here, else the whole."""
-    weights, fragments = dict(own["module"]), dict(own.get("frozen_param_fragments") or {})
-    shapes = own.get("frozen_param_shapes") or {}
-    params = dict(module.named_parameters())
-    for name, shape in shapes.items():
-        if name not in params or name not in fragments:
-            continue  # it is not in this model, which is refused later, or was left out of the save
-        was_sharded = weights[name].numel() == 0
-        if not was_sharded and fragments[name].shape == shape:
-            continue
-        parts = [each["frozen_param_fragments"][name] for each in model_states]
-        unit = unit_of(params[name])
-        if unit is not None:
-            ranks = unit.unit_ranks.everyone
-            fragments[name] = part_of_parts(parts, torch.Size(shape), ranks.rank, ranks.world_size)
-        else:
-            weights[name] = fragments[name] = part_of_parts(parts, torch.Size(shape), 0, 1).view(shape)
-    return {**own, "module": weights, "frozen_param_fragments": fragments}

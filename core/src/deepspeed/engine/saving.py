@@ -101,7 +101,7 @@ class Saving:
             tag,
             load_shard=with_states or sharding.stage == 3,
             needs_states=with_states,
-            zero_stages=state.loadable_stages,
+            zero_stages=state.loadable_stages if with_states else (),  # weights are found by name
         )
         if found is None:
             return None, None
@@ -110,7 +110,7 @@ class Saving:
 
         def check() -> None:
             nonlocal loaded, weights
-            loaded = with_own_weights(loaded, state.module)
+            loaded = with_own_weights(loaded, state)
             weights = fit_module_state(state.module, loaded.model_state)
             if custom_load_fn is None:
                 check_module_state(state.module, weights, strict=strict, source=loaded.path)

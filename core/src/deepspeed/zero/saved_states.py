@@ -100,7 +100,7 @@ class DividedStates(SavedStates):
             if first < stop:
                 offset = run.offset + first - run.start
                 pieces.append(buffer(self._parts[run.owner]).view(-1)[offset : offset + stop - first])
-        return torch.cat(pieces)
+        return torch.cat(pieces) if pieces else torch.zeros(0)
 
     def master(self, name: str, start: int, numel: int) -> Tensor:
         index, _ = self._groups[name]
@@ -193,8 +193,11 @@ class TorchStates(SavedStates):
         return {key: value for key, value in self._rest(name) if isinstance(value, Tensor) and value.dim() > 0}
 
 
-def state_for(sharding: Sharding, saved: SavedStates) -> dict[str, Any]:
+def state_for(sharding: Sharding, saved: SavedStates, *, with_states: bool) -> dict[str, Any]:
     """What this rank would have in its `*_optim_states.pt` if `saved` had been saved by a run like this one.
+
+    Args:
+        with_states: the optimizer's states are to be restored: then it must train what the save's run trained.
 
     Raises:
         CheckpointError: for a parameter that `saved` has not, or has with another shape; nothing was changed.
@@ -204,7 +207,8 @@ def state_for(sharding: Sharding, saved: SavedStates) -> dict[str, Any]:
     its_names = [[names[id(sharding.params[index])] for index in group.params] for group in groups]
     for group, these in zip(groups, its_names, strict=True):
         _check_shapes(saved, dict(zip(these, group.shapes, strict=True)))
-    if rest := saved.trained - {name for these in its_names for name in these}:
+    rest = saved.trained - {name for these in its_names for name in these}
+    if with_states and rest:
         raise CheckpointError(
             f"optimizer state: found {len(rest)} parameters that this run does not train "
             f"({', '.join(sorted(rest)[:8])}); train the parameters that the checkpoint's run trained"

@@ -73,6 +73,7 @@ def test_a_state_of_torch_without_names_loads_where_it_was_saved(single_rank, ma
     state = torch.load(path, weights_only=True)
     assert state["optimizer"].pop("param_names") == [["weight", "bias"]]
     torch.save(state, path)
+    (tmp_path / "t" / "index.json").unlink()  # which those versions did not write
     engine.load_checkpoint(str(tmp_path))
     other = make_engine(torch.nn.Linear(2, 1), optimizer=ADAM, bf16={"enabled": True})
     before = other.module.weight.detach().clone()
