@@ -1,4 +1,5 @@
-"""Two ranks that save again and again are killed with SIGKILL at random moments; what is on disk is always whole.
+"""Two ranks that save and prune again and again are killed with SIGKILL at random moments; what is on disk is always
+whole: each tag has an index that fits its files.
 
 This file is also the program that runs them (`main`). It imports torch once and forks both ranks again for each kill:
 "self" kills one rank before a random touch of the file system, and the other must notice; "parent" kills both upon a
@@ -16,25 +17,31 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, consolidate, durable, layout
+from deepspeed.checkpoint import Checkpointer, TorchStore, consolidate, durable, layout
+from deepspeed.checkpoint.prune import prune
+from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.errors import CheckpointError
+from deepspeed.testing.tiers import swept
 
 WORLD_SIZE = 2
 NUMEL = 20_000
-KILLS = 20  # of each random kind
+KEEP_LAST = 2  # so each save also removes a tag
 FILE_SYSTEM = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}  # audit events
 
 
-def test_every_kill_leaves_a_whole_checkpoint(tmp_path):
-    command = [sys.executable, __file__, str(tmp_path)]
+@pytest.mark.parametrize("kills", swept([20, 100], lambda kills: kills == 20))
+def test_every_kill_leaves_a_whole_checkpoint(tmp_path, kills):
+    """`kills`: of each of the two random kinds."""
+    command = [sys.executable, __file__, str(tmp_path), str(kills)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=6 * kills, env=environment)
     assert done.returncode == 0, done.stderr
     trials = [json.loads(line) for line in done.stdout.splitlines()]
     by_kind = Counter(trial["kind"] for trial in trials)
-    assert by_kind["self"] == by_kind["parent"] == KILLS
-    assert by_kind["each"] > KILLS
+    assert by_kind["self"] == by_kind["parent"] == kills
+    assert by_kind["each"] > 20
     for trial in trials:
         assert trial["found_by_rank"] == [trial["found"]] * WORLD_SIZE, trial
         assert trial["completed"] <= trial["found"] <= trial["completed"] + 1, trial
@@ -116,7 +123,7 @@ def run_rank(rank, peer, directory, first_step, tag, kill_at, progress):
             raise CheckpointError("the other rank is gone")
         return [text, json.loads(answer)] if rank == 0 else [json.loads(answer), text]
 
-    checkpointer = Checkpointer(gather=gather, dp_rank=rank, dp_world_size=WORLD_SIZE)
+    checkpointer = Checkpointer(gather=gather, dp_rank=rank, dp_world_size=WORLD_SIZE, keep_last=KEEP_LAST)
     watch_file_system(touch)
     for step in range(first_step, first_step + 1000):
         save(checkpointer, directory, tag or f"global_step{step}", step)
@@ -177,7 +184,10 @@ def kill_once(directory, first_step, tag, kill_at=None, kill_upon=None):
 
 
 def look(directory):
-    """The step that each rank finds; raises when anything is not whole or not of one step."""
+    """The step that each rank finds; raises when anything is not whole or not of one step, in any tag."""
+    for tag in saved_tags(directory):
+        assert tag.index is not None, tag
+        assert not tag.faults(content=True), tag
     found = []
     for rank in range(WORLD_SIZE):
         checkpoint = Checkpointer(dp_rank=rank, dp_world_size=WORLD_SIZE).load(directory)
@@ -205,7 +215,7 @@ def count_touches(directory):
     return len(signs) // (3 * WORLD_SIZE)
 
 
-def main(directory):
+def main(directory, kills):
     rng = random.Random(2024)
     touches_per_save = count_touches(directory / "rehearsal")
     directory = directory / "checkpoints"
@@ -217,9 +227,10 @@ def main(directory):
         trial = kill_once(directory, step + 1, tag, **kill)
         print(json.dumps({"kind": kind, **trial}))
         was_saved, step = trial["completed"] > step, trial["found"]
+        prune(directory, KEEP_LAST, TorchStore())  # a kill left a tag too many; saves of a trial are alike
         return was_saved
 
-    for trial in range(KILLS):
+    for trial in range(kills):
         tag = "same" if trial % 2 else None  # every other trial replaces one tag again and again
         moment = rng.randint(1, 3 * touches_per_save)
         run("self", tag, kill_at={rng.randrange(WORLD_SIZE): (moment, True)})
@@ -231,4 +242,4 @@ def main(directory):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
