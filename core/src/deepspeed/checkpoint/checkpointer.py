@@ -140,7 +140,7 @@ class Checkpointer:
             raise
         if self.commits and self._keep_last is not None:
             assert isinstance(self.store, IndexedStore)
-            prune(folder.parent, self._keep_last, self.store)
+            prune(folder.parent, self._keep_last, self.store, newest=folder.name)
         return folder
 
     def _write(

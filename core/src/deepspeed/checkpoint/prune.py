@@ -21,12 +21,15 @@ class PrunePlan:
     """Every other tag -> why it stays."""
 
 
-def plan_prune(directory: Path, keep_last: int) -> PrunePlan:
+def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> PrunePlan:
     """Which tags of `directory` to remove such that the `keep_last` newest complete ones stay. Changes nothing.
 
     A tag is complete when every file of its index is there with its size. Never removed: what `latest` names, what a
     symbolic link in the directory leads to, links, folders without a readable index (other programs' and older
     checkpoints), and folders that hold other files too.
+
+    Args:
+        newest: a tag that was saved just now, whatever the clocks of earlier saves were; it is one of those that stay.
 
     Raises `CheckpointError` when `latest` cannot be read.
     """
@@ -35,12 +38,16 @@ def plan_prune(directory: Path, keep_last: int) -> PrunePlan:
     removed: list[SavedTag] = []
     kept: dict[str, str] = {}
     num_complete = 0
-    for tag in reversed(saved_tags(directory)):
+    for tag in reversed(sorted(saved_tags(directory), key=lambda tag: tag.name == newest)):  # noqa: C413 - stable
         is_recent = num_complete < keep_last
         num_complete += tag.index is not None and not tag.faults(content=False)
-        why = f"one of the last {keep_last}" if is_recent else ""
-        why = _why_never(tag, directory) or ("named by latest" if tag.name == latest else why)
-        why = why or ("a link leads to it" if tag.folder.resolve() in linked else "")
+        why = _why_never(tag, directory)
+        if not why and tag.name == latest:
+            why = "named by latest"
+        elif not why and is_recent:
+            why = f"one of the last {keep_last}"
+        elif not why and tag.folder.resolve() in linked:
+            why = "a link leads to it"
         if why:
             kept[tag.name] = why
         else:
@@ -48,10 +55,10 @@ def plan_prune(directory: Path, keep_last: int) -> PrunePlan:
     return PrunePlan(removed[::-1], dict(reversed(kept.items())))
 
 
-def prune(directory: Path, keep_last: int, store: IndexedStore) -> None:
-    """Remove old tags after a save. A tag that cannot be removed is a warning: the save itself has succeeded."""
+def prune(directory: Path, keep_last: int, store: IndexedStore, newest: str | None = None) -> None:
+    """Remove old tags after a save of the tag `newest`. What cannot be removed is a warning: the save has succeeded."""
     try:
-        plan = plan_prune(directory, keep_last)
+        plan = plan_prune(directory, keep_last, newest)
     except (CheckpointError, OSError) as error:
         warn_once(f"checkpoint.keep_last: nothing was removed from {directory}: {error}", (-1,))
         return

@@ -46,16 +46,19 @@ class Arrivals:
         prefix, number = f"{self._prefix}/{call}", self._num_met[call]
         own, all_came = f"{prefix}/{self._group.rank()}", f"{prefix}/all/{number}"
         store.set(own, str(number))
-        if store.add(f"{prefix}/count", 1) == (number + 1) * self._group.size():
+        count, expected = f"{prefix}/count", (number + 1) * self._group.size()
+        if store.add(count, 1) == expected:
             store.set(all_came, "")
         elif not self._wait(store, all_came, call):
             missing = self._missing(store, call)
-            store.add(f"{prefix}/count", -1)
-            store.delete_key(own)
-            raise CommError(
-                f"rank {torch_dist.get_rank()} called {call}, and within {self.limit_s:g} s rank "
-                f"{', '.join(map(str, missing))} did not. {_advice(call)}"
-            )
+            if store.add(count, -1) == expected - 1:
+                store.add(count, 1)  # the last rank has just come
+            else:
+                store.delete_key(own)
+                raise CommError(
+                    f"rank {torch_dist.get_rank()} called {call}, and within {self.limit_s:g} s rank "
+                    f"{', '.join(map(str, missing))} did not. {_advice(call)}"
+                )
         self._num_met[call] += 1
         if self._group.rank() == 0 and number:
             store.delete_key(f"{prefix}/all/{number - 1}")  # every rank has read it

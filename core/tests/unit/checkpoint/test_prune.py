@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from deepspeed.checkpoint import Checkpointer, TorchStore, layout
+from deepspeed.checkpoint import Checkpointer, TorchStore, checkpointer, layout
 from deepspeed.checkpoint.prune import plan_prune
 from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.errors import CheckpointError, ConfigError
@@ -35,6 +35,15 @@ def test_the_last_saves_stay_whatever_their_numbers(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"s300", "s20", "latest", "zero_to_fp32.py"}
     save(tmp_path, "s300", keep_last=1)
     assert names(tmp_path) == ["s300"]
+
+
+def test_a_save_by_a_clock_that_is_behind_stays(tmp_path, monkeypatch):
+    save(tmp_path, "a", "b")
+    describe = checkpointer.describe_save
+    early = {"at": "2001-01-01T00:00:00+00:00"}
+    monkeypatch.setattr(checkpointer, "describe_save", lambda *values: {**describe(*values), **early})
+    save(tmp_path, "c", keep_last=2, save_latest=False)
+    assert names(tmp_path) == ["c", "b"]
 
 
 def test_what_latest_names_stays(tmp_path):
