@@ -256,7 +256,8 @@ def _restore_states(sharding: Sharding, group: SavedGroup, flat: dict[str, Any])
         state: dict[str, Any] = {}
         for name, value in flat.items():
             if name in by_name:
-                state[name] = owned_copy(by_name[name][number].view(shard.master.shape), shard.master.device)
+                part = by_name[name][number].view(shard.master.shape)
+                state[name] = part.to(shard.master.device, copy=True)  # also of a parameter of no dimensions
             elif name not in PER_PARAMETER:
                 own = scalars[name][place] if name in scalars else value
                 if own is not None:
