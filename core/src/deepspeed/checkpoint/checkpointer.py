@@ -7,7 +7,7 @@ committed and `latest` stays where it was; no rank waits in a collective for one
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -284,8 +284,8 @@ class Checkpointer:
         return cast(dict[str, Any], state)
 
     def _verifier(self, folder: Path, load_shard: bool) -> Callable[[Path], None]:
-        """What to call with the path of each file that this rank is about to load. Checks the sizes of all files here,
-        on the committing rank; without shards, of the model files."""
+        """What to call with the path of each file that this rank is about to load; reads each file once. Checks the
+        sizes of all files here, on the committing rank; without shards, of the model files."""
         index = self.store.read_index(folder) if isinstance(self.store, IndexedStore) else None
         if index is None:
             return lambda path: None
@@ -293,7 +293,7 @@ class Checkpointer:
         for entry in index.files if self.commits else ():
             if load_shard or layout.is_model_file(entry.name):
                 self.store.verify(folder / entry.name, index, content=False)
-        return partial(self.store.verify, index=index, content=self._verify)
+        return cache(partial(self.store.verify, index=index, content=self._verify))
 
     def _agreed_tag(self, load_dir: str | Path, tag: str | None) -> str | None:
         """The tag to load, the same on all ranks: `tag`, or what `latest` names; None if there is no such file."""

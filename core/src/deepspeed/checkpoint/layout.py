@@ -69,11 +69,6 @@ def is_model_file(name: str) -> bool:
     return name.endswith("_model_states.pt")
 
 
-def has_models(folder: Path) -> bool:
-    """Whether `folder` holds a model file of any stage."""
-    return any(is_model_file(path.name) for path in folder.iterdir())
-
-
 def shards_in(folder: Path) -> dict[tuple[int, int], Path]:
     """The optimizer shards in `folder`, by (data parallel rank, model parallel rank), in the order of these numbers."""
     found = {}

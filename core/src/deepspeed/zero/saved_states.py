@@ -84,7 +84,9 @@ class DividedStates(SavedStates):
         by_parameter = self._key == masters_key(3)
         cuts = [0, *accumulate(sizes)]
         runs = in_parameters(numels, len(sizes)) if by_parameter else contiguous(numels, cuts)
-        ends = [max([0, *(run.offset + run.numel for run in runs if run.owner == rank)]) for rank in range(len(sizes))]
+        ends = [0] * len(sizes)
+        for run in runs:
+            ends[run.owner] = max(ends[run.owner], run.offset + run.numel)
         if sum(run.numel for run in runs) != sum(numels) or any(map(int.__gt__, ends, sizes)):
             raise CheckpointError(
                 f"optimizer state of group {index}: found {sum(sizes)} elements in the files of {len(sizes)} ranks, "
@@ -250,10 +252,10 @@ def _states(sharding: Sharding, group: SavedGroup, names: Sequence[str], saved: 
     flat: dict[str, Any] = {}
     dtypes = [saved.dtypes(name) for name in names]
     for key in _keys(dtypes):
+        having = {name for name, its in zip(names, dtypes, strict=True) if key in its}
 
-        def read(name: str, start: int, numel: int, key: str = key) -> Tensor:
-            has_it = key in saved.dtypes(name)
-            return saved.elements(name, key, start, numel) if has_it else torch.zeros(numel)
+        def read(name: str, start: int, numel: int, key: str = key, having: set[str] = having) -> Tensor:
+            return saved.elements(name, key, start, numel) if name in having else torch.zeros(numel)
 
         flat[key] = _part(group, names, read, next(its[key] for its in dtypes if key in its))
     scalars = [saved.scalars(name) for name in names]
