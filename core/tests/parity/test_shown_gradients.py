@@ -134,3 +134,22 @@ def part_of_the_module_job():
 def test_those_of_a_part_of_the_module_are_averages():
     for gradient in run_ranks(2, part_of_the_module_job):
         torch.testing.assert_close(gradient, torch.full((2, 6), 1.5))
+
+
+def kept_tensor_job():
+    """What a script does after a step to a tensor that it found in `param.grad` is no part of the next step."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config={"train_micro_batch_size_per_gpu": 3})
+    before = net.bias.detach().clone()
+    for _ in range(3):
+        engine.backward(engine(torch.ones(3, 4)).mean())
+        kept = net.bias.grad
+        engine.step()
+        kept.data = torch.full((2,), 7.0)
+    torch.testing.assert_close(net.bias.detach(), before - 3 * 0.5)
+
+
+def test_other_data_of_a_kept_one_is_not_taken():
+    run_ranks(2, kept_tensor_job)

@@ -62,9 +62,14 @@ class BackwardWindow:
         self, on_begin: Callable[[bool], None], on_end: Callable[[], None], on_abort: Callable[[], None]
     ) -> None:
         self.state = Window.IDLE
-        self.is_running = False  # it is open, and its backward was not left by an exception
+        #: one value: it is open, and its backward was not left by an exception; for hooks that look at nothing else
+        self.running = [False]
         self._on_begin, self._on_end, self._on_abort = on_begin, on_end, on_abort
         self._task_end: weakref.ref[_TaskEnd] | None = None  # None: the engine opened the window, and closes it
+
+    @property
+    def is_running(self) -> bool:
+        return self.running[0]
 
     @property
     def is_open(self) -> bool:
@@ -171,13 +176,13 @@ class BackwardWindow:
 
     def _see_task_gone(self, end: "weakref.ref[_TaskEnd]") -> None:
         if end is self._task_end:
-            self.is_running = False
+            self.running[0] = False
 
     def _move(self, to: Window) -> None:
         if (self.state, to) not in LEGAL_MOVES:
             raise StateError(f"backward window: {self.state.name} -> {to.name} is not a legal move")
         self.state = to
-        self.is_running = to is Window.OPEN
+        self.running[0] = to is Window.OPEN
 
 
 class _TaskEnd:

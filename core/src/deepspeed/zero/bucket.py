@@ -241,19 +241,37 @@ class Bucket:
             self._busy.wait()
             self._busy = None
         if self._memory is None:
-            self._memory = self._pool.take(self.layout.padded_numel) if self._pool is not None else self._new_memory()
-            self._views = [
-                self._memory.narrow(0, offset, numel).view(shape)
-                for offset, numel, shape in zip(self.layout.offsets, self.layout.numels, self._shapes, strict=True)
-            ]
+            self._take_memory()
         elif self.state is BucketState.REDUCED:  # [Note: a second reduction in a step]
             self._memory[: self._kept[0]].zero_()
             self._memory[self._kept[1] :].zero_()
             self._held = set(range(len(self._views)))
 
-    def _new_memory(self) -> Tensor:
-        assert self._allocate is not None
-        return self._allocate()
+    def _take_memory(self) -> None:
+        allocate = self._allocate
+        self._memory = allocate() if allocate is not None else self._borrowed()
+        self._views = [
+            self._memory.narrow(0, offset, numel).view(shape)
+            for offset, numel, shape in zip(self.layout.offsets, self.layout.numels, self._shapes, strict=True)
+        ]
+
+    def _borrowed(self) -> Tensor:
+        assert self._pool is not None
+        return self._pool.take(self.layout.padded_numel)
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the buffer lives from step to step."""
+        return self._pool is None
+
+    def lasting(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """The buffer that lives from step to step, [N], and the views through which gradients are written into it, by
+        parameter, each in its shape."""
+        assert self.is_lasting
+        if self._memory is None:
+            self._take_memory()
+        assert self._memory is not None
+        return self._memory, self._views
 
     def _close(self) -> None:
         """Nothing of this rank's own is in the buffer any more; a borrowed one goes back."""

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -90,7 +91,7 @@ class GradientReduction:
         self._refusal: Exception | None = None
         self._inspects = False  # every gradient of this backward, not only one that is sparse or has a graph
         self._hooks: list[RemovableHandle] = []
-        opens = _opening_hook(weakref.ref(self))
+        opens = _opening_hook(weakref.ref(self), window.running)
         for index, unit in enumerate(units):
             for place, param in enumerate(unit.params):
                 if unit.unit is not None or place == 0 or unit.shapes[place].numel() >= LARGE_NUMEL:
@@ -133,7 +134,7 @@ class GradientReduction:
         if (param_unit := self._units[index].unit) is not None:
             self._after_arrival(param_unit)
         if self._reduces and self._overlaps:
-            self._launch_full()
+            self._launch_full(taken=index if place == 0 else None)
 
     def _take(self, index: int, places: Iterable[int] | None = None) -> None:
         """Bring the gradients of a unit that are there into its bucket; `places`: of these parameters only."""
@@ -151,7 +152,7 @@ class GradientReduction:
         else:
             for place in grads:
                 self.used[first + place] = True
-        if self._inspects or [grad for grad in grads.values() if grad.requires_grad or grad.is_sparse]:
+        if self._inspects or torch.is_grad_enabled() or [grad for grad in grads.values() if grad.is_sparse]:
             grads = {place: self._inspected(first + place, params[place], grad) for place, grad in grads.items()}
         self._by_unit[index].write(grads)
 
@@ -176,11 +177,12 @@ class GradientReduction:
 
     # ---- collectives --------------------------------------------------------------------------------------------
 
-    def _launch_full(self) -> None:
-        """Launch the buckets that are full, as far as all before them are."""
+    def _launch_full(self, taken: int | None) -> None:
+        """Launch the buckets that are full, as far as all before them are; `taken`: the unit just taken whole."""
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
-            self._take(bucket.index)
+            if bucket.index != taken:
+                self._take(bucket.index)
             if bucket.num_missing:
                 break
             self._launch_next()
@@ -269,12 +271,11 @@ class GradientReduction:
         self.is_launched = True
 
 
-def _opening_hook(reduction: "weakref.ref[GradientReduction]") -> Callable[[Tensor], None]:
+def _opening_hook(reduction: "weakref.ref[GradientReduction]", running: list[bool]) -> Callable[[Tensor], None]:
     """Called as that of `_gradient_hook`; takes nothing."""
 
     def call(_: Tensor) -> None:
-        owner = reduction()
-        if owner is not None and not owner._window.is_running:
+        if not running[0] and (owner := reduction()) is not None:
             owner._open_window()
 
     return call

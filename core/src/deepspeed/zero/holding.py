@@ -306,11 +306,16 @@ class Holding:
         yield batch
 
     def _connect_shards(self) -> None:
-        """Point each shard at its reduced gradient."""
-        for group, reduced_S in zip(self.groups, self._reduced, strict=True):
+        """Point each shard at its reduced gradient: at the tensor through which its bucket writes it, where that is the
+        same memory. A model of many small parameters is slowed down by every tensor object that a step touches."""
+        for bucket in self.buckets:
+            group, reduced_S = self.groups[bucket.index], self._reduced[bucket.index]
+            views = bucket.lasting()[1] if bucket.is_lasting else ()
             for shard in group.shards:
                 start = shard.fragment.start - group.shard_start
                 shard.grad = reduced_S.narrow(0, start, shard.fragment.numel).view(shard.master.shape)
+                if views and _is_same_memory(view := views[shard.fragment.param], shard.grad):
+                    shard.grad = view
 
     @property
     def held_bytes(self) -> int:
@@ -328,3 +333,8 @@ class Holding:
                 if candidate is param:
                     return group, index
         raise KeyError(f"parameter of shape {tuple(shape_of(param))} is not managed by this engine")
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors are the same elements in the same shape."""
+    return (one.data_ptr(), one.dtype, one.shape) == (other.data_ptr(), other.dtype, other.shape)

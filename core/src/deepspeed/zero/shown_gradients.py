@@ -1,7 +1,8 @@
 """`ShownGradients`: the averaged gradients that a user finds in `param.grad` between backward and step.
 
-Made by a stage whose ranks have whole gradients (`stage0.py`). What is shown are views of bucket memory, so that what
-the user does to them, clipping for example, is what the step takes.
+Made by a stage whose ranks have whole gradients (`stage0.py`). What is shown are the views through which buckets write
+their memory, so that what the user does to them, clipping for example, is what the step takes. A view may get other
+`.data` from its user; it is given its memory back before a bucket writes through it again.
 """
 
 import operator
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import Parameter
 
+from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.flat_group import FlatGroup
 
 
@@ -17,7 +19,7 @@ class ShownGradients:
     """What `param.grad` shows of the gradients of one step. False while nothing is shown."""
 
     def __init__(self) -> None:
-        self._units: list[tuple[FlatGroup, Tensor]] = []  # with their gradient memory
+        self._units: list[tuple[FlatGroup, Tensor, Sequence[Tensor]]] = []  # with their memory [N] and its views
         self._used: list[bool] = []  # by attached parameter
         # What is shown of these, kept between steps; one entry for each parameter:
         self._indices: list[int] = []
@@ -30,36 +32,43 @@ class ShownGradients:
     def __bool__(self) -> bool:
         return self._is_shown
 
-    def show(self, groups: Sequence[FlatGroup], gradients: Sequence[Tensor], used: Sequence[bool]) -> None:
-        """Let each used parameter show its part of the gradient memory of its unit, if both have one dtype.
+    def show(self, groups: Sequence[FlatGroup], buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
+        """Let each used parameter show its part of its bucket's memory, if both have one dtype.
 
         Args:
-            gradients: by unit, [N].
+            buckets: of the units; their buffers live from step to step.
             used: by attached parameter.
         """
-        if self._used != used or [id(memory_N) for _, memory_N in self._units] != list(map(id, gradients)):
-            self._units = list(zip(groups, gradients, strict=True))
+        found = [(groups[bucket.index], *bucket.lasting()) for bucket in buckets]
+        if self._used != used or [id(part) for _, _, part in self._units] != [id(part) for _, _, part in found]:
+            self._units = found
             self._used = list(used)
-            self._create_views()
+            self._find_views()
         for param, view in zip(self._params, self._views, strict=True):
             param.grad = view
         self._is_shown = bool(self._params)
-        self._versions = [gradients_N._version for gradients_N in gradients]
+        self._versions = self._count_versions()
 
-    def _create_views(self) -> None:
-        alike = [(group, memory_N) for group, memory_N in self._units if memory_N.dtype == group.dtype]
-        places = [(group.first_index + place, param) for group, _ in alike for place, param in enumerate(group.params)]
-        self._indices = [index for index, _ in places if self._used[index]]
-        self._params = [param for index, param in places if self._used[index]]
-        self._views = [self._memory(index) for index in self._indices]
+    def _find_views(self) -> None:
+        alike = [
+            (group.first_index + place, param, view)
+            for group, memory_N, views in self._units
+            if memory_N.dtype == group.dtype
+            for place, (param, view) in enumerate(zip(group.params, views, strict=True))
+        ]
+        shown = [(index, param, view) for index, param, view in alike if self._used[index]]
+        self._indices = [index for index, _, _ in shown]
+        self._params = [param for _, param, _ in shown]
+        self._views = [view for _, _, view in shown]
         self._addresses = [view.data_ptr() for view in self._views]
 
     def _memory(self, index: int) -> Tensor:
         """The gradient memory of the parameter `index`, in its shape."""
-        group, memory_N = next(unit for unit in reversed(self._units) if unit[0].first_index <= index)
-        place = index - group.first_index
-        shape = group.shapes[place]
-        return memory_N.narrow(0, group.layout.offsets[place], shape.numel()).view(shape)
+        for group, memory_N, _ in self._units:
+            if 0 <= (place := index - group.first_index) < len(group.params):
+                shape = group.shapes[place]
+                return memory_N.narrow(0, group.layout.offsets[place], shape.numel()).view(shape)
+        raise AssertionError(f"the parameter {index} is in no unit")
 
     def take(self) -> list[int]:
         """Bring what the user made of `param.grad` into the gradient memory; returns the parameters whose gradient
@@ -70,7 +79,7 @@ class ShownGradients:
         if not self._is_shown:
             return []
         found = [param.grad for param in self._params]
-        if all(map(operator.is_, found, self._views)) and list(map(Tensor.data_ptr, self._views)) == self._addresses:
+        if all(map(operator.is_, found, self._views)) and not self._has_other_data():
             return []
         changed = [
             place
@@ -87,12 +96,25 @@ class ShownGradients:
             memory.zero_()
         else:  # another tensor, or other `.data`
             memory.copy_(grad.clone())  # which may be a view of the memory: transposed, for example
-            self._params[place].grad = self._views[place] = memory
+            self._params[place].grad = self._views[place]
+        self._views[place].data = memory
 
-    def were_written(self, gradients: Sequence[Tensor]) -> bool:
+    def _has_other_data(self) -> bool:
+        return list(map(Tensor.data_ptr, self._views)) != self._addresses
+
+    def restore_views(self) -> None:
+        """Gradients are about to be written through the views, of which a user may have kept one."""
+        if self._has_other_data():
+            for index, view in zip(self._indices, self._views, strict=True):
+                view.data = self._memory(index)
+
+    def were_written(self) -> bool:
         """Whether the gradient memory was written since it was shown, or since the last call."""
-        former, self._versions = self._versions, [gradients_N._version for gradients_N in gradients]
+        former, self._versions = self._versions, self._count_versions()
         return former != self._versions
+
+    def _count_versions(self) -> list[int]:
+        return [memory_N._version for _, memory_N, _ in self._units]
 
     def forget(self) -> None:
         """Nothing is shown any more; `param.grad` is set by the caller."""

@@ -27,4 +27,4 @@ class Stage0(Sharding):
 
     def _after_reduce(self) -> None:
         if self.average_factor == 1.0:
-            self._shown.show(self.groups, self._gradients, self._used_anywhere)
+            self._shown.show(self.groups, self.buckets, self._used_anywhere)

@@ -255,6 +255,7 @@ class Sharding(Holding):
         self._take_shown()
         if self._shown:
             self._hide_gradients()
+        self._shown.restore_views()
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
         self._replica_sum.reopen(self._reduced_units())
@@ -404,7 +405,7 @@ class Sharding(Holding):
             self.reduction.drop(index)
         if not self._shown or self._norm is None:
             return
-        were_written = self._shown.were_written(self._gradients)
+        were_written = self._shown.were_written()
         if self.unit_groups.divides_experts:  # other ranks have others, and do not know whether these were written
             self._norm = self._facts.root_over_model(self._facts.sum_squares(self._local_norms()))
         elif were_written:

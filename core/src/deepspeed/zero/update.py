@@ -150,7 +150,9 @@ def multiply(gradients: Tensor, scale: Scalar) -> None:
 def _one_pass(by_group: list[list[ParamShard]], copies: list[list[Tensor]], scale: float) -> OnePass:
     for its_copies, shards in zip(copies, by_group, strict=True):
         assert len(its_copies) in (0, len(shards)), "master weights are kept for all parameters of a model or for none"
-    return OnePass([[_grad(shard) for shard in shards] for shards in by_group], copies, scale)
+    grads = [[grad for shard in shards if (grad := shard.grad) is not None] for shards in by_group]
+    assert list(map(len, grads)) == list(map(len, by_group)), "a shard that is updated has a gradient"
+    return OnePass(grads, copies, scale)
 
 
 def _grad(shard: ParamShard) -> Tensor:
