@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
+from torch.utils.checkpoint import checkpoint
 
 NUM_LAYERS, WIDTH, NUM_STEPS = 9, 24, 3  # many more buckets than may be in flight
 
@@ -95,3 +96,47 @@ def test_so_is_it_in_groups_of_some_ranks(stage):
     ranks = run_ranks(4, parts_of_the_world_job, stage, environment={"DS_COMM_DIRECT": "0"})
     for first, second in ((0, 2), (1, 3)):
         assert all(map(torch.equal, ranks[first], ranks[second]))
+
+
+class NetWithTwice(torch.nn.Module):
+    """The second layer runs twice on rank 0 and not at all on others; a collective precedes it in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, checkpoints):
+        x = SummedInBackward.apply(self.first(x), None)
+        for _ in range(2 if dist.get_rank() == 0 else 0):
+            x = checkpoint(self.twice, x, use_reentrant=True) if checkpoints else self.twice(x)
+        return x.square().mean()
+
+
+def late_gradient_job(stage):
+    """Weights after the steps, without checkpoints and with them: then autograd gives `twice` two gradients, the second
+    of them after its bucket was launched on rank 0, and before the model's collective, which rank 1 is in."""
+    found = []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": WIDTH * WIDTH + WIDTH},
+        }
+        engine, *_ = deepspeed.initialize(model=NetWithTwice(), config=config)
+        for step in range(2 * NUM_STEPS):
+            generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
+            engine.backward(engine(torch.randn(2, WIDTH, generator=generator, requires_grad=True), checkpoints))
+            dist.all_reduce(torch.ones(1))
+            engine.step()
+        module = engine.module
+        engine.destroy()
+        found.append([param.detach().clone() for param in module.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_late_gradient_waits_for_nobody(stage):
+    for plain, checkpointed in run_ranks(2, late_gradient_job, stage, timeout_s=60):
+        torch.testing.assert_close(checkpointed, plain, rtol=1e-6, atol=1e-7)

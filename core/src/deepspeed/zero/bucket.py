@@ -16,6 +16,10 @@ gradient, or two backwards before the step). One rank must contribute it, the ot
 the range `kept` of the buffer and zeroes the rest before it writes again. In stage 0 the first rank keeps all, in stage
 1 each keeps its shard.
 
+[Note: late gradients] A gradient may come after the launch of its bucket, in the same backward: of a block, for
+example, that two checkpoints run. It comes in a hook, where this rank waits for nobody: the peer whose part of the sum
+is missing may be in a collective of the model, which needs this rank. So it is kept until the reduction is over.
+
 Legend: N numel of the unit, S of a shard.
 """
 
@@ -95,6 +99,7 @@ class Bucket:
         self.was_launched = False  # in this backward; its reduction may be over already
         self._waiting: dict[int, Tensor] = {}  # gradients that are not in the buffer yet, by parameter
         self._waiting_numel = 0
+        self._late: list[dict[int, Tensor]] = []  # gradients that wait for the reduction in flight
         self._factor = 1.0  # by which they are multiplied
         self._allocate, self._pool = memory, pool
         self._result, self._kept = slice(*result), kept
@@ -127,6 +132,10 @@ class Bucket:
         """Take gradients of the unit's parameters, by their places; each is added to what the buffer holds of it. The
         dict is the bucket's from then on."""
         if self.state is not _FILLING:
+            if not self.poll():  # [Note: late gradients]
+                self.is_late = True
+                self._late.append(grads)
+                return
             self._begin_to_fill()
         if not self._waiting.keys().isdisjoint(grads):
             self.flush()
@@ -144,8 +153,9 @@ class Bucket:
         if self.was_launched:
             self.finish()
             self.is_late = True
-        self._open()
-        self._move(_FILLING)
+        if self.state is not _FILLING:  # as it is after `finish` if gradients waited for that
+            self._open()
+            self._move(_FILLING)
 
     def flush(self) -> None:
         """Add the gradients that wait to the buffer."""
@@ -202,6 +212,14 @@ class Bucket:
         self._work = self._wire = None
         self._move(BucketState.REDUCED)
         self._close()
+        if self._late:
+            self._write_late()
+
+    def _write_late(self) -> None:
+        late, self._late = self._late, []
+        for grads in late:
+            self.write(grads)
+        self.flush()
 
     def forget(self, param: int) -> None:
         """Drop the gradient of one parameter."""
@@ -227,6 +245,7 @@ class Bucket:
     def _forget(self) -> None:
         self.was_launched = False
         self.is_late = False
+        self._late = []
         self._drop_waiting()
         self._move(BucketState.EMPTY)
         self._close()

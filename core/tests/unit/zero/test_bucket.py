@@ -130,7 +130,9 @@ def test_every_legal_move_is_made_and_no_other(source, target, pooled):
         assert bucket.state is source
     elif (source, target) == (REDUCING, FILLING):  # by way of REDUCED: the gradient is late
         DEEDS[target](bucket)
-        assert (bucket.state, bucket.is_late) == (FILLING, True)
+        assert (bucket.state, bucket.is_late) == (REDUCING, True)
+        bucket.finish()
+        assert bucket.state is FILLING
     else:
         with pytest.raises(AssertionError):
             DEEDS[target](bucket)
@@ -270,21 +272,47 @@ def test_a_rank_without_new_gradients_joins_a_second_reduction():
 
 
 @pytest.mark.parametrize(("kept", "second"), [((0, 2), [16.0, 12.0]), ((0, 0), [5.0, 0.0])])
-@pytest.mark.parametrize("is_finished", [False, True])
-def test_a_late_gradient_is_reduced_a_second_time(kept, second, is_finished):
+@pytest.mark.parametrize("reduction", ["in flight", "done", "finished"])
+def test_a_late_gradient_is_reduced_a_second_time(kept, second, reduction):
     bucket, _ = make_bucket(1, 1, kept=kept)
     peers = Peers(others=10.0)
     fill(bucket, 1, 2)
     bucket.launch(peers)
-    if is_finished:  # early, while the backward goes on
+    peers.is_done = reduction == "done"
+    if reduction == "finished":  # early, while the backward goes on
         bucket.finish()
     assert not bucket.is_late
     bucket.write({0: torch.tensor([5.0])})
     assert bucket.is_late
+    if reduction == "in flight":
+        assert peers.waits == 0, "a hook waits for nobody"
+        bucket.finish()
     assert (bucket.state, peers.waits) == (FILLING, 1)
     bucket.launch(peers)
     bucket.finish()
     assert peers.sent[1][1].tolist() == second
+
+
+def test_late_gradients_before_and_after_the_end_of_the_reduction():
+    bucket, home = make_bucket(1)
+    peers = Peers(others=10.0)
+    fill(bucket, 1)
+    bucket.launch(peers)
+    for peers.is_done in (False, True, True):
+        bucket.write({0: torch.tensor([2.0])})
+    bucket.flush()
+    assert (bucket.state, home.tolist()) == (FILLING, [17.0])
+
+
+def test_a_late_gradient_has_the_factor_of_its_backward():
+    bucket, home = make_bucket(1)
+    bucket.begin_backward(0.5)
+    bucket.write({0: torch.tensor([2.0])})
+    bucket.launch(Peers())
+    bucket.write({0: torch.tensor([4.0])})
+    bucket.begin_backward(10.0)
+    bucket.flush()
+    assert home.tolist() == [3.0]
 
 
 def test_a_gradient_of_the_next_backward_is_not_late():
@@ -304,7 +332,9 @@ def test_clear_forgets_and_waits_for_what_is_in_flight():
     fill(bucket, 1)
     bucket.launch(peers)
     bucket.write({0: torch.ones(1)})
+    bucket.finish()
     bucket.launch(peers)
+    bucket.write({0: torch.ones(1)})
     bucket.clear()
     assert (bucket.state, bucket.is_late, peers.waits) == (EMPTY, False, 2)
     fill(bucket, 4)
@@ -448,7 +478,8 @@ def test_a_borrowed_buffer_contributes_only_what_is_new():
     peers = Peers(others=10.0)
     fill(bucket, 1, 2)
     bucket.launch(peers)
-    bucket.write({0: torch.tensor([5.0])})  # late: the sum was taken out of the buffer
+    bucket.write({0: torch.tensor([5.0])})  # late
+    bucket.finish()
     bucket.launch(peers)
     bucket.finish()
     bucket.launch(peers)  # another rank's was late
