@@ -1,0 +1,121 @@
+"""`SwapFolder`: a folder of one run on a local disk for what does not fit in memory, and its removal.
+
+Made by the placements on NVMe, one per engine and rank, below `nvme_path`:
+
+    <nvme_path>/ds_swap_<host>_<job>_rank<rank>_pid<pid>_<random>/      mode 0700
+        owner.lock      locked as long as the process lives
+        ...             swap files (`swap_file.py`)
+
+Nothing in it outlives the run: it is removed when the engine is destroyed and at a normal exit. What a killed process
+left is removed by the next one that makes a folder at the same place on the same host: a lock that can be taken has no
+owner. A resumed run needs no old swap file; a checkpoint has everything.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+import tempfile
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+from deepspeed.errors import ConfigError
+from deepspeed.log import logger
+
+PREFIX = "ds_swap_"
+_LOCK = "owner.lock"
+#: of folders that have no locked lock yet; nobody sweeps them
+_UNFINISHED = ".ds_new_swap_"
+
+
+class SwapFolder:
+    """A new folder below `nvme_path`; leftovers of dead processes of this host are removed first.
+
+    Args:
+        nvme_path: an existing folder that this user may write.
+        rank: of this process, for the name.
+
+    Attributes:
+        path: of the folder.
+
+    Raises:
+        ConfigError: the folder cannot be made; names `nvme_path` and why.
+    """
+
+    def __init__(self, nvme_path: str | os.PathLike[str], *, rank: int) -> None:
+        parent = Path(nvme_path).absolute()
+        if not parent.is_dir():
+            problem = "is not a folder" if parent.exists() else "does not exist"
+            raise ConfigError(f"nvme_path: {parent} {problem}; create it on a local disk, or name another folder")
+        try:
+            sweep(parent)
+            self.path, self._lock = _make(parent, rank)
+        except OSError as error:
+            raise ConfigError(
+                f"nvme_path: no folder can be made in {parent}: {error.strerror}; check its permissions and mount, or "
+                "name another folder"
+            ) from error
+        self._remove = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
+
+    def remove(self) -> None:
+        """Remove the folder and everything in it. Also called when the object is garbage, and at exit. Idempotent."""
+        self._remove()
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove the folders below `parent` whose process is dead, of this host only; return them."""
+    swept = []
+    for folder in sorted(parent.glob(f"{PREFIX}{_host()}_*")):
+        if (lock := _take_lock(folder)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+            swept.append(folder)
+    if swept:
+        logger.info("nvme_path: removed what %s dead processes left in %s", len(swept), parent)
+    return swept
+
+
+def _make(parent: Path, rank: int) -> tuple[Path, int]:
+    """A folder with a locked lock. It gets its name when it has that, so that no sweep finds it without."""
+    unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=parent)  # mode 0700
+    lock = os.open(f"{unfinished}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    random = unfinished.rpartition(_UNFINISHED)[2]
+    path = parent / f"{PREFIX}{_host()}_{_job()}_rank{rank}_pid{os.getpid()}_{random}"
+    os.rename(unfinished, path)
+    return path, lock
+
+
+def _take_lock(folder: Path) -> int | None:
+    """The descriptor of the folder's lock, locked; None: its owner lives, or another process removes it."""
+    lock = None
+    with suppress(OSError):
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    if lock is not None:
+        os.close(lock)
+    return None
+
+
+def _remove(path: Path, lock: int, pid: int) -> None:
+    """A child of the process has the lock and the finalizer too, and no right to the folder."""
+    if os.getpid() == pid:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _host() -> str:
+    return _plain(socket.gethostname())
+
+
+def _job() -> str:
+    """What the launcher or the scheduler calls the run."""
+    return _plain(os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or "run")
+
+
+def _plain(text: str) -> str:
+    """`text` as part of a file name; without the underscore that ends it."""
+    return re.sub(r"[^A-Za-z0-9.-]", "-", text)[:40] or "unknown"

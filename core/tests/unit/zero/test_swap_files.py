@@ -1,0 +1,164 @@
+"""Swap folders and files: private, swept after a crash only, preallocated; errors that say what to do."""
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from deepspeed.config.data import AioConfig
+from deepspeed.errors import ConfigError
+from deepspeed.ops import registry
+from deepspeed.zero.offload import swap_file
+from deepspeed.zero.offload.swap_file import ALIGNMENT, SwapFile, SwapQueue, aligned_bytes
+from deepspeed.zero.offload.swap_folder import SwapFolder, sweep
+
+needs_aio = pytest.mark.skipif(registry.resolve("async_io").builder is None, reason="no extension serves async_io here")
+
+OWNER = """
+import sys
+from deepspeed.zero.offload.swap_folder import SwapFolder
+folder = SwapFolder(sys.argv[1], rank=3)
+(folder.path / "data").write_bytes(b"x")
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def start_owner(parent):
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    return process, process.stdout.readline().strip()
+
+
+def end(process):
+    process.stdin.close()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.fixture
+def file(tmp_path):
+    folder = SwapFolder(tmp_path, rank=0)
+    yield SwapFile(folder.path / "optimizer.swap")
+    folder.remove()
+
+
+def test_a_folder_is_private_and_goes_with_its_owner(tmp_path):
+    folder = SwapFolder(tmp_path, rank=0)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert f"rank0_pid{os.getpid()}" in folder.path.name
+    folder.remove()
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_dead_processes_left_is_swept(tmp_path):
+    own = SwapFolder(tmp_path, rank=0)
+    killed, left = start_owner(tmp_path)
+    living, kept = start_owner(tmp_path)
+    assert os.path.exists(left), "a living process keeps its folder"
+    killed.send_signal(signal.SIGKILL)
+    end(killed)
+    assert os.path.exists(left)
+    assert [str(path) for path in sweep(tmp_path)] == [left]
+    assert own.path.exists()
+    end(living)
+    assert not os.path.exists(kept), "a normal exit removes it"
+    own.remove()
+
+
+def test_another_host_s_folders_are_left(tmp_path):
+    other = tmp_path / "ds_swap_another-host_run_rank0_pid1_x"
+    other.mkdir()
+    (other / "owner.lock").touch()
+    SwapFolder(tmp_path, rank=0).remove()
+    assert other.exists()
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nvme_path: .*gone does not exist; create it"):
+        SwapFolder(tmp_path / "gone", rank=0)
+
+
+def test_regions_are_aligned_and_have_space_on_the_disk(file):
+    first, second = file.allocate(5), file.allocate(ALIGNMENT + 1)
+    assert (first.offset, second.offset) == (0, ALIGNMENT)
+    found = os.stat(file.path)
+    assert found.st_size == 3 * ALIGNMENT
+    assert found.st_blocks * 512 >= found.st_size
+
+
+def test_a_full_disk_is_found_when_space_is_given_out(file, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(swap_file.os, "posix_fallocate", full)
+    with pytest.raises(
+        OSError, match=r"No space left .*allocation of 4096 bytes at offset 0 .ENOSPC.; free space"
+    ) as info:
+        file.allocate(10)
+    assert info.value.errno == errno.ENOSPC
+    assert info.value.filename == str(file.path)
+
+
+@needs_aio
+def test_tensors_come_back(file):
+    queue = SwapQueue(AioConfig(block_size=4096, queue_depth=2, thread_count=2))
+    one, other = torch.randn(10_000), torch.arange(77, dtype=torch.bfloat16)
+    regions = [file.allocate(tensor.nbytes) for tensor in (one, other)]
+    works = [queue.write(region, tensor) for region, tensor in zip(regions, (one, other), strict=True)]
+    works[0].wait()
+    assert works[1].poll()
+    found = aligned_bytes(one.nbytes).view(torch.float32)
+    assert found.data_ptr() % ALIGNMENT == 0
+    part = torch.empty(7, dtype=torch.bfloat16)
+    works = [queue.read(regions[0], found), queue.read(regions[1], part, start=20)]
+    for work in works:
+        work.wait()
+    assert torch.equal(found, one)
+    assert torch.equal(part, other[10:17])
+
+
+DAMAGES = {
+    "removed": (os.unlink, FileNotFoundError, "ENOENT"),
+    "cut off": (lambda path: os.truncate(path, 100), OSError, "was cut off: 100 of 8192 bytes are left"),
+    "replaced": (lambda path: (os.rename(path, f"{path}.old"), path.write_bytes(bytes(8192))), OSError, "another file"),
+}
+
+
+@needs_aio
+@pytest.mark.parametrize("action", ["read", "write"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_never_used(file, damage, action):
+    region = file.allocate(8192)
+    queue = SwapQueue()
+    spoil, kind, text = DAMAGES[damage]
+    spoil(file.path)
+    with pytest.raises(kind, match=text) as info:
+        getattr(queue, action)(region, torch.zeros(1024))
+    assert f"{action} of 4096 bytes at offset 0" in str(info.value)
+    assert "load the last checkpoint" in str(info.value)
+    assert info.value.filename == str(file.path)
+
+
+@needs_aio
+def test_an_error_in_flight_is_raised_by_every_work_of_its_queue(file):
+    region = file.allocate(8192)
+    queue = SwapQueue()
+    work = queue.read(region, torch.zeros(2048))
+
+    def fails():
+        raise OSError(errno.EIO, "Input/output error: read of 8192 bytes at offset 0", str(file.path))
+
+    queue._handle.wait, wait = fails, queue._handle.wait
+    for _ in range(2):
+        with pytest.raises(
+            OSError, match=r"swap file: Input/output error: read of 8192 .*\(EIO\); what was swapped out"
+        ):
+            work.wait()
+    wait()
