@@ -7,6 +7,31 @@ from deepspeed.accelerator import get_accelerator
 # ----- one stream ----------------------------------------------------------------------------------------------------
 
 
+def waits_within_waits():
+    """A side stream waits for the default one, which itself waits for an earlier job of the side stream."""
+    torch.sim.set_schedule("early")
+    x, y = torch.zeros(4, device="sim"), torch.zeros(4, device="sim")
+    torch.sim.synchronize()
+    side = torch.sim.Stream()
+    y.add_(1)
+    side.wait_stream(torch.sim.current_stream())
+    with torch.sim.stream(side):
+        y.add_(1)
+    torch.sim.current_stream().wait_event(side.record_event())
+    x.fill_(1)
+    side.wait_stream(torch.sim.current_stream())
+    with torch.sim.stream(side):
+        y.copy_(x)
+    side.synchronize()
+    seen = y.tolist()
+    torch.sim.set_schedule("late")
+    return seen
+
+
+def test_a_job_behind_a_wait_does_not_run_before_it(sim):
+    assert sim(waits_within_waits) == [[1.0] * 4]
+
+
 def operators_wait():
     torch.sim.set_schedule("late")
     x = torch.ones(4, device="sim")

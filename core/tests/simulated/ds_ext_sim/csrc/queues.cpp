@@ -105,15 +105,15 @@ c10::StreamId scheduled(c10::StreamId stream) { return state().schedule == Sched
 bool is_lost(int device) { return state().operations_left[device] == 0; }
 
 void run_front(int device, Queue& queue) {
+    const uint64_t done = queue.done;
+    if (const auto after = queue.jobs.front().after; after.has_value() && !is_lost(device)) {
+        run_to(*after);  // it stays in the queue meanwhile: nothing behind it may run
+        if (queue.done > done) return;
+    }
     const Job job = std::move(queue.jobs.front());
     queue.jobs.pop_front();
     ++queue.done;  // before it runs: one that fails is over as well
-    if (is_lost(device)) return;
-    if (job.after.has_value()) {
-        run_to(*job.after);
-    } else {
-        job.run();
-    }
+    if (!job.after.has_value() && !is_lost(device)) job.run();
 }
 
 bool can_run(const Queue& queue) {
