@@ -74,16 +74,17 @@ class OptimizerUpdate:
         try:
             for batch, by_group in zip(self._batches, self._calls, strict=True):
                 if any(by_group):
-                    for group, shards in zip(groups, by_group, strict=True):
-                        group["params"] = [shard.master for shard in shards]
-                    copies = [self._placement.copies(shards) for shards in by_group]
+                    for group, its in zip(groups, by_group, strict=True):
+                        group["params"] = [shard.master for shard in its]
+                    shards = [shard for its in by_group for shard in its]
+                    all_copies = self._placement.copies(shards)
+                    copies = _divided(all_copies, by_group)
                     if one_pass is not None:
                         assert isinstance(scale, float)
                         one_pass.step(one_pass=_one_pass(by_group, copies, scale))
                     else:
                         widened = self._step_widened(by_group, copies, scale, widened)
-                    for shards, its_copies in zip(by_group, copies, strict=True):
-                        self._placement.send(shards, its_copies)
+                    self._placement.send(shards, all_copies)
                 yield batch
         finally:
             for group, params in zip(groups, all_params, strict=True):
@@ -145,6 +146,12 @@ def multiply(gradients: Tensor, scale: Scalar) -> None:
         gradients.view(-1).mul_(scale.view(1))
     elif scale != 1.0:
         gradients.mul_(scale)
+
+
+def _divided(copies: list[Tensor], by_group: list[list[ParamShard]]) -> list[list[Tensor]]:
+    """The copies of all shards, by group; each list is empty where there are none."""
+    rest = iter(copies)
+    return [[next(rest) for _ in shards] if copies else [] for shards in by_group]
 
 
 def _one_pass(by_group: list[list[ParamShard]], copies: list[list[Tensor]], scale: float) -> OnePass:

@@ -196,9 +196,14 @@ class HostPlacement(Placement):
 
 
 def _runs(shards: Sequence[ParamShard]) -> list[tuple[int, int]]:
-    """Ranges of `shards` whose fragments follow each other in their flat group, each copied in one go."""
-    breaks = [i for i in range(1, len(shards)) if shards[i].fragment.start != shards[i - 1].fragment.stop]
+    """Ranges of `shards` that follow each other in the buffer of one unit, each copied in one go."""
+    breaks = [i for i in range(1, len(shards)) if not _follows(shards[i - 1], shards[i])]
     return list(zip([0, *breaks], [*breaks, len(shards)], strict=True))
+
+
+def _follows(one: ParamShard, other: ParamShard) -> bool:
+    address = other.weight.untyped_storage().data_ptr()
+    return one.fragment.stop == other.fragment.start and one.weight.untyped_storage().data_ptr() == address
 
 
 def _stretched(first: Tensor, numel: int) -> Tensor:
