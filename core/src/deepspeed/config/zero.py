@@ -13,7 +13,6 @@ from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, 
 from deepspeed.config.enums import OffloadDeviceEnum
 
 _NVME = quiet("offload to nvme only")
-_OFFLOAD = quiet("offload only")
 
 
 def _whole(value: Any) -> Any:
@@ -34,16 +33,22 @@ class OffloadParamConfig(Section):
 
     device: Device = key(
         "none",
-        "Where parameter shards rest. cpu moves nothing where the accelerator's memory is the host's; elsewhere it is "
-        "not in this version.",
+        "Where stage 3 keeps the shards of parameters between uses. cpu moves nothing where the accelerator's memory "
+        "is the host's.",
         support=refused("offload to nvme is not in this version", off=("none", "cpu")),
     )
     nvme_path: Text | None = key(None, "Folder on the NVMe device.", support=_NVME)
     buffer_count: Int = key(5, "Buffers in the pool between memory and NVMe.", ge=0, support=_NVME)
     buffer_size: Int = key(100_000_000, "Size of one buffer.", unit="elements", ge=0, support=_NVME)
     max_in_cpu: Int = key(1_000_000_000, "Elements kept in host memory.", unit="elements", ge=0, support=_NVME)
-    pin_memory: Flag = key(True, "Use page-locked host memory.", support=_OFFLOAD)
-    ratio: Float = key(1.0, "Part of the parameters that is offloaded.", ge=0, le=1, support=_OFFLOAD)
+    pin_memory: Flag = key(True, "Use page-locked host memory, which the device copies from beside its computation.")
+    ratio: Float = key(
+        1.0,
+        "Part of the parameters that is offloaded.",
+        ge=0,
+        le=1,
+        support=refused("all sharded parameters are offloaded, or none"),
+    )
 
 
 class OffloadOptimizerConfig(Section):

@@ -53,9 +53,10 @@ from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.leaf_modules import mark_configured
 from deepspeed.zero.managed import refuse_managed, refuse_meta, refuse_sharded
 from deepspeed.zero.module_units import Stage3Options
-from deepspeed.zero.offload.policy import asks_for_host, check_param_offload, choose_placement
+from deepspeed.zero.offload.policy import asks_for_host, choose_placement, choose_shard_home
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.shard_home import ShardHome
 from deepspeed.zero.stage0 import Stage0
 from deepspeed.zero.stage1 import Stage1
 from deepspeed.zero.stage2 import Stage2
@@ -125,11 +126,11 @@ def initialize(
         comm.configure(settings)
 
     zero = settings.zero_optimization
-    check_param_offload(zero.offload_param, stage=zero.stage, device=device)
+    shard_home = _choose_shard_home(zero, device)
     _refuse_quantized(zero)
     module = _move(model, device, zero.stage)
     precision = _create_precision(settings, device)
-    placement = choose_placement(zero.offload_optimizer, stage=zero.stage, device=device)
+    placement = choose_placement(zero.offload_optimizer, stage=zero.stage, device=device, home=shard_home)
     basic_optimizer = choose_optimizer(
         settings.optimizer,
         optimizer,
@@ -144,7 +145,7 @@ def initialize(
     leaf = zero.leaf_module
     mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
     units = unit_groups(mesh, module, _copies(zero))
-    sharding = _create_sharding(settings, precision, basic_optimizer, mesh, units, placement, device)
+    sharding = _create_sharding(settings, precision, basic_optimizer, mesh, units, placement, shard_home, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     training = Training(
         sharding=sharding,
@@ -304,6 +305,7 @@ def _create_sharding(
     mesh: Mesh,
     units: UnitGroups,
     placement: Placement,
+    shard_home: ShardHome | None,
     device: torch.device,
 ) -> Sharding:
     group, ranks = mesh.gradient_group(), units.dense.everyone
@@ -342,11 +344,16 @@ def _create_sharding(
         )
     stages: dict[int, type[Sharding]] = {0: Stage0, 1: Stage1, 2: Stage2, 3: Stage3}
     stage: Callable[..., Sharding] = plugin_manager().hook.ds_sharding(name=str(zero.stage)) or stages[zero.stage]
-    partitioning = (_stage3_options(zero),) if zero.stage == 3 else ()
+    partitioning = (_stage3_options(zero, shard_home),) if zero.stage == 3 else ()
     return stage(options, ranks, group, *partitioning)
 
 
-def _stage3_options(zero: ZeroConfig) -> Stage3Options:
+def _choose_shard_home(zero: ZeroConfig, device: torch.device) -> ShardHome | None:
+    keeps_int8 = zero.zero_quantized_nontrainable_weights
+    return choose_shard_home(zero.offload_param, device=device, stage=zero.stage, keeps_int8=keeps_int8)
+
+
+def _stage3_options(zero: ZeroConfig, home: ShardHome | None) -> Stage3Options:
     return Stage3Options(
         prefetch_numel=zero.prefetch_bucket_size,
         max_live_numel=zero.max_live_parameters,
@@ -357,6 +364,7 @@ def _stage3_options(zero: ZeroConfig) -> Stage3Options:
         quantizes_weights=zero.zero_quantized_weights,
         quantizes_gradients=zero.zero_quantized_gradients,
         keeps_frozen_in_int8=zero.zero_quantized_nontrainable_weights,
+        home=home,
     )
 
 

@@ -21,12 +21,14 @@ from torch.nn import Module, Parameter
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig, read_config
+from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import expert_group_of
 from deepspeed.zero.gather import GatheredParameters, register_external_parameter, unregister_external_parameter
 from deepspeed.zero.init_access import WholeOnAccess
 from deepspeed.zero.managed import refuse_meta
+from deepspeed.zero.offload.policy import choose_shard_home
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.unit_ranks import UnitRanks
@@ -82,19 +84,20 @@ class Init(contextlib.AbstractContextManager["Init"]):
     Args:
         module: an existing module, whose parameters are sharded at once; the context then has nothing more to do.
         data_parallel_group: the ranks that share the parameters; default: `mpu`'s data parallel group, else all.
-        remote_device: "cpu" keeps the shards in host memory until `initialize`; None or "none": on this rank's device.
+        remote_device: where the shards are until `initialize`, "cpu" for host memory, "none" for this rank's device;
+            default: the `offload_param.device` of the configuration, else this rank's device.
+        pin_memory: page-lock shards in host memory, as `offload_param.pin_memory` of the configuration does.
         config_dict_or_path: the DeepSpeed configuration, also as `config`; values that are "auto" do not matter here.
             Without it parameters are sharded in their own dtype.
         enabled: False turns the context off.
         dtype: of the sharded weights; default: what the configuration enables (bf16, fp16), else their own.
         mpu: gives the data parallel group.
 
-    `mem_efficient_linear` and `pin_memory` are accepted: no linear layer keeps a gathered weight here, and shards are
-    page-locked where they are copied.
+    `mem_efficient_linear` is accepted: no linear layer keeps a gathered weight here.
 
     Raises:
         ConfigError: if the configuration has another stage than 3, where nothing would be sharded, if
-            `remote_device` is "nvme", or if a parameter is on the meta device, where it has no values.
+            the shards were to be on "nvme", or if a parameter is on the meta device, where it has no values.
     """
 
     _depth = 0  # contexts that are entered
@@ -121,14 +124,10 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._undo = contextlib.ExitStack()
         if not enabled:
             return
-        if remote_device not in (None, "none", "cpu"):
-            raise ConfigError(
-                f"zero.Init: remote_device is {remote_device!r}; this version keeps shards in the accelerator's memory "
-                '(None) or in host memory ("cpu")'
-            )
         source = config_dict_or_path if config_dict_or_path is not None else config
         settings = None if source is None else DeepSpeedConfig(read_config(source), batch_required=False)
         self._check(settings)
+        offload = _offload_of(settings, remote_device, pin_memory)
         self.dtype = dtype if dtype is not None else _dtype_of(settings)
         comm.init_distributed()
         group = data_parallel_group or sequence_data_parallel_group
@@ -136,7 +135,8 @@ class Init(contextlib.AbstractContextManager["Init"]):
             group = mpu.get_data_parallel_group()
         self._ranks = comm.group_backend(group)
         self._ranks.connect()
-        self._device = torch.device("cpu" if remote_device == "cpu" else get_accelerator().current_device_name())
+        self._device = torch.device(get_accelerator().current_device_name())
+        self._home = choose_shard_home(offload, device=self._device)
         get_accelerator().return_freed_memory(_MIN_BYTES_TO_RETURN)
         if module is not None:
             self._shard(module)
@@ -201,7 +201,9 @@ class Init(contextlib.AbstractContextManager["Init"]):
                 refuse_meta([(name, param)], "zero.Init")
                 dtype = self.dtype if param.is_floating_point() else None
                 ranks = self._ranks_of(param)
-                unit = ParamUnit([param], [name], ranks, device=self._device, dtype=dtype, from_first_rank=True)
+                unit = ParamUnit(
+                    [param], [name], ranks, device=self._device, dtype=dtype, from_first_rank=True, home=self._home
+                )
                 unit.source_S = None
 
     def _ranks_of(self, param: Parameter) -> UnitRanks:
@@ -215,6 +217,18 @@ class Init(contextlib.AbstractContextManager["Init"]):
 def is_zero_param(parameter: Any) -> bool:
     """Whether stage 3 or `zero.Init` has taken over this parameter."""
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
+
+
+def _offload_of(settings: DeepSpeedConfig | None, device: str | None, pins: bool) -> OffloadParamConfig:
+    """Where the shards are kept: as the configuration says, but on `device` if it is given."""
+    section = (settings and settings.zero_optimization.offload_param) or OffloadParamConfig(pin_memory=False)
+    device = section.device if device is None else device
+    if device not in ("none", "cpu"):
+        raise ConfigError(
+            f"zero.Init: remote_device is {device!r}; this version keeps shards in the accelerator's memory (None) or "
+            'in host memory ("cpu")'
+        )
+    return section.model_copy(update={"device": device, "pin_memory": pins or section.pin_memory})
 
 
 def _dtype_of(settings: DeepSpeedConfig | None) -> torch.dtype | None:

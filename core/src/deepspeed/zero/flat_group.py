@@ -26,7 +26,8 @@ class ParamShard:
     weight: Tensor  # the model's own memory of this fragment, in the shape of `master`
     master: Tensor  # what the optimizer holds; the memory of `weight` unless that has low precision or is elsewhere
     grad: Tensor | None  # the reduced gradient, in the shape of `master`; set by the stage
-    has_master: bool = field(init=False)  # the optimizer works on a copy, in higher precision or in host memory
+    weight_is_offloaded: bool = False  # `weight` is what rests in host memory (`shard_home.py`)
+    has_master: bool = field(init=False)  # the optimizer works on a copy, in higher precision or in other memory
 
     def __post_init__(self) -> None:
         self.has_master = self.master.data_ptr() != self.weight.data_ptr() or self.master.device != self.weight.device
@@ -78,7 +79,8 @@ class FlatGroup:
         is_low = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
         placement = placement or Placement()
         self.flat_N = self._allocate_flat() if is_flat else None
-        needs_master = has_optimizer and (is_low or placement.is_offloaded)
+        self._is_offloaded = unit is not None and unit.is_offloaded
+        needs_master = has_optimizer and (is_low or placement.is_offloaded != self._is_offloaded)
         self.master_S = self._create_masters(placement, is_low=is_low) if needs_master else None
         if unit is None:
             self._place_weights()
@@ -123,7 +125,7 @@ class FlatGroup:
         if is_whole:
             assert fragment.numel == param.numel(), fragment
             weight, master = weight.view(param.shape), master.view(param.shape)
-        return ParamShard(index, self.param_group, fragment, weight, master.detach(), None)
+        return ParamShard(index, self.param_group, fragment, weight, master.detach(), None, self._is_offloaded)
 
     def _initial(self, fragment: Fragment) -> Tensor:
         """The fragment's weights as the user gave them."""
@@ -137,8 +139,8 @@ class FlatGroup:
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
-        return self.params[0].device if self.unit is None else self.unit.shard_S.device
+        """Of the whole weights."""
+        return self.params[0].device if self.unit is None else self.unit.device
 
     def shard_of(self, buffer_N: Tensor) -> Tensor:
         """This rank's shard of a buffer over the whole unit."""

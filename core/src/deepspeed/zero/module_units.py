@@ -18,6 +18,7 @@ from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.param_marks import mark_whole, unmark
 from deepspeed.zero.param_unit import ParamUnit, set_data, shape_of, unit_of
+from deepspeed.zero.shard_home import ShardHome
 from deepspeed.zero.unit_groups import UnitGroups
 from deepspeed.zero.unit_ranks import UnitRanks
 
@@ -35,6 +36,7 @@ class Stage3Options:
     quantizes_weights: bool = False  # modules get weights rounded to int8; see quantized.py
     quantizes_gradients: bool = False  # gradients are sent in int4
     keeps_frozen_in_int8: bool = False  # shards of frozen parameters; see int8_unit.py
+    home: ShardHome | None = None  # of the shards; None: the device
 
     def facts(self) -> dict[str, str]:
         """What all ranks must have alike, by key of the configuration."""
@@ -48,6 +50,7 @@ class Stage3Options:
             "zero_quantized_weights": self.quantizes_weights,
             "zero_quantized_gradients": self.quantizes_gradients,
             "zero_quantized_nontrainable_weights": self.keeps_frozen_in_int8,
+            "offload_param.device": "none" if self.home is None else self.home.name,
         }
         return {key: str(value) for key, value in values.items()}
 
@@ -78,6 +81,7 @@ class ModuleUnits:
         self._module = module
         self._groups, self._device, self._dtype = groups, device, dtype
         self._keeps_int8 = options.keeps_frozen_in_int8
+        self._home = options.home
         self._marked: list[Parameter] = []  # those that stay whole
         is_sharded = self._choose_sharded(options)
         for param in module.parameters():
@@ -144,6 +148,7 @@ class ModuleUnits:
             ranks,
             device=self._device or param.device,
             dtype=dtype,
+            home=self._home,
         )
         self.all.append(unit)
         if z3_leaf_module(unit_module.module):

@@ -1,7 +1,8 @@
 """`ParamUnit`: parameters whose weights are sharded, gathered and released together (stage 3, `zero.Init`).
 
 The parameters lie end to end in one flat buffer of N elements, cut into W equal shards. A rank keeps its shard. An
-all-gather fills the flat buffer, and the parameters become views of it; a release gives its memory back.
+all-gather fills the flat buffer, and the parameters become views of it; a release gives its memory back. The shard may
+be in another memory meanwhile (`shard_home.py`), also where one rank holds everything.
 
 [Note: the storage stays] Autograd saves views of a weight, such as the transpose in a linear layer. They refer to the
 flat buffer's storage. So a release does not drop that storage but resizes it to zero bytes, and a gather resizes it
@@ -40,6 +41,7 @@ from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.near_shard import NearShard
 from deepspeed.zero.param_marks import mark, unmark
 from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
+from deepspeed.zero.shard_home import OffloadedShard, ShardHome
 from deepspeed.zero.unit_ranks import UnitRanks, source_in
 
 
@@ -60,6 +62,7 @@ class ParamUnit:
         dtype: that the weights get; default: their own.
         device: of shards and gathered weights.
         from_first_rank: the weights of the group's first rank count; else those of all ranks are equal already.
+        home: where the shard is between all-gathers; None: on `device`.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class ParamUnit:
         device: torch.device,
         dtype: torch.dtype | None = None,
         from_first_rank: bool = False,
+        home: ShardHome | None = None,
     ) -> None:
         self.params = list(params)
         self.names = list(names)
@@ -94,6 +98,9 @@ class ParamUnit:
         self.gathered_over = self.ranks  # the group of the latest all-gather
         self._fill(torch.empty(self.layout.padded_numel, dtype=params[0].dtype, device=device), dtype, from_first_rank)
         self.nothing = self.shard_S.new_empty(0)
+        self._offloaded: OffloadedShard | None = home.keep(self.shard_S) if home is not None else None
+        if self._offloaded is not None:
+            self.shard_S = self._offloaded.shard_S
         self._versions: list[int] = []
         self._renew_buffer()
         for param in self.params:
@@ -152,7 +159,17 @@ class ParamUnit:
     @property
     def is_sharded(self) -> bool:
         """Whether a gather moves anything."""
-        return self.ranks.world_size > 1
+        return self.ranks.world_size > 1 or self.is_offloaded
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard is in another memory than the whole parameters."""
+        return self._offloaded is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Of whole parameters."""
+        return self.nothing.device
 
     @property
     def kept_bytes(self) -> int:
@@ -172,7 +189,13 @@ class ParamUnit:
 
     def set_shard(self, values_S: Tensor) -> None:
         """Keep these weights."""
+        self._settle()
         self.shard_S.copy_(values_S)
+
+    def _settle(self) -> None:
+        """The shard is about to be written."""
+        if self._offloaded is not None:
+            self._offloaded.settle()
 
     def set_shard_of(self, param: Parameter, value: Tensor) -> None:
         """Take this rank's elements of a parameter out of its whole value."""
@@ -208,7 +231,11 @@ class ParamUnit:
     def _all_gather(self, quantizes: bool) -> Work:
         self.is_exact = not quantizes
         gather = partial(quantized.all_gather, self.ranks) if quantizes else self.ranks.all_gather
-        return gather(self._full_N, self.shard_S, tag=self.names[0])
+        if self._offloaded is None:
+            return gather(self._full_N, self.shard_S, tag=self.names[0])
+        own_S = self._full_N[self.start : self.stop]
+        with self._offloaded.copied_to(own_S):
+            return gather(self._full_N, own_S, tag=self.names[0])
 
     def finish(self) -> None:
         """Wait for the all-gather; the parameters are whole."""
@@ -218,6 +245,8 @@ class ParamUnit:
         except CommError as error:
             raise self._explained(error) from error
         self._work = None
+        if self._offloaded is not None:
+            self._offloaded.arrived()
         if self._near is not None:
             self._near.keep(self._full_N, is_exact=self.is_exact)
         self._move(ZeroParamStatus.AVAILABLE)
@@ -225,6 +254,7 @@ class ParamUnit:
 
     def shards_changed(self) -> None:
         """The weights change, or ranks may not have gathered the same: the next all-gather is one of the shards."""
+        self._settle()
         if self._near is not None:
             self._near.forget()
 
@@ -340,6 +370,8 @@ class ParamUnit:
         if self.status is not ZeroParamStatus.INFLIGHT:
             return None
         work, self._work = self._work, None
+        if self._offloaded is not None:
+            self._offloaded.arrived()
         self._move(ZeroParamStatus.AVAILABLE)
         self._renew_buffer()  # peers may still read the former one, which the backend holds
         self.release()

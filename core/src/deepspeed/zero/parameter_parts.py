@@ -58,7 +58,7 @@ def load_parts(unit: ParamUnit, parts: list[Tensor]) -> None:
         for each in layout.fragments
         for holder in unit.unit_ranks.holders(each.owner)
     ]
-    flat = torch.cat([part.reshape(-1).to(unit.shard_S.device, unit.dtype) for part in parts])
+    flat = torch.cat([part.reshape(-1).to(unit.device, unit.dtype) for part in parts])
     everyone = unit.unit_ranks.everyone
     unit.shards_changed()
     before = in_parameters(layout.numels, everyone.world_size)

@@ -1,6 +1,6 @@
 """Host memory that the device copies from and to: page-locked on request, and a ring of buffers of it.
 
-Used by `HostPlacement`.
+Used by `HostPlacement` and `HostShards`.
 """
 
 import torch
@@ -17,11 +17,13 @@ class HostMemory:
 
     Args:
         pins: whether memory that is copied from or to the device is page-locked, so that copies need no host.
+        key: the section of the configuration that asks for it.
     """
 
-    def __init__(self, accelerator: DeepSpeedAccelerator, *, pins: bool) -> None:
+    def __init__(self, accelerator: DeepSpeedAccelerator, *, pins: bool, key: str = "offload_optimizer") -> None:
         self._accelerator = accelerator
         self._pins = pins
+        self._key = key
 
     def allocate(self, numel: int, dtype: torch.dtype, *, crosses: bool = True) -> Tensor:
         """An uninitialized 1-D tensor; `crosses`: the device copies from or to it."""
@@ -37,7 +39,7 @@ class HostMemory:
         except RuntimeError as error:  # no such memory here, or the system grants no more of it: slower, not wrong
             self._pins = False
             warn_once(
-                f"zero_optimization.offload_optimizer.pin_memory: the accelerator gave no page-locked memory "
+                f"zero_optimization.{self._key}.pin_memory: the accelerator gave no page-locked memory "
                 f"({first_line(error)}); copies go through pageable memory, which is slower. Raise the limit "
                 "on locked memory (ulimit -l), or set pin_memory to false"
             )

@@ -172,14 +172,21 @@ class HostPlacement(Placement):
     def copies(self, shards: Sequence[ParamShard]) -> list[Tensor]:
         if not shards or shards[0].weight.dtype == shards[0].master.dtype:
             return []
-        numels = [shard.fragment.numel for shard in shards]
+        numels = [0 if shard.weight_is_offloaded else shard.fragment.numel for shard in shards]
         staged = self._outgoing.take(sum(numels), shards[0].weight.dtype)
-        return [part.view(shard.master.shape) for part, shard in zip(staged.split(numels), shards, strict=True)]
+        return [
+            shard.weight if shard.weight_is_offloaded else part.view(shard.master.shape)
+            for part, shard in zip(staged.split(numels), shards, strict=True)
+        ]
 
     def send(self, shards: Sequence[ParamShard], copies: Sequence[Tensor]) -> None:
-        if not shards:
-            return
         sources = list(copies) or [shard.master for shard in shards]
+        pairs = [
+            (shard, source) for shard, source in zip(shards, sources, strict=True) if not shard.weight_is_offloaded
+        ]
+        if not pairs:
+            return
+        shards, sources = [shard for shard, _ in pairs], [source for _, source in pairs]
         with self._lane.copying():
             for start, stop in _runs(shards):
                 numel = sum(shard.fragment.numel for shard in shards[start:stop])

@@ -1,6 +1,6 @@
 """Copies between the device and the host, in a queue of their own beside the computation.
 
-Made by `HostPlacement`, one per engine. On a synchronized device there is no queue: a copy is done when its call
+Made by `HostPlacement` and `HostShards`. On a synchronized device there is no queue: a copy is done when its call
 returns, and marks have nothing to wait for.
 """
 

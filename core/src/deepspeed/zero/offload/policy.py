@@ -1,6 +1,7 @@
-"""Which placement an engine gets: `zero_optimization.offload_optimizer` and the accelerator decide.
+"""Where an engine keeps what it offloads: `zero_optimization.offload_optimizer`, `offload_param` and the accelerator
+decide.
 
-Called once by `engine/build.py`.
+Called once by `engine/build.py`; `choose_shard_home` by `zero.Init` too.
 """
 
 import torch
@@ -11,7 +12,9 @@ from deepspeed.errors import ConfigError
 from deepspeed.log import log_dist
 from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.host import HostPlacement
+from deepspeed.zero.offload.host_shards import HostShards, UpdateOnDevice
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.shard_home import ShardHome
 
 
 def asks_for_host(offload: OffloadOptimizerConfig | None) -> bool:
@@ -19,35 +22,46 @@ def asks_for_host(offload: OffloadOptimizerConfig | None) -> bool:
     return offload is not None and offload.device == "cpu"
 
 
-def check_param_offload(offload: OffloadParamConfig | None, *, stage: int, device: torch.device) -> None:
-    """Refuse parameters in host memory where that is another memory than the accelerator's.
+def choose_shard_home(
+    offload: OffloadParamConfig | None, *, device: torch.device, stage: int = 3, keeps_int8: bool = False
+) -> ShardHome | None:
+    """Where the shards of parameters rest for an engine on `device`; None: there.
+
+    Args:
+        keeps_int8: `zero_quantized_nontrainable_weights`.
 
     Raises:
-        ConfigError: says what to do.
+        ConfigError: offload in a stage that shards no parameters, or with `keeps_int8`; says what to do.
     """
-    if offload is None or offload.device != "cpu":
-        return
+    if offload is None or offload.device == "none":
+        return None
     if stage < 3:
         raise ConfigError(
-            f"zero_optimization.offload_param.device: found 'cpu' with zero_optimization.stage {stage}, which shards "
-            'no parameters; set stage to 3, or device to "none"'
+            f"zero_optimization.offload_param.device: found {offload.device!r} with zero_optimization.stage {stage}, "
+            'which shards no parameters; set stage to 3, or device to "none"'
         )
-    if HostPlacement.is_needed(device):
+    if not HostPlacement.is_needed(device):
+        log_dist("zero_optimization.offload_param: the accelerator's memory is the host's; nothing moves")
+        return None
+    if keeps_int8:
         raise ConfigError(
-            "zero_optimization.offload_param.device: found 'cpu'; parameters in host memory beside an accelerator with "
-            'memory of its own are not in this version; set it to "none"'
+            f"zero_optimization.offload_param.device: found {offload.device!r} with "
+            "zero_quantized_nontrainable_weights true, whose int8 shards stay on the device; set device to "
+            '"none", or the other key to false'
         )
-    log_dist("zero_optimization.offload_param: the accelerator's memory is the host's; nothing moves")
+    return HostShards(get_accelerator(), pins=offload.pin_memory)
 
 
-def choose_placement(offload: OffloadOptimizerConfig | None, *, stage: int, device: torch.device) -> Placement:
-    """The placement for an engine on `device`.
+def choose_placement(
+    offload: OffloadOptimizerConfig | None, *, stage: int, device: torch.device, home: ShardHome | None = None
+) -> Placement:
+    """The placement for an engine on `device`, whose parameters have their shards at `home`.
 
     Raises:
         ConfigError: offload without a stage that shards the optimizer's states.
     """
     if offload is None or not asks_for_host(offload):
-        return Placement()
+        return Placement() if home is None else UpdateOnDevice()
     if stage == 0:
         raise ConfigError(
             "zero_optimization.offload_optimizer.device: found 'cpu' with zero_optimization.stage 0, which shards no "

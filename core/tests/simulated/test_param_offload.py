@@ -1,0 +1,300 @@
+"""`offload_param` on devices with memory of their own: losses and weights are those without it."""
+
+import contextlib
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.testing.engines import make_engine
+from deepspeed.testing.tiers import swept
+from deepspeed.zero.offload import lane
+
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
+OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+PARAMS = {"offload_param": {"device": "cpu", "pin_memory": True}}
+#: what is offloaded with the parameters, and the engine to compare with
+SECTIONS = {"params": (PARAMS, {}), "both": ({**PARAMS, **OPTIMIZER}, OPTIMIZER)}
+
+
+class Net(torch.nn.Module):
+    """Frozen, unused, small and large parameters; some sizes are odd."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(7, 7) for _ in range(3)))
+        self.frozen = torch.nn.Linear(7, 5).requires_grad_(False)
+        self.unused = torch.nn.Linear(4, 6)
+        self.last = torch.nn.Linear(5, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).tanh()
+        return self.last(self.frozen(x)).float().square().mean()
+
+
+def create_engine(precision, section, **keys):
+    torch.manual_seed(0)
+    # the smallest biases stay whole, and units are released after every use
+    stage3 = {"stage3_param_persistence_threshold": 4, "stage3_max_reuse_distance": 0}
+    return make_engine(
+        Net(),
+        3,
+        gradient_accumulation_steps=2,
+        gradient_clipping=0.5,
+        zero_optimization={**stage3, **section},
+        **PRECISIONS[precision],
+        **keys,
+    )
+
+
+def train(precision, section, steps=20, schedule="late"):
+    torch.sim.set_schedule(schedule)
+    engine = create_engine(precision, section)
+    losses = run(engine, steps)
+    engine.eval()
+    with torch.no_grad():
+        losses.append(engine(torch.ones(2, 7, device=engine.device, dtype=dtype_of(engine))).item())
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        gathered = [param.cpu() for param in engine.module.parameters()]
+    engine.destroy()
+    weights = [param.detach().cpu() for param in engine.module.parameters()]
+    assert all(map(torch.equal, gathered, weights))
+    torch.sim.set_schedule("late")
+    return losses, weights
+
+
+def dtype_of(engine):
+    return next(engine.module.parameters()).dtype
+
+
+def run(engine, steps):
+    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    losses = []
+    for _ in range(2 * steps):
+        loss = engine(torch.randn(4, 7, generator=generator).to(engine.device, dtype_of(engine)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+_results = {}
+
+
+def result(ranks, *arguments):
+    key = id(ranks), str(arguments)
+    if key not in _results:
+        _results[key] = ranks(train, *arguments)
+    return _results[key]
+
+
+def assert_close(one, other, tolerance=1e-5):
+    for each, its in zip(one, other, strict=True):
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(its), rtol=tolerance, atol=tolerance)
+
+
+def assert_same(one, other, tolerance=1e-6):
+    for (losses, weights), (losses_2, weights_2) in zip(one, other, strict=True):
+        assert losses == pytest.approx(losses_2, rel=tolerance, abs=tolerance)
+        torch.testing.assert_close(weights, weights_2, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("which", "precision", "schedule"),
+    swept(
+        [(which, *mix) for which in SECTIONS for mix in
+         (("fp32", "late"), ("fp32", "early"), ("bf16", "late"), ("fp16", "early"))],
+        lambda which, precision, schedule: (which, precision, schedule) in
+        (("params", "fp32", "late"), ("params", "bf16", "late"), ("both", "fp32", "early"), ("both", "fp16", "early")),
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_losses_and_weights_are_those_without(sim, sim_ranks, which, precision, schedule, world_size):
+    ranks = {1: sim, 2: sim_ranks}[world_size]
+    section, other = SECTIONS[which]
+    assert_same(result(ranks, precision, section, 20, schedule), result(ranks, precision, other, 20))
+
+
+@contextlib.contextmanager
+def copying_without_waiting(lane):
+    with lane._accelerator.stream(lane._stream):
+        yield
+
+
+#: a wait left out: the place, and what is there instead
+FAULTS = {
+    "a shard is copied while its memory is still computed with": (lane.CopyLane, "copying", copying_without_waiting),
+    "weights are used before they are there": (lane.Mark, "wait", lambda mark: None),
+}
+
+
+def losses_with(fault, schedule):
+    torch.sim.set_schedule(schedule)
+    with mock.patch.object(*FAULTS[fault]) if fault else contextlib.nullcontext():
+        engine = create_engine("fp32", PARAMS)
+        losses = run(engine, 2)
+        engine.destroy()
+    torch.sim.set_schedule("late")
+    return losses
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_missing_wait_is_seen(sim, fault):
+    right = sim(losses_with, None, "late")
+    assert any(sim(losses_with, fault, schedule) != right for schedule in ("late", "early"))
+
+
+def write_before_the_copy_is_done(without_waiting):
+    """The shard changes while the copy of a prefetched unit waits in its stream."""
+    engine = create_engine("fp32", PARAMS)
+    (unit, *_) = engine.sharding.module_units.all
+    with mock.patch.object(lane.Mark, "wait_on_host") if without_waiting else contextlib.nullcontext():
+        unit.launch()
+        unit.set_shard(unit.shard_S + 1)
+    unit.finish()
+    seen = unit.params[0].detach().cpu()
+    unit.release()
+    unit.gather()
+    changed = unit.params[0].detach().cpu()
+    engine.destroy()
+    return (changed - seen).abs().max().item()
+
+
+def test_a_shard_is_written_when_its_copy_is_done(sim):
+    assert sim(write_before_the_copy_is_done, False) == [1.0]
+    assert sim(write_before_the_copy_is_done, True) != [1.0]
+
+
+def bytes_of_device(section):
+    from deepspeed.accelerator import get_accelerator
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4)))
+    stage3 = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+    engine = make_engine(model, 3, zero_optimization={**stage3, **section}, bf16={"enabled": True})
+    x = torch.ones(1, 256, device=engine.device, dtype=torch.bfloat16)
+    engine.backward(engine(x).float().sum())
+    engine.step()
+    held = get_accelerator().memory_allocated()
+    pinned = all(get_accelerator().is_pinned(unit.shard_S) for unit in engine.sharding.module_units.all)
+    engine.destroy()
+    return held, pinned
+
+
+def test_shards_leave_the_device(sim_ranks):
+    (with_shards, _), *_ = sim_ranks(bytes_of_device, OPTIMIZER)
+    (without, is_pinned), *_ = sim_ranks(bytes_of_device, {**PARAMS, **OPTIMIZER})
+    assert is_pinned
+    assert with_shards - without >= 4 * 256 * 256 * 2 // 2  # bf16, on two ranks
+
+
+@pytest.mark.parametrize(
+    "section",
+    swept(
+        [
+            {"zero_hpz_partition_size": 2},
+            {"mics_shard_size": 1},
+            {"zero_quantized_weights": True, "zero_quantized_gradients": True},
+        ],
+        lambda section: "mics_shard_size" not in section,
+    ),
+    ids=lambda section: next(iter(section)),
+)
+def test_other_ways_to_shard(sim_ranks, section):
+    for offload, without in SECTIONS.values():
+        assert_same(
+            result(sim_ranks, "bf16", {**section, **offload}, 3), result(sim_ranks, "bf16", {**section, **without}, 3)
+        )
+
+
+def save(folder, section, precision):
+    engine = create_engine(precision, section)
+    run(engine, 2)
+    engine.save_checkpoint(folder, tag="two")
+    engine.save_16bit_model(folder)
+    losses = run(engine, 2)
+    engine.destroy()
+    return losses
+
+
+def resume(folder, section, precision):
+    engine = create_engine(precision, section)
+    run(engine, 1)  # what is gathered, and what was saved, differ
+    engine.load_checkpoint(folder)
+    losses = run(engine, 2)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("precision", swept(["fp32", "bf16"], lambda precision: precision == "bf16"))
+def test_checkpoints_load_with_and_without_at_any_size(sim, sim_ranks, tmp_path, precision):
+    folder = str(tmp_path)
+    losses = sim_ranks(save, folder, {**PARAMS, **OPTIMIZER}, precision)
+    assert sim_ranks(save, f"{folder}/without", OPTIMIZER, precision) == losses
+    for section in (PARAMS, {**PARAMS, **OPTIMIZER}, {}):
+        assert_close(sim_ranks(resume, folder, section, precision), losses)
+    alone = sim(resume, folder, {}, precision)
+    assert sim(resume, folder, PARAMS, precision) == alone
+
+
+def access():
+    """What users read and change of single parameters, with parameters offloaded and without."""
+    seen = []
+    for section in ({}, PARAMS, {**PARAMS, **OPTIMIZER}):
+        engine = create_engine("bf16", section)
+        other = create_engine("bf16", section)
+        run(engine, 1)
+        weight, frozen = engine.module.layers[1].weight, engine.module.frozen.weight
+        values = []
+        with deepspeed.zero.GatheredParameters([weight, frozen], modifier_rank=0), torch.no_grad():
+            weight.mul_(2)
+            frozen.add_(1)
+        values.append(deepspeed.utils.safe_get_full_fp32_param(weight))
+        deepspeed.utils.safe_set_full_fp32_param(weight, values[-1] / 2)
+        run(engine, 1)
+        values.append(deepspeed.utils.safe_get_full_fp32_param(weight))
+        deepspeed.utils.safe_set_local_fp32_param(weight, deepspeed.utils.safe_get_local_fp32_param(weight) * 2)
+        values.append(deepspeed.utils.safe_get_full_fp32_param(weight))
+        values.append(deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg"))
+        with deepspeed.zero.GatheredParameters([weight, frozen]):
+            values += [weight.clone(), frozen.clone()]
+        run(other, 1)
+        seen.append([run(engine, 1), run(other, 1), *(value.detach().cpu().tolist() for value in values)])
+        engine.destroy()
+        other.destroy()
+    return seen
+
+
+def test_single_parameters_are_read_and_changed_as_without(sim_ranks):
+    for without, *offloaded in sim_ranks(access):
+        for each in offloaded:
+            assert_close(each, without)
+
+
+def build(arguments):
+    """A model built in `zero.Init`: the device of its shards, and its losses."""
+    config = {"zero_optimization": {"stage": 3, **PARAMS}}
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(**arguments):
+        model = Net()
+    shards = {param.ds_tensor.device.type for param in model.parameters()}
+    stage3 = {"stage3_param_persistence_threshold": 4, "stage3_max_reuse_distance": 0}
+    engine = make_engine(model, 3, zero_optimization={**stage3, **config["zero_optimization"]})
+    losses = run(engine, 2)
+    engine.destroy()
+    return shards, losses
+
+
+def test_init_keeps_shards_where_it_was_asked_to(sim_ranks):
+    config = {"zero_optimization": {"stage": 3, **PARAMS}}
+    plain = sim_ranks(build, {})
+    assert [shards for shards, _ in plain] == [{"sim"}] * 2
+    for arguments in ({"remote_device": "cpu"}, {"config_dict_or_path": config}):
+        assert sim_ranks(build, arguments) == [({"cpu"}, losses) for _, losses in plain]
+    on_device = {"remote_device": "none", "config_dict_or_path": config}
+    assert sim_ranks(build, on_device) == plain
