@@ -7,22 +7,27 @@
     <save_dir>/<tag>/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt   one rank's shard of the optimizer
 
 The room receives plain dicts and gives plain dicts: it knows neither the engine nor the config. May import `errors`,
-`log` and `plugins`, and torch. Read next: `checkpointer.py` (the order of a save and of a load), then `layout.py`
-(names), `store.py` (where bytes go; `stores.py` finds one by name), `torch_store.py` (how a folder takes the place of
-its former version), `index.py` (sizes and checksums; `verify.py` compares them, `survey.py` lists tags with them),
+`log` and `plugins`, and torch. The names below are loaded when they are first used: the writer process needs no torch.
+Read next: `checkpointer.py` (the order of a save and of a load), then `layout.py` (names), `store.py` (where bytes go;
+`stores.py` finds one by name), `folder_store.py` (how a folder takes the place of its former version), `background.py`
+(asynchronous saving), `index.py` (sizes and checksums; `verify.py` compares them, `survey.py` lists tags with them),
 `prune.py`, `consolidate.py`.
 """
 
+from typing import TYPE_CHECKING
+
 from deepspeed._forward import forward
-from deepspeed.checkpoint.checkpointer import Checkpointer
-from deepspeed.checkpoint.layout import MODEL_STATE_KEYS
-from deepspeed.checkpoint.load import LoadedCheckpoint
-from deepspeed.checkpoint.save import save_state_dict_file
-from deepspeed.checkpoint.store import IndexedStore, Store
-from deepspeed.checkpoint.stores import create_store
-from deepspeed.checkpoint.tags import check_new_tag, validate_tag
-from deepspeed.checkpoint.torch_store import TorchStore
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+
+if TYPE_CHECKING:
+    from deepspeed.checkpoint.checkpointer import Checkpointer
+    from deepspeed.checkpoint.layout import MODEL_STATE_KEYS
+    from deepspeed.checkpoint.load import LoadedCheckpoint
+    from deepspeed.checkpoint.save import save_state_dict_file
+    from deepspeed.checkpoint.store import IndexedStore, Store
+    from deepspeed.checkpoint.stores import create_store
+    from deepspeed.checkpoint.tags import check_new_tag, validate_tag
+    from deepspeed.checkpoint.torch_store import TorchStore
+    from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 __all__ = [
     "MODEL_STATE_KEYS",
@@ -38,7 +43,19 @@ __all__ = [
     "validate_tag",
 ]
 
-# Universal checkpoints are not in this version; the name refuses when it is used.
+_MODULES = {
+    "layout": "MODEL_STATE_KEYS",
+    "checkpointer": "Checkpointer",
+    "store": "IndexedStore Store",
+    "load": "LoadedCheckpoint",
+    "torch_store": "TorchStore",
+    "tags": "check_new_tag validate_tag",
+    "utils": "clone_tensors_for_torch_save",
+    "stores": "create_store",
+    "save": "save_state_dict_file",
+    "deepspeed_checkpoint": "DeepSpeedCheckpoint",  # refuses when it is used
+}
 __getattr__, __dir__ = forward(
-    __name__, {"DeepSpeedCheckpoint": "deepspeed.checkpoint.deepspeed_checkpoint:DeepSpeedCheckpoint"}
+    __name__,
+    {name: f"{__name__}.{module}:{name}" for module, names in _MODULES.items() for name in names.split()},
 )

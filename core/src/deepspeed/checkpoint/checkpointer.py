@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry, Index
+from deepspeed.checkpoint.background import BackgroundWriter
+from deepspeed.checkpoint.commit import put_in_place
+from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
     Position,
@@ -29,9 +31,10 @@ from deepspeed.checkpoint.load import (
 from deepspeed.checkpoint.loadable import make_loadable
 from deepspeed.checkpoint.offer import last_good_tag
 from deepspeed.checkpoint.prune import prune
-from deepspeed.checkpoint.save import describe_save, merge_client_state, write_script
+from deepspeed.checkpoint.reports import COMMITTER
+from deepspeed.checkpoint.save import describe_save, merge_client_state
 from deepspeed.checkpoint.store import IndexedStore, Store
-from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest, write_latest
+from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import CheckpointError, CommError, ConfigError, DeepSpeedError
@@ -58,6 +61,8 @@ class Checkpointer:
             compared in any case.
         keep_last: after a save, remove the older tags of the directory so that this many stay; see `prune.plan_prune`.
             None removes nothing.
+        background: makes saves asynchronous: `save` returns when this rank's states are copied, and a process writes
+            them. Takes the place of `store` for saving.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class Checkpointer:
         commits: bool | None = None,
         verify: bool = True,
         keep_last: int | None = None,
+        background: BackgroundWriter | None = None,
     ) -> None:
         self.position = Position(dp_rank, dp_world_size, mp_rank, mp_world_size)
         self.store: Store = TorchStore() if store is None else store
@@ -84,8 +90,15 @@ class Checkpointer:
                 f"checkpoint.keep_last: found {keep_last}, and the store {self.store!r} cannot remove tags (it has not "
                 "the methods of deepspeed.checkpoint.store.IndexedStore). Omit the key, or remove old tags by hand."
             )
+        if background is not None and type(self.store) is not TorchStore:
+            raise ConfigError(
+                f"checkpoint.async_save: found true with the store {self.store!r}, and only the built-in store 'torch' "
+                "writes in a process of its own. Set async_save to false, or omit checkpoint.store."
+            )
         self._verify = verify
         self._keep_last = keep_last
+        self._background = background
+        self._may_be_saving = False  # the same on all ranks
         self._gather = gather
         self._model_file = layout.model_file(mp_rank, dp_rank if partitioned_model else None)
         self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
@@ -118,7 +131,11 @@ class Checkpointer:
         and stays whole until then. After a failure the staging folder is removed.
         Errors: on every rank. The failing rank raises `ConfigError` for what cannot be saved, `CheckpointError` for the
         disk; the others a `CheckpointError` that names it and its reason.
+
+        With `background`, an earlier save is waited for first, and may raise. What fails after this returns is raised
+        by `wait_for_save`, `raise_failure` or `close`, with the tag.
         """
+        self.wait_for_save()
         what = f"save {os.path.join(str(save_dir), str(tag))}"
 
         def prepare() -> tuple[Path, dict[str, Any]]:
@@ -132,6 +149,9 @@ class Checkpointer:
         folder, files = self.together(prepare, what)
         ranks = {"dp_world_size": self.position.dp_world_size, "mp_world_size": self.position.mp_world_size}
         facts = {**describe_save(str(tag), model_state, shard_state), **ranks}
+        if self._background is not None:
+            self._save_in_background(self._background, folder, files, facts, what, save_latest)
+            return folder
         try:
             self._write(folder, files, facts, what, save_latest)
         except Exception:
@@ -159,17 +179,63 @@ class Checkpointer:
 
         def commit() -> None:
             if self.commits:
-                write_script(folder)
-                if isinstance(self.store, IndexedStore):
-                    self.store.write_index(folder, Index(entries, facts).to_bytes())
-                self.store.commit(folder, {entry.name: entry.num_bytes for entry in entries})
-                if save_latest:
-                    write_latest(folder.parent, folder.name)
+                put_in_place(self.store, folder, entries, facts, save_latest=save_latest)
 
         self.together(create, what)
         written = self._gather(json.dumps(self.together(write, what)))
         entries = tuple(FileEntry.parse(each) for text in written if text for each in json.loads(text))
         self.together(commit, what)
+
+    def _save_in_background(
+        self,
+        background: BackgroundWriter,
+        folder: Path,
+        files: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        what: str,
+        save_latest: bool,
+    ) -> None:
+        """Return when every rank has copied its states; the writer processes agree about the rest (`reports.py`)."""
+        position = self.position
+        ranks = map(str, range(position.world_size))
+        others = [rank for rank in ranks if rank != str(position.rank)]
+        commit = {"others": others, "facts": facts, "save_latest": save_latest, "keep_last": self._keep_last}
+
+        def create() -> None:
+            if self.commits:
+                background.create(folder)
+
+        def stage() -> list[dict[str, Any]]:
+            return background.stage(folder, COMMITTER if self.commits else str(position.rank), files)
+
+        try:
+            self.together(create, what)
+            staged = self.together(stage, what)
+        except Exception:
+            background.cancel()
+            raise
+        background.write(staged, commit if self.commits else None, f"save of {folder}")
+        self._may_be_saving = True
+
+    def wait_for_save(self) -> None:
+        """Wait until the save in flight is complete on all ranks; every rank calls it. Nothing if there is none.
+
+        Raises:
+            CheckpointError: on every rank: it has failed, and this was not raised before.
+        """
+        if self._background is not None and self._may_be_saving:
+            self._may_be_saving = False
+            self.together(self._background.finish, "complete the asynchronous save")
+
+    def raise_failure(self) -> None:
+        """Raise what the save in flight has met, if it has failed; neither waits nor communicates."""
+        if self._background is not None:
+            self._background.raise_failure()
+
+    def close(self) -> None:
+        """Wait for the save in flight of this rank, and end its writer process. Raises as `raise_failure`."""
+        if self._background is not None:
+            self._background.close()
 
     def _checksums(self, folder: Path, name: str) -> Sequence[str] | None:
         return self.store.checksums(folder, name) if isinstance(self.store, IndexedStore) else None
@@ -197,6 +263,7 @@ class Checkpointer:
         Raises `CheckpointError` on every rank when a rank finds a file missing, damaged, refused or of another shape of
         job; nothing of the caller was changed then.
         """
+        self.wait_for_save()
         name = self._agreed_tag(load_dir, tag)
         directory = Path(load_dir)
         if name is None:
@@ -223,9 +290,8 @@ class Checkpointer:
         """After a load failed on every rank: where a rank found damage, which other tag is whole; else empty."""
         if not any(self._gather("damaged" if isinstance(error, DamagedCheckpoint) else None)):
             return ""
-        ranks = self.position.dp_world_size * self.position.mp_world_size
-        rank = self.position.dp_rank * self.position.mp_world_size + self.position.mp_rank
-        tag = last_good_tag(self._gather, directory, damaged, lists=self.commits, share=(rank, ranks))
+        share = (self.position.rank, self.position.world_size)
+        tag = last_good_tag(self._gather, directory, damaged, lists=self.commits, share=share)
         return f"The last good tag there is {tag!r}: its files were verified now." if tag else "No other tag is whole."
 
     def _read(

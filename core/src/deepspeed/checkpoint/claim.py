@@ -161,7 +161,7 @@ def _idle_s(folder: Path) -> float:
     """Seconds since anything of an unfinished save was touched; what another job is just renaming does not count."""
     staging = layout.staging_folder(folder)
     paths = [staging, layout.former_folder(folder), layout.lock_file(folder), layout.draft_file(folder)]
-    paths.append(layout.pruned_folder(folder))
+    paths += [layout.pruned_folder(folder), layout.writers_folder(folder)]
     with contextlib.suppress(FileNotFoundError):
         paths += staging.iterdir() if staging.is_dir() else ()
     touched = [0.0]

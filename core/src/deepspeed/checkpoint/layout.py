@@ -38,7 +38,7 @@ MODEL_STATE_KEYS = frozenset(
     }
 )
 
-_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|pruned|lock|latest)")
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|pruned|lock|latest|writers)")
 _PARTITIONED = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_\d+_model_states\.pt")
 _SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 
@@ -106,6 +106,11 @@ def pruned_folder(folder: Path) -> Path:
 def lock_file(folder: Path) -> Path:
     """By what the process that is saving `folder` keeps others from it."""
     return folder.with_name(f".{folder.name}.lock")
+
+
+def writers_folder(folder: Path) -> Path:
+    """Where the writer processes of an asynchronous save of `folder` let each other know how far they are."""
+    return folder.with_name(f".{folder.name}.writers")
 
 
 def draft_file(folder: Path) -> Path:

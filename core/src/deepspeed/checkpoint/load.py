@@ -52,6 +52,15 @@ class Position:
     mp_rank: int
     mp_world_size: int
 
+    @property
+    def rank(self) -> int:
+        """Among all that share the checkpoint."""
+        return self.dp_rank * self.mp_world_size + self.mp_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_world_size * self.mp_world_size
+
 
 def find_folder(load_dir: Path, tag: str) -> Path:
     """The folder in which the whole checkpoint `tag` lies."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.store import IndexedStore
 from deepspeed.checkpoint.survey import SavedTag, saved_tags
 from deepspeed.checkpoint.tags import read_latest
@@ -55,7 +56,7 @@ def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> Pr
     return PrunePlan(removed[::-1], dict(reversed(kept.items())))
 
 
-def prune(directory: Path, keep_last: int, store: IndexedStore, newest: str | None = None) -> None:
+def prune(directory: Path, keep_last: int, store: IndexedStore | FolderStore, newest: str | None = None) -> None:
     """Remove old tags after a save of the tag `newest`. What cannot be removed is a warning: the save has succeeded."""
     try:
         plan = plan_prune(directory, keep_last, newest)

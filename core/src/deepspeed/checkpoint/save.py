@@ -1,4 +1,4 @@
-"""What goes into a save: the model file with the user's state in it, the script beside it, plain weight files."""
+"""What goes into a save: the model file with the user's state in it, the facts for the index, plain weight files."""
 
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -46,19 +46,6 @@ def describe_save(
         "global_steps": (model_state or {}).get("global_steps"),
         "zero_stage": shard.get("zero_stage", 0),
     }
-
-
-def write_script(folder: Path) -> None:
-    """Put `zero_to_fp32.py` beside the tag's `folder`: a copy of `consolidate.py`, which runs without this package."""
-    source = Path(__file__).with_name("consolidate.py").read_bytes()
-    target = folder.with_name(layout.SCRIPT_FILE)
-    if target.is_file() and target.read_bytes() == source:
-        return
-    write_file(target, lambda file: file.write(source), layout.draft_file(folder))
-    try:
-        target.chmod(0o755)
-    except OSError as error:
-        raise disk_error("make executable", target, error) from error
 
 
 def save_state_dict_file(state: Mapping[str, Any], path: str | Path) -> None:

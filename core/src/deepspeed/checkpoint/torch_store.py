@@ -1,26 +1,6 @@
-"""`TorchStore`: each file by `torch.save`, each version of a folder whole or not there.
+"""`TorchStore`: each file by `torch.save`, in folders that `FolderStore` makes and replaces."""
 
-[Note: how a folder is replaced] The new version is written into a staging folder beside the old one, every file of it
-fsynced, and takes its place by renames. Where a former version of the same tag exists, two renames are needed:
-
-    global_step5  -> .global_step5.former       the former version, whole
-    .global_step5.staging -> global_step5       the new version, whole
-    delete .global_step5.former
-
-A process killed before the first rename leaves the former version in its place; between the two it leaves it under its
-second name, where loading finds it (`layout.whole_folder`); after the second the new version is in place. The next
-`create` in the same directory puts everything in order, except for saves that another job may still be making
-(`claim.py`). So at every moment one whole version can be loaded.
-
-A tag that is to go (`remove`) is renamed to `.global_step5.pruned` and then deleted. What a kill leaves of it, the next
-`create` deletes.
-
-A tag that is a symbolic link (`best -> global_step10`) is replaced by a folder; what it pointed to is left alone.
-"""
-
-import os
 import pickle
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,40 +11,25 @@ import torch
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import ChecksumWriter
-from deepspeed.checkpoint.claim import Claim, abandoned
-from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
-from deepspeed.checkpoint.index import DamagedCheckpoint, Index, read_index
+from deepspeed.checkpoint.durable import write_file
+from deepspeed.checkpoint.folder_store import FolderStore
+from deepspeed.checkpoint.index import DamagedCheckpoint
 from deepspeed.checkpoint.tensors import compact
-from deepspeed.checkpoint.verify import check_content, check_size
 from deepspeed.errors import CheckpointError, first_line
-from deepspeed.log import warn_once
 
 
-class TorchStore:
+class TorchStore(FolderStore):
     """Files in a directory that all ranks share. Synchronous: `save` returns when the bytes are on disk."""
 
     # here, so that subclasses need no super().__init__()
-    _claim: Claim | None = None  # of the save that is going on
     _checksums: Mapping[Path, list[str]] = MappingProxyType({})  # of the files that this process saved
 
-    def create(self, folder: Path) -> None:
-        try:
-            self._release()  # of a save that an interrupt ended
-            if folder.is_file() and not folder.is_symlink():
-                raise CheckpointError(f"cannot save {folder}: it is a file. Move it away, or use another tag.")
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            self._claim = Claim.take(folder)
-            _tidy(folder)
-            layout.staging_folder(folder).mkdir()
-        except OSError as error:
-            raise disk_error("prepare", folder, error) from error
-
     def save(self, state: Any, folder: Path, name: str) -> int:
-        compacted, path = compact(state), layout.staging_folder(folder) / name
+        path = layout.staging_folder(folder) / name
 
         def write(file: BinaryIO) -> None:
-            with _without_zip_checksums(), ChecksumWriter(file) as writer:
-                torch.save(compacted, writer)  # type: ignore[arg-type]  # it calls `write` and `flush`
+            with ChecksumWriter(file) as writer:
+                write_state(state, writer)
             self._checksums = {**self._checksums, path: writer.checksums()}
 
         return write_file(path, write)
@@ -77,77 +42,6 @@ class TorchStore:
         found = self._checksums.get(path)
         self._checksums = {other: sums for other, sums in self._checksums.items() if other != path}
         return found
-
-    def write_index(self, folder: Path, content: bytes) -> None:
-        write_file(layout.staging_folder(folder) / layout.INDEX_FILE, lambda file: file.write(content))
-
-    def commit(self, folder: Path, sizes: Mapping[str, int | None]) -> None:
-        """Move the staged version to `folder`; see [Note: how a folder is replaced]."""
-        staging, former = layout.staging_folder(folder), layout.former_folder(folder)
-        assert self._claim is not None, "commit without create"
-        self._claim.check()
-        _check_complete(staging, sizes)
-        try:
-            sync_folder(staging)
-            if os.path.lexists(folder):
-                os.rename(folder, former)
-            os.rename(staging, folder)
-            sync_folder(folder.parent)
-            if os.path.lexists(former):
-                _retire(former, folder)
-            self._release()
-        except OSError as error:
-            raise disk_error("replace", folder, error) from error
-
-    def discard(self, folder: Path) -> None:
-        if self._claim is None:
-            return  # `create` failed before it had made anything
-        try:
-            _settle(folder)
-            self._release()
-        except OSError as error:  # the failure that led here is the one to raise
-            _warn(f"cannot remove what a failed save left of {folder}: {error}. The next save tries again.")
-
-    def _release(self) -> None:
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            claim.release()
-
-    def remove(self, folder: Path) -> None:
-        try:
-            claim, pruned = Claim.take(folder), layout.pruned_folder(folder)
-            try:
-                if os.path.lexists(pruned):  # a kill left it, before the tag was saved again
-                    _remove(pruned)
-                os.rename(folder, pruned)
-                sync_folder(folder.parent)
-                _remove(pruned)
-            finally:
-                claim.release(removes_file=not os.path.lexists(pruned))  # the lock says whose the rest is
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot remove {folder}: {error.strerror}. Correct its permissions, or remove it by hand."
-            ) from error
-
-    def finish_removals(self, directory: Path) -> None:
-        """Delete what killed removals left in `directory`; a save does that, too."""
-        for place in layout.unfinished_in(directory):
-            if os.path.lexists(layout.pruned_folder(place)):
-                _tidy_other(place)
-
-    def read_index(self, folder: Path) -> Index | None:
-        return read_index(folder)
-
-    def verify(self, path: Path, index: Index, *, content: bool) -> None:
-        entry = index.entry(path.name)
-        if entry is None:
-            raise DamagedCheckpoint(
-                f"{path} is not listed in {layout.INDEX_FILE} beside it: it is of another save. Load another tag."
-            )
-        if content:
-            check_content(path, entry, index)
-        else:
-            check_size(path, entry)
 
     def load(self, path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
         try:
@@ -163,6 +57,13 @@ class TorchStore:
             ) from error
 
 
+def write_state(state: Any, file: Any) -> None:
+    """`torch.save` to a file, or what has its `write` and `flush`, with no more of a storage than its tensors need."""
+    compacted = compact(state)
+    with _without_zip_checksums():
+        torch.save(compacted, file)
+
+
 @contextmanager
 def _without_zip_checksums() -> Iterator[None]:
     """Inside, `torch.save` in this thread computes no CRC32, which costs a quarter of the time of a fast disk.
@@ -176,70 +77,6 @@ def _without_zip_checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(former)
-
-
-def _check_complete(staging: Path, sizes: Mapping[str, int | None]) -> None:
-    """Refuse to commit a version in which the committing rank does not see every rank's file as it was written."""
-    for name, size in sizes.items():
-        path = staging / name
-        found = path.stat().st_size if path.is_file() else None
-        if found is None or size not in (None, found):
-            seen = "it is missing" if found is None else f"it has {found} bytes"
-            raise CheckpointError(
-                f"{path} was written with {size} bytes, and {seen} where the save is completed. The former checkpoint "
-                "is untouched. Save into a folder that every rank sees and that no other job saves into."
-            )
-
-
-def _tidy(folder: Path) -> None:
-    """Put in order what ended saves left of `folder`, which this process has claimed, and beside it."""
-    _settle(folder)
-    for place in layout.unfinished_in(folder.parent):
-        if place != folder:
-            _tidy_other(place)
-
-
-def _tidy_other(place: Path) -> None:
-    try:
-        with abandoned(place) as is_over:
-            if is_over:
-                _settle(place)
-    except OSError as error:  # not this save's: perhaps of another user, or another job is removing it
-        _warn(f"cannot remove what an earlier save left of {place}: {error}. Remove it by hand.")
-
-
-def _warn(message: str) -> None:
-    warn_once(message, (-1,))
-
-
-def _settle(place: Path) -> None:
-    """Finish or undo the renames of a save of `place` that has ended; delete its staging folder and what was pruned."""
-    staging, former = layout.staging_folder(place), layout.former_folder(place)
-    if os.path.lexists(former):
-        if os.path.lexists(place):
-            _retire(former, place)
-        else:
-            os.rename(former, place)
-    for left in (staging, layout.pruned_folder(place), layout.draft_file(place)):
-        if os.path.lexists(left):
-            _remove(left)
-
-
-def _retire(former: Path, place: Path) -> None:
-    """Delete a replaced version. What somebody else had put into it moves to the new version."""
-    if former.is_dir() and not former.is_symlink():
-        for path in former.iterdir():
-            if not layout.is_own_file(path.name) and not os.path.lexists(place / path.name):
-                os.rename(path, place / path.name)
-    _remove(former)
-
-
-def _remove(path: Path) -> None:
-    """Delete a folder with its files, or a link without what it points to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _refusal(path: Path) -> str:

@@ -43,8 +43,17 @@ class CheckpointConfig(Section):
     keep_last: Int | None = key(
         None, "After a save, remove the oldest tags of the directory, so that this many stay.", ge=1
     )
+    async_save: Flag = key(
+        False,
+        "Let save_checkpoint return when every rank has copied its states to host memory; a process per rank writes "
+        "them meanwhile.",
+    )
     wait_s: Finite = key(
-        300.0, "How long a save or a load waits for ranks that have not called it, before it fails.", unit="s", gt=0
+        300.0,
+        "How long a save or a load waits for ranks that have not called it, and an asynchronous save for a rank of "
+        "which nothing is heard, before it fails.",
+        unit="s",
+        gt=0,
     )
     load_universal: Flag = key(
         False,

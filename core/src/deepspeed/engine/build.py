@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from deepspeed import comm, log
 from deepspeed.checkpoint import Checkpointer, create_store
+from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config import DeepSpeedConfig, read_config
@@ -437,6 +438,7 @@ def _create_saving(config: DeepSpeedConfig, state: TrainingState, mesh: Mesh) ->
         partitioned_model=sharding.stage >= 3,
         verify=section.verify,
         keep_last=section.keep_last,
+        background=BackgroundWriter(section.wait_s) if section.async_save else None,
     )
     meet = Arrivals(mesh.norm_group, section.wait_s).wait_for_all if comm.get_world_size(mesh.norm_group) > 1 else None
     return Saving(state, checkpointer, gather=gather, tag_validation=section.tag_validation, meet=meet)

@@ -145,10 +145,14 @@ class DeepSpeedEngine(torch.nn.Module):
 
         Args:
             lr_kwargs: passed to the learning rate schedule's step.
+
+        Raises:
+            CheckpointError: the asynchronous save in flight has failed on this rank. The step was made.
         """
         if not self.schedule.syncs:
             raise StateError("step: found inside no_sync(); leave it before the step")
         self._training.step(lr_kwargs)
+        self.checkpointer.raise_failure()  # after the step, which the peers make too
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
         """Print a table of one forward and its parts, as far as `wall_clock_breakdown` measures them.
@@ -318,8 +322,13 @@ class DeepSpeedEngine(torch.nn.Module):
             save_latest: let the file `latest` name this checkpoint.
             exclude_frozen_parameters: omit parameters without gradient.
 
+        With `"checkpoint": {"async_save": true}` it returns when every rank has copied its states; a process per rank
+        writes them meanwhile, and `latest` names the checkpoint when it is whole. A save in flight is waited for first.
+
         Returns:
-            True. Failures raise CheckpointError on every rank, and the former checkpoint stays.
+            True. Failures raise CheckpointError on every rank, and the former checkpoint stays. Those of an
+            asynchronous save are raised at the end of a later `step()`, or by the next `save_checkpoint`,
+            `load_checkpoint`, `wait_for_checkpoint` or `destroy`.
         """
         self._refuse_destroyed("save_checkpoint")
         self._saving.save(
@@ -330,6 +339,17 @@ class DeepSpeedEngine(torch.nn.Module):
             exclude_frozen=exclude_frozen_parameters,
         )
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the asynchronous save in flight is on disk and can be loaded; every rank calls it.
+
+        Returns at once if there is none.
+
+        Raises:
+            CheckpointError: on every rank: it has failed.
+        """
+        self._refuse_destroyed("wait_for_checkpoint")
+        self._saving.wait()
 
     def load_checkpoint(
         self,
@@ -455,8 +475,18 @@ class DeepSpeedEngine(torch.nn.Module):
 
         The module keeps its weights, and can be used without an engine or given to `initialize` again. So can an
         optimizer that was given to `initialize`: it holds the model's parameters again, and keeps only the states of
-        those that it held all the time (stage 0 without fp32 master weights).
+        those that it held all the time (stage 0 without fp32 master weights). An asynchronous save in flight is waited
+        for.
+
+        Raises:
+            CheckpointError: the save in flight has failed; the engine is destroyed all the same.
         """
+        try:
+            self.checkpointer.close()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         self._is_destroyed = True
         self._observers.close()
         self.sharding.destroy()

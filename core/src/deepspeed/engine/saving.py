@@ -51,6 +51,7 @@ class Saving:
         state.sharding.unit_groups.refuse_divided_experts("save_checkpoint")
         if self._meet is not None:
             self._meet("save_checkpoint")
+        checkpointer.wait_for_save()  # before the states are collected, which takes memory
 
         def collect() -> tuple[str, dict[str, Any] | None]:
             name = check_new_tag(f"global_step{state.training.progress.global_steps}" if tag is None else tag)
@@ -78,6 +79,12 @@ class Saving:
             save_latest=save_latest,
         )
         notify("ds_checkpoint_saved", directory=save_dir, tag=name)
+
+    def wait(self) -> None:
+        """See `DeepSpeedEngine.wait_for_checkpoint`."""
+        if self._meet is not None:
+            self._meet("wait_for_checkpoint")
+        self.checkpointer.wait_for_save()
 
     def load(
         self,

@@ -1,0 +1,218 @@
+"""`BackgroundWriter`: this rank's side of asynchronous saving. It copies states to shared memory, and gives orders to
+the writer process (`writer.py`) that puts them on disk.
+
+The process is started once, by the first save, without a fork of this one: devices and threads stay here. The shared
+memory has no name and no file, grows to the largest save, and is used again by the next one.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from deepspeed.checkpoint.torch_store import write_state
+from deepspeed.errors import CheckpointError
+from deepspeed.log import announce, logger
+
+_START = "import sys; sys.path[:] = sys.argv[1:-2]; from deepspeed.checkpoint.writer import main; main()"
+
+
+class BackgroundWriter:
+    """Made once per engine and rank.
+
+    Args:
+        limit_s: how long the writers wait for the writer of another rank of which nothing is heard.
+    """
+
+    def __init__(self, limit_s: float = 300.0) -> None:
+        self._limit_s = limit_s
+        self._process: _Process | None = None
+
+    def create(self, folder: Path) -> None:
+        """The committing rank's first step: an empty staging folder, claimed by its writer process."""
+        self._started().ask({"do": "create", "folder": str(folder.absolute())})
+
+    def stage(self, folder: Path, name: str, files: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Copy what is to be saved; when it returns, training may go on and change it.
+
+        Args:
+            name: of this rank's report, see `reports.Report`.
+            files: name -> state.
+
+        Returns the order to write them, for `write`.
+        """
+        process = self._started()
+        process.ask({"do": "join", "folder": str(folder.absolute()), "name": name})
+        try:
+            return _copy(files, process.memory)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"cannot save {folder}: no shared memory for a copy of this rank's states: {error}. Asynchronous "
+                "saving needs as much host memory as the rank's files have bytes; set checkpoint.async_save to false."
+            ) from error
+
+    def write(self, staged: list[dict[str, Any]], commit: Mapping[str, Any] | None, what: str) -> None:
+        """Begin to write what was staged, and return.
+
+        Args:
+            commit: on the committing rank the arguments of `Writer._commit`.
+            what: completes "the asynchronous ... has failed".
+        """
+        assert self._process is not None, "write before stage"
+        self._process.begin({"do": "write", "files": staged, "commit": commit}, what)
+
+    def cancel(self) -> None:
+        """After a failure on any rank between `create` and `write`. What cannot be removed is left to the next save."""
+        if self._process is not None and self._process.is_alive():
+            self._process.ask({"do": "cancel"})
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if any.
+
+        Raises:
+            CheckpointError: it has failed; `latest` names the former checkpoint.
+        """
+        if self._process is not None:
+            self._process.finish()
+
+    def raise_failure(self) -> None:
+        """Raise if the save in flight has failed; does not wait."""
+        if self._process is not None and self._process.has_answer():
+            self._process.finish()
+
+    def close(self) -> None:
+        """Wait for the save in flight, and end the process.
+
+        Raises:
+            CheckpointError: as `finish`.
+        """
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.finish()
+        finally:
+            process.end()
+
+    def _started(self) -> "_Process":
+        if self._process is None or not self._process.is_alive():
+            self._process = _Process(self._limit_s)
+        return self._process
+
+
+class _Process:
+    """The writer process and the memory that it shares. When this object goes, and at the exit of the program, the save
+    in flight is waited for."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.memory = _shared_memory()
+        descriptor = self.memory.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, *sys.path, str(descriptor), str(limit_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[descriptor],
+            start_new_session=True,
+            text=True,
+        )
+        self.in_flight: list[str] = []  # what is being saved, or nothing
+        parts = (self._process, self.memory, self.in_flight, os.getpid())
+        self.end: Callable[[], None] = weakref.finalize(self, _end, *parts)
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, order: Mapping[str, Any]) -> None:
+        """Give an order and wait for the answer; `CheckpointError` if it could not be carried out."""
+        _send(self._process, order)
+        if error := _receive(self._process):
+            raise CheckpointError(error)
+
+    def begin(self, order: Mapping[str, Any], what: str) -> None:
+        """Give an order whose answer `finish` reads."""
+        self.in_flight.append(what)
+        with contextlib.suppress(CheckpointError):  # the process has ended: `finish` raises it
+            _send(self._process, order)
+
+    def has_answer(self) -> bool:
+        """Whether `finish` will not wait."""
+        assert self._process.stdout is not None
+        return bool(self.in_flight) and bool(select.select([self._process.stdout.fileno()], [], [], 0)[0])
+
+    def finish(self) -> None:
+        """See `BackgroundWriter.finish`."""
+        if not self.in_flight:
+            return
+        if not self.has_answer():
+            announce(f"waiting for the asynchronous {self.in_flight[0]}")
+        error, what = _receive(self._process), self.in_flight.pop()
+        if error:
+            raise CheckpointError(f"the asynchronous {what} has failed: {error}")
+
+
+def _end(process: subprocess.Popen[str], memory: BinaryIO, in_flight: list[str], owner: int) -> None:
+    """Let the writer process complete its order and end."""
+    if os.getpid() != owner:
+        return  # a fork of the process that started it
+    if in_flight and process.poll() is None:
+        announce(f"waiting for the asynchronous {in_flight[0]} before the program ends")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    if in_flight and (error := _receive(process)):
+        logger.error("the asynchronous %s has failed: %s", in_flight.pop(), error)
+    process.stdout.close()
+    process.wait()
+    memory.close()
+
+
+def _send(process: subprocess.Popen[str], order: Mapping[str, Any]) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(order) + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        raise CheckpointError(_ended(process)) from None
+
+
+def _receive(process: subprocess.Popen[str]) -> str:
+    """The error in the next answer; empty if there is none. Waits."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    return str(json.loads(line).get("error", "")) if line else _ended(process)
+
+
+def _ended(process: subprocess.Popen[str]) -> str:
+    return (
+        f"the writer process of this rank has ended with exit code {process.wait()}. What it printed is above; the "
+        "next save starts another one."
+    )
+
+
+def _shared_memory() -> BinaryIO:
+    """An empty file in memory; where the system has none, one in the temporary folder, without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("deepspeed-staged-checkpoint"), "w+b")
+    return tempfile.TemporaryFile()  # type: ignore[return-value]
+
+
+def _copy(files: Mapping[str, Any], memory: BinaryIO) -> list[dict[str, Any]]:
+    """Write each state into `memory`, over what an earlier save left; gives name, offset and bytes of each."""
+    staged, offset = [], 0
+    for name, state in files.items():
+        memory.seek(offset)
+        write_state(state, memory)
+        end = memory.tell()
+        staged.append({"name": name, "offset": offset, "bytes": end - offset})
+        offset = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory.flush()
+    return staged

@@ -1,0 +1,158 @@
+"""`Report`: how the writer processes of an asynchronous save learn from each other that their files are written.
+
+Training may be in a collective of its own meanwhile, or may have ended, so they agree through files. Each writer has
+one in the folder `.<tag>.writers`, locked with `flock` while the process lives, and writes its result into it. Imports
+no torch.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from deepspeed.checkpoint import layout
+from deepspeed.errors import CheckpointError
+
+COMMITTER = "committer"  # the name of the report of the rank that commits
+_LONGEST_PAUSE_S = 0.1  # between two looks at a report
+
+
+def create_folder(folder: Path, limit_s: float) -> None:
+    """Make the folder of the reports of a save of `folder`, which this process has claimed.
+
+    Raises `CheckpointError` if the writers of an earlier save do not leave it within `limit_s`.
+    """
+    place = layout.writers_folder(folder)
+    for _ in _looks(limit_s):
+        remove_folder(place)
+        with suppress(FileExistsError):
+            place.mkdir()
+            return
+    raise CheckpointError(
+        f"cannot save {folder}: the writer processes of an earlier save are still in {place} after {limit_s:g} s. End "
+        "them (fuser names them), or save under another tag."
+    )
+
+
+def remove_folder(place: Path) -> None:
+    """Delete a folder of reports, unless a living process has one in it."""
+    with suppress(FileNotFoundError):
+        reports = list(place.iterdir())
+        if not any(map(_is_held, reports)):
+            for path in reports:
+                path.unlink(missing_ok=True)
+            place.rmdir()
+
+
+class Report:
+    """This process's report on a save.
+
+    Args:
+        folder: of the tag.
+        name: of the report: `COMMITTER`, or the number of the rank.
+        limit_s: a writer of which nothing is heard for so long is taken for dead: its machine may be.
+
+    Raises:
+        CheckpointError: the folder of the reports is not there.
+    """
+
+    def __init__(self, folder: Path, name: str, limit_s: float) -> None:
+        self._folder = layout.writers_folder(folder)
+        self._path = self._folder / f"{name}.json"
+        self._limit_s = limit_s
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"cannot save {folder}: this rank does not see {self._folder}, which the committing rank has made. "
+                "Save into a folder that every rank sees."
+            ) from None
+        with suppress(OSError):  # a file system without locks: then only the limit tells
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Let the other writers know the result of this one. The first one stays."""
+        if os.fstat(self._descriptor).st_size == 0:
+            os.pwrite(self._descriptor, json.dumps(result).encode(), 0)
+
+    @contextmanager
+    def kept_fresh(self) -> Iterator[None]:
+        """Inside, the report's time shows that this process lives, also where locks are not shared."""
+        ends = Event()
+
+        def touch() -> None:
+            while not ends.wait(self._limit_s / 10):
+                with suppress(OSError):
+                    os.utime(self._descriptor)
+
+        thread = Thread(target=touch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ends.set()
+            thread.join()
+
+    def wait_for(self, name: str) -> dict[str, Any]:
+        """The result of the writer `name`. It is an `{"error": ...}` too where that process has ended without one."""
+        path = self._folder / f"{name}.json"
+        for _ in _looks(self._limit_s, lambda: _touched_ns(path)):
+            is_dead = path.exists() and not _is_held(path)  # before its content is read: it may have just written it
+            if (result := _read(path)) is not None:
+                return result
+            if is_dead:
+                return {"error": "its writer process ended before its files were written"}
+        return {"error": f"nothing was heard of its writer process for {self._limit_s:g} s"}
+
+    def leave(self) -> None:
+        """Remove the report; the last one removes the folder, with the committer's report, which the others read."""
+        if self._path.stem != COMMITTER:
+            self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+        with suppress(OSError):
+            if {path.stem for path in self._folder.iterdir()} <= {COMMITTER}:
+                remove_folder(self._folder)
+
+
+def _looks(limit_s: float, sign: Any = lambda: None) -> Iterator[None]:
+    """Yields, with growing pauses, until `sign()` has not changed for `limit_s`."""
+    last, since_s, pause_s = sign(), time.monotonic(), 0.001
+    while time.monotonic() - since_s < limit_s:
+        yield
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if (now := sign()) != last:
+            last, since_s = now, time.monotonic()
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a living process has the report; True where that cannot be known."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError):  # not there yet, or not all of it
+        return None
+
+
+def _touched_ns(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime_ns
+    return 0

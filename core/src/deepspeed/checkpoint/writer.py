@@ -1,0 +1,160 @@
+"""The writer process of a rank: it puts on disk what the rank has staged in shared memory, and commits.
+
+Started by `background.py`, which sends one order per line on stdin, as JSON, and reads one answer per line from stdout:
+`{}`, or `{"error": text}`. Imports no torch.
+
+    {"do": "create", "folder": ...}             make the staging folder; on the committing rank
+    {"do": "join", "folder": ..., "name": ...}  open this writer's report, see `reports.py`
+    {"do": "write", "files": [...], "commit": {...} or null}    write the staged files; the answer comes when the
+                                                checkpoint is in its place or has failed, on all ranks
+    {"do": "cancel"}                            give up what was begun
+
+It runs in a session of its own, so that what ends the rank does not end it: it completes the order that it has, then
+reads the end of stdin, and ends.
+"""
+
+import json
+import mmap
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.checksum import ChecksumWriter
+from deepspeed.checkpoint.commit import put_in_place
+from deepspeed.checkpoint.durable import write_file
+from deepspeed.checkpoint.folder_store import FolderStore
+from deepspeed.checkpoint.index import FileEntry
+from deepspeed.checkpoint.prune import prune
+from deepspeed.checkpoint.reports import COMMITTER, Report, create_folder
+from deepspeed.errors import CheckpointError
+
+_NICENESS = 10  # training goes first
+_WRITE_BYTES = 8 * 2**20
+
+
+class Writer:
+    """The orders as methods.
+
+    Args:
+        memory: descriptor of the shared memory.
+        limit_s: how long the writers wait for one of which nothing is heard.
+    """
+
+    def __init__(self, memory: int, limit_s: float) -> None:
+        self._memory = memory
+        self._limit_s = limit_s
+        self._trainer = os.getppid()
+        self._store = FolderStore()
+        self._folder = Path()
+        self._creates = False
+        self._report: Report | None = None
+
+    def create(self, folder: str) -> None:
+        self._folder, self._creates = Path(folder), True
+        self._store.create(self._folder)
+        create_folder(self._folder, self._limit_s)
+
+    def join(self, folder: str, name: str) -> None:
+        self._folder = Path(folder)
+        self._report = Report(self._folder, name, self._limit_s)
+
+    def cancel(self, reason: str = "the save was given up") -> None:
+        self._end({"error": reason})
+
+    def write(self, files: Sequence[Mapping[str, Any]], commit: Mapping[str, Any] | None) -> None:
+        assert self._report is not None, "write before join"
+        assert self._creates == (commit is not None), "the rank that creates commits"
+        with self._report.kept_fresh():
+            try:
+                entries = self._write_files(files)
+                result: dict[str, Any] = {}
+                if commit is None:
+                    self._report.write({"files": [entry.as_json() for entry in entries]})
+                    result = self._report.wait_for(COMMITTER)
+                else:
+                    self._commit(entries, **commit)
+            except Exception as error:
+                self._end({"error": reason_of(error)})
+                raise
+        self._end(result)
+        if "error" in result:
+            raise CheckpointError(f"the committing rank: {result['error']}")
+
+    def _write_files(self, files: Sequence[Mapping[str, Any]]) -> list[FileEntry]:
+        if not files:
+            return []
+        staged = memoryview(mmap.mmap(self._memory, 0, prot=mmap.PROT_READ))  # unmapped with the last view of it
+        return [self._write_file(each["name"], staged[each["offset"] :][: each["bytes"]]) for each in files]
+
+    def _write_file(self, name: str, content: memoryview) -> FileEntry:
+        sums: list[str] = []
+
+        def write(file: BinaryIO) -> None:
+            with ChecksumWriter(file) as writer:
+                for first in range(0, len(content), _WRITE_BYTES):
+                    writer.write(content[first : first + _WRITE_BYTES])
+            sums.extend(writer.checksums())
+
+        num_bytes = write_file(layout.staging_folder(self._folder) / name, write)
+        return FileEntry(name, num_bytes, sums)
+
+    def _commit(
+        self,
+        entries: list[FileEntry],
+        *,
+        others: Sequence[str],
+        facts: Mapping[str, Any],
+        save_latest: bool,
+        keep_last: int | None,
+    ) -> None:
+        assert self._report is not None
+        results = {name: self._report.wait_for(name) for name in others}
+        failed = [f"rank {name}: {result['error']}" for name, result in results.items() if "error" in result]
+        if failed:
+            raise CheckpointError(f"cannot save {self._folder}: {'; '.join(failed)}")
+        for result in results.values():
+            entries.extend(map(FileEntry.parse, result["files"]))
+        put_in_place(self._store, self._folder, entries, facts, save_latest=save_latest)
+        if keep_last is not None and os.getppid() == self._trainer:  # else another run may be loading an older tag
+            prune(self._folder.parent, keep_last, self._store, newest=self._folder.name)
+
+    def _end(self, result: Mapping[str, Any]) -> None:
+        """The save has ended, in whatever way: let the others know, and leave nothing behind."""
+        report, self._report = self._report, None
+        if report is not None:
+            report.write(result)
+            report.leave()
+        if self._creates:
+            self._store.discard(self._folder)  # does nothing after a commit
+        self._creates = False
+
+
+def reason_of(error: Exception) -> str:
+    """The text of an error for another process."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _answer(writer: Writer, order: dict[str, Any]) -> dict[str, str]:
+    try:
+        getattr(writer, order.pop("do"))(**order)
+    except (CheckpointError, OSError) as error:  # the rank raises it
+        return {"error": reason_of(error)}
+    return {}
+
+
+def main() -> None:
+    """Arguments: the descriptor of the shared memory, and seconds of `limit_s`."""
+    memory, limit_s = sys.argv[-2:]
+    os.nice(_NICENESS)
+    writer = Writer(int(memory), float(limit_s))
+    for line in sys.stdin:
+        answer = _answer(writer, json.loads(line))
+        try:
+            print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
+        except BrokenPipeError:  # the rank has ended
+            sys.stdout = None  # type: ignore[assignment]  # else the interpreter flushes it again at its end
+            break
+    writer.cancel("its training process ended during save_checkpoint")

@@ -1,0 +1,210 @@
+"""Asynchronous saving of one rank: what its writer process does while, and after, the rank goes on."""
+
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.checkpoint import Checkpointer, TorchStore, layout
+from deepspeed.checkpoint.background import BackgroundWriter
+from deepspeed.checkpoint.survey import saved_tags
+from deepspeed.errors import CheckpointError, ConfigError
+
+KEEP_LAST = 2
+
+
+def states(step):
+    model = {"module": {"w": torch.full((500,), float(step))}, "global_steps": step}
+    shard = {"zero_stage": 1, "single_partition_of_fp32_groups": [torch.full((700,), float(step))[10:20]]}
+    return {**model, "dp_world_size": 1, "mp_world_size": 1}, {"optimizer_state_dict": shard}
+
+
+def save(checkpointer, directory, step, **options):
+    model_state, shard_state = states(step)
+    checkpointer.save(
+        directory, f"global_step{step}", model_state=model_state, shard_state=shard_state, client_state={}, **options
+    )
+    return model_state["module"]["w"]
+
+
+def writer_of(checkpointer):
+    return checkpointer._background._process._process.pid
+
+
+@pytest.fixture
+def checkpointer():
+    made = Checkpointer(background=BackgroundWriter(), keep_last=KEEP_LAST)
+    yield made
+    made.close()
+
+
+def test_files_are_those_of_a_synchronous_save_of_the_same_moment(tmp_path, checkpointer):
+    save(Checkpointer(), tmp_path / "sync", 1)
+    weights = save(checkpointer, tmp_path / "async", 1)
+    weights.zero_()  # training goes on
+    checkpointer.wait_for_save()
+    (found,), (expected,) = saved_tags(tmp_path / "async"), saved_tags(tmp_path / "sync")
+    assert found.index.files == expected.index.files
+    assert not found.faults(content=True)
+    assert sorted(os.listdir(tmp_path / "async")) == sorted(os.listdir(tmp_path / "sync"))
+
+
+def test_each_save_waits_for_the_one_before_and_old_tags_are_removed(tmp_path, checkpointer):
+    for step in range(1, 5):
+        save(checkpointer, tmp_path, step)
+    found = checkpointer.load(tmp_path)  # waits for the last
+    assert found.tag == "global_step4"
+    assert [tag.name for tag in saved_tags(tmp_path)] == ["global_step3", "global_step4"]
+
+
+def test_latest_names_the_former_checkpoint_until_the_new_one_is_whole(tmp_path, checkpointer):
+    save(checkpointer, tmp_path, 1)
+    checkpointer.wait_for_save()
+    save(checkpointer, tmp_path, 2, save_latest=False)
+    checkpointer.wait_for_save()
+    assert (tmp_path / "latest").read_text() == "global_step1"
+    assert Checkpointer().load(tmp_path, "global_step2").tag == "global_step2"
+
+
+def limit_file_size(pid, num_bytes):
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("surfaces", ["wait_for_save", "raise_failure", "close", "save", "load"])
+def test_a_disk_that_refuses_is_an_error_with_the_tag(tmp_path, checkpointer, surfaces):
+    save(checkpointer, tmp_path, 1)
+    checkpointer.wait_for_save()
+    limit_file_size(writer_of(checkpointer), 1000)
+    save(checkpointer, tmp_path, 2)
+    call = {"save": lambda: save(checkpointer, tmp_path, 3), "load": lambda: checkpointer.load(tmp_path)}
+    if surfaces == "raise_failure":
+        select.select([checkpointer._background._process._process.stdout], [], [])
+    with pytest.raises(CheckpointError, match=r"save of .*global_step2 has failed: cannot write .*: File too large"):
+        call.get(surfaces, getattr(checkpointer, surfaces))()
+    assert sorted(os.listdir(tmp_path)) == ["global_step1", "latest", "zero_to_fp32.py"]
+    checkpointer.raise_failure()  # once only
+    checkpointer.wait_for_save()
+    if surfaces == "close":
+        return
+    limit_file_size(writer_of(checkpointer), resource.RLIM_INFINITY)
+    save(checkpointer, tmp_path, 3)
+    assert checkpointer.load(tmp_path).tag == "global_step3"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])  # while it writes; before
+def test_a_writer_that_was_killed_is_an_error_and_the_next_save_starts_another(
+    tmp_path, checkpointer, monkeypatch, number
+):
+    begin = BackgroundWriter.write
+
+    def write(background, *order):
+        pid = writer_of(checkpointer)
+        os.kill(pid, number)
+        begin(background, *order)
+        if number == signal.SIGSTOP:
+            os.kill(pid, signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BackgroundWriter, "write", write)
+        save(checkpointer, tmp_path, 2)
+    with pytest.raises(CheckpointError, match="global_step2 has failed: .* ended with exit code -9"):
+        checkpointer.wait_for_save()
+    save(checkpointer, tmp_path, 3)
+    assert checkpointer.load(tmp_path).tag == "global_step3"
+    assert not layout.unfinished_in(tmp_path)
+
+
+def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path, checkpointer):
+    (tmp_path / "global_step1").write_text("a file")
+    with pytest.raises(CheckpointError, match="it is a file"):
+        save(checkpointer, tmp_path, 1)
+    assert os.listdir(tmp_path) == ["global_step1"]
+
+
+def test_another_store_is_refused():
+    class Mine(TorchStore):
+        pass
+
+    with pytest.raises(ConfigError, match=r"checkpoint.async_save: found true with the store .*Mine"):
+        Checkpointer(store=Mine(), background=BackgroundWriter())
+
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from test_background import BackgroundWriter, Checkpointer, save, writer_of
+
+directory, end = Path(sys.argv[1]), sys.argv[2]
+checkpointer = Checkpointer(background=BackgroundWriter(), keep_last=1)
+save(checkpointer, directory, 1)
+checkpointer.wait_for_save()
+begin = BackgroundWriter.write
+
+
+def stopped_write(background, *order):
+    os.kill(writer_of(checkpointer), signal.SIGSTOP)
+    begin(background, *order)
+
+
+if end == "kill":
+    BackgroundWriter.write = stopped_write
+save(checkpointer, directory, 2)
+print(writer_of(checkpointer), flush=True)
+if end == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+raise RuntimeError("the trainer's")
+"""
+
+
+def run_program(directory, end):
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(directory), end],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def assert_whole(directory, tag):
+    assert (directory / "latest").read_text() == tag
+    assert not any(found.faults(content=True) for found in saved_tags(directory))
+    assert Checkpointer().load(directory).model_state["module"]["w"][0] == int(tag[-1])
+
+
+def test_the_writer_completes_the_save_of_a_trainer_that_was_killed(tmp_path):
+    with run_program(tmp_path, "kill") as program:
+        assert program.wait() == -signal.SIGKILL
+        assert_whole(tmp_path, "global_step1")
+        os.kill(int(program.stdout.read()), signal.SIGCONT)
+        assert "Error" not in program.stderr.read()  # its end is the end of the writer
+    assert_whole(tmp_path, "global_step2")
+    # no prune: another run may be loading the former tag
+    assert sorted(os.listdir(tmp_path)) == ["global_step1", "global_step2", "latest", "zero_to_fp32.py"]
+
+
+def test_an_exception_of_the_trainer_ends_it_after_the_save(tmp_path):
+    with run_program(tmp_path, "raise") as program:
+        output, errors = program.communicate()
+        assert program.returncode == 1
+    assert_whole(tmp_path, "global_step2")
+    assert "RuntimeError: the trainer's" in errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(output), 0)
+
+
+def test_a_fork_of_the_trainer_leaves_its_save_alone(tmp_path, checkpointer):
+    save(checkpointer, tmp_path, 1)
+    pid = os.fork()
+    if pid == 0:
+        checkpointer._background._process.end()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    checkpointer.wait_for_save()
+    assert checkpointer.load(tmp_path).tag == "global_step1"
