@@ -17,13 +17,14 @@ from torch import nn
 WORLD_SIZE = 2
 
 
-def create_engine(stage, **keys):
+def create_engine(stage, nebula=None, **keys):
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "checkpoint": {"async_save": True, **keys},
+        "nebula": nebula or {},
     }
     return deepspeed.initialize(model=nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)), config=config)[0]
 
@@ -66,6 +67,23 @@ def test_a_run_resumes_from_what_was_saved_while_it_went_on(tmp_path, stage):
         assert len(tag.index.files) == {0: 1, 2: 3, 3: 4}[stage]
         assert not tag.faults(content=True)
     assert not layout.unfinished_in(tmp_path)
+
+
+def nebula_job(folder):
+    nebula = {"enabled": True, "persistent_storage_path": folder, "num_of_version_in_retention": 1}
+    engine = create_engine(1, nebula=nebula, async_save=False)
+    for step in range(2):
+        train(engine, step, step + 1)
+        engine.save_checkpoint(f"{folder}/elsewhere")
+    path, _ = engine.load_checkpoint(f"{folder}/elsewhere")
+    engine.destroy()
+    return path
+
+
+def test_nebula_saves_asynchronously_to_its_own_directory(tmp_path):
+    for path in run_ranks(WORLD_SIZE, nebula_job, str(tmp_path)):
+        assert path == str(tmp_path / "global_step2" / "mp_rank_00_model_states.pt")
+    assert sorted(os.listdir(tmp_path)) == ["global_step2", "latest", "zero_to_fp32.py"]
 
 
 def kill_job(folder, killed):

@@ -27,7 +27,7 @@ FEATURES = {
     "mixture of experts": Feature(
         "mixture of experts", "use a model without expert parameters, or replicate the experts"
     ),
-    "Nebula": Feature("the Nebula service", "call save_checkpoint, which writes to a folder"),
+    "Nebula": Feature("the Nebula service", 'set "nebula": {"enabled": true}, which saves asynchronously to a folder'),
     "nvme": Feature("offload to NVMe", 'use "offload_optimizer": {"device": "cpu"}'),
     "optimizer classes": Feature(
         "one optimizer class per precision",

@@ -84,11 +84,32 @@ class CheckpointConfig(Section):
 
 
 class NebulaConfig(Section):
-    """`nebula`: checkpoints through Azure's service."""
+    """`nebula`: asynchronous saving under the names of Azure's service, which is not needed and not used."""
 
-    enabled: Flag = key(False, "Save through Nebula.", support=refused("the Nebula service is not supported"))
-    persistent_storage_path: str | None = key(None, "Where it keeps them.", support=quiet("see enabled"))
-    persistent_time_interval: Int = key(100, "Time between them.", unit="s", ge=1, support=quiet("see enabled"))
-    num_of_version_in_retention: Int = key(2, "How many it keeps.", ge=1, support=quiet("see enabled"))
-    enable_nebula_load: Flag = key(True, "Load through it.", support=quiet("see enabled"))
-    load_path: str | None = key(None, "Where to load from.", support=quiet("see enabled"))
+    enabled: Flag = key(False, "Save asynchronously, as checkpoint.async_save does.")
+    persistent_storage_path: str | None = key(
+        None, "The directory that is saved to, in place of the one that save_checkpoint is given."
+    )
+    persistent_time_interval: Int = key(
+        100, "Time between writes.", unit="s", ge=1, support=quiet("every save is written at once")
+    )
+    num_of_version_in_retention: Int = key(2, "checkpoint.keep_last, where that is not set.", ge=1)
+    enable_nebula_load: Flag = key(
+        True, "Load from load_path, or else persistent_storage_path, in place of the directory of load_checkpoint."
+    )
+    load_path: str | None = key(None, "The directory to load from; see enable_nebula_load.")
+
+    @property
+    def save_dir(self) -> str | None:
+        """What takes the place of the directory of `save_checkpoint`; None: nothing does."""
+        return self.persistent_storage_path if self.enabled else None
+
+    @property
+    def load_dir(self) -> str | None:
+        """What takes the place of the directory of `load_checkpoint`; None: nothing does."""
+        return self.load_path or self.persistent_storage_path if self.enabled and self.enable_nebula_load else None
+
+    @property
+    def keep_last(self) -> int | None:
+        """How many tags stay, where `checkpoint.keep_last` does not say it; None: all."""
+        return self.num_of_version_in_retention if self.enabled else None

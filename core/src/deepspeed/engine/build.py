@@ -426,7 +426,7 @@ def _create_observers(config: DeepSpeedConfig, group: Any, *, scales_loss: bool)
 
 def _create_saving(config: DeepSpeedConfig, state: TrainingState, mesh: Mesh) -> Saving:
     gather = partial(_gather, group=mesh.norm_group)
-    sharding, section = state.sharding, config.checkpoint
+    sharding, section, nebula = state.sharding, config.checkpoint, config.nebula
     checkpointer = Checkpointer(
         gather=gather,
         store=create_store(section.store.type, section.store.params),
@@ -437,11 +437,19 @@ def _create_saving(config: DeepSpeedConfig, state: TrainingState, mesh: Mesh) ->
         mp_world_size=mesh.model_size,
         partitioned_model=sharding.stage >= 3,
         verify=section.verify,
-        keep_last=section.keep_last,
-        background=BackgroundWriter(section.wait_s) if section.async_save else None,
+        keep_last=nebula.keep_last if section.keep_last is None else section.keep_last,
+        background=BackgroundWriter(section.wait_s) if section.async_save or nebula.enabled else None,
     )
     meet = Arrivals(mesh.norm_group, section.wait_s).wait_for_all if comm.get_world_size(mesh.norm_group) > 1 else None
-    return Saving(state, checkpointer, gather=gather, tag_validation=section.tag_validation, meet=meet)
+    return Saving(
+        state,
+        checkpointer,
+        gather=gather,
+        tag_validation=section.tag_validation,
+        meet=meet,
+        save_dir=nebula.save_dir,
+        load_dir=nebula.load_dir,
+    )
 
 
 def _gather(value: Any, group: ProcessGroup) -> list[Any]:

@@ -20,6 +20,8 @@ class Saving:
         gather: the collective of the checkpointer: takes this rank's text, returns every rank's.
         tag_validation: "Ignore", "Warn" or "Fail": what to do about ranks that save under different tags.
         meet: waits until every rank makes the call of this name, and raises where one does not; None with one rank.
+        save_dir: what is saved to in place of the directory of the call; None: that of the call.
+        load_dir: the same for a load.
     """
 
     def __init__(
@@ -30,12 +32,16 @@ class Saving:
         gather: Callable[[Any], list[Any]],
         tag_validation: str,
         meet: Callable[[str], None] | None = None,
+        save_dir: str | None = None,
+        load_dir: str | None = None,
     ) -> None:
         self._state = state
         self.checkpointer = checkpointer
         self._gather = gather
         self._tag_validation = tag_validation
         self._meet = meet
+        self._save_dir = save_dir
+        self._load_dir = load_dir
 
     def save(
         self,
@@ -47,6 +53,7 @@ class Saving:
         exclude_frozen: bool,
     ) -> None:
         """See `DeepSpeedEngine.save_checkpoint`."""
+        save_dir = self._save_dir or save_dir
         state, checkpointer = self._state, self.checkpointer
         state.sharding.unit_groups.refuse_divided_experts("save_checkpoint")
         if self._meet is not None:
@@ -98,6 +105,7 @@ class Saving:
         custom_load_fn: Callable[..., Any] | None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `DeepSpeedEngine.load_checkpoint`."""
+        load_dir = self._load_dir or load_dir
         state, sharding = self._state, self._state.sharding
         sharding.unit_groups.refuse_divided_experts("load_checkpoint")
         if self._meet is not None:
