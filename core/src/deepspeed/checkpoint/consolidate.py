@@ -3,8 +3,8 @@
 
     python zero_to_fp32.py <checkpoint_dir> <output_dir> [--safe_serialization] [--max_shard_size 5GB] [-t TAG] [-e]
 
-It stands alone: torch and the standard library, and safetensors only for `--safe_serialization`. Files are read with
-`weights_only=True`, so no code in them is run, and mapped rather than read, so memory holds one output file at a time.
+It stands alone: it needs torch and the standard library. Files are read with `weights_only=True`, so no code in them is
+run, and mapped rather than read. Memory holds one output file of `torch.save`, or one weight of a safetensors file.
 
 [Note: what the shards hold] Every parameter group's trainable parameters, in the order of `param_shapes`, lie end to
 end in one fp32 buffer.
@@ -38,6 +38,11 @@ except ImportError:  # standing alone
 
 log = logging.getLogger("zero_to_fp32")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SAFETENSORS_NAMES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+}
 
 
 class LazyTensor:
@@ -345,7 +350,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     limit) several files and an index, as Hugging Face names them. Tied weights are one tensor in a `.bin` file and are
     written under each name in `.safetensors`, which knows no sharing.
     """
-    write = _safetensors_writer() if safe_serialization else torch.save
+    write = _write_safetensors if safe_serialization else _write_bin
     weights = _lazy_state_dict(_tag_folder(checkpoint_dir, tag), exclude_frozen_parameters)
     files = _split(weights, _parse_size_bytes(max_shard_size), shares=not safe_serialization)
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
@@ -354,7 +359,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     for index, names in enumerate(files):
         name = f"{stem}.{ending}" if len(files) == 1 else f"{stem}-{index + 1:05d}-of-{len(files):05d}.{ending}"
         log.info("writing %s (%d of %d files)", output / name, index + 1, len(files))
-        _write(write, _in_memory({key: weights[key] for key in names}), output / name)
+        _write(write, {key: weights[key] for key in names}, output / name)
         weight_map.update(dict.fromkeys(names, name))
     if len(files) > 1:
         sizes = {id(weight): _nbytes(weight) for weight in weights.values()}
@@ -373,28 +378,35 @@ def _create_folder(output: Path) -> Path:
     return output
 
 
-def _safetensors_writer() -> Callable[[dict[str, torch.Tensor], Path], None]:
-    """`torch.save`'s like for safetensors, which refuses tensors that share memory."""
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise CheckpointError("--safe_serialization needs the package safetensors: pip install safetensors") from error
-
-    def write(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        seen: set[int] = set()
-        own = {}
-        for name, tensor in tensors.items():
-            own[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-            seen.add(tensor.data_ptr())
-        save_file(own, str(path), metadata={"format": "pt"})
-
-    return write
+def _write_bin(weights: Mapping[str, Any], path: Path) -> None:
+    torch.save(_in_memory(weights), path)
 
 
-def _write(write: Callable[[Any, Any], Any], tensors: dict[str, torch.Tensor], path: Path) -> None:
+def _write_safetensors(weights: Mapping[str, Any], path: Path) -> None:
+    """The format of the package safetensors: the length of a header, the header as JSON, the bytes of each tensor."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, weight in weights.items():
+        if weight.dtype not in _SAFETENSORS_NAMES:
+            raise CheckpointError(f"{name} has dtype {weight.dtype}, which safetensors files cannot hold; write a .bin")
+        stop = start + _nbytes(weight)
+        kind = _SAFETENSORS_NAMES[weight.dtype]
+        header[name] = {"dtype": kind, "shape": list(weight.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, weight in weights.items():
+            log.debug("%s %s", name, tuple(weight.shape))
+            if weight.numel():
+                file.write(memoryview(weight.contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+
+def _write(write: Callable[[Mapping[str, Any], Path], None], weights: Mapping[str, Any], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        write(tensors, temporary)
+        write(weights, temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -442,6 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("-t", "--tag", help="which checkpoint; default: the one that `latest` names")
     parser.add_argument("-e", "--exclude_frozen_parameters", action="store_true", help="only what was trained")
+    parser.add_argument("--lazy", action="store_true", help="accepted: a weight is always read when it is written")
     parser.add_argument("-d", "--debug", action="store_true", help="name every weight, and show tracebacks")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.DEBUG if args.debug else logging.INFO, format="%(message)s")

@@ -230,6 +230,68 @@ def test_safetensors(saved, tmp_path):
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), saved.weights)
 
 
+def test_safetensors_of_every_dtype_and_shape(saved, tmp_path):
+    from safetensors.torch import load_file
+
+    path = tmp_path / "ckpt" / "global_step1" / layout.model_file(0)
+    model = torch.load(path, weights_only=True)
+    dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    buffers = {f"é.{dtype}": torch.arange(3).to(dtype) for dtype in dtypes}
+    buffers |= {"scalar": torch.tensor(7), "empty": torch.zeros(0, 3)}
+    model["module"].update(buffers)
+    torch.save(model, path)
+    convert(tmp_path / "ckpt", tmp_path / "out", safe_serialization=True, max_shard_size=50)
+    found = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        found.update(load_file(file))
+    assert_same(found, {**saved.weights, **buffers})
+
+
+def test_safetensors_refuse_a_dtype_that_they_cannot_hold(saved, tmp_path):
+    path = tmp_path / "ckpt" / "global_step1" / layout.model_file(0)
+    model = torch.load(path, weights_only=True)
+    model["module"]["phase"] = torch.zeros(2, dtype=torch.complex64)
+    torch.save(model, path)
+    with pytest.raises(CheckpointError, match="phase has dtype torch.complex64"):
+        convert(tmp_path / "ckpt", tmp_path / "out", safe_serialization=True)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+_WEIGHT_BYTES = 8 * 2**20
+
+
+@pytest.mark.parametrize(("safe", "most_weights"), [(True, 1), (False, 2)])
+def test_memory_holds_one_output_file(tmp_path, monkeypatch, safe, most_weights):
+    """Twelve weights of 8 MiB in two shards, written two to a file. Private memory, since mapped files are not held."""
+    shapes = {f"w{index}": torch.Size([_WEIGHT_BYTES // 4]) for index in range(12)}
+    folder = tmp_path / "t"
+    folder.mkdir()
+    module = {name: torch.empty(0) for name in shapes}
+    torch.save({"module": module, "param_shapes": [shapes]}, folder / layout.model_file(0))
+    for rank in range(2):
+        state = {"zero_stage": 2, "single_partition_of_fp32_groups": [torch.ones(_WEIGHT_BYTES // 4 * 6)]}
+        torch.save({"optimizer_state_dict": state}, folder / layout.shard_file(rank, 0))
+    del state
+
+    read, peaks = consolidate.LazyTensor.contiguous, []
+
+    def contiguous(weight):
+        value = read(weight)
+        peaks.append(private_bytes())
+        return value
+
+    monkeypatch.setattr(consolidate.LazyTensor, "contiguous", contiguous)
+    before = private_bytes()
+    convert(tmp_path, tmp_path / "out", max_shard_size=2 * _WEIGHT_BYTES, safe_serialization=safe, tag="t")
+    assert len(peaks) == 12
+    assert max(peaks) - before < (most_weights + 1) * _WEIGHT_BYTES
+
+
+def private_bytes():
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("5GB", 5 * 10**9), ("1.5MiB", 3 * 2**19), ("7", 7), (7, 7), (0, None), (None, None)]
 )
@@ -245,7 +307,7 @@ def test_a_wrong_size_is_named(saved, tmp_path):
 def run_script(directory, *arguments):
     """The script in a checkpoint directory, in a Python that cannot import this package."""
     blocker = (
-        "import sys, runpy; sys.modules['deepspeed'] = None; sys.argv = sys.argv[1:]; "
+        "import sys, runpy; sys.modules.update(deepspeed=None, safetensors=None); sys.argv = sys.argv[1:]; "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     command = [sys.executable, "-c", blocker, str(directory / "zero_to_fp32.py"), *map(str, arguments)]
@@ -262,6 +324,14 @@ def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "writing" in done.stderr
     assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), saved.weights)
+
+
+def test_the_script_writes_safetensors_by_itself(saved, tmp_path):
+    from safetensors.torch import load_file
+
+    done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out", "--safe_serialization", "--lazy")
+    assert done.returncode == 0, done.stderr
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), saved.weights)
 
 
 @pytest.mark.parametrize("place", ["weights.bin", "weights.bin/below"])
