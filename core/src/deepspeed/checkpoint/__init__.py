@@ -11,7 +11,7 @@ The room receives plain dicts and gives plain dicts: it knows neither the engine
 Read next: `checkpointer.py` (the order of a save and of a load), then `layout.py` (names), `store.py` (where bytes go;
 `stores.py` finds one by name), `folder_store.py` (how a folder takes the place of its former version), `background.py`
 (asynchronous saving), `index.py` (sizes and checksums; `verify.py` compares them, `survey.py` lists tags with them),
-`prune.py`, `consolidate.py`.
+`prune.py`, `consolidate.py`. Checkpoints of other programs: `dcp_file.py`, `dcp_load.py`.
 """
 
 from typing import TYPE_CHECKING

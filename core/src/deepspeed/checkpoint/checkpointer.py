@@ -14,6 +14,8 @@ from typing import Any, TypeVar, cast
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.commit import put_in_place
+from deepspeed.checkpoint.dcp_file import is_dcp_folder
+from deepspeed.checkpoint.dcp_load import load_dcp
 from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
@@ -21,6 +23,7 @@ from deepspeed.checkpoint.load import (
     SavedParts,
     check_has_states,
     check_model_state,
+    check_one_model_rank,
     check_shard,
     find_folder,
     find_models,
@@ -305,6 +308,9 @@ class Checkpointer:
     ) -> LoadedCheckpoint:
         position = self.position
         folder = find_folder(directory, name)
+        if is_dcp_folder(folder):
+            check_one_model_rank(folder, position)
+            return load_dcp(folder, name, needs_states=needs_states)
         models = find_models(folder, position.mp_rank)
         path = models[min(position.dp_rank, len(models) - 1)]
         verify = self._verifier(folder, load_shard)
@@ -366,7 +372,9 @@ class Checkpointer:
 
         def find() -> str | None:
             directory = Path(load_dir)
-            return read_latest(directory) if tag is None else check_tag(tag)
+            if tag is not None:
+                return check_tag(tag)
+            return "." if is_dcp_folder(directory) else read_latest(directory)
 
         name = self.together(
             find, f"load {os.path.join(str(load_dir), layout.LATEST_FILE if tag is None else str(tag))}"

@@ -1,5 +1,6 @@
 """Finding a checkpoint and checking that it fits this job, before anything is changed."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import Tensor
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.stored_tensor import StoredTensor
 
 _SHOWN = 8  # names in one message
 
@@ -41,6 +43,8 @@ class LoadedCheckpoint:
     """The user's own keys, as they were given to the save."""
     parts: SavedParts | None = None
     """What another number of ranks, or another stage, saved."""
+    stored: Mapping[str, StoredTensor] | None = None
+    """Of another program's checkpoint: the weights and buffers, in its files. `module` is then empty."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,15 @@ def check_model_state(state: Any, path: Path, position: Position) -> None:
         raise CheckpointError(
             f"{path} was saved by {saved_mp} model parallel ranks, this job has {position.mp_world_size}. Start the "
             f"job with {saved_mp}: changing the number at load is not supported."
+        )
+
+
+def check_one_model_rank(folder: Path, position: Position) -> None:
+    """Refuse a checkpoint of whole parameters in a job whose ranks have parts of the model."""
+    if position.mp_world_size > 1:
+        raise CheckpointError(
+            f"{folder} holds whole parameters, and each of the {position.mp_world_size} model parallel ranks of this "
+            "job has a part of the model. Load it with 1 model parallel rank."
         )
 
 

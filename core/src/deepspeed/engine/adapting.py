@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.checkpoint import LoadedCheckpoint
+from deepspeed.engine.stored_weights import read_weights
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.param_unit import unit_of
@@ -22,10 +23,12 @@ from deepspeed.zero.saved_states import DividedStates, SavedStates, TorchStates,
 NAMES = "param_names"
 
 
-def with_own_weights(found: LoadedCheckpoint, state: TrainingState) -> LoadedCheckpoint:
+def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:
     """`found`, whose `model_state` has what a rank of this run saves of parameters that no optimizer trains here."""
     if found.parts is None:
         return found
+    if found.stored is not None:
+        return read_weights(found, state, with_states=with_states)
     own, divided = found.model_state, _states_in(found, with_states=False)
     weights, fragments = dict(own["module"]), dict(own.get("frozen_param_fragments") or {})
     trained = set(state.sharding.params)
@@ -89,7 +92,8 @@ def _states_in(found: LoadedCheckpoint, *, with_states: bool) -> SavedStates:
     groups = found.model_state.get("param_shapes") or []
     if found.parts is not None and found.parts.shard_states:
         return DividedStates(found.parts.shard_states, groups)
-    whole, weights = found.model_state.get("optimizer") or {}, found.model_state["module"]
+    whole = found.model_state.get("optimizer") or {}
+    weights = found.model_state["module"] if found.stored is None else found.stored
     if _is_flat(whole):
         return DividedStates([whole], groups)
     if NAMES in whole:

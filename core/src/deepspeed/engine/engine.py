@@ -361,9 +361,10 @@ class DeepSpeedEngine(torch.nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what `save_checkpoint` saved; every rank calls it.
+        """Load what `save_checkpoint` saved, or a checkpoint of torch.distributed.checkpoint; every rank calls it.
 
         Args:
+            load_dir: the directory of all tags, or the folder in which torch.distributed.checkpoint saved.
             tag: default: the one that `latest` names.
             load_module_strict: the module's names must match exactly; shapes under common names must in any case.
             load_optimizer_states: False leaves the optimizer's state as it is; fp32 master weights start from the

@@ -125,7 +125,7 @@ class Saving:
 
         def check() -> None:
             nonlocal loaded, weights
-            loaded = with_own_weights(loaded, state)
+            loaded = with_own_weights(loaded, state, with_states=with_states)
             weights = fit_module_state(state.module, loaded.model_state)
             if custom_load_fn is None:
                 check_module_state(state.module, weights, strict=strict, source=loaded.path)

@@ -23,6 +23,7 @@ from torch import Tensor
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.redistribute import Run, contiguous, in_parameters
 from deepspeed.zero.state_dict import PER_PARAMETER, SavedGroup, as_file, masters_key, put_scalars
+from deepspeed.zero.stored_tensor import StoredTensor, elements_of
 
 if TYPE_CHECKING:
     from deepspeed.zero.strategy import Sharding
@@ -147,13 +148,13 @@ class DividedStates(SavedStates):
 
 class TorchStates(SavedStates):
     """Args:
-    weights: of the module, by name.
+    weights: of the module, by name: tensors, or `StoredTensor`s. So may be the states.
     state: torch's state dict of its optimizer.
     names: of the parameters of each group, in the order of `state`.
     """
 
     def __init__(self, weights: Mapping[str, Any], state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
-        self._weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+        self._weights = {name: value for name, value in weights.items() if isinstance(value, Tensor | StoredTensor)}
         self.shapes = {name: value.shape for name, value in self._weights.items()}
         self.param_groups = [
             {key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]
@@ -170,29 +171,33 @@ class TorchStates(SavedStates):
     def _is_by_element(self, key: str, held: Mapping[str, Mapping[str, Any]]) -> bool:
         """As in `state_dict.collect`: the step count of a parameter of no dimensions looks like its moments."""
         present = [(state[key], self.shapes[name]) for name, state in held.items() if key in state]
-        fits = all(isinstance(value, Tensor) and value.shape == shape for value, shape in present)
+        fits = all(isinstance(value, Tensor | StoredTensor) and value.shape == shape for value, shape in present)
         return fits and any(value.dim() > 0 for value, _ in present)
 
     def master(self, name: str, start: int, numel: int) -> Tensor:
-        return self._weights[name].reshape(-1)[start : start + numel].float()
+        return elements_of(self._weights[name], start, numel).float()
 
     def dtypes(self, name: str) -> dict[str, torch.dtype]:
         by_element, state = self._by_element.get(name, frozenset()), self._states.get(name, {})
         return {key: value.dtype for key, value in state.items() if key in by_element}
 
     def elements(self, name: str, state: str, start: int, numel: int) -> Tensor:
-        values: Tensor = self._states[name][state]
-        return values.reshape(-1)[start : start + numel]
+        return elements_of(self._states[name][state], start, numel)
 
     def _rest(self, name: str) -> Iterator[tuple[str, Any]]:
         by_element = self._by_element.get(name, frozenset())
         return ((key, value) for key, value in self._states.get(name, {}).items() if key not in by_element)
 
     def scalars(self, name: str) -> dict[str, Any]:
-        return {key: value for key, value in self._rest(name) if not isinstance(value, Tensor) or value.dim() == 0}
+        return {key: value for key, value in self._rest(name) if not _has_elements(value)}
 
     def others(self, name: str) -> dict[str, Tensor]:
-        return {key: value for key, value in self._rest(name) if isinstance(value, Tensor) and value.dim() > 0}
+        found = {key: value for key, value in self._rest(name) if _has_elements(value)}
+        return {key: value.whole() if isinstance(value, StoredTensor) else value for key, value in found.items()}
+
+
+def _has_elements(value: Any) -> bool:
+    return isinstance(value, Tensor | StoredTensor) and value.dim() > 0
 
 
 def state_for(sharding: Sharding, saved: SavedStates, *, with_states: bool) -> dict[str, Any]:

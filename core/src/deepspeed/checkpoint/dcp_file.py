@@ -1,0 +1,232 @@
+"""The files of `torch.distributed.checkpoint` (DCP): what is in a folder, read by range and without running code.
+
+A folder has `.metadata`, a pickle of `torch.distributed.checkpoint.metadata.Metadata`, and `*.distcp` files, in which
+each piece of a tensor, and each other value, is what `torch.save` wrote, end to end. A piece is a box of the tensor:
+its offsets and sizes by dimension. The pickle is loaded with only the classes below; values with `weights_only=True`.
+"""
+
+import io
+import math
+import mmap
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from deepspeed.errors import CheckpointError, first_line
+from deepspeed.zero.stored_tensor import StoredTensor
+
+METADATA_FILE = ".metadata"
+_CLASSES = frozenset(
+    {
+        *(("torch.distributed.checkpoint.metadata", name) for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        )),
+        *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
+        *(("torch", "Size"), ("torch.serialization", "_get_layout")),
+        *(("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath")),
+        *(("collections", "OrderedDict"),),
+    }
+)  # fmt: skip
+
+
+def is_dcp_folder(folder: Path) -> bool:
+    """Whether `folder` holds a checkpoint of torch.distributed.checkpoint."""
+    return (folder / METADATA_FILE).is_file()
+
+
+class DcpFolder:
+    """Args:
+    folder: holds `.metadata`.
+
+    Raises:
+        CheckpointError: it cannot be read, or asks for more than data.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        metadata = _read_metadata(folder / METADATA_FILE)
+        self._entries: Mapping[str, Any] = metadata.state_dict_metadata
+        self._places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        self.paths = {key: tuple(paths.get(key, (key,))) for key in self._entries}
+        """The keys of the nested state dict that was saved, by the entry's name."""
+        self._maps: dict[str, mmap.mmap] = {}
+
+    @cached_property
+    def tensors(self) -> dict[str, "DcpTensor"]:
+        """By name."""
+        return {
+            name: DcpTensor(self, name, entry)
+            for name, entry in self._entries.items()
+            if type(entry).__name__ == "TensorStorageMetadata"
+        }
+
+    def value(self, name: str) -> Any:
+        """A value that is no tensor. CheckpointError where it is more than plain data."""
+        view = self.piece(name, None)
+        try:
+            return torch.load(io.BytesIO(view), weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{name} in {self.folder} was not loaded: {first_line(error)}") from error
+
+    def piece(self, name: str, offset: torch.Size | None) -> memoryview:
+        """The bytes that torch.save wrote of a piece of a tensor, or of a value."""
+        info = self._places.get((name, offset))
+        if info is None:
+            raise CheckpointError(f"{self.folder / METADATA_FILE} does not say where {name} is: it is damaged")
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{self.folder / info.relative_path}: {name} was written through {info.transform_descriptors}, which "
+                "this version does not read; save it with a FileSystemWriter without extensions"
+            )
+        mapped = self._mapped(info.relative_path)
+        if info.offset + info.length > len(mapped):
+            raise CheckpointError(
+                f"{self.folder / info.relative_path} is cut short: it has {len(mapped)} bytes, and {name} ends at byte "
+                f"{info.offset + info.length}"
+            )
+        return memoryview(mapped)[info.offset : info.offset + info.length]
+
+    def _mapped(self, relative_path: str) -> mmap.mmap:
+        if relative_path not in self._maps:
+            path = self.folder / relative_path
+            if path.resolve().parent != self.folder.resolve():
+                raise CheckpointError(f"{self.folder / METADATA_FILE} names {relative_path!r}, which is not beside it")
+            try:
+                with open(path, "rb") as file:
+                    self._maps[relative_path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{path} is missing; copy it from where the checkpoint was saved") from error
+            except (OSError, ValueError) as error:  # ValueError: an empty file
+                raise CheckpointError(f"cannot read {path}: {error}") from error
+        return self._maps[relative_path]
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A piece of a tensor."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+
+    def rows(self, first: int, stop: int) -> tuple[int, int]:
+        """Its rows of first .. stop - 1 of the tensor, counted in the piece."""
+        return max(first - self.offsets[0], 0), min(stop - self.offsets[0], self.sizes[0])
+
+
+class DcpTensor(StoredTensor):
+    """A tensor of a DCP folder."""
+
+    def __init__(self, folder: DcpFolder, name: str, entry: Any) -> None:
+        super().__init__(torch.Size(entry.size), entry.properties.dtype)
+        self._folder = folder
+        self._name = name
+        self._boxes = [_Box(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+        held = sum(box.sizes.numel() for box in self._boxes)
+        if held != self.numel():
+            raise CheckpointError(
+                f"{name} in {folder.folder}: found {held} of its {self.numel()} elements; files of ranks are missing"
+            )
+
+    def read(self, start: int, numel: int) -> Tensor:
+        if not self.shape:
+            return self._piece(self._boxes[0]).reshape(1)[start : start + numel].clone()
+        if not numel:
+            return torch.empty(0, dtype=self.dtype)
+        row_numel = math.prod(self.shape[1:])
+        first, stop = start // row_numel, -(-(start + numel) // row_numel)
+        rows = torch.empty(stop - first, *self.shape[1:], dtype=self.dtype)
+        for box in self._boxes:
+            low, high = box.rows(first, stop)
+            if low < high and box.sizes.numel():
+                target = rows.narrow(0, box.offsets[0] + low - first, high - low)
+                for dim in range(1, len(self.shape)):
+                    target = target.narrow(dim, box.offsets[dim], box.sizes[dim])
+                target.copy_(self._piece(box)[low:high])
+        return rows.view(-1)[start - first * row_numel :][:numel]
+
+    def _piece(self, box: _Box) -> Tensor:
+        """The piece, mapped: its pages are read when they are touched."""
+        data = self._folder.piece(self._name, box.offsets)
+        try:
+            with FakeTensorMode():
+                like = torch.load(_Reader(data), weights_only=True)  # type: ignore[arg-type]
+            offset = like.untyped_storage()._checkpoint_offset
+            first = offset + like.storage_offset() * like.itemsize
+            count = like.untyped_storage().nbytes() // like.itemsize - like.storage_offset()
+            flat = torch.frombuffer(data, dtype=like.dtype, count=count, offset=first) if count else torch.empty(0)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._name} in {self._folder.folder} cannot be read: {first_line(error)}; it is damaged, or another "
+                "version of torch wrote it"
+            ) from error
+        if like.shape != box.sizes or like.dtype != self.dtype:
+            raise CheckpointError(
+                f"{self._name} in {self._folder.folder}: found a piece of {tuple(like.shape)} {like.dtype}, and "
+                f"{METADATA_FILE} says {tuple(box.sizes)} {self.dtype}; the files are of several checkpoints"
+            )
+        return flat.as_strided(like.shape, like.stride())
+
+
+class _Reader(io.RawIOBase):
+    """A file of some bytes in memory, without a copy of them."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._data[self._position : self._position + len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+
+class _AsksForCodeError(Exception):
+    """A pickle names something that is not data."""
+
+
+class _DataOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _CLASSES:
+            return super().find_class(module, name)
+        raise _AsksForCodeError(f"it asks for {module}.{name}")
+
+
+def _read_metadata(path: Path) -> Any:
+    import torch.distributed.checkpoint.metadata as known
+
+    try:
+        with open(path, "rb") as file:
+            metadata = _DataOnly(file).load()
+    except _AsksForCodeError as error:
+        raise CheckpointError(
+            f"{path} was refused, because loading it could run code: {error}. Nothing of it was run."
+        ) from error
+    except (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError, pickle.PickleError) as error:
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}; it is damaged") from error
+    if not isinstance(metadata, known.Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint")
+    return metadata

@@ -1,0 +1,105 @@
+"""A checkpoint of torch.distributed.checkpoint that is damaged, hostile or lacks something is refused by name."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from deepspeed.checkpoint import Checkpointer
+from deepspeed.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+WEIGHTS = {"w": torch.arange(6.0).view(2, 3), "scale": torch.tensor(2.0)}
+OPTIM = {
+    "state": {name: {"exp_avg": value / 2, "step": torch.tensor(4.0)} for name, value in WEIGHTS.items()},
+    "param_groups": [{"lr": 0.1, "params": ["scale", "w"], "fused": None}],
+}
+
+
+def save(folder, state):
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def test_weights_states_groups_and_the_rest(tmp_path):
+    save(tmp_path / "run", {"train": {"model": WEIGHTS, "optim": OPTIM}, "epoch": 3, "rng": {"seed": torch.ones(2)}})
+    found = Checkpointer().load(tmp_path / "run", needs_states=True)
+    assert {name: value.whole().tolist() for name, value in found.stored.items()} == {
+        name: value.tolist() for name, value in WEIGHTS.items()
+    }
+    optimizer = found.model_state["optimizer"]
+    assert optimizer["param_names"] == [["scale", "w"]]
+    assert optimizer["param_groups"] == [{"lr": 0.1, "params": [0, 1]}]
+    assert torch.equal(optimizer["state"][1]["exp_avg"].whole(), WEIGHTS["w"] / 2)
+    assert found.model_state["global_steps"] == 4
+    assert found.client_state["epoch"] == 3
+    assert torch.equal(found.client_state["rng"]["seed"], torch.ones(2))
+
+
+def test_a_folder_is_found_by_its_tag_too(tmp_path):
+    save(tmp_path / "step-4", {"model": WEIGHTS})
+    found = Checkpointer().load(tmp_path, "step-4")
+    assert set(found.stored) == set(WEIGHTS)
+    assert found.model_state["optimizer"] is None
+
+
+def damage(folder, what):
+    files = sorted(folder.glob("*.distcp"))
+    if what == "missing file":
+        files[0].unlink()
+    elif what == "cut short":
+        files[0].write_bytes(files[0].read_bytes()[:-200])
+    elif what == "zeros":
+        files[0].write_bytes(b"\0" * files[0].stat().st_size)
+    elif what == "metadata cut short":
+        (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-20])
+    elif what == "code":
+        (folder / ".metadata").write_bytes(pickle.dumps(Code()))
+
+
+class Code:
+    def __reduce__(self):
+        return pytest.fail, ("code of a checkpoint was run",)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("missing file", r"__0_0\.distcp is missing"),
+        ("cut short", r"__0_0\.distcp is cut short: it has \d+ bytes"),
+        ("zeros", "cannot be read|was not loaded"),
+        ("metadata cut short", r"\.metadata cannot be read"),
+        ("code", r"\.metadata was refused.*it asks for _pytest\.outcomes"),
+    ],
+)
+def test_damage_is_named(tmp_path, what, words):
+    save(tmp_path / "run", {"model": WEIGHTS, "optim": OPTIM})
+    damage(tmp_path / "run", what)
+    with pytest.raises(CheckpointError, match=words):
+        {name: value.whole() for name, value in Checkpointer().load(tmp_path / "run").stored.items()}
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"model": WEIGHTS}, "holds no optimizer state"),
+        ({"optim": OPTIM}, r"no weights of the parameters that its optimizer has \(scale, w\)"),
+        ({"model": WEIGHTS, "one": OPTIM, "two": OPTIM}, r"the states of 2 optimizers \(one\., two\.\)"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path, state, words):
+    save(tmp_path / "run", state)
+    with pytest.raises(CheckpointError, match=words):
+        Checkpointer().load(tmp_path / "run", needs_states=True)
+
+
+def test_model_parallel_ranks_are_refused(tmp_path):
+    save(tmp_path / "run", {"model": WEIGHTS})
+    with pytest.raises(CheckpointError, match="each of the 2 model parallel ranks"):
+        Checkpointer(mp_world_size=2, gather=lambda text: [text, text]).load(tmp_path / "run")
+
+
+def test_what_is_not_plain_data_is_left_and_named(tmp_path, caplog):
+    save(tmp_path / "run", {"model": WEIGHTS, "loader": Code(), "epoch": 3})
+    assert Checkpointer().load(tmp_path / "run").client_state == {"epoch": 3}
+    assert "not plain data: loader" in caplog.text
