@@ -96,6 +96,7 @@ class ParamUnit:
         self._work: Work | None = None
         self._near = NearShard(ranks.near) if ranks.near is not None else None
         self.gathered_over = self.ranks  # the group of the latest all-gather
+        self.shard_S: Tensor  # this rank's part of the weights
         self._fill(torch.empty(self.layout.padded_numel, dtype=params[0].dtype, device=device), dtype, from_first_rank)
         self.nothing = self.shard_S.new_empty(0)
         self._offloaded: OffloadedShard | None = home.keep(self.shard_S) if home is not None else None
