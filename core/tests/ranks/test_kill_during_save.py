@@ -5,6 +5,9 @@ This file is also the program that runs them (`main`). It imports torch once and
 "self" kills one rank before a random touch of the file system, and the other must notice; "parent" kills both upon a
 random sign of life, wherever they are by then; "each" kills the publishing rank before every touch of one save in turn,
 writes excepted. Trials follow each other in one directory, so each also meets what the former one left behind.
+
+With asynchronous saves, "writer" kills one rank's writer process before a random touch of the file system; "trainers"
+kills both ranks, whose writers then complete the save by themselves; "all" kills the writers with them.
 """
 
 import json
@@ -14,12 +17,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, TorchStore, consolidate, durable, layout
+from deepspeed.checkpoint import Checkpointer, TorchStore, background, consolidate, durable, layout
+from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.prune import prune
 from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.errors import CheckpointError
@@ -27,18 +32,23 @@ from deepspeed.testing.tiers import swept
 
 WORLD_SIZE = 2
 NUMEL = 20_000
+FAILED = 3  # exit code
 KEEP_LAST = 2  # so each save also removes a tag
 FILE_SYSTEM = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}  # audit events
+
+
+def run_program(directory, kills, kind):
+    command = [sys.executable, __file__, str(directory), str(kills), kind]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("kills", swept([20, 100], lambda kills: kills == 20))
 def test_every_kill_leaves_a_whole_checkpoint(tmp_path, kills):
     """`kills`: of each of the two random kinds."""
-    command = [sys.executable, __file__, str(tmp_path), str(kills)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=6 * kills, env=environment)
-    assert done.returncode == 0, done.stderr
-    trials = [json.loads(line) for line in done.stdout.splitlines()]
+    trials = run_program(tmp_path, kills, "synchronous")
     by_kind = Counter(trial["kind"] for trial in trials)
     assert by_kind["self"] == by_kind["parent"] == kills
     assert by_kind["each"] > 20
@@ -48,6 +58,20 @@ def test_every_kill_leaves_a_whole_checkpoint(tmp_path, kills):
         assert -signal.SIGKILL in trial["exits"], trial
     # The kills met saves in the middle, not only the pauses between them.
     assert sum(trial["unfinished"] for trial in trials) >= len(trials) // 4
+
+
+@pytest.mark.parametrize("kills", swept([6, 70], lambda kills: kills == 6))
+def test_every_kill_during_asynchronous_saves_leaves_a_whole_checkpoint(tmp_path, kills):
+    """`kills`: of each kind."""
+    trials = run_program(tmp_path, kills, "asynchronous")
+    assert Counter(trial["kind"] for trial in trials) == {"writer": kills, "trainers": kills, "all": kills}
+    for trial in trials:
+        assert trial["found_by_rank"] == [trial["found"]] * WORLD_SIZE, trial
+        # a save that has returned is complete when the next one returns
+        assert trial["completed"] - 1 <= trial["found"] <= trial["completed"] + 1, trial
+        is_writers = trial["kind"] == "writer"
+        assert trial["exits"] == [FAILED if is_writers else -signal.SIGKILL] * WORLD_SIZE, trial
+        assert trial["kind"] != "trainers" or not trial["unfinished"], trial
 
 
 # --- one rank, in a process of its own
@@ -99,10 +123,30 @@ def watch_file_system(touch):
     durable.open = File
 
 
-def run_rank(rank, peer, directory, first_step, tag, kill_at, progress):
+#: a writer process that dies before its n-th touch of the file system
+WRITER = """
+import os, signal, sys
+sys.path[:] = sys.argv[1:-2]
+from deepspeed.checkpoint.writer import main
+touches = 0
+def touch(event, args=()):
+    global touches
+    is_touch = event in {events}
+    touches += is_touch
+    if is_touch and touches == {moment}:
+        os.kill(os.getpid(), signal.SIGKILL)
+real_fsync = os.fsync
+os.fsync = lambda descriptor: (touch("open"), real_fsync(descriptor))[1]
+sys.addaudithook(touch)
+main()
+"""
+
+
+def run_rank(rank, peer, directory, first_step, tag, kill_at, progress, kill_writer_at=None):
     """Save until killed, or until the other rank is gone.
 
     `kill_at`: (n, counts writes) dies before its n-th touch of a file; None does not.
+    `kill_writer_at`: saves are asynchronous, and its writer dies before its n-th touch of a file; 0: does not.
     """
     moment, counts_writes = kill_at or (0, True)
     touches = 0
@@ -123,7 +167,11 @@ def run_rank(rank, peer, directory, first_step, tag, kill_at, progress):
             raise CheckpointError("the other rank is gone")
         return [text, json.loads(answer)] if rank == 0 else [json.loads(answer), text]
 
-    checkpointer = Checkpointer(gather=gather, dp_rank=rank, dp_world_size=WORLD_SIZE, keep_last=KEEP_LAST)
+    options = {}
+    if kill_writer_at is not None:
+        background._START = WRITER.format(events=FILE_SYSTEM, moment=kill_writer_at)
+        options = {"background": BackgroundWriter()}
+    checkpointer = Checkpointer(gather=gather, dp_rank=rank, dp_world_size=WORLD_SIZE, keep_last=KEEP_LAST, **options)
     watch_file_system(touch)
     for step in range(first_step, first_step + 1000):
         save(checkpointer, directory, tag or f"global_step{step}", step)
@@ -134,8 +182,9 @@ def run_rank(rank, peer, directory, first_step, tag, kill_at, progress):
 # --- the program that starts, kills and looks
 
 
-def fork_ranks(directory, first_step, tag, kill_at):
+def fork_ranks(directory, first_step, tag, kill_at, kill_writer_at=None, output=2):
     """Start both ranks; gives their process ids and the end of a pipe: a dot per touch, an S per finished save."""
+    kill_writer_at = kill_writer_at or {}
     ends = socket.socketpair()
     read, write = os.pipe()
     pids = []
@@ -145,9 +194,12 @@ def fork_ranks(directory, first_step, tag, kill_at):
             try:
                 os.close(read)
                 ends[1 - rank].close()
-                run_rank(rank, ends[rank], directory, first_step, tag, kill_at.get(rank), write)
+                os.dup2(output, 2)
+                run_rank(
+                    rank, ends[rank], directory, first_step, tag, kill_at.get(rank), write, kill_writer_at.get(rank)
+                )
             except (CheckpointError, OSError):
-                os._exit(3)
+                os._exit(FAILED)
             finally:
                 os._exit(4)
         pids.append(pid)
@@ -183,6 +235,45 @@ def kill_once(directory, first_step, tag, kill_at=None, kill_upon=None):
     }
 
 
+def kill_asynchronous(directory, first_step, tag, rng, kind):
+    """As `kill_once`, for two ranks with writer processes."""
+    moment = rng.randint(1, 60)  # a save is near 20 touches
+    victim = rng.randrange(WORLD_SIZE) if kind == "writer" else None
+    # an end that writers inherit too: it is read to its end when all have ended
+    output_read, output = os.pipe()
+    moments = {rank: moment if rank == victim else 0 for rank in range(WORLD_SIZE)}
+    pids, read = fork_ranks(directory, first_step, tag, {}, moments, output)
+    os.close(output)
+    num_saves = 0
+    wanted = rng.randint(2, 4)
+    while sign := os.read(read, 1):
+        num_saves += sign == b"S"
+        if kind != "writer" and num_saves == wanted:
+            time.sleep(0.05 * rng.random())  # the kill is to meet any moment of the writers
+            writers = [int(pid) for rank in pids for pid in children_of(rank)] if kind == "all" else []
+            for pid in (*pids, *writers):
+                os.kill(pid, signal.SIGKILL)
+            wanted = None
+    os.close(read)
+    exits = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    with open(output_read) as output:
+        printed = output.read()
+    assert "Traceback" not in printed, printed
+    unfinished = bool(layout.unfinished_in(directory))
+    by_rank = look(directory)
+    return {
+        "completed": first_step - 1 + num_saves,
+        "exits": exits,
+        "unfinished": unfinished,
+        "found": by_rank[0],
+        "found_by_rank": by_rank,
+    }
+
+
+def children_of(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
 def look(directory):
     """The step that each rank finds; raises when anything is not whole or not of one step, in any tag."""
     for tag in saved_tags(directory):
@@ -215,6 +306,18 @@ def count_touches(directory):
     return len(signs) // (3 * WORLD_SIZE)
 
 
+def main_asynchronous(directory, kills):
+    rng = random.Random(2024)
+    count_touches(directory)  # leaves a whole checkpoint to begin with
+    step = look(directory)[0]
+    for trial in range(kills):
+        for kind in ("writer", "trainers", "all"):
+            outcome = kill_asynchronous(directory, step + 1, "same" if trial % 2 else None, rng, kind)
+            print(json.dumps({"kind": kind, **outcome}))
+            step = outcome["found"]
+            prune(directory, KEEP_LAST, TorchStore())
+
+
 def main(directory, kills):
     rng = random.Random(2024)
     touches_per_save = count_touches(directory / "rehearsal")
@@ -242,4 +345,5 @@ def main(directory, kills):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    program = {"synchronous": main, "asynchronous": main_asynchronous}[sys.argv[3]]
+    program(Path(sys.argv[1]), int(sys.argv[2]))

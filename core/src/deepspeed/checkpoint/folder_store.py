@@ -55,7 +55,7 @@ class FolderStore:
         write_file(layout.staging_folder(folder) / layout.INDEX_FILE, lambda file: file.write(content))
 
     def commit(self, folder: Path, sizes: Mapping[str, int | None]) -> None:
-        """Move the staged version to `folder`; see [Note: how a folder is replaced]."""
+        """Move the staged version to `folder`; see [Note: how a folder is replaced]. `discard` ends the claim."""
         staging, former = layout.staging_folder(folder), layout.former_folder(folder)
         assert self._claim is not None, "commit without create"
         self._claim.check()
@@ -68,11 +68,11 @@ class FolderStore:
             sync_folder(folder.parent)
             if os.path.lexists(former):
                 _retire(former, folder)
-            self._release()
         except OSError as error:
             raise disk_error("replace", folder, error) from error
 
     def discard(self, folder: Path) -> None:
+        """End the save: remove what is still staged, and the claim."""
         if self._claim is None:
             return  # `create` failed before it had made anything
         try:

@@ -19,24 +19,19 @@ from deepspeed.checkpoint import layout
 from deepspeed.errors import CheckpointError
 
 COMMITTER = "committer"  # the name of the report of the rank that commits
-_LONGEST_PAUSE_S = 0.1  # between two looks at a report
+_LONGEST_PAUSE_S = 0.05  # between two looks at a report
 
 
-def create_folder(folder: Path, limit_s: float) -> None:
-    """Make the folder of the reports of a save of `folder`, which this process has claimed.
-
-    Raises `CheckpointError` if the writers of an earlier save do not leave it within `limit_s`.
-    """
+def create_folder(folder: Path) -> None:
+    """Make the folder of the reports of a save of `folder`, which this process has claimed and tidied."""
     place = layout.writers_folder(folder)
-    for _ in _looks(limit_s):
-        remove_folder(place)
-        with suppress(FileExistsError):
-            place.mkdir()
-            return
-    raise CheckpointError(
-        f"cannot save {folder}: the writer processes of an earlier save are still in {place} after {limit_s:g} s. End "
-        "them (fuser names them), or save under another tag."
-    )
+    try:
+        place.mkdir()
+    except FileExistsError:
+        raise CheckpointError(
+            f"cannot save {folder}: writer processes of an earlier save are still in {place}. End them (fuser names "
+            "them), or save under another tag."
+        ) from None
 
 
 def remove_folder(place: Path) -> None:
@@ -110,13 +105,18 @@ class Report:
         return {"error": f"nothing was heard of its writer process for {self._limit_s:g} s"}
 
     def leave(self) -> None:
-        """Remove the report; the last one removes the folder, with the committer's report, which the others read."""
-        if self._path.stem != COMMITTER:
-            self._path.unlink(missing_ok=True)
+        """Remove the report. The committer waits until the others have read it."""
+        is_committer = self._path.stem == COMMITTER
+        for _ in _looks(self._limit_s) if is_committer else ():
+            if not any(_is_held(path) for path in self._folder.iterdir() if path != self._path):
+                break
         os.close(self._descriptor)
-        with suppress(OSError):
-            if {path.stem for path in self._folder.iterdir()} <= {COMMITTER}:
-                remove_folder(self._folder)
+        if is_committer:
+            remove_folder(self._folder)
+        else:
+            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # others are in it
+                self._folder.rmdir()
 
 
 def _looks(limit_s: float, sign: Any = lambda: None) -> Iterator[None]:

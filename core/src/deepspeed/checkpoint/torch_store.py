@@ -11,7 +11,7 @@ import torch
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import ChecksumWriter
-from deepspeed.checkpoint.durable import write_file
+from deepspeed.checkpoint.durable import disk_error, write_file
 from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.index import DamagedCheckpoint
 from deepspeed.checkpoint.tensors import compact
@@ -42,6 +42,13 @@ class TorchStore(FolderStore):
         found = self._checksums.get(path)
         self._checksums = {other: sums for other, sums in self._checksums.items() if other != path}
         return found
+
+    def commit(self, folder: Path, sizes: Mapping[str, int | None]) -> None:
+        super().commit(folder, sizes)
+        try:
+            self._release()
+        except OSError as error:
+            raise disk_error("replace", folder, error) from error
 
     def load(self, path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
         try:

@@ -55,7 +55,7 @@ class Writer:
     def create(self, folder: str) -> None:
         self._folder, self._creates = Path(folder), True
         self._store.create(self._folder)
-        create_folder(self._folder, self._limit_s)
+        create_folder(self._folder)
 
     def join(self, folder: str, name: str) -> None:
         self._folder = Path(folder)
@@ -128,7 +128,7 @@ class Writer:
             report.write(result)
             report.leave()
         if self._creates:
-            self._store.discard(self._folder)  # does nothing after a commit
+            self._store.discard(self._folder)
         self._creates = False
 
 
