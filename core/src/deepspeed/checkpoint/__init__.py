@@ -11,7 +11,8 @@ The room receives plain dicts and gives plain dicts: it knows neither the engine
 Read next: `checkpointer.py` (the order of a save and of a load), then `layout.py` (names), `store.py` (where bytes go;
 `stores.py` finds one by name), `folder_store.py` (how a folder takes the place of its former version), `background.py`
 (asynchronous saving), `index.py` (sizes and checksums; `verify.py` compares them, `survey.py` lists tags with them),
-`prune.py`, `consolidate.py`. Checkpoints of other programs: `dcp_file.py`, `dcp_load.py`.
+`prune.py`, `consolidate.py`. Checkpoints of other programs: `dcp_file.py`, `dcp_load.py`,
+`deepspeed_files.py`.
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from deepspeed._forward import forward
 if TYPE_CHECKING:
     from deepspeed.checkpoint.checkpointer import Checkpointer
     from deepspeed.checkpoint.layout import MODEL_STATE_KEYS
-    from deepspeed.checkpoint.load import LoadedCheckpoint
+    from deepspeed.checkpoint.load import LoadedCheckpoint, SavedParts
     from deepspeed.checkpoint.save import save_state_dict_file
     from deepspeed.checkpoint.store import IndexedStore, Store
     from deepspeed.checkpoint.stores import create_store
@@ -34,6 +35,7 @@ __all__ = [
     "Checkpointer",
     "IndexedStore",
     "LoadedCheckpoint",
+    "SavedParts",
     "Store",
     "TorchStore",
     "check_new_tag",
@@ -47,7 +49,7 @@ _MODULES = {
     "layout": "MODEL_STATE_KEYS",
     "checkpointer": "Checkpointer",
     "store": "IndexedStore Store",
-    "load": "LoadedCheckpoint",
+    "load": "LoadedCheckpoint SavedParts",
     "torch_store": "TorchStore",
     "tags": "check_new_tag validate_tag",
     "utils": "clone_tensors_for_torch_save",

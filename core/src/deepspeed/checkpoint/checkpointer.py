@@ -16,6 +16,7 @@ from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.commit import put_in_place
 from deepspeed.checkpoint.dcp_file import is_dcp_folder
 from deepspeed.checkpoint.dcp_load import load_dcp
+from deepspeed.checkpoint.deepspeed_files import as_own_shard, is_deepspeeds
 from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
@@ -325,8 +326,8 @@ class Checkpointer:
         is_alike = len(shards) in (0, position.dp_world_size) and was_divided == layout.is_partitioned(self._model_file)
         if is_alike:
             shard = self._load_shard(shards[position.dp_rank], map_location, verify) if shards else None
-            stage = 0 if shard is None else int(shard["optimizer_state_dict"]["zero_stage"])
-            if zero_stages is None or stage in zero_stages:
+            saved = {"zero_stage": 0} if shard is None else shard["optimizer_state_dict"]
+            if not is_deepspeeds(saved) and (zero_stages is None or int(saved["zero_stage"]) in zero_stages):
                 return LoadedCheckpoint(str(path), name, own, shard, client)
         mine = {
             *models[position.dp_rank :: position.dp_world_size],
@@ -339,7 +340,7 @@ class Checkpointer:
 
         parts = SavedParts(
             [own] if len(models) == 1 else [self._load_model(each, map_location, verify_mine) for each in models],
-            [self._load_shard(each, map_location, verify_mine)["optimizer_state_dict"] for each in shards],
+            [as_own_shard(self._load_shard(each, map_location, verify_mine), each) for each in shards],
         )
         return LoadedCheckpoint(str(path), name, own, None, client, parts)
 

@@ -37,6 +37,19 @@ except ImportError:  # standing alone
 
 
 log = logging.getLogger("zero_to_fp32")
+
+
+class Attributes:
+    """An object of DeepSpeed in a file, as its attributes only."""
+
+
+#: The classes in DeepSpeed's own files, and what is made of them when such a file is loaded.
+DEEPSPEED_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    (Attributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (Attributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (Attributes, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+]
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SAFETENSORS_NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
@@ -147,7 +160,8 @@ def _latest_names(root: Path) -> list[str]:
 def _read(path: str | Path) -> dict[str, Any]:
     log.info("reading %s", path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals(DEEPSPEED_CLASSES):
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} was refused: it holds more than tensors and plain values. {error}") from error
     except (OSError, EOFError, RuntimeError, ValueError) as error:

@@ -38,6 +38,9 @@ MODEL_STATE_KEYS = frozenset(
     }
 )
 
+#: Top-level keys that DeepSpeed 0.19 writes and this package does not use.
+DEEPSPEED_KEYS = frozenset({"checkpoint_parallel_dimensions"})
+
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|pruned|lock|latest|writers)")
 _PARTITIONED = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_\d+_model_states\.pt")
 _SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")

@@ -165,7 +165,8 @@ def split_client_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     """The checkpoint's own keys and the user's. All but the weights leaves the mapped file here."""
     kept = {key: value if key == "module" else map_tensors(value, Tensor.clone) for key, value in state.items()}
     own = {key: value for key, value in kept.items() if key in layout.MODEL_STATE_KEYS}
-    return own, {key: value for key, value in kept.items() if key not in layout.MODEL_STATE_KEYS}
+    known = layout.MODEL_STATE_KEYS | layout.DEEPSPEED_KEYS
+    return own, {key: value for key, value in kept.items() if key not in known}
 
 
 def _names(places: list[tuple[int, int]], prefix: str) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import ChecksumWriter
+from deepspeed.checkpoint.consolidate import DEEPSPEED_CLASSES
 from deepspeed.checkpoint.durable import disk_error, write_file
 from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.index import DamagedCheckpoint
@@ -52,7 +53,8 @@ class TorchStore(FolderStore):
 
     def load(self, path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
         try:
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+            with torch.serialization.safe_globals(DEEPSPEED_CLASSES):
+                return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{path} is missing. {_found_beside(path)}") from error
         except pickle.UnpicklingError as error:

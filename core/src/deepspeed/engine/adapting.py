@@ -13,14 +13,12 @@ from torch.nn import Parameter
 
 from deepspeed.checkpoint import LoadedCheckpoint
 from deepspeed.engine.stored_weights import read_weights
-from deepspeed.engine.training_state import TrainingState
+from deepspeed.engine.training_state import PARAM_NAMES, TrainingState
+from deepspeed.engine.unnamed_states import with_names
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.param_unit import unit_of
+from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.parameter_parts import part_of, part_of_parts
 from deepspeed.zero.saved_states import DividedStates, SavedStates, TorchStates, state_for
-
-#: under it, a state dict of stage 0 has the names of the optimizer's parameters
-NAMES = "param_names"
 
 
 def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:
@@ -31,13 +29,15 @@ def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_stat
         return read_weights(found, state, with_states=with_states)
     own, divided = found.model_state, _states_in(found, with_states=False)
     weights, fragments = dict(own["module"]), dict(own.get("frozen_param_fragments") or {})
+    shapes = dict(own.get("frozen_param_shapes") or {})
     trained = set(state.sharding.params)
     for name, param in state.module.named_parameters():
         if param not in trained and (part := _own_part(name, param, found, divided)) is not None:
-            fragments[name] = part
+            fragments[name], shapes[name] = part, shape_of(param)
             if unit_of(param) is None:
                 weights[name] = part
-    return dataclasses.replace(found, model_state={**own, "module": weights, "frozen_param_fragments": fragments})
+    frozen = {"frozen_param_fragments": fragments, "frozen_param_shapes": shapes}
+    return dataclasses.replace(found, model_state={**own, "module": weights, **frozen})
 
 
 def _own_part(name: str, param: Parameter, found: LoadedCheckpoint, divided: SavedStates) -> Tensor | None:
@@ -75,9 +75,11 @@ def with_own_states(found: LoadedCheckpoint, state: TrainingState, *, with_state
     Raises:
         CheckpointError: it is of another model; nothing was changed.
     """
+    if with_states:
+        found = with_names(found, state)
     parts, whole = found.parts, found.model_state.get("optimizer") or {}
     if parts is None:
-        is_plain = whole and not (NAMES in whole or _is_flat(whole))
+        is_plain = whole and not (PARAM_NAMES in whole or _is_flat(whole))
         if found.shard_state is not None or not with_states or (is_plain and not state.has_masters):
             return found
     elif not (parts.shard_states or with_states or state.sharding.stage == 3):
@@ -96,8 +98,8 @@ def _states_in(found: LoadedCheckpoint, *, with_states: bool) -> SavedStates:
     weights = found.model_state["module"] if found.stored is None else found.stored
     if _is_flat(whole):
         return DividedStates([whole], groups)
-    if NAMES in whole:
-        return TorchStates(weights, whole, whole[NAMES])
+    if PARAM_NAMES in whole:
+        return TorchStates(weights, whole, whole[PARAM_NAMES])
     if with_states:
         raise CheckpointError(
             f"load {found.path}: found an optimizer state without the names of its parameters, as older versions "

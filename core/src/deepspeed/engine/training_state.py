@@ -17,6 +17,9 @@ from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.parameter_parts import saved_part
 from deepspeed.zero.strategy import Sharding
 
+#: under it, a state dict of stage 0 has the names of the optimizer's parameters
+PARAM_NAMES = "param_names"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
@@ -87,7 +90,7 @@ class TrainingState:
             return None
         state = optimizer.state_dict()
         if not self.has_masters:
-            state["param_names"] = [[names[id(param)] for param in group["params"]] for group in basic.param_groups]
+            state[PARAM_NAMES] = [[names[id(param)] for param in group["params"]] for group in basic.param_groups]
         return state
 
     def frozen_parts(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ range, so that no rank holds whole states:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -74,6 +75,9 @@ class DividedStates(SavedStates):
         self.param_groups = parts[0]["base_optimizer_state"]["param_groups"]
         self._parts = parts
         self._key = masters_key(int(parts[0]["zero_stage"]))
+        self._steps = _steps_in_groups(self.param_groups, groups)
+        if self._key == masters_key(3):
+            groups = _by_buffer(groups, [buffer.numel() for buffer in parts[0][self._key]], len(parts))
         self._groups = {name: (index, place) for index, group in enumerate(groups) for place, name in enumerate(group)}
         self._runs = [_by_param(self._divide(index, group)) for index, group in enumerate(groups)]
 
@@ -134,6 +138,8 @@ class DividedStates(SavedStates):
             for key, value in state.items()
             if key not in by_element and key not in PER_PARAMETER
         }
+        if name in self._steps and by_element:
+            values.setdefault("step", torch.tensor(float(self._steps[name])))
         return {} if any(value is None for value in values.values()) else values
 
     def others(self, name: str) -> dict[str, Tensor]:
@@ -144,6 +150,36 @@ class DividedStates(SavedStates):
                 if values.get(place) is not None:
                     found[key] = values[place]
         return found
+
+
+def _steps_in_groups(param_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of optimizers that count steps in their groups, as DeepSpeed's FusedAdam: the count, by parameter."""
+    return {
+        name: param_group["step"]
+        for param_group, group in zip(param_groups, groups, strict=False)
+        if "step" in param_group
+        for name in group
+    }
+
+
+def _by_buffer(
+    groups: Sequence[Mapping[str, Any]], sizes: Sequence[int], world_size: int
+) -> Sequence[Mapping[str, Any]]:
+    """The parameters of each buffer of a file of stage 3: of a group, or, as DeepSpeed writes them, of a sub-group."""
+    if len(sizes) == len(groups):
+        return groups
+    buffers: list[dict[str, Any]] = []
+    room = 0
+    for name, shape in (item for group in groups for item in group.items()):
+        numel = math.ceil(torch.Size(shape).numel() / world_size)
+        if not buffers or room < numel:
+            if len(buffers) == len(sizes):
+                raise CheckpointError(f"optimizer state: found {len(sizes)} buffers, with no room for {name}")
+            room = sizes[len(buffers)]
+            buffers.append({})
+        buffers[-1][name] = shape
+        room -= numel
+    return buffers
 
 
 class TorchStates(SavedStates):
