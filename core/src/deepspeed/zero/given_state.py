@@ -13,6 +13,9 @@ from deepspeed.errors import ConfigError
 from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.param_unit import shape_of
 
+#: states that are one number for the whole parameter, which for one of no dimensions look like its moments
+_NUMBERS = ("step", "mu_product")
+
 
 def adopt_state(optimizer: Optimizer, group: FlatGroup) -> None:
     """Give each shard its share of the state that the user's optimizer has for the whole parameter, if any.
@@ -29,7 +32,7 @@ def adopt_state(optimizer: Optimizer, group: FlatGroup) -> None:
         if state:
             shape = shape_of(group.params[shard.fragment.param])
             optimizer.state[shard.master] = {
-                name: _initial_state(optimizer, name, shard) if _is_empty(value) else _share(value, shard, shape)
+                name: _initial_state(optimizer, name, shard) if _is_empty(value) else _share(name, value, shard, shape)
                 for name, value in state.items()
             }
 
@@ -49,8 +52,8 @@ def _initial_state(optimizer: Optimizer, name: str, shard: ParamShard) -> Tensor
     return torch.full_like(shard.master, initial)
 
 
-def _share(value: Any, shard: ParamShard, shape: torch.Size) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != shape:
+def _share(name: str, value: Any, shard: ParamShard, shape: torch.Size) -> Any:
+    if not isinstance(value, Tensor) or value.shape != shape or (value.dim() == 0 and name in _NUMBERS):
         return owned_copy(value, shard.master.device)
     start = shard.fragment.param_start
     values = value.detach().reshape(-1)[start : start + shard.fragment.numel]
