@@ -150,7 +150,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("leaf modules, `leaf_module`", W, "By class, name or suffix, and by `set_z3_leaf_modules`."),
         ("offload of optimizer states to host memory", W, "Stages 1, 2 and 3; all states or none, `ratio` is refused."),
         ("sparse_gradients", D, "Right, with `SparseAdam` too; gradients are reduced as dense tensors."),
-        ("offload to NVMe", N, "The configuration is refused."),
+        (
+            "offload of optimizer states to NVMe",
+            D,
+            "Stages 1, 2 and 3, master weights and reduced gradients too; swap files go with the run. Needs the op "
+            "`async_io`. Not with MiCS. `buffer_count` and `fast_init` have nothing to act on.",
+        ),
+        ("offload of parameters to NVMe", N, "The configuration is refused."),
         (
             "deepspeed.zero.Init",
             D,

@@ -5,7 +5,7 @@ Their inner structure is free here; the room that acts on a feature one day brin
 
 from typing import Any
 
-from deepspeed.config.base import Flag, Free, Int, Section, key, quiet, refused
+from deepspeed.config.base import Flag, Free, Int, Section, key, quiet, refused, warned
 
 _OFF = quiet("see enabled")
 
@@ -13,13 +13,15 @@ _OFF = quiet("see enabled")
 class AioConfig(Section):
     """`aio`: asynchronous reads and writes for offload to NVMe."""
 
-    block_size: Int = key(1_048_576, "Size of one request.", unit="bytes", ge=1, support=quiet("offload to nvme only"))
-    queue_depth: Int = key(8, "Requests in flight.", ge=1, support=quiet("offload to nvme only"))
-    intra_op_parallelism: Int = key(1, "Threads per request.", ge=1, support=quiet("offload to nvme only"))
-    thread_count: Int = key(1, "Threads per request, in the older form.", ge=1, support=quiet("offload to nvme only"))
-    single_submit: Flag = key(False, "Submit requests one by one.", support=quiet("offload to nvme only"))
-    overlap_events: Flag = key(True, "Submit without waiting for the last.", support=quiet("offload to nvme only"))
-    use_gds: Flag = key(False, "Read straight into device memory.", support=quiet("offload to nvme only"))
+    block_size: Int = key(1_048_576, "Size of one request.", unit="bytes", ge=1)
+    queue_depth: Int = key(8, "Requests in flight.", ge=1)
+    intra_op_parallelism: Int = key(1, "Workers per operation.", ge=1)
+    thread_count: Int = key(1, "Workers per operation, in the older form; the larger of both counts.", ge=1)
+    single_submit: Flag = key(False, "Submit requests one by one.")
+    overlap_events: Flag = key(True, "Submit without waiting for the last.")
+    use_gds: Flag = key(
+        False, "Read straight into device memory.", support=warned("bytes go through host memory", off=(False,))
+    )
 
 
 class DataEfficiencyConfig(Section):

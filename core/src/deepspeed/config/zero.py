@@ -56,16 +56,24 @@ class OffloadOptimizerConfig(Section):
 
     device: Device = key(
         "none",
-        "Where optimizer states rest and are updated; needs stage 1, 2 or 3. cpu moves nothing where the accelerator's "
-        "memory is the host's.",
-        support=refused("offload to nvme is not in this version", off=("none", "cpu")),
+        "Where master weights, optimizer states and reduced gradients rest; they are updated in host memory. Needs "
+        "stage 1, 2 or 3. cpu moves nothing where the accelerator's memory is the host's.",
     )
-    nvme_path: Text | None = key(None, "Folder on the NVMe device.", support=_NVME)
-    buffer_count: Int = key(4, "Buffers in the pool; at least the number of states per parameter.", ge=0, support=_NVME)
+    nvme_path: Text | None = key(None, "An existing folder on a local disk, for nvme. Files in it go with the run.")
+    buffer_count: Int = key(
+        4,
+        "Buffers in the pool; at least the number of states per parameter.",
+        ge=0,
+        support=quiet("there are as many as the sub-groups in memory need"),
+    )
     pin_memory: Flag = key(True, "Use page-locked host memory for what is copied to and from the device.")
-    pipeline_read: Flag = key(False, "Read the next tile while one is updated.", support=_NVME)
-    pipeline_write: Flag = key(False, "Write the last tile while one is updated.", support=_NVME)
-    fast_init: Flag = key(False, "Initialize the optimizer quickly when it lives on NVMe.", support=_NVME)
+    pipeline_read: Flag = key(False, "nvme: read the next sub-group while one is updated.")
+    pipeline_write: Flag = key(False, "nvme: write a sub-group while the next one is updated.")
+    fast_init: Flag = key(
+        False,
+        "Initialize the optimizer quickly when it lives on NVMe.",
+        support=quiet("states are made by the first step, sub-group by sub-group"),
+    )
     ratio: Float = key(
         1.0,
         "Part of the parameters that is updated on the host.",
@@ -154,17 +162,18 @@ class ZeroConfig(Section):
     legacy_stage1: Flag = key(False, "The first implementation of stage 1.", support=quiet("there is one stage 1"))
     grad_hooks: Flag = key(True, "Deprecated: reduce from gradient hooks.", support=quiet("hooks are always used"))
     zenflow: Free | None = key(None, "ZenFlow.", support=refused("ZenFlow is not in this version"))
-    save_muon_momentum_buffer_in_memory: Flag = key(False, "Keep Muon's momentum out of NVMe.", support=_NVME)
+    save_muon_momentum_buffer_in_memory: Flag = key(
+        False, "Keep Muon's momentum out of NVMe.", support=quiet("it is swapped with the other states")
+    )
     enable_sanity_checks: Flag = key(
         False, "Extra checks of stage 3's state.", support=quiet("illegal moves of a parameter always raise")
     )
 
     sub_group_size: Int = key(
         1_000_000_000,
-        "Parameters updated at a time, at most; smaller groups are updated in any case, as the cache prefers.",
+        "Parameters updated, and with offload to NVMe in memory, at a time, at most; 4,194,304 in any case. 0: those.",
         unit="elements",
         ge=0,
-        support=quiet("shards are updated in groups that fit the cache"),
     )  # Hugging Face's examples write 0 or 1e9; both mean "do not tile"
     prefetch_bucket_size: Int = key(
         50_000_000,

@@ -40,6 +40,10 @@ def _is_offloaded(section: OffloadOptimizerConfig | None) -> bool:
     return section is not None and section.device == "cpu"
 
 
+def _updates_on_host(section: OffloadOptimizerConfig | None) -> bool:
+    return section is not None and section.device != "none"
+
+
 def _section_as_written(name: str) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
     return "raw", lambda raw: raw.get(name, {})
 
@@ -152,7 +156,7 @@ FROM_CONFIG: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
     "zero_reduce_scatter": "zero_optimization.reduce_scatter",
     "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
     "zero_sub_group_size": "zero_optimization.sub_group_size",
-    "zero_use_cpu_optimizer": ("zero_optimization.offload_optimizer", _is_offloaded),
+    "zero_use_cpu_optimizer": ("zero_optimization.offload_optimizer", _updates_on_host),
     "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
 }
 
@@ -192,8 +196,8 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
     "train_batch_size": lambda engine: engine._training.train_batch_size,
     "train_micro_batch_size_per_gpu": lambda engine: engine._micro_batch_size,
     "was_step_applied": lambda engine: engine._training.stats is not None and engine._training.stats.applied,
-    "zero_has_nvme_offload": lambda engine: False,  # offload to NVMe is refused
-    "zero_nvme_offload_optimizer": lambda engine: False,
+    "zero_has_nvme_offload": lambda engine: engine.sharding.placement.fetches,
+    "zero_nvme_offload_optimizer": lambda engine: engine.sharding.placement.fetches,
     "zero_overlap_comm": lambda engine: engine.sharding.options.overlap,
 }
 

@@ -1,6 +1,7 @@
 """`deepspeed.initialize`: configuration -> parts -> engine, in reading order. The only reader of the config root."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -131,7 +132,14 @@ def initialize(
     _refuse_quantized(zero)
     module = _move(model, device, zero.stage)
     precision = _create_precision(settings, device)
-    placement = choose_placement(zero.offload_optimizer, stage=zero.stage, device=device, home=shard_home)
+    placement = choose_placement(
+        zero.offload_optimizer,
+        stage=zero.stage,
+        device=device,
+        home=shard_home,
+        aio=settings.aio,
+        rank=comm.get_rank(),
+    )
     basic_optimizer = choose_optimizer(
         settings.optimizer,
         optimizer,
@@ -323,6 +331,7 @@ def _create_sharding(
         accumulation_dtype=torch_dtype(accumulation) if accumulation is not None else None,
         wire_dtype=torch_dtype(wire) if wire is not None else None,
         bucket_numel=zero.reduce_bucket_size,
+        sub_group_numel=zero.sub_group_size or sys.maxsize,
         overlap=zero.overlap_comm,
         predivide_factor=_predivide_factor(config),
         allows_unused=zero.ignore_unused_parameters,

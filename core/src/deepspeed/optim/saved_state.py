@@ -92,6 +92,17 @@ def state_names(states: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     return frozenset(names) - _COUNTERS
 
 
+def num_states(optimizer: torch.optim.Optimizer) -> int:
+    """How many states of its own size a parameter gets; 2 for an optimizer that is not in the table here."""
+    kind = _kind_of(_unwrapped(optimizer))
+    if kind is None:
+        return 2
+    switches = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
+    groups = optimizer.param_groups
+    chosen = [name for name in kind.optional if any(group.get(switches.get(name, "")) for group in groups)]
+    return len(kind.states - {"mu_product"}) + len(chosen)
+
+
 def check_saved_state(
     optimizer: torch.optim.Optimizer, states: Iterable[Mapping[str, Any]], param_groups: Sequence[Mapping[str, Any]]
 ) -> None:

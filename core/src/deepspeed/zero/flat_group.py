@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from deepspeed.zero.layout import Fragment, UnitLayout
 from deepspeed.zero.param_unit import ParamUnit, shape_of
-from deepspeed.zero.placement import Placement
+from deepspeed.zero.placement import MASTER, Placement
 from deepspeed.zero.unit_ranks import UnitRanks
 
 
@@ -28,8 +28,10 @@ class ParamShard:
     grad: Tensor | None  # the reduced gradient, in the shape of `master`; set by the stage
     weight_is_offloaded: bool = False  # `weight` is what rests in host memory (`shard_home.py`)
     has_master: bool = field(init=False)  # the optimizer works on a copy, in higher precision or in other memory
+    shape: torch.Size = field(init=False)  # of `master`, also where that has no memory now
 
     def __post_init__(self) -> None:
+        self.shape = self.master.shape
         self.has_master = self.master.data_ptr() != self.weight.data_ptr() or self.master.device != self.weight.device
 
 
@@ -77,10 +79,11 @@ class FlatGroup:
         self.dtype = model_dtype if model_dtype is not None and source_dtype.is_floating_point else source_dtype
         self.shard_start, _ = layout.shard(self.rank)
         is_low = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
-        placement = placement or Placement()
+        self.placement = placement = placement or Placement()
         self.flat_N = self._allocate_flat() if is_flat else None
         self._is_offloaded = unit is not None and unit.is_offloaded
-        needs_master = has_optimizer and (is_low or placement.is_offloaded != self._is_offloaded)
+        is_elsewhere = placement.fetches or placement.is_offloaded != self._is_offloaded
+        needs_master = has_optimizer and (is_low or is_elsewhere)
         self.master_S = self._create_masters(placement, is_low=is_low) if needs_master else None
         if unit is None:
             self._place_weights()
@@ -134,6 +137,10 @@ class FlatGroup:
         assert self.unit.source_S is not None
         return self._slice(self.unit.source_S, fragment)
 
+    def forget_masters(self) -> None:
+        """The buffer of all master weights goes with the last of them, which may have other memory by now."""
+        self.master_S = None
+
     def _slice(self, buffer_S: Tensor, fragment: Fragment) -> Tensor:
         return buffer_S.narrow(0, fragment.start - self.shard_start, fragment.numel)
 
@@ -151,22 +158,27 @@ class FlatGroup:
         """Start the master weights again from the model's weights, after these were loaded."""
         for shard in self.shards:
             if shard.has_master:
-                shard.master.view(-1).copy_(shard.weight.view(-1))
+                self.placement.write(shard, MASTER, shard.master, shard.weight)
 
     def take_changes(self) -> None:
         """Copy the weights that were changed from outside into the master weights. The others keep their precision: a
         master weight that rounds to its weight is left as it is."""
         for shard in self.shards:
             if shard.has_master:
-                master = shard.master.view(-1)
+                master = self._master(shard).view(-1)
                 weight = shard.weight.detach().view(-1).to(master.device)
-                master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
+                new = torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
+                self.placement.write(shard, MASTER, shard.master, new)
 
     def weights_from_masters(self) -> None:
         """Round the master weights into the model's weights."""
         for shard in self.shards:
             if shard.has_master:
-                shard.weight.view(-1).copy_(shard.master.view(-1))
+                shard.weight.view(-1).copy_(self._master(shard).view(-1))
+
+    def _master(self, shard: ParamShard) -> Tensor:
+        master: Tensor = self.placement.read(shard, MASTER, shard.master)
+        return master
 
 
 def _elements(param: Parameter, fragment: Fragment) -> Tensor:

@@ -21,7 +21,11 @@ from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import shape_of, unit_of
+from deepspeed.zero.placement import GRADIENT, MASTER
 from deepspeed.zero.strategy import Sharding
+
+#: gives one tensor of a shard; None: it has none
+_Pick = Callable[[Sharding, ParamShard], Tensor | None]
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
@@ -30,7 +34,7 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     A collective: all ranks call it, and all get the weight.
     """
     found = _find(param)
-    return None if found is None else _assemble(found, param, lambda shard: shard.master)
+    return None if found is None else _assemble(found, param, MASTER, _master)
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
@@ -46,7 +50,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     sharding.reduce()
     if not sharding.was_used(group.first_index + index):
         return None
-    gradient = _assemble(found, param, lambda shard: shard.grad)
+    gradient = _assemble(found, param, GRADIENT, _gradient)
     return gradient if gradient is None or sharding.average_factor == 1.0 else gradient.mul_(sharding.average_factor)
 
 
@@ -56,9 +60,7 @@ def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Ten
     A collective: all ranks call it, and all get the state.
     """
     found = _find(param)
-    if found is None or (optimizer := found[0].optimizer) is None:
-        return None
-    return _assemble(found, param, lambda shard: optimizer.state.get(shard.master, {}).get(optim_state_key))
+    return None if found is None else _assemble(found, param, optim_state_key, _picks(optim_state_key))
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
@@ -66,7 +68,7 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     unit = unit_of(param)
     if unit is not None and unit.status is ZeroParamStatus.INFLIGHT:  # gathered ahead: peers read the shard
         unit.finish()
-    _scatter(param, value, "safe_set_full_fp32_param", lambda sharding, shard: shard.master)
+    _scatter(param, value, "safe_set_full_fp32_param", MASTER, _master)
     with torch.no_grad():
         if unit is None or unit.status is ZeroParamStatus.AVAILABLE:
             param.copy_(value)
@@ -80,8 +82,8 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
     Raises:
         StateError: if the optimizer has no such state yet, as before the first step.
     """
-    pick = _picks_state("safe_set_full_optimizer_state", optim_state_key)
-    _scatter(param, value, "safe_set_full_optimizer_state", pick)
+    asked = "safe_set_full_optimizer_state"
+    _scatter(param, value, asked, optim_state_key, _requires(asked, optim_state_key))
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
@@ -95,7 +97,7 @@ def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
 def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
     """This rank's elements of the fp32 weight, 1-D, copied."""
     found = _find(param)
-    return None if found is None else _local(*found, lambda shard: shard.master)
+    return None if found is None else _local(*found, MASTER, _master)
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:
@@ -108,7 +110,7 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
     sharding.reduce()
     if not sharding.was_used(group.first_index + index):
         return None
-    gradient = _local(sharding, group, index, lambda shard: shard.grad)
+    gradient = _local(sharding, group, index, GRADIENT, _gradient)
     return gradient if gradient is None else gradient.mul_(sharding.average_factor)
 
 
@@ -116,15 +118,13 @@ def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Te
     """This rank's elements of one state of the optimizer, 1-D, copied; None before the first step if there
     are such elements."""
     found = _find(param)
-    if found is None or (optimizer := found[0].optimizer) is None:
-        return None
-    return _local(*found, lambda shard: optimizer.state.get(shard.master, {}).get(optim_state_key))
+    return None if found is None else _local(*found, optim_state_key, _picks(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     """Replace this rank's elements of the fp32 weight; `value` as `safe_get_local_fp32_param` gives it. All ranks call
     it. The model's own weights follow at once in stage 0 and where they are sharded, else with the next step."""
-    _set_local(param, value, "safe_set_local_fp32_param", lambda sharding, shard: shard.master)
+    _set_local(param, value, "safe_set_local_fp32_param", MASTER, _master)
     sharding = manager_of(param)
     assert sharding is not None
     if (unit := unit_of(param)) is not None:
@@ -147,8 +147,8 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_
     Raises:
         StateError: if the optimizer has no such state yet, as before the first step.
     """
-    pick = _picks_state("safe_set_local_optimizer_state", optim_state_key)
-    _set_local(param, value, "safe_set_local_optimizer_state", pick)
+    asked = "safe_set_local_optimizer_state"
+    _set_local(param, value, asked, optim_state_key, _requires(asked, optim_state_key))
 
 
 def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callable[..., None]) -> None:
@@ -156,7 +156,7 @@ def _replace_gradient(param: Parameter, value: Tensor, asked: str, write: Callab
     sharding, group, index = _managed(param, asked)
     sharding.take_unseen()
     sharding.reduce()
-    write(param, value / sharding.average_factor, asked, lambda sharding, shard: shard.grad)
+    write(param, value / sharding.average_factor, asked, GRADIENT, _gradient)
     sharding.gradient_was_replaced(group.first_index + index)
 
 
@@ -173,14 +173,17 @@ def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
     return None if sharding is None else (sharding, *sharding.find(param))
 
 
-def _assemble(found: tuple[Sharding, FlatGroup, int], param: Parameter, pick: Any) -> Tensor | None:
+def _assemble(found: tuple[Sharding, FlatGroup, int], param: Parameter, name: str, pick: _Pick) -> Tensor | None:
     """Collect the owners' fragments of one parameter into a new tensor of its shape.
 
-    `pick` gives a shard's tensor, or None if it has none; either all ranks have one or none has.
+    Args:
+        name: of the tensor, as `Placement.read` has it.
+        pick: gives a shard's tensor, or None if it has none; either all ranks have one or none has.
     """
-    _, group, index = found
+    sharding, group, index = found
     fragments = [fragment for fragment in group.layout.fragments if fragment.param == index]
-    mine = [(shard, pick(shard)) for shard in group.shards if shard.fragment.param == index]
+    shards = [shard for shard in group.shards if shard.fragment.param == index]
+    mine = [(shard, sharding.placement.read(shard, name, pick(sharding, shard))) for shard in shards]
     picked = [value for _, value in mine if value is not None]
     dtype = _agree_on_dtype(group.ranks.everyone, picked[0].dtype if picked else None, param.device)
     if dtype is None:
@@ -213,10 +216,8 @@ def _agree_on_dtype(ranks: GroupBackend, dtype: torch.dtype | None, device: torc
     return None if code.item() < 0 else _DTYPES[int(code.item())]
 
 
-def _scatter(
-    param: Parameter, value: Tensor, asked: str, pick: Callable[[Sharding, ParamShard], Tensor | None]
-) -> None:
-    """Copy this rank's fragments of `value` to where `pick` says."""
+def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick) -> None:
+    """Copy this rank's fragments of `value` to the tensors `name`, which `pick` gives."""
     sharding, group, index = _managed(param, asked)
     if value.shape != shape_of(param):
         raise ValueError(
@@ -224,13 +225,36 @@ def _scatter(
         )
     flat = value.detach().reshape(-1)
     for shard in group.shards:
-        target = pick(sharding, shard) if shard.fragment.param == index else None
-        if target is not None:
+        if shard.fragment.param == index:
             start = shard.fragment.param_start
-            target.data.view(-1).copy_(flat[start : start + shard.fragment.numel])
+            _write(sharding, shard, name, pick, flat[start : start + shard.fragment.numel])
 
 
-def _picks_state(asked: str, key: str) -> Callable[[Sharding, ParamShard], Tensor]:
+def _write(sharding: Sharding, shard: ParamShard, name: str, pick: _Pick, new: Tensor) -> None:
+    target = pick(sharding, shard)
+    if target is not None or sharding.placement.fetches:
+        sharding.placement.write(shard, name, target, new)
+
+
+def _master(sharding: Sharding, shard: ParamShard) -> Tensor:
+    return shard.master
+
+
+def _gradient(sharding: Sharding, shard: ParamShard) -> Tensor | None:
+    return shard.grad
+
+
+def _picks(key: str) -> _Pick:
+    """Gives a shard's state, if it exists."""
+
+    def pick(sharding: Sharding, shard: ParamShard) -> Any:
+        optimizer = sharding.optimizer
+        return None if optimizer is None else optimizer.state.get(shard.master, {}).get(key)
+
+    return pick
+
+
+def _requires(asked: str, key: str) -> _Pick:
     """Gives a shard's state, which must exist."""
 
     def pick(sharding: Sharding, shard: ParamShard) -> Tensor:
@@ -244,21 +268,18 @@ def _picks_state(asked: str, key: str) -> Callable[[Sharding, ParamShard], Tenso
     return pick
 
 
-def _local(
-    sharding: Sharding, group: FlatGroup, index: int, pick: Callable[[ParamShard], Tensor | None]
-) -> Tensor | None:
+def _local(sharding: Sharding, group: FlatGroup, index: int, name: str, pick: _Pick) -> Tensor | None:
     """This rank's fragments of one parameter, end to end."""
-    picked = [pick(shard) for shard in group.shards if shard.fragment.param == index]
+    shards = [shard for shard in group.shards if shard.fragment.param == index]
+    picked = [sharding.placement.read(shard, name, pick(sharding, shard)) for shard in shards]
     present = [value.detach().reshape(-1) for value in picked if value is not None]
     if len(present) < len(picked):
         return None
     return torch.cat(present) if present else torch.empty(0, device=group.params[index].device)
 
 
-def _set_local(
-    param: Parameter, value: Tensor, asked: str, pick: Callable[[Sharding, ParamShard], Tensor | None]
-) -> None:
-    """Copy `value`, this rank's elements of `param`, to where `pick` says."""
+def _set_local(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick) -> None:
+    """Copy `value`, this rank's elements of `param`, to the tensors `name`, which `pick` gives."""
     sharding, group, index = _managed(param, asked)
     shards = [shard for shard in group.shards if shard.fragment.param == index]
     numel = sum(shard.fragment.numel for shard in shards)
@@ -267,7 +288,5 @@ def _set_local(
     flat = value.detach().reshape(-1)
     start = 0
     for shard in shards:
-        target = pick(sharding, shard)
-        if target is not None:
-            target.data.view(-1).copy_(flat[start : start + shard.fragment.numel])
+        _write(sharding, shard, name, pick, flat[start : start + shard.fragment.numel])
         start += shard.fragment.numel

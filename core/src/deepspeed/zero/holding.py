@@ -6,6 +6,7 @@ of the layout stands first; the stages answer differently.
 Legend: N padded numel of a unit, S numel of a shard, W ranks.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ from deepspeed.zero.given_state import adopt_state
 from deepspeed.zero.layout import UnitLayout, divide_into_units
 from deepspeed.zero.param_unit import ParamUnit, shape_of
 from deepspeed.zero.placement import Keep, Placement
+from deepspeed.zero.sub_groups import SubGroup, divide
 from deepspeed.zero.unit_groups import UnitGroups
 from deepspeed.zero.unit_ranks import UnitRanks
 from deepspeed.zero.update import Batch, takes_one_pass
@@ -49,6 +51,7 @@ class ShardingOptions:
     wire_dtype: torch.dtype | None = None  # of gradients on the way; None is the accumulation dtype
     bucket_numel: int = 500_000_000  # upper bound; the backend's own wish may be smaller
     update_numel: int = 4 * 2**20  # fp32 elements updated, and then gathered, in one go
+    sub_group_numel: int = sys.maxsize  # the user's bound for the same
     overlap: bool = True  # launch a bucket when it is full, not when the backward is over
     allows_unused: bool = True  # a parameter without gradient is skipped; False: it is an error that names it
     predivide_factor: float | None = None  # gradients are divided by this before the sum and by W / this after it
@@ -227,6 +230,8 @@ class Holding:
         self.params.extend(params)
         if self.optimizer is not None:
             adopt_state(self.optimizer, group)
+            self.placement.put_away(self.optimizer, self._sub_groups(group), self._accumulation_dtype(group.dtype))
+            group.forget_masters()
 
     def _unit_numel(self, params: Sequence[Parameter]) -> int:
         """Elements of a unit of such parameters, at most."""
@@ -264,7 +269,11 @@ class Holding:
         return self._batch_numel() if is_divided else None
 
     def _batch_numel(self) -> int:
-        return WIDENED_NUMEL if self._widens else self.options.update_numel
+        numel = min(self.options.update_numel, self.options.sub_group_numel)
+        return min(WIDENED_NUMEL, numel) if self._widens and not self.placement.fetches else numel
+
+    def _sub_groups(self, group: FlatGroup) -> list[SubGroup]:
+        return divide(group.shards, self._batch_numel())
 
     def _accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of the gradients of parameters of this dtype, before the model's dtype is applied or after it."""
@@ -291,6 +300,9 @@ class Holding:
         self.buckets = sorted(buckets, key=lambda bucket: -first[bucket.index])
 
     def _batches(self) -> Iterator[Batch]:
+        if self.placement.fetches:
+            yield from self._fetched_batches()
+            return
         is_one = not self._is_flat() and not self._widens  # nothing to gather
         room = self._batch_numel()
         batch = Batch([], [])
@@ -305,9 +317,18 @@ class Holding:
             batch.finished.append(index)
         yield batch
 
+    def _fetched_batches(self) -> Iterator[Batch]:
+        """A batch for each sub-group, which is what can be fetched."""
+        for index, group in enumerate(self.groups):
+            for sub_group in self._sub_groups(group):
+                yield Batch(list(sub_group.shards), [])
+            yield Batch([], [index])
+
     def _connect_shards(self) -> None:
         """Point each shard at its reduced gradient: at the tensor through which its bucket writes it, where that is the
         same memory. A model of many small parameters is slowed down by every tensor object that a step touches."""
+        if self.placement.fetches:  # which does it for each batch
+            return
         for bucket in self.buckets:
             group, reduced_S = self.groups[bucket.index], self._reduced[bucket.index]
             views = bucket.lasting()[1] if bucket.is_lasting else ()

@@ -1,14 +1,21 @@
 """Where the optimizer's side of the owned shard lives: master weights, optimizer states and reduced gradients.
 
-`Placement` is the answer "beside the weights": nothing is copied. `offload/host.py` is the other answer, host memory.
-`offload/policy.py` chooses. A stage calls, in this order, and does not look which of the two it has:
+`Placement` is the answer "beside the weights": nothing is copied. `offload/host.py` is another, host memory, and
+`offload/nvme.py` the third, swap files. `offload/policy.py` chooses. A stage calls, in this order, and does not look
+which of them it has:
 
-    1. allocate, home_of_gradients     per unit: memory of its master weights, memory of its reduced gradients
-    2. keeper                          per bucket; what it gives is called after each reduction
-    3. settle                          every gradient of the step is where the optimizer reads it
-    4. norms                           of what arrived
-    5. copies, send, finish_sending    around the update of each batch
-    6. forget                          with the gradients of the step
+    1. prepare                         once
+       allocate, put_away              per unit: memory of its master weights; they, and states that exist, are final
+    2. home_of_gradients               per unit: memory of its reduced gradients
+    3. keeper                          per bucket; what it gives is called after each reduction
+    4. settle                          every gradient of the step is where the optimizer reads it
+    5. norms                           of what arrived
+    6. fetch, copies, send, store      around the update of each batch; `plan` says before which batches there are
+       finish_sending                  after the last
+    7. forget                          with the gradients of the step
+
+Whoever reads or writes a master weight, a state or a reduced gradient outside of an update calls `read` and `write`,
+tensor by tensor: in swap files they have no memory then.
 
 Legend: S numel of this rank's shard of a unit.
 """
@@ -16,10 +23,11 @@ Legend: S numel of this rank's shard of a unit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from deepspeed.comm.backend import Work
 from deepspeed.optim.norm import tensor_norm
@@ -27,6 +35,11 @@ from deepspeed.optim.norm import tensor_norm
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, ParamShard
     from deepspeed.zero.offload.buffers import HostMemory
+    from deepspeed.zero.sub_groups import SubGroup
+
+#: what `read` and `write` call the tensors of a shard that are not states of the optimizer
+MASTER = "master weights"
+GRADIENT = "reduced gradients"
 
 #: called by a bucket with the index of its unit, its reduction in flight and the memory that gets this rank's sum.
 #: Returns what to wait for before that memory is written again
@@ -42,6 +55,8 @@ class Placement:
 
     #: whether it is in another memory than the weights
     is_offloaded = False
+    #: master weights, states and reduced gradients have memory between `fetch` and `store` only
+    fetches = False
     #: reductions in flight after which a launch finishes the oldest, so that it is kept while the backward runs
     max_in_flight: int | None = None
 
@@ -52,6 +67,17 @@ class Placement:
         """`tensor`, whose contents do not matter yet, where the reduced gradients of this rank can be left."""
         return tensor if self._host is None else self._host.pinned(tensor)
 
+    def prepare(self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype) -> None:
+        """See that there is room, before anything is laid out.
+
+        Args:
+            numel: of this rank's shards of all units, about.
+            gradient_dtype: of the reduced gradients.
+
+        Raises:
+            ConfigError: there is not.
+        """
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
         """An uninitialized 1-D tensor for master weights.
 
@@ -60,6 +86,35 @@ class Placement:
             crosses: whether it is copied to the weights as it is.
         """
         return self.pinned(torch.empty(numel, dtype=dtype, device=device))
+
+    def put_away(self, optimizer: Optimizer, sub_groups: Sequence[SubGroup], gradient_dtype: torch.dtype) -> None:
+        """The master weights of a unit have their values, and its states those that the optimizer was given with.
+
+        Args:
+            sub_groups: the unit's, in their order: they lie end to end from the beginning of this rank's shard on.
+            gradient_dtype: of the reduced gradients.
+        """
+
+    def put_away_state(self, shard: ParamShard, state: dict[str, Any]) -> None:
+        """The optimizer's state of one shard was replaced, as by a load."""
+
+    def read(self, shard: ParamShard, name: str, value: Any) -> Any:
+        """The values of a tensor of `shard`, in its shape, to be read and not written.
+
+        Args:
+            name: `MASTER`, `GRADIENT` or that of a state.
+            value: what the shard, or the optimizer's state, has under that name.
+        """
+        return value
+
+    def write(self, shard: ParamShard, name: str, value: Tensor | None, new: Tensor) -> None:
+        """Give such a tensor other values.
+
+        Args:
+            new: of as many elements, in any shape, on any device.
+        """
+        assert value is not None
+        value.data.view(-1).copy_(new.reshape(-1))
 
     def home_of_gradients(self, group: FlatGroup, own_S: Tensor) -> Tensor:
         """Where the optimizer finds this rank's reduced gradients; called for the groups in their order.
@@ -86,6 +141,20 @@ class Placement:
 
     def gradients_changed(self) -> None:
         """Reduced gradients were written from outside."""
+
+    def plan(self, optimizer: Optimizer, updated: Sequence[Sequence[ParamShard]]) -> None:
+        """What the following updates consist of.
+
+        Args:
+            optimizer: has the states.
+            updated: by batch; empty ones are not fetched.
+        """
+
+    def fetch(self, number: int) -> None:
+        """Master weights, states and gradients of the batch `number` have memory and values until `store`."""
+
+    def store(self, number: int) -> None:
+        """The update of the batch `number` is over."""
 
     def copies(self, shards: Sequence[ParamShard]) -> list[Tensor]:
         """Where the update of `shards` writes the weights rounded to the model's dtype, each in its master's shape.

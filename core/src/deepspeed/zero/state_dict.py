@@ -16,7 +16,7 @@ Scalars, such as Adam's `step`, are stored once when all parameters agree, and e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from deepspeed.optim.saved_state import check_saved_state
 from deepspeed.zero.given_state import owned_copy
 from deepspeed.zero.layout import even_cuts, parameter_cuts
 from deepspeed.zero.param_unit import shape_of
+from deepspeed.zero.placement import MASTER
 from deepspeed.zero.redistribute import Run, contiguous, in_parameters, redistribute
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class SavedGroup:
         """Elements of this rank's part that belong to no parameter."""
         return self.numel_in_file - sum(run.numel for run in self.own_in_file)
 
-    def to_file(self, values: list[Tensor | None], dtype: torch.dtype) -> Tensor:
-        """[T], from one value per shard of this rank, None for zeros."""
+    def to_file(self, values: Iterable[Tensor | None], dtype: torch.dtype) -> Tensor:
+        """[T], from one value per shard of this rank, None for zeros; an iterator is read one by one."""
         device = self.shards[0].master.device if self.shards else torch.device("cpu")
         flat = torch.zeros(self.numel_here, dtype=dtype, device=device)
         start = 0
@@ -97,6 +98,18 @@ class SavedGroup:
                 flat[start : start + shard.fragment.numel].copy_(value.detach().reshape(-1))
             start += shard.fragment.numel
         return redistribute(flat, self.first_copy, self.in_file, self.numel_in_file, self._ranks)
+
+    def masters(self) -> Iterator[Tensor]:
+        """The master weights of this rank's shards."""
+        return (self._sharding.placement.read(shard, MASTER, shard.master) for shard in self.shards)
+
+    def states(self, name: str, held: Sequence[Mapping[str, Any]]) -> Iterator[Tensor | None]:
+        """The state `name` of this rank's shards, from the optimizer's of each."""
+        placement = self._sharding.placement
+        return (
+            placement.read(shard, name, state[name]) if name in state else None
+            for shard, state in zip(self.shards, held, strict=True)
+        )
 
     def from_file(self, part_T: Tensor) -> list[Tensor]:
         """One 1-D tensor per shard of this rank."""
@@ -112,7 +125,7 @@ def collect(sharding: Sharding) -> dict[str, Any]:
     return as_file(
         sharding,
         groups,
-        masters=[group.to_file([shard.master for shard in group.shards], torch.float32) for group in groups],
+        masters=[group.to_file(group.masters(), torch.float32) for group in groups],
         states=[_collect_states(sharding, group) for group in groups],
         param_groups=[{name: value for name, value in group.items() if name != "params"} for group in param_groups],
     )
@@ -165,7 +178,7 @@ def _collect_states(sharding: Sharding, group: SavedGroup) -> dict[str, Any]:
         dtype = next((theirs[name] for _, theirs, _ in facts if name in theirs), None)
         by_param = {int(place): value for _, _, theirs in facts for place, value in theirs.get(name, {}).items()}
         if dtype is not None:
-            flat[name] = group.to_file([state.get(name) for state in held], getattr(torch, dtype))
+            flat[name] = group.to_file(group.states(name, held), getattr(torch, dtype))
         elif by_param:
             put_scalars(flat, name, {place: _unpacked(value) for place, value in by_param.items()}, len(group.params))
         else:
@@ -230,7 +243,7 @@ def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states:
     for index, master in enumerate(saved[masters_key(sharding.stage)]):
         group = SavedGroup(sharding, index)
         for shard, value in zip(group.shards, group.from_file(master), strict=True):
-            shard.master.data.view(-1).copy_(value)
+            sharding.placement.write(shard, MASTER, shard.master, value)
         if optimizer is not None and load_optimizer_states:
             _restore_states(sharding, group, base["state"].get(index, {}))
 
@@ -256,7 +269,7 @@ def _restore_states(sharding: Sharding, group: SavedGroup, flat: dict[str, Any])
         state: dict[str, Any] = {}
         for name, value in flat.items():
             if name in by_name:
-                part = by_name[name][number].view(shard.master.shape)
+                part = by_name[name][number].view(shard.shape)
                 state[name] = part.to(shard.master.device, copy=True)  # also of a parameter of no dimensions
             elif name not in PER_PARAMETER:
                 own = scalars[name][place] if name in scalars else value
@@ -267,6 +280,7 @@ def _restore_states(sharding: Sharding, group: SavedGroup, flat: dict[str, Any])
                 state[name] = owned_copy(values[place], shard.master.device)
         if state:
             optimizer.state[shard.master] = state
+            sharding.placement.put_away_state(shard, state)
 
 
 def _move_by_parameter(
@@ -321,10 +335,12 @@ def _has_the_masters_shape(values: list[Any], shards: list[ParamShard]) -> bool:
     """Whether a state has one number per element, for every shard that has it.
 
     One shard is not enough: a moment per row of a matrix has the size of the matrix's bias. Nor does a parameter of no
-    dimensions, whose `step` looks like its moments.
+    dimensions, whose `step` looks like its moments. States in swap files are as empty as their master weights.
     """
     present = [(value, shard) for value, shard in zip(values, shards, strict=True) if value is not None]
-    fits = all(isinstance(value, Tensor) and value.shape == shard.master.shape for value, shard in present)
+    fits = all(
+        isinstance(value, Tensor) and value.shape in (shard.shape, shard.master.shape) for value, shard in present
+    )
     return fits and any(value.dim() > 0 for value, _ in present)
 
 

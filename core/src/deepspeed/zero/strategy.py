@@ -165,6 +165,8 @@ class Sharding(Holding):
         free = [param for param in module.parameters() if not managed.manager_of(param)]
         groups = optimizer.param_groups if optimizer is not None else [{"params": free}]
         self.agree(optimizer, [group["params"] for group in groups])
+        if optimizer is not None:
+            self._prepare_placement(optimizer)
         for index, param_group in enumerate(groups):
             for param in param_group["params"]:
                 self._refuse_foreign(index, param)
@@ -174,6 +176,21 @@ class Sharding(Holding):
         if optimizer is not None:  # a group that only the optimizer knew would train without averaging
             optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
             optimizer.zero_grad = self._zero_grad_of_optimizer  # type: ignore[method-assign]
+
+    def _prepare_placement(self, optimizer: Optimizer) -> None:
+        key = 'zero_optimization.offload_optimizer.device: found "nvme"'
+        if self.placement.fetches and self.unit_groups.dense.replicas is not None:
+            raise ConfigError(
+                f"{key} with mics_shard_size, which adds up gradients of several copies of the weights in memory; set "
+                'device to "cpu", or omit mics_shard_size'
+            )
+        if self.placement.fetches and takes_only_sparse(optimizer):
+            raise ConfigError(
+                f"{key} with {type(optimizer).__name__}, which takes sparse gradients only; set device to "
+                '"cpu", or use AdamW'
+            )
+        numel = -(-self._total_numel // self.world_size)
+        self.placement.prepare(optimizer, numel, self._accumulation_dtype(torch.float32))
 
     def _refuse_foreign(self, index: int, param: Tensor) -> None:
         if id(param) in self._positions:
@@ -419,7 +436,8 @@ class Sharding(Holding):
         return self._norms_of_own_parts([group for group in self.groups if self._counts(group)])
 
     def _norms_of_own_parts(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
-        return norms_of_own_parts((shard for group in groups for shard in group.shards), self.params)
+        shards = (shard for group in groups for shard in group.shards)
+        return norms_of_own_parts(shards, self.params, self.placement)
 
     def norm(self) -> Scalar:
         """Global L2 norm of the reduced gradients, as scaled as the losses were; inf or nan after an overflow. A 0-D
@@ -432,6 +450,8 @@ class Sharding(Holding):
         assert self._updates is not None
         self.release_gathered()
         scale = scale * self._after_sum
+        if isinstance(scale, Tensor) and self.placement.fetches:  # the gradients cannot be multiplied before
+            scale = scale.item()
         if isinstance(scale, Tensor) and takes_one_pass(self.optimizer):  # whose kernel takes a number of the host
             for gradients in self._reduced:
                 multiply(gradients, scale)

@@ -54,6 +54,7 @@ class OptimizerUpdate:
         self._used = used
         self._used_before: list[bool] = []  # in the last step
         self._calls: list[list[list[ParamShard]]] = []  # by batch and group of the optimizer: what is updated
+        self._updated: list[list[ParamShard]] = []  # by batch: the same in one list
 
     def step(self, scale: Scalar) -> Iterator[Batch]:
         """Update one batch after the other and yield it when its weights are final.
@@ -71,12 +72,15 @@ class OptimizerUpdate:
         if self._used != self._used_before:
             self._calls = [self._used_of(batch, len(groups)) for batch in self._batches]
             self._used_before = list(self._used)
+            self._updated = [[shard for shards in by_group for shard in shards] for by_group in self._calls]
+            self._placement.plan(self._optimizer, self._updated)
         try:
-            for batch, by_group in zip(self._batches, self._calls, strict=True):
-                if any(by_group):
+            calls = zip(self._batches, self._calls, self._updated, strict=True)
+            for number, (batch, by_group, shards) in enumerate(calls):
+                if shards:
+                    self._placement.fetch(number)
                     for group, its in zip(groups, by_group, strict=True):
                         group["params"] = [shard.master for shard in its]
-                    shards = [shard for its in by_group for shard in its]
                     all_copies = self._placement.copies(shards)
                     copies = _divided(all_copies, by_group)
                     if one_pass is not None:
@@ -85,6 +89,7 @@ class OptimizerUpdate:
                     else:
                         widened = self._step_widened(by_group, copies, scale, widened)
                     self._placement.send(shards, all_copies)
+                    self._placement.store(number)
                 yield batch
         finally:
             for group, params in zip(groups, all_params, strict=True):

@@ -218,6 +218,13 @@ BUILDS = {
         "gradient_clipping": 0.0,
     },
     "Accelerate's default": ACCELERATE,
+    "documentation, optimizer states on NVMe": {
+        **SIZES,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 4},
+        },
+    },
     "documentation, monitors": {
         "train_batch_size": 8,
         "tensorboard": {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"},
@@ -233,16 +240,6 @@ REFUSED = {
     "Hugging Face, auto left": (
         {**HF_AUTO, "zero_optimization": HF_ZERO2},
         "train_batch_size: found 'auto', which only Hugging Face's Trainer",
-    ),
-    "stage 2 to NVMe": (
-        {
-            **SIZES,
-            "zero_optimization": {
-                "stage": 2,
-                "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 4},
-            },
-        },
-        "zero_optimization.offload_optimizer.device: found 'nvme', but",
     ),
     "1-bit Adam": (
         {**SIZES, "optimizer": {"type": "OneBitAdam", "params": {"lr": 2e-4, "freeze_step": 400}}},

@@ -17,10 +17,6 @@ REFUSED = [
         {"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}},
     ),
     (
-        "zero_optimization.offload_optimizer.device",
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
-    ),
-    (
         "zero_optimization.offload_param.device",
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
     ),

@@ -132,7 +132,7 @@ def test_a_staging_buffer_is_taken_again_when_its_copy_is_done():
     accelerator = Recorder()
     lane, ring = CopyLane(accelerator), BufferRing(HostMemory(accelerator, pins=False), 2)
     first = ring.take(3, torch.float32)
-    ring.hold_last(lane.mark())
+    ring.hold(ring.place, lane.mark())
     second = ring.take(5, torch.bfloat16)
     assert accelerator.told() == ["event 1 on lane"]
     third = ring.take(2, torch.float32)

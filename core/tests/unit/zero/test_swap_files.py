@@ -9,11 +9,13 @@ import sys
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.config.data import AioConfig
 from deepspeed.errors import ConfigError
 from deepspeed.ops import registry
 from deepspeed.zero.offload import swap_file
-from deepspeed.zero.offload.swap_file import ALIGNMENT, SwapFile, SwapQueue, aligned_bytes
+from deepspeed.zero.offload.buffers import HostMemory
+from deepspeed.zero.offload.swap_file import ALIGNMENT, SwapFile, SwapQueue
 from deepspeed.zero.offload.swap_folder import SwapFolder, sweep
 
 needs_aio = pytest.mark.skipif(registry.resolve("async_io").builder is None, reason="no extension serves async_io here")
@@ -114,7 +116,7 @@ def test_tensors_come_back(file):
     works = [queue.write(region, tensor) for region, tensor in zip(regions, (one, other), strict=True)]
     works[0].wait()
     assert works[1].poll()
-    found = aligned_bytes(one.nbytes).view(torch.float32)
+    found = HostMemory(get_accelerator(), pins=False).aligned(one.nbytes).view(torch.float32)
     assert found.data_ptr() % ALIGNMENT == 0
     part = torch.empty(7, dtype=torch.bfloat16)
     works = [queue.read(regions[0], found), queue.read(regions[1], part, start=20)]

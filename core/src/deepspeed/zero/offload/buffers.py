@@ -3,13 +3,24 @@
 Used by `HostPlacement` and `HostShards`.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.errors import first_line
 from deepspeed.log import warn_once
-from deepspeed.zero.offload.lane import Mark
+
+#: bytes; direct reads and writes of files want addresses that are multiples of it
+ALIGNMENT = 4096
+
+
+class Waitable(Protocol):
+    """A copy, or an operation on a file."""
+
+    def wait_on_host(self) -> None:
+        """Return when it is done."""
 
 
 class HostMemory:
@@ -30,6 +41,12 @@ class HostMemory:
         tensor = torch.empty(numel, dtype=dtype, device="cpu")
         return self.pinned(tensor) if crosses else tensor
 
+    def aligned(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8, uninitialized, for what files are read into and written from: begins at a page."""
+        memory = self.pinned(torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu"))
+        start = -memory.data_ptr() % ALIGNMENT
+        return memory[start : start + num_bytes]
+
     def pinned(self, tensor: Tensor) -> Tensor:
         """`tensor`, whose contents do not matter yet, in page-locked memory if that is asked for."""
         if not self._pins or tensor.numel() == 0:
@@ -47,17 +64,20 @@ class HostMemory:
 
 
 class BufferRing:
-    """`count` staging buffers taken in turn; one is taken again only when the copy that used it last is done."""
+    """`count` staging buffers taken in turn; one is taken again only when the copy that used it last is done.
+
+    They begin at a page.
+    """
 
     def __init__(self, memory: HostMemory, count: int) -> None:
         self._memory = memory
         self._buffers: list[Tensor | None] = [None] * count  # bytes
-        self._busy: list[Mark | None] = [None] * count
-        self._place = 0  # of the buffer that was taken last
+        self._busy: list[Waitable | None] = [None] * count
+        self.place = 0  # of the buffer that was taken last
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of arbitrary contents."""
-        self._place = place = (self._place + 1) % len(self._buffers)
+        self.place = place = (self.place + 1) % len(self._buffers)
         busy = self._busy[place]
         if busy is not None:
             busy.wait_on_host()
@@ -65,12 +85,12 @@ class BufferRing:
         num_bytes = numel * dtype.itemsize
         buffer = self._buffers[place]
         if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._buffers[place] = self._memory.allocate(num_bytes, torch.uint8)
+            buffer = self._buffers[place] = self._memory.aligned(num_bytes)
         return buffer[:num_bytes].view(dtype)
 
-    def hold_last(self, until: Mark) -> None:
-        """The buffer that was taken last is in use until then."""
-        self._busy[self._place] = until
+    def hold(self, place: int, until: Waitable) -> None:
+        """The buffer at `place` is in use until then."""
+        self._busy[place] = until
 
     @property
     def held_bytes(self) -> int:

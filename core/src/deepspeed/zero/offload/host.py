@@ -190,10 +190,10 @@ class HostPlacement(Placement):
         with self._lane.copying():
             for start, stop in _runs(shards):
                 numel = sum(shard.fragment.numel for shard in shards[start:stop])
-                _stretched(shards[start].weight, numel).copy_(_stretched(sources[start], numel), non_blocking=True)
+                stretched(shards[start].weight, numel).copy_(stretched(sources[start], numel), non_blocking=True)
         self._sent = self._lane.mark()
         if copies:
-            self._outgoing.hold_last(self._sent)
+            self._outgoing.hold(self._outgoing.place, self._sent)
         self._sent.wait()  # on the device: what gathers these weights, or computes with them, comes after
 
     def finish_sending(self) -> None:
@@ -213,6 +213,6 @@ def _follows(one: ParamShard, other: ParamShard) -> bool:
     return one.fragment.stop == other.fragment.start and one.weight.untyped_storage().data_ptr() == address
 
 
-def _stretched(first: Tensor, numel: int) -> Tensor:
+def stretched(first: Tensor, numel: int) -> Tensor:
     """`numel` elements of the buffer that `first` is a view of, from its beginning on."""
     return first.detach().as_strided((numel,), (1,), first.storage_offset())

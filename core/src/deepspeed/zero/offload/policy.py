@@ -7,19 +7,21 @@ Called once by `engine/build.py`; `choose_shard_home` by `zero.Init` too.
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.config.data import AioConfig
 from deepspeed.config.zero import OffloadOptimizerConfig, OffloadParamConfig
 from deepspeed.errors import ConfigError
 from deepspeed.log import log_dist
 from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.host import HostPlacement
 from deepspeed.zero.offload.host_shards import HostShards, UpdateOnDevice
+from deepspeed.zero.offload.nvme import NvmePlacement
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.shard_home import ShardHome
 
 
 def asks_for_host(offload: OffloadOptimizerConfig | None) -> bool:
-    """Whether the section asks for optimizer states in host memory."""
-    return offload is not None and offload.device == "cpu"
+    """Whether the section asks for an optimizer that updates in host memory."""
+    return offload is not None and offload.device in ("cpu", "nvme")
 
 
 def choose_shard_home(
@@ -53,21 +55,51 @@ def choose_shard_home(
 
 
 def choose_placement(
-    offload: OffloadOptimizerConfig | None, *, stage: int, device: torch.device, home: ShardHome | None = None
+    offload: OffloadOptimizerConfig | None,
+    *,
+    stage: int,
+    device: torch.device,
+    home: ShardHome | None = None,
+    aio: AioConfig | None = None,
+    rank: int = 0,
 ) -> Placement:
     """The placement for an engine on `device`, whose parameters have their shards at `home`.
 
+    Args:
+        aio: how swap files are read and written.
+        rank: of this process, for the name of its swap folder.
+
     Raises:
-        ConfigError: offload without a stage that shards the optimizer's states.
+        ConfigError: offload without a stage that shards the optimizer's states, or to a folder that cannot be used.
+        OpUnavailable: offload to NVMe without an extension that reads and writes files.
     """
     if offload is None or not asks_for_host(offload):
         return Placement() if home is None else UpdateOnDevice()
     if stage == 0:
         raise ConfigError(
-            "zero_optimization.offload_optimizer.device: found 'cpu' with zero_optimization.stage 0, which shards no "
-            'optimizer states; set stage to 1, 2 or 3, or device to "none"'
+            f"zero_optimization.offload_optimizer.device: found {offload.device!r} with zero_optimization.stage 0, "
+            'which shards no optimizer states; set stage to 1, 2 or 3, or device to "none"'
         )
+    if offload.device == "nvme":
+        return _on_nvme(offload, aio or AioConfig(), rank)
     if not HostPlacement.is_needed(device):
         log_dist("zero_optimization.offload_optimizer: the accelerator's memory is the host's; nothing moves")
         return Placement(HostMemory(get_accelerator(), pins=offload.pin_memory))
     return HostPlacement(get_accelerator(), pins=offload.pin_memory)
+
+
+def _on_nvme(offload: OffloadOptimizerConfig, aio: AioConfig, rank: int) -> Placement:
+    if offload.nvme_path is None:
+        raise ConfigError(
+            'zero_optimization.offload_optimizer.nvme_path: found none with device "nvme"; name an existing folder on '
+            "a local disk"
+        )
+    return NvmePlacement(
+        get_accelerator(),
+        offload.nvme_path,
+        rank=rank,
+        aio=aio,
+        pins=offload.pin_memory,
+        reads_ahead=offload.pipeline_read,
+        writes_behind=offload.pipeline_write,
+    )

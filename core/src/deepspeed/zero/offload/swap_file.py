@@ -16,19 +16,19 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from deepspeed.config.data import AioConfig
 from deepspeed.ops.aio import aio_handle
-
-#: bytes; offsets of regions and addresses of buffers are multiples of it, so that O_DIRECT moves them without a copy
-ALIGNMENT = 4096
+from deepspeed.zero.offload.buffers import ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """`num_bytes` of a swap file, from `offset` on, which is a multiple of `ALIGNMENT`."""
+    """`num_bytes` of a swap file, from `offset` on, which is a multiple of `ALIGNMENT`.
+
+    Tensors whose address is one too (`HostMemory.aligned`) are moved without a copy.
+    """
 
     file: "SwapFile"
     offset: int
@@ -143,6 +143,8 @@ class SwapWork:
         if self._error is not None:
             raise self._error
 
+    wait_on_host = wait  # as a `Mark` has it
+
     def end(self, error: OSError | None) -> None:
         """Called by the queue."""
         self.is_done, self._error = True, error
@@ -202,10 +204,3 @@ class SwapQueue:
             raise swap_error(error, path) from error
         self._works.append(work)
         return work
-
-
-def aligned_bytes(num_bytes: int) -> Tensor:
-    """[num_bytes] uint8, uninitialized, in host memory; its address is a multiple of `ALIGNMENT`."""
-    memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
-    start = -memory.data_ptr() % ALIGNMENT
-    return memory[start : start + num_bytes]

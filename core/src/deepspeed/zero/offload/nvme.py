@@ -1,0 +1,358 @@
+"""`NvmePlacement`: master weights, optimizer states and reduced gradients of the owned shard in a swap file.
+
+    device                        host                                  disk
+    bucket's sum  --- copy -->    staging buffer   --- write -->        gradients [S]      while the backward runs
+                                  slot of a sub-group  <-- read ---     masters, states, gradients
+                                  optimizer step                        sub-group by sub-group
+    weights       <-- copy ---    slot             --- write -->        masters, states
+
+Between steps no master weight, state or reduced gradient has memory: the tensor objects stay, in the optimizer's groups
+and state, and are empty. `fetch` points those of one sub-group at a slot that was read; `store` writes the slot and
+empties them. With `reads_ahead` the next sub-group is read while one is updated, with `writes_behind` the one before is
+written; each takes one more slot. States that are not one number per element (`step`, factored moments) stay in memory.
+
+The norm is taken where a sum is at hand, before it is written. Swap files do not outlive the run (`swap_folder.py`).
+ZeRO-Infinity: arXiv 2104.07857, sections 5.1.1 and 5.2.2.
+
+Legend: S numel of this rank's shard of a unit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from deepspeed.accelerator import DeepSpeedAccelerator
+from deepspeed.comm.backend import Work
+from deepspeed.config.data import AioConfig
+from deepspeed.log import warn_once
+from deepspeed.ops.aio import preflight
+from deepspeed.optim.saved_state import num_states
+from deepspeed.zero.offload.buffers import BufferRing
+from deepspeed.zero.offload.host import MAX_ARRIVING, HostPlacement, stretched
+from deepspeed.zero.offload.lane import Mark
+from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue
+from deepspeed.zero.offload.swap_folder import SwapFolder
+from deepspeed.zero.offload.swapped import Place, SwappedGroup, SwappedUnit, SwapSlot
+from deepspeed.zero.placement import GRADIENT, MASTER, Keep, exact_norm
+
+if TYPE_CHECKING:
+    from deepspeed.zero.flat_group import FlatGroup, ParamShard
+    from deepspeed.zero.sub_groups import SubGroup
+
+
+class _Arrival(NamedTuple):
+    """A sum in a staging buffer, or on its way there."""
+
+    done: Mark
+    place: int  # of the buffer in its ring
+    staged: Tensor
+    unit: SwappedUnit
+    adds: bool
+
+
+class NvmePlacement(HostPlacement):
+    """In a swap file.
+
+    Args:
+        accelerator: the one that holds the weights.
+        nvme_path: an existing folder on a local disk.
+        rank: of this process, for the name of its folder there.
+        aio: how files are read and written.
+        pins: whether staging buffers and slots are page-locked.
+        reads_ahead: read the next sub-group while one is updated.
+        writes_behind: write a sub-group while the next one is updated.
+
+    Raises:
+        ConfigError: `nvme_path` cannot be used.
+        OpUnavailable: no extension serves `async_io`.
+    """
+
+    fetches = True
+
+    def __init__(
+        self,
+        accelerator: DeepSpeedAccelerator,
+        nvme_path: str | os.PathLike[str],
+        *,
+        rank: int,
+        aio: AioConfig,
+        pins: bool,
+        reads_ahead: bool,
+        writes_behind: bool,
+    ) -> None:
+        super().__init__(accelerator, pins=pins)
+        self._queue = SwapQueue(aio)  # for gradients, and single tensors
+        self._folder = SwapFolder(nvme_path, rank=rank)
+        self._file = SwapFile(self._folder.path / "optimizer.swap")
+        self._reads_ahead, self._writes_behind = reads_ahead, writes_behind
+        num_slots = 1 + reads_ahead + writes_behind
+        self._slots = [SwapSlot(self._memory, SwapQueue(aio)) for _ in range(num_slots)]
+        self._next_slot = 0
+        self._num_states = 0
+        self._units: list[SwappedUnit] = []  # in the order of the stage's
+        self._num_homes = 0  # units whose gradients have a home
+        self._places: dict[int, Place] = {}  # by the id of a shard
+        self._optimizer: Optimizer | None = None
+        self._updated: Sequence[Sequence[ParamShard]] = ()  # by batch
+        self._ahead: dict[int, SwapSlot] = {}  # by batch: read, or being read
+        self._arriving: deque[_Arrival] = deque()
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def prepare(self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype) -> None:
+        self._num_states = num_states(optimizer)
+        num_bytes = numel * (4 + 4 * self._num_states + gradient_dtype.itemsize)
+        report = preflight(self._folder.path, num_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        for remark in report.remarks:
+            warn_once(f"zero_optimization.offload_optimizer.nvme_path: {remark}")
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu")  # until `put_away`
+
+    def put_away(self, optimizer: Optimizer, sub_groups: Sequence[SubGroup], gradient_dtype: torch.dtype) -> None:
+        unit = SwappedUnit([], gradient_dtype)
+        self._units.append(unit)
+        for sub_group in sub_groups:
+            first = sub_group.shards[0].master
+            group = SwappedGroup(sub_group, self._file, master_dtype=first.dtype, num_spares=self._num_states)
+            unit.groups.append(group)
+            group.tensor(GRADIENT, gradient_dtype)
+            region = group.tensor(MASTER, first.dtype).region
+            self._queue.write(region, stretched(first, sub_group.numel)).wait()
+            for shard, start in sub_group.starts():
+                self._places[id(shard)] = Place(unit, group, start)
+                _empty(shard.master)
+                self.put_away_state(shard, optimizer.state.get(shard.master, {}))
+
+    def put_away_state(self, shard: ParamShard, state: dict[str, Any]) -> None:
+        for name, value in _by_element(shard, state):
+            self._write(shard, name, value)
+            _empty(value)
+
+    def home_of_gradients(self, group: FlatGroup, own_S: Tensor) -> Tensor:
+        self._units[self._num_homes].own = own_S if own_S.numel() > 0 else None
+        self._num_homes += 1
+        return own_S.new_empty(0)
+
+    @property
+    def held_bytes(self) -> int:
+        return super().held_bytes + sum(slot.num_bytes for slot in self._slots)
+
+    def release(self) -> None:
+        """Drop what is swapped out, with its file; so errors of what is in flight do not matter."""
+        for slot in self._slots:
+            slot.queue.finish()
+            slot.works = []
+        self.forget()
+        self.finish_sending()
+        self._outgoing.release()
+        self._incoming = BufferRing(self._memory, MAX_ARRIVING)
+        self._slots, self._units, self._places, self._ahead = [], [], {}, {}
+        self._optimizer, self._updated = None, ()
+        self._folder.remove()
+
+    # ---- single tensors -----------------------------------------------------------------------------------------
+
+    def read(self, shard: ParamShard, name: str, value: Any) -> Any:
+        if not self._is_away(shard, name, value):
+            return value
+        _, group, start = self._places[id(shard)]
+        tensor = group.tensors[name]
+        found = torch.empty(shard.fragment.numel, dtype=tensor.dtype)
+        self._queue.read(tensor.region, found, start * tensor.dtype.itemsize).wait()
+        return found.view(shard.shape)
+
+    def write(self, shard: ParamShard, name: str, value: Tensor | None, new: Tensor) -> None:
+        if not self._is_away(shard, name, value):
+            super().write(shard, name, value, new)
+            return
+        place = self._places[id(shard)]
+        if name == GRADIENT and not place.unit.has_sum:
+            self._zero_gradients(place.unit)
+        self._write(shard, name, new.to(place.group.tensors[name].dtype))
+
+    def _is_away(self, shard: ParamShard, name: str, value: Any) -> bool:
+        """Whether a tensor of `shard` has no memory now; gradients then have no object either."""
+        if name == GRADIENT:
+            return value is None
+        is_empty = isinstance(value, Tensor) and value.numel() == 0
+        return is_empty and name in self._places[id(shard)].group.tensors
+
+    def _write(self, shard: ParamShard, name: str, new: Tensor) -> None:
+        _, group, start = self._places[id(shard)]
+        region = group.tensor(name, new.dtype).region
+        values = new.detach().reshape(-1).to("cpu").contiguous()
+        self._queue.write(region, values, start * new.dtype.itemsize).wait()
+
+    def _zero_gradients(self, unit: SwappedUnit) -> None:
+        for group in unit.groups:
+            zeros = torch.zeros(group.numel, dtype=unit.gradient_dtype)
+            self._queue.write(group.tensors[GRADIENT].region, zeros).wait()
+        unit.has_sum = True
+
+    # ---- gradients arrive ---------------------------------------------------------------------------------------
+
+    def keeper(self, *, adds: bool) -> Keep | None:
+        return partial(self._receive_sum, adds)
+
+    def _receive_sum(self, adds: bool, index: int, work: Work, source: Tensor) -> Mark:
+        while len(self._arriving) >= MAX_ARRIVING:
+            self._land(self._arriving.popleft())
+        with self._lane.copying():
+            work.wait()
+            staged = self._incoming.take(source.numel(), source.dtype)
+            staged.copy_(source, non_blocking=True)
+        done = self._lane.mark()
+        self._arriving.append(_Arrival(done, self._incoming.place, staged, self._units[index], adds))
+        while self._arriving and self._arriving[0].done.poll():
+            self._land(self._arriving.popleft())
+        return done
+
+    def _land(self, arrival: _Arrival) -> None:
+        """Begin to write a sum, added to what the disk has of this step."""
+        arrival.done.wait_on_host()
+        unit, sum_S = arrival.unit, arrival.staged
+        if arrival.adds and unit.has_sum:
+            sum_S = self._gradients(unit, sum_S.numel()).add_(sum_S)
+        sum_S = sum_S.to(unit.gradient_dtype)
+        if unit.written is not None:
+            unit.written.wait()
+        for group, part in unit.parts(sum_S):
+            unit.written = self._queue.write(group.tensors[GRADIENT].region, part)
+        if unit.written is not None:
+            self._incoming.hold(arrival.place, unit.written)
+        unit.has_sum, unit.norms = True, [exact_norm(sum_S)]
+
+    def _gradients(self, unit: SwappedUnit, numel: int) -> Tensor:
+        """[S], what the disk has; padding is zero."""
+        if unit.written is not None:
+            unit.written.wait()
+        found_S = torch.zeros(numel, dtype=unit.gradient_dtype)
+        works = [self._queue.read(group.tensors[GRADIENT].region, part) for group, part in unit.parts(found_S)]
+        for work in works:
+            work.wait()
+        return found_S
+
+    def settle(self) -> None:
+        while self._arriving:
+            self._land(self._arriving.popleft())
+        for unit in self._units:
+            if unit.written is not None:
+                unit.written.wait()
+                unit.written = None
+
+    def norms(self, reduced: Sequence[Tensor]) -> list[Tensor]:
+        return [norm for unit in self._units if unit.has_sum for norm in unit.norms]
+
+    def gradients_changed(self) -> None:
+        for unit in self._units:
+            if not unit.has_sum:
+                continue
+            unit.norms = []
+            for group in unit.groups:
+                found = torch.empty(group.numel, dtype=unit.gradient_dtype)
+                self._queue.read(group.tensors[GRADIENT].region, found).wait()
+                unit.norms.append(exact_norm(found))
+                if unit.own is not None:  # else the next backward would bring the former sums again
+                    unit.own.narrow(0, group.sub_group.start, group.numel).copy_(found)
+
+    def forget(self) -> None:
+        """Gradients that are on their way are dropped, and so are errors of writing them."""
+        for arrival in self._arriving:
+            arrival.done.wait_on_host()
+        self._arriving.clear()
+        self._queue.finish()
+        for unit in self._units:
+            unit.has_sum, unit.norms, unit.written = False, [], None
+
+    # ---- around the update --------------------------------------------------------------------------------------
+
+    def plan(self, optimizer: Optimizer, updated: Sequence[Sequence[ParamShard]]) -> None:
+        self._optimizer, self._updated = optimizer, updated
+
+    def fetch(self, number: int) -> None:
+        slot = self._ahead.get(number) or self._begin_read(number)
+        slot.wait()
+        self._ahead = {number: slot}
+        group, numel = self._group(number), self._group(number).numel
+        for shard, start in self._updated_of(number):
+            for name, value in self._swapped(shard):
+                view = slot.view(name, numel, group.tensors[name].dtype)
+                value.data = view.narrow(0, start, shard.fragment.numel).view(shard.shape)
+            gradients = slot.view(GRADIENT, numel, group.tensors[GRADIENT].dtype)
+            shard.grad = gradients.narrow(0, start, shard.fragment.numel).view(shard.shape)
+        if self._reads_ahead:
+            following = (later for later in range(number + 1, len(self._updated)) if self._updated[later])
+            if (later := next(following, None)) is not None:
+                self._ahead[later] = self._begin_read(later)
+
+    def _begin_read(self, number: int) -> SwapSlot:
+        slot = self._slots[self._next_slot]
+        self._next_slot = (self._next_slot + 1) % len(self._slots)
+        slot.wait()
+        group = self._group(number)
+        slot.works = [
+            slot.queue.read(region, slot.view(name, group.numel, dtype))
+            for name, (region, dtype) in group.tensors.items()
+        ]
+        return slot
+
+    def store(self, number: int) -> None:
+        slot, group = self._ahead.pop(number), self._group(number)
+        names = {MASTER}
+        for shard, start in self._updated_of(number):
+            for name, value in ((MASTER, shard.master), *_by_element(shard, self._state(shard))):
+                dtype = group.tensor(name, value.dtype).dtype
+                kept = slot.view(name, group.numel, dtype).narrow(0, start, shard.fragment.numel)
+                if kept.data_ptr() != value.data_ptr():  # a new state, or one that the optimizer replaced
+                    kept.copy_(value.detach().reshape(-1))
+                names.add(name)
+                _empty(value)
+            shard.grad = None
+        slot.works = [
+            slot.queue.write(group.tensors[name].region, slot.view(name, group.numel, group.tensors[name].dtype))
+            for name in sorted(names)
+        ]
+        slot.sent = self._sent
+        if not self._writes_behind:
+            slot.wait()
+
+    def finish_sending(self) -> None:
+        super().finish_sending()
+        for slot in self._slots:
+            slot.wait()
+
+    def _group(self, number: int) -> SwappedGroup:
+        return self._places[id(self._updated[number][0])].group
+
+    def _updated_of(self, number: int) -> Iterator[tuple[ParamShard, int]]:
+        return ((shard, self._places[id(shard)].start) for shard in self._updated[number])
+
+    def _state(self, shard: ParamShard) -> Mapping[str, Any]:
+        assert self._optimizer is not None
+        return self._optimizer.state.get(shard.master, {})
+
+    def _swapped(self, shard: ParamShard) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `shard` that have no memory."""
+        tensors = ((MASTER, shard.master), *self._state(shard).items())
+        return ((name, value) for name, value in tensors if self._is_away(shard, name, value))
+
+
+def _by_element(shard: ParamShard, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The states that have memory, and one number for each element."""
+    for name, value in list(state.items()):
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == shard.shape:
+            yield name, value
+
+
+def _empty(tensor: Tensor) -> None:
+    """Take the memory of a tensor away; the object stays."""
+    tensor.data = torch.empty(0, dtype=tensor.dtype)

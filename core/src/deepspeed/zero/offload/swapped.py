@@ -1,0 +1,111 @@
+"""What `NvmePlacement` knows of a unit whose optimizer side is swapped out, and the memory that a sub-group borrows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed.zero.offload.buffers import HostMemory
+from deepspeed.zero.offload.lane import Mark
+from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWork
+from deepspeed.zero.sub_groups import SubGroup
+
+
+class SwappedTensor(NamedTuple):
+    """Master weights, gradients or one state of a sub-group, end to end."""
+
+    region: Region
+    dtype: torch.dtype
+
+
+class SwappedGroup:
+    """A sub-group and its regions.
+
+    Args:
+        num_spares: regions for states of which only the number is known, so that the disk has space for them.
+    """
+
+    def __init__(self, sub_group: SubGroup, file: SwapFile, *, master_dtype: torch.dtype, num_spares: int) -> None:
+        self.sub_group = sub_group
+        self.numel = sub_group.numel
+        self.tensors: dict[str, SwappedTensor] = {}
+        self._file = file
+        self._spares = [file.allocate(self.numel * master_dtype.itemsize) for _ in range(num_spares)]
+
+    def tensor(self, name: str, dtype: torch.dtype) -> SwappedTensor:
+        """The tensor `name`; made if there is none of that dtype."""
+        found = self.tensors.get(name)
+        if found is None or found.dtype != dtype:
+            found = self.tensors[name] = SwappedTensor(self._region(self.numel * dtype.itemsize), dtype)
+        return found
+
+    def _region(self, num_bytes: int) -> Region:
+        fitting = [spare for spare in self._spares if spare.num_bytes == num_bytes]
+        if not fitting:
+            return self._file.allocate(num_bytes)
+        self._spares.remove(fitting[0])
+        return fitting[0]
+
+
+@dataclass(slots=True)
+class SwappedUnit:
+    """The sub-groups of a unit, and what is known of its reduced gradients."""
+
+    groups: list[SwappedGroup]
+    gradient_dtype: torch.dtype
+    own: Tensor | None = None  # the sums beside the weights, to which a later backward adds (stage 1)
+    has_sum: bool = False  # of this step
+    norms: list[Tensor] = field(default_factory=list)  # 0-D, of the sum
+    written: SwapWork | None = None  # the last write of the sum
+
+    def parts(self, buffer_S: Tensor) -> Iterator[tuple[SwappedGroup, Tensor]]:
+        """Each sub-group with its elements of a buffer over this rank's shard."""
+        for group in self.groups:
+            yield group, buffer_S.narrow(0, group.sub_group.start, group.numel)
+
+
+class Place(NamedTuple):
+    """Where a shard is."""
+
+    unit: SwappedUnit
+    group: SwappedGroup
+    start: int  # in elements from the beginning of the sub-group
+
+
+class SwapSlot:
+    """Memory for one sub-group at a time: a buffer for each of its tensors, which stay allocated.
+
+    Args:
+        queue: moves what is in the slot, and nothing else.
+    """
+
+    def __init__(self, memory: HostMemory, queue: SwapQueue) -> None:
+        self._memory = memory
+        self._buffers: dict[str, Tensor] = {}  # bytes
+        self.queue = queue
+        self.works: list[SwapWork] = []
+        self.sent: Mark | None = None  # copies of the weights to the device
+
+    def view(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], the buffer of the tensor `name`."""
+        num_bytes = numel * dtype.itemsize
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._buffers[name] = self._memory.aligned(num_bytes)
+        return buffer[:num_bytes].view(dtype)
+
+    def wait(self) -> None:
+        """Return when nothing that is in flight uses the buffers."""
+        works, self.works = self.works, []
+        for work in works:
+            work.wait()
+        if self.sent is not None:
+            self.sent.wait_on_host()
+            self.sent = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
