@@ -12,12 +12,12 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from deepspeed.checkpoint.shared_memory import SharedMemory
 from deepspeed.checkpoint.torch_store import write_state
 from deepspeed.errors import CheckpointError
 from deepspeed.log import announce, logger
@@ -113,7 +113,7 @@ class _Process:
     in flight is waited for."""
 
     def __init__(self, limit_s: float) -> None:
-        self.memory = _shared_memory()
+        self.memory = SharedMemory()
         descriptor = self.memory.fileno()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, *sys.path, str(descriptor), str(limit_s)],
@@ -158,7 +158,7 @@ class _Process:
             raise CheckpointError(f"the asynchronous {what} has failed: {error}")
 
 
-def _end(process: subprocess.Popen[str], memory: BinaryIO, in_flight: list[str], owner: int) -> None:
+def _end(process: subprocess.Popen[str], memory: SharedMemory, in_flight: list[str], owner: int) -> None:
     """Let the writer process complete its order and end."""
     if os.getpid() != owner:
         return  # a fork of the process that started it
@@ -198,21 +198,13 @@ def _ended(process: subprocess.Popen[str]) -> str:
     )
 
 
-def _shared_memory() -> BinaryIO:
-    """An empty file in memory; where the system has none, one in the temporary folder, without a name."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("deepspeed-staged-checkpoint"), "w+b")
-    return tempfile.TemporaryFile()  # type: ignore[return-value]
-
-
-def _copy(files: Mapping[str, Any], memory: BinaryIO) -> list[dict[str, Any]]:
+def _copy(files: Mapping[str, Any], memory: SharedMemory) -> list[dict[str, Any]]:
     """Write each state into `memory`, over what an earlier save left; gives name, offset and bytes of each."""
-    staged, offset = [], 0
+    staged = []
+    memory.position = 0
     for name, state in files.items():
-        memory.seek(offset)
+        offset = memory.position
         write_state(state, memory)
-        end = memory.tell()
-        staged.append({"name": name, "offset": offset, "bytes": end - offset})
-        offset = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory.flush()
+        staged.append({"name": name, "offset": offset, "bytes": memory.position - offset})
+        memory.position = -(-memory.position // mmap.PAGESIZE) * mmap.PAGESIZE
     return staged
