@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from deepspeed.checkpoint.convert import convert
 from deepspeed.checkpoint.dcp_file import DcpFolder
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
@@ -203,3 +204,41 @@ def test_any_range_of_any_box_is_read(tmp_path):
         flat = expected.reshape(-1)
         for start, stop in ((0, 0), (0, 1), (4, 17), (14, 15), (14, 31), (90, 105)):
             assert torch.equal(tensors[name].read(start, stop - start), flat[start:stop]), (name, start, stop)
+
+
+def save_here(folder, stage, more):
+    engine = create_engine(stage, seed=0, **more)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 1e-2
+    train(engine, 0, 3)
+    engine.save_checkpoint(folder, "step3", client_state={"epoch": 2})
+    losses = train(engine, 3, 6)
+    engine.destroy()
+    return losses
+
+
+def load_in_fsdp2(folder, unbroken, tolerance):
+    run = Fsdp2(seed=1)
+    run.load(f"{folder}/dcp")
+    assert [group["lr"] for group in run.optimizer.param_groups] == [1e-2, 1e-2]
+    assert [group["weight_decay"] for group in run.optimizer.param_groups] == [1e-2, 0.0]
+    assert run.train(3, 6) == pytest.approx(unbroken, rel=tolerance)
+    flat = Fsdp2(seed=1).state(flat=True)
+    dcp.load(flat, checkpoint_id=f"{folder}/torchtitan")  # each entry must be there
+    assert flat["optimizer"]["param_groups.tokens.weight.lr"] == 1e-2
+    engine = create_engine(2)
+    engine.load_checkpoint(f"{folder}/dcp")
+    assert train(engine, 3, 6) == pytest.approx(unbroken, rel=tolerance)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    swept(product(STAGES, ("fp32", "bf16")), lambda stage, precision: (stage, precision) in {(0, "fp32"), (3, "bf16")}),
+)
+def test_losses_continue_in_fsdp2(tmp_path, stage, precision):
+    more = {} if precision == "fp32" else {precision: {"enabled": True}}
+    unbroken = run_ranks(2, save_here, str(tmp_path / "saved"), stage, more)[0]
+    for form in ("dcp", "torchtitan"):
+        convert(tmp_path / "saved", tmp_path / form, form)
+    run_ranks(2, load_in_fsdp2, str(tmp_path), unbroken, 1e-5 if precision == "fp32" else 1e-2)

@@ -134,7 +134,7 @@ def _rank_order(path: Path) -> list[int]:
     return [int(number) for number in re.findall(r"rank_(\d+)", path.name)]
 
 
-def _tag_folder(checkpoint_dir: str | Path, tag: str | None) -> Path:
+def tag_folder(checkpoint_dir: str | Path, tag: str | None) -> Path:
     root = Path(checkpoint_dir)
     names = _latest_names(root) if tag is None else [tag]
     for name in names:
@@ -157,7 +157,7 @@ def _latest_names(root: Path) -> list[str]:
     return [text.rstrip("\n"), name]
 
 
-def _read(path: str | Path) -> dict[str, Any]:
+def read_file(path: str | Path) -> dict[str, Any]:
     log.info("reading %s", path)
     try:
         with torch.serialization.safe_globals(DEEPSPEED_CLASSES):
@@ -179,7 +179,7 @@ def _read_shards(folder: Path) -> list[dict[str, Any]]:
     ranks = [_rank_order(path)[0] for path in files]
     if ranks != list(range(len(ranks))):
         raise CheckpointError(f"{folder} is incomplete or mixed: it holds the optimizer shards of ranks {ranks}.")
-    shards = [_read(path).get("optimizer_state_dict", {}) for path in files]
+    shards = [read_file(path).get("optimizer_state_dict", {}) for path in files]
     for path, shard in zip(files, shards, strict=True):
         if "zero_stage" not in shard:
             raise CheckpointError(f"{path} was not saved under ZeRO: it has no optimizer_state_dict with a zero_stage.")
@@ -262,14 +262,14 @@ def _from_module(tensor: torch.Tensor) -> LazyTensor:
     return LazyTensor([tensor], tensor.shape, torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 
-def _lazy_state_dict(folder: Path, exclude_frozen_parameters: bool) -> dict[str, Any]:
+def lazy_state_dict(folder: Path, exclude_frozen_parameters: bool) -> dict[str, Any]:
     shards = _read_shards(folder)
     stage = int(shards[0]["zero_stage"]) if shards else 0
     first = get_model_state_file(folder, stage)
-    models = [_read(first)]
+    models = [read_file(first)]
     if stage == 3:
         names = [Path(first).name.replace("rank_0_", f"rank_{rank}_", 1) for rank in range(1, len(shards))]
-        models += [_read(folder / name) for name in names]
+        models += [read_file(folder / name) for name in names]
     model = models[0]
     if not shards and "single_partition_of_fp32_groups" in (model.get("optimizer") or {}):
         shards = [model["optimizer"]]  # stage 0 with masters
@@ -327,7 +327,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Floating-point values are fp32: the optimizer's masters where there are any. Raises `CheckpointError`.
     """
-    weights = _lazy_state_dict(_tag_folder(checkpoint_dir, tag), exclude_frozen_parameters)
+    weights = lazy_state_dict(tag_folder(checkpoint_dir, tag), exclude_frozen_parameters)
     return weights if lazy_mode else _in_memory(weights)
 
 
@@ -365,7 +365,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     written under each name in `.safetensors`, which knows no sharing.
     """
     write = _write_safetensors if safe_serialization else _write_bin
-    weights = _lazy_state_dict(_tag_folder(checkpoint_dir, tag), exclude_frozen_parameters)
+    weights = lazy_state_dict(tag_folder(checkpoint_dir, tag), exclude_frozen_parameters)
     files = _split(weights, _parse_size_bytes(max_shard_size), shares=not safe_serialization)
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     output = _create_folder(Path(output_dir))

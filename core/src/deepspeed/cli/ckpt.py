@@ -1,9 +1,10 @@
-"""`ds_ckpt`: look at the checkpoints in a directory, verify them, and remove old ones.
+"""`ds_ckpt`: look at the checkpoints in a directory, verify them, remove old ones, and convert them.
 
     ds_ckpt verify DIR [TAG ...]              read every file and compare it with its checksums
     ds_ckpt show DIR                          the tags: step, stage, ranks, size, date, whether complete
     ds_ckpt show DIR TAG                      the files of a tag, and its parameters with their shapes
     ds_ckpt prune DIR --keep-last N           remove all but the last N tags; --dry-run only lists them
+    ds_ckpt convert DIR OUT --to FORMAT       write a tag for another program into the folder OUT
 
 DIR is what `save_checkpoint` was given. With `--json` the result is one JSON object on stdout. Exit code 0; 1 when a
 file is missing or damaged, or a tag could not be removed; 2 when the command could not be run.
@@ -21,6 +22,13 @@ from deepspeed.errors import CheckpointError
 
 if TYPE_CHECKING:
     from deepspeed.cli.ckpt_result import Result
+
+_FORMATS = {
+    "safetensors": "safetensors and torch: fp32 weights and buffers",
+    "torch": "a pickle of them",
+    "dcp": "dcp: torch.distributed.checkpoint, with the optimizer's states, for FSDP2",
+    "torchtitan": "the same, as torchtitan names its entries",
+}
 
 _DONE, _FAULTS, _NOT_RUN = 0, 1, 2
 
@@ -42,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds_ckpt", description="Look at checkpoints, verify them, remove old ones.")
+    meaning = "Look at checkpoints, verify them, remove old ones, and convert them."
+    parser = argparse.ArgumentParser(prog="ds_ckpt", description=meaning)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     verify = _command(commands, "verify", "read every file and compare it with its checksums")
     verify.add_argument("tags", metavar="TAG", nargs="*", help="only these; default: all")
@@ -51,6 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     prune = _command(commands, "prune", "remove old tags")
     prune.add_argument("--keep-last", metavar="N", type=_positive, required=True, help="how many tags stay")
     prune.add_argument("--dry-run", action="store_true", help="remove nothing")
+    convert = _command(commands, "convert", "write a tag for another program")
+    convert.add_argument("output", metavar="OUT", type=Path, help="a new or empty folder")
+    convert.add_argument("--to", choices=_FORMATS, required=True, help="the format: " + "; ".join(_FORMATS.values()))
+    convert.add_argument("-t", "--tag", metavar="TAG", help="default: what `latest` names")
+    convert.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file of weights; 0: no limit")
     return parser
 
 
@@ -71,12 +85,15 @@ def _positive(text: str) -> int:
 
 def _run(options: argparse.Namespace) -> "Result":
     # here, because these import torch, which --help and a wrong argument need not wait for
-    from deepspeed.cli import ckpt_prune, ckpt_show, ckpt_verify
+    from deepspeed.cli import ckpt_convert, ckpt_prune, ckpt_show, ckpt_verify
 
     if options.command == "verify":
         return ckpt_verify.run(options.directory, options.tags)
     if options.command == "prune":
         return ckpt_prune.run(options.directory, options.keep_last, dry_run=options.dry_run)
+    if options.command == "convert":
+        arguments = (options.directory, options.output, options.to, options.tag, options.max_shard_size)
+        return ckpt_convert.run(*arguments)
     return (
         ckpt_show.run(options.directory) if options.tag is None else ckpt_show.run_tag(options.directory, options.tag)
     )

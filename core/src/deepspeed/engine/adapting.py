@@ -13,12 +13,12 @@ from torch.nn import Parameter
 
 from deepspeed.checkpoint import LoadedCheckpoint
 from deepspeed.engine.stored_weights import read_weights
-from deepspeed.engine.training_state import PARAM_NAMES, TrainingState
+from deepspeed.engine.training_state import TrainingState
 from deepspeed.engine.unnamed_states import with_names
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.parameter_parts import part_of, part_of_parts
-from deepspeed.zero.saved_states import DividedStates, SavedStates, TorchStates, state_for
+from deepspeed.zero.saved_states import PARAM_NAMES, SavedStates, TorchStates, is_flat, state_for, states_of
 
 
 def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:
@@ -79,7 +79,7 @@ def with_own_states(found: LoadedCheckpoint, state: TrainingState, *, with_state
         found = with_names(found, state)
     parts, whole = found.parts, found.model_state.get("optimizer") or {}
     if parts is None:
-        is_plain = whole and not (PARAM_NAMES in whole or _is_flat(whole))
+        is_plain = whole and not (PARAM_NAMES in whole or is_flat(whole))
         if found.shard_state is not None or not with_states or (is_plain and not state.has_masters):
             return found
     elif not (parts.shard_states or with_states or state.sharding.stage == 3):
@@ -91,26 +91,16 @@ def with_own_states(found: LoadedCheckpoint, state: TrainingState, *, with_state
 
 
 def _states_in(found: LoadedCheckpoint, *, with_states: bool) -> SavedStates:
-    groups = found.model_state.get("param_shapes") or []
-    if found.parts is not None and found.parts.shard_states:
-        return DividedStates(found.parts.shard_states, groups)
-    whole = found.model_state.get("optimizer") or {}
     weights = found.model_state["module"] if found.stored is None else found.stored
-    if _is_flat(whole):
-        return DividedStates([whole], groups)
-    if PARAM_NAMES in whole:
-        return TorchStates(weights, whole, whole[PARAM_NAMES])
+    shards = found.parts.shard_states if found.parts is not None else ()
+    if (states := states_of(found.model_state, shards, weights)) is not None:
+        return states
     if with_states:
         raise CheckpointError(
             f"load {found.path}: found an optimizer state without the names of its parameters, as older versions "
             "wrote; load it once with the stage, precision and number of ranks of the save, and save it again"
         )
     return TorchStates(weights, {"state": {}, "param_groups": []}, [])
-
-
-def _is_flat(whole: Mapping[str, Any]) -> bool:
-    """Whether a state of stage 0 has master weights."""
-    return "single_partition_of_fp32_groups" in whole
 
 
 def _loss_scaler(state: Mapping[str, Any]) -> dict[str, Any]:

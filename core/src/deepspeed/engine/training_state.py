@@ -15,10 +15,8 @@ from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.parameter_parts import saved_part
+from deepspeed.zero.saved_states import PARAM_NAMES
 from deepspeed.zero.strategy import Sharding
-
-#: under it, a state dict of stage 0 has the names of the optimizer's parameters
-PARAM_NAMES = "param_names"
 
 
 @dataclass(frozen=True, kw_only=True)

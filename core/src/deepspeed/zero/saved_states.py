@@ -29,6 +29,9 @@ from deepspeed.zero.stored_tensor import StoredTensor, elements_of
 if TYPE_CHECKING:
     from deepspeed.zero.strategy import Sharding
 
+#: Under it, a state dict of stage 0 has the names of the optimizer's parameters.
+PARAM_NAMES = "param_names"
+
 _Read = Callable[[str, int, int], Tensor]
 
 
@@ -38,6 +41,7 @@ class SavedStates(ABC):
     shapes: Mapping[str, torch.Size]
     trained: frozenset[str]
     param_groups: Sequence[Mapping[str, Any]]  # without their parameters
+    names: Sequence[Sequence[str]]  # of the parameters, by the group of the file
 
     @abstractmethod
     def master(self, name: str, start: int, numel: int) -> Tensor:
@@ -72,6 +76,7 @@ class DividedStates(SavedStates):
     def __init__(self, parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         self.shapes = {name: torch.Size(shape) for group in groups for name, shape in group.items()}
         self.trained = frozenset(self.shapes)
+        self.names = [list(group) for group in groups]
         self.param_groups = parts[0]["base_optimizer_state"]["param_groups"]
         self._parts = parts
         self._key = masters_key(int(parts[0]["zero_stage"]))
@@ -196,6 +201,7 @@ class TorchStates(SavedStates):
             {key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]
         ]
         self.trained = frozenset(name for group in names for name in group)
+        self.names = names
         self._states: dict[str, Mapping[str, Any]] = {}
         self._by_element: dict[str, frozenset[str]] = {}
         for group, its_names in zip(state["param_groups"], names, strict=True):
@@ -230,6 +236,30 @@ class TorchStates(SavedStates):
     def others(self, name: str) -> dict[str, Tensor]:
         found = {key: value for key, value in self._rest(name) if _has_elements(value)}
         return {key: value.whole() if isinstance(value, StoredTensor) else value for key, value in found.items()}
+
+
+def states_of(
+    model_state: Mapping[str, Any], shard_states: Sequence[Mapping[str, Any]], weights: Mapping[str, Any]
+) -> SavedStates | None:
+    """What a checkpoint has of the parameters that were trained; None where it has no names of them.
+
+    Args:
+        model_state: content of a model file.
+        shard_states: `optimizer_state_dict` of each data-parallel rank; empty where the model file has all.
+        weights: by name, where the model file has the state of an optimizer without master weights.
+    """
+    groups = model_state.get("param_shapes") or []
+    whole = model_state.get("optimizer") or {}
+    if shard_states:
+        return DividedStates(shard_states, groups)
+    if is_flat(whole):
+        return DividedStates([whole], groups)
+    return TorchStates(weights, whole, whole[PARAM_NAMES]) if PARAM_NAMES in whole else None
+
+
+def is_flat(whole: Mapping[str, Any]) -> bool:
+    """Whether a state of stage 0 has master weights."""
+    return "single_partition_of_fp32_groups" in whole
 
 
 def _has_elements(value: Any) -> bool:

@@ -2,10 +2,12 @@
 
 import threading
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer
+from deepspeed.checkpoint import Checkpointer, consolidate, layout
+from deepspeed.checkpoint.saved_run import SavedRun
 
 
 def partitions(weights, world_size):
@@ -137,3 +139,51 @@ def make_training():
 @pytest.fixture
 def make_ranks():
     return Ranks
+
+
+class Large:
+    """A checkpoint of two shards with twelve weights of 8 MiB and one moment of each.
+
+    `added` is the private memory that was added when each tensor had been read; files that are mapped do not count.
+    """
+
+    weight_bytes = 8 * 2**20
+
+    def __init__(self, directory):
+        self.directory = directory
+        numel = self.weight_bytes // 4
+        shapes = {f"w{index}": torch.Size([numel]) for index in range(12)}
+        folder = directory / "step"
+        folder.mkdir(parents=True)
+        (directory / "latest").write_text("step")
+        module = {name: torch.empty(0) for name in shapes}
+        torch.save({"module": module, "param_shapes": [shapes]}, folder / layout.model_file(0))
+        for rank in range(2):
+            flat = torch.full((6 * numel,), float(rank))
+            base = {"state": {0: {"exp_avg": flat, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
+            state = {"zero_stage": 2, "single_partition_of_fp32_groups": [flat], "base_optimizer_state": base}
+            torch.save({"optimizer_state_dict": state}, folder / layout.shard_file(rank, 0))
+        self.added = []
+
+    def watch(self, monkeypatch, owner, name):
+        read, before = getattr(owner, name), private_bytes()
+
+        def watched(*args):
+            value = read(*args)
+            self.added.append(private_bytes() - before)
+            return value
+
+        monkeypatch.setattr(owner, name, watched)
+
+
+def private_bytes():
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch):
+    found = Large(tmp_path / "large")
+    found.watch(monkeypatch, consolidate.LazyTensor, "contiguous")
+    found.watch(monkeypatch, SavedRun, "optimizer_state")
+    return found

@@ -257,39 +257,12 @@ def test_safetensors_refuse_a_dtype_that_they_cannot_hold(saved, tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-_WEIGHT_BYTES = 8 * 2**20
-
-
 @pytest.mark.parametrize(("safe", "most_weights"), [(True, 1), (False, 2)])
-def test_memory_holds_one_output_file(tmp_path, monkeypatch, safe, most_weights):
-    """Twelve weights of 8 MiB in two shards, written two to a file. Private memory, since mapped files are not held."""
-    shapes = {f"w{index}": torch.Size([_WEIGHT_BYTES // 4]) for index in range(12)}
-    folder = tmp_path / "t"
-    folder.mkdir()
-    module = {name: torch.empty(0) for name in shapes}
-    torch.save({"module": module, "param_shapes": [shapes]}, folder / layout.model_file(0))
-    for rank in range(2):
-        state = {"zero_stage": 2, "single_partition_of_fp32_groups": [torch.ones(_WEIGHT_BYTES // 4 * 6)]}
-        torch.save({"optimizer_state_dict": state}, folder / layout.shard_file(rank, 0))
-    del state
-
-    read, peaks = consolidate.LazyTensor.contiguous, []
-
-    def contiguous(weight):
-        value = read(weight)
-        peaks.append(private_bytes())
-        return value
-
-    monkeypatch.setattr(consolidate.LazyTensor, "contiguous", contiguous)
-    before = private_bytes()
-    convert(tmp_path, tmp_path / "out", max_shard_size=2 * _WEIGHT_BYTES, safe_serialization=safe, tag="t")
-    assert len(peaks) == 12
-    assert max(peaks) - before < (most_weights + 1) * _WEIGHT_BYTES
-
-
-def private_bytes():
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+def test_memory_holds_one_output_file(large, tmp_path, safe, most_weights):
+    """Two weights to a file; a safetensors file is written weight by weight."""
+    convert(large.directory, tmp_path / "out", max_shard_size=2 * large.weight_bytes, safe_serialization=safe)
+    assert len(large.added) == 12
+    assert max(large.added) < (most_weights + 1) * large.weight_bytes
 
 
 @pytest.mark.parametrize(

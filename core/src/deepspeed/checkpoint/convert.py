@@ -1,0 +1,51 @@
+"""Checkpoints in other programs' formats: what `ds_ckpt convert` does. One process, in bounded memory."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from deepspeed.checkpoint import consolidate
+from deepspeed.checkpoint.dcp_write import write_dcp
+from deepspeed.checkpoint.saved_run import SavedRun
+from deepspeed.errors import CheckpointError
+
+
+def convert(directory: Path, output: Path, to: str, *, tag: str | None = None, max_shard_size: str = "5GB") -> None:
+    """Write the checkpoint `tag` of `directory` into the folder `output`, which is made.
+
+    Args:
+        to: one of `FORMATS`. "safetensors" and "torch" hold fp32 weights and buffers; "dcp" and "torchtitan" also the
+            optimizer's states, as `torch.distributed.checkpoint` files.
+        tag: default: what `latest` names.
+        max_shard_size: of a file of weights, for example "500MB"; "0" for one file.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or `output` holds something.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output} is there and not empty; give a folder that is new or empty")
+    FORMATS[to](directory, output, tag, max_shard_size)
+
+
+def _to_safetensors(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
+    consolidate.convert_zero_checkpoint_to_fp32_state_dict(
+        directory, output, max_shard_size, safe_serialization=True, tag=tag
+    )
+
+
+def _to_torch(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
+    consolidate.convert_zero_checkpoint_to_fp32_state_dict(directory, output, max_shard_size, tag=tag)
+
+
+def _to_dcp(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
+    write_dcp(SavedRun(directory, tag), output)
+
+
+def _to_torchtitan(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
+    write_dcp(SavedRun(directory, tag), output, "torchtitan")
+
+
+#: How to write each format.
+FORMATS: Mapping[str, Callable[[Path, Path, str | None, str], None]] = MappingProxyType(
+    {"safetensors": _to_safetensors, "torch": _to_torch, "dcp": _to_dcp, "torchtitan": _to_torchtitan}
+)

@@ -1,0 +1,84 @@
+"""A checkpoint outside of training: its weights and the optimizer's states by name, which stay in the files.
+
+Read by `convert.py` for what it writes. One process reads the files of all ranks.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint import consolidate, layout
+from deepspeed.checkpoint.deepspeed_files import as_own_shard
+from deepspeed.checkpoint.load import split_client_state
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.saved_states import SavedStates, states_of
+
+
+class SavedRun:
+    """Args:
+    directory: as given to `save_checkpoint`.
+    tag: default: what `latest` names.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or several model parallel ranks saved it.
+    """
+
+    def __init__(self, directory: Path, tag: str | None = None, *, exclude_frozen: bool = False) -> None:
+        self.folder = consolidate.tag_folder(directory, tag)
+        self.weights: Mapping[str, Any] = consolidate.lazy_state_dict(self.folder, exclude_frozen)
+        """`consolidate.LazyTensor`s: fp32 weights, and buffers, of the names of the module."""
+        shards = [(path, consolidate.read_file(path)) for path in layout.shards_in(self.folder).values()]
+        partitioned = layout.partitioned_models_in(self.folder)
+        self.model_file = self.folder / layout.model_file(0, 0 if partitioned else None)
+        self.model_state, self.client_state = split_client_state(consolidate.read_file(self.model_file))
+        states = [as_own_shard(state, path) for path, state in shards]
+        self.states: SavedStates | None = states_of(self.model_state, states, self.model_state["module"])
+        if self.states is None and self.model_state.get("optimizer"):
+            raise CheckpointError(
+                f"{self.model_file} has an optimizer state without the names of its parameters, as DeepSpeed saves it "
+                "at stage 0; load it in an engine with the optimizer of that run, and save it again"
+            )
+
+    def optimizer_state(self, name: str, state: str) -> Tensor:
+        """A state with one number per element of a parameter, of its shape; zeros if it was never updated."""
+        assert self.states is not None
+        shape = self.states.shapes[name]
+        if state not in self.states.dtypes(name) or not self.states.scalars(name):
+            return torch.zeros(shape)
+        return self.states.elements(name, state, 0, shape.numel()).reshape(shape)
+
+    @cached_property
+    def state_names(self) -> list[str]:
+        """Of the states with one number per element."""
+        if self.states is None:
+            return []
+        return list(dict.fromkeys(key for name in sorted(self.states.trained) for key in self.states.dtypes(name)))
+
+    def step(self, name: str) -> float:
+        """How often a parameter was updated."""
+        assert self.states is not None
+        count = self.states.scalars(name).get("step", 0)
+        return float(count)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The options of each group, with the names of its parameters as `params`.
+
+        Raises:
+            CheckpointError: parameters of one group have several dtypes, so that files divide it.
+        """
+        if self.states is None:
+            return []
+        groups, names = self.states.param_groups, self.states.names
+        if len(groups) != len(names):
+            raise CheckpointError(
+                f"{self.folder}: found {len(names)} groups of parameters for the {len(groups)} of the optimizer, whose "
+                "parameters have several dtypes; convert the weights alone (--to safetensors)"
+            )
+        return [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": list(its)}
+            for group, its in zip(groups, names, strict=True)
+        ]
