@@ -34,13 +34,14 @@ class OffloadParamConfig(Section):
     device: Device = key(
         "none",
         "Where stage 3 keeps the shards of parameters between uses. cpu moves nothing where the accelerator's memory "
-        "is the host's.",
-        support=refused("offload to nvme is not in this version", off=("none", "cpu")),
+        "is the host's; nvme keeps them in files on any accelerator.",
     )
-    nvme_path: Text | None = key(None, "Folder on the NVMe device.", support=_NVME)
-    buffer_count: Int = key(5, "Buffers in the pool between memory and NVMe.", ge=0, support=_NVME)
-    buffer_size: Int = key(100_000_000, "Size of one buffer.", unit="elements", ge=0, support=_NVME)
-    max_in_cpu: Int = key(1_000_000_000, "Elements kept in host memory.", unit="elements", ge=0, support=_NVME)
+    nvme_path: Text | None = key(None, "Folder on a local disk; needed for nvme.")
+    buffer_count: Int = key(
+        5, "nvme: shards that are in memory at a time, read ahead or being written; at least 1.", ge=0
+    )
+    buffer_size: Int = key(100_000_000, "nvme: elements of the largest shard, at most.", unit="elements", ge=0)
+    max_in_cpu: Int = key(1_000_000_000, "nvme: elements of shards that stay in host memory.", unit="elements", ge=0)
     pin_memory: Flag = key(True, "Use page-locked host memory, which the device copies from beside its computation.")
     ratio: Float = key(
         1.0,

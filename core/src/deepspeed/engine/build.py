@@ -128,7 +128,7 @@ def initialize(
         comm.configure(settings)
 
     zero = settings.zero_optimization
-    shard_home = _choose_shard_home(zero, device)
+    shard_home = _choose_shard_home(settings, device)
     _refuse_quantized(zero)
     module = _move(model, device, zero.stage)
     precision = _create_precision(settings, device)
@@ -358,9 +358,10 @@ def _create_sharding(
     return stage(options, ranks, group, *partitioning)
 
 
-def _choose_shard_home(zero: ZeroConfig, device: torch.device) -> ShardHome | None:
+def _choose_shard_home(config: DeepSpeedConfig, device: torch.device) -> ShardHome | None:
+    zero = config.zero_optimization
     keeps_int8 = zero.zero_quantized_nontrainable_weights
-    return choose_shard_home(zero.offload_param, device=device, stage=zero.stage, keeps_int8=keeps_int8)
+    return choose_shard_home(zero.offload_param, config.aio, device=device, stage=zero.stage, keeps_int8=keeps_int8)
 
 
 def _stage3_options(zero: ZeroConfig, home: ShardHome | None) -> Stage3Options:

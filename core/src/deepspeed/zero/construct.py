@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig, read_config
+from deepspeed.config.data import AioConfig
 from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
@@ -84,8 +85,9 @@ class Init(contextlib.AbstractContextManager["Init"]):
     Args:
         module: an existing module, whose parameters are sharded at once; the context then has nothing more to do.
         data_parallel_group: the ranks that share the parameters; default: `mpu`'s data parallel group, else all.
-        remote_device: where the shards are until `initialize`, "cpu" for host memory, "none" for this rank's device;
-            default: the `offload_param.device` of the configuration, else this rank's device.
+        remote_device: where the shards are until `initialize`: "cpu" for host memory, "nvme" for files below the
+            `offload_param.nvme_path` of the configuration, "none" for this rank's device. Default: the
+            `offload_param.device` of the configuration, else this rank's device.
         pin_memory: page-lock shards in host memory, as `offload_param.pin_memory` of the configuration does.
         config_dict_or_path: the DeepSpeed configuration, also as `config`; values that are "auto" do not matter here.
             Without it parameters are sharded in their own dtype.
@@ -97,7 +99,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
 
     Raises:
         ConfigError: if the configuration has another stage than 3, where nothing would be sharded, if
-            the shards were to be on "nvme", or if a parameter is on the meta device, where it has no values.
+            shards on "nvme" have no `nvme_path`, or if a parameter is on the meta device, where it has no values.
     """
 
     _depth = 0  # contexts that are entered
@@ -136,7 +138,8 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._ranks = comm.group_backend(group)
         self._ranks.connect()
         self._device = torch.device(get_accelerator().current_device_name())
-        self._home = choose_shard_home(offload, device=self._device)
+        aio = settings.aio if settings is not None else AioConfig()
+        self._home = choose_shard_home(offload, aio, device=self._device)
         get_accelerator().return_freed_memory(_MIN_BYTES_TO_RETURN)
         if module is not None:
             self._shard(module)
@@ -223,10 +226,9 @@ def _offload_of(settings: DeepSpeedConfig | None, device: str | None, pins: bool
     """Where the shards are kept: as the configuration says, but on `device` if it is given."""
     section = (settings and settings.zero_optimization.offload_param) or OffloadParamConfig(pin_memory=False)
     device = section.device if device is None else device
-    if device not in ("none", "cpu"):
+    if device not in ("none", "cpu", "nvme"):
         raise ConfigError(
-            f"zero.Init: remote_device is {device!r}; this version keeps shards in the accelerator's memory (None) or "
-            'in host memory ("cpu")'
+            f'zero.Init: remote_device is {device!r}; give "cpu", "nvme", or "none" for the accelerator\'s memory'
         )
     return section.model_copy(update={"device": device, "pin_memory": pins or section.pin_memory})
 

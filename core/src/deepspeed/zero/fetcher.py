@@ -170,15 +170,16 @@ class ParamFetcher:
 
     def _prefetch(self) -> None:
         ahead = 0
+        gathers = True  # else shards are only read from where they are
         for unit in self._upcoming():
             ahead += unit.numel
-            if ahead > self._prefetch_numel:
-                return
-            if unit.status is _NOT_AVAILABLE:
-                if self._live.numel + unit.numel > self._max_live_numel:
-                    return
+            has_room = unit.status is not _NOT_AVAILABLE or self._live.numel + unit.numel <= self._max_live_numel
+            gathers = gathers and ahead <= self._prefetch_numel and has_room
+            if gathers and unit.status is _NOT_AVAILABLE:
                 self._launch(unit)
                 self._unused[unit] = None
+            elif not gathers and not unit.read_ahead():
+                return
 
     def _is_used_again_soon(self, unit: ParamUnit) -> bool:
         if self._total_numel <= self._max_reuse_numel:

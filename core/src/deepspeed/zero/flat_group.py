@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from deepspeed.zero.layout import Fragment, UnitLayout
 from deepspeed.zero.param_unit import ParamUnit, shape_of
 from deepspeed.zero.placement import MASTER, Placement
+from deepspeed.zero.shard_home import StoredPart
 from deepspeed.zero.unit_ranks import UnitRanks
 
 
@@ -26,13 +27,17 @@ class ParamShard:
     weight: Tensor  # the model's own memory of this fragment, in the shape of `master`
     master: Tensor  # what the optimizer holds; the memory of `weight` unless that has low precision or is elsewhere
     grad: Tensor | None  # the reduced gradient, in the shape of `master`; set by the stage
-    weight_is_offloaded: bool = False  # `weight` is what rests in host memory (`shard_home.py`)
+    stored: StoredPart | None = None  # where `weight` is if it is offloaded; then it may be on the meta device
     has_master: bool = field(init=False)  # the optimizer works on a copy, in higher precision or in other memory
     shape: torch.Size = field(init=False)  # of `master`, also where that has no memory now
 
     def __post_init__(self) -> None:
         self.shape = self.master.shape
         self.has_master = self.master.data_ptr() != self.weight.data_ptr() or self.master.device != self.weight.device
+
+    def load_weight(self) -> Tensor:
+        """The values of `weight`, 1-D, wherever they are; to be read only."""
+        return self.weight.detach().view(-1) if self.stored is None else self.stored.load()
 
 
 class FlatGroup:
@@ -81,13 +86,17 @@ class FlatGroup:
         is_low = self.dtype in (torch.bfloat16, torch.float16) and model_dtype is not None
         self.placement = placement = placement or Placement()
         self.flat_N = self._allocate_flat() if is_flat else None
-        self._is_offloaded = unit is not None and unit.is_offloaded
-        is_elsewhere = placement.fetches or placement.is_offloaded != self._is_offloaded
-        needs_master = has_optimizer and (is_low or is_elsewhere)
+        needs_master = has_optimizer and (is_low or placement.fetches or not self._has_weights_in(placement))
         self.master_S = self._create_masters(placement, is_low=is_low) if needs_master else None
         if unit is None:
             self._place_weights()
         self.shards = [self._create_shard(fragment, is_whole) for fragment in layout.owned_by(self.rank)]
+
+    def _has_weights_in(self, placement: Placement) -> bool:
+        """Whether the optimizer finds the weights in its own memory."""
+        if self.unit is None or not self.unit.is_offloaded:
+            return not placement.is_offloaded
+        return placement.is_offloaded and not self.unit.shard_S.is_meta
 
     def _allocate_flat(self) -> Tensor:
         """The buffer [N] of which the parameters become views."""
@@ -128,7 +137,13 @@ class FlatGroup:
         if is_whole:
             assert fragment.numel == param.numel(), fragment
             weight, master = weight.view(param.shape), master.view(param.shape)
-        return ParamShard(index, self.param_group, fragment, weight, master.detach(), None, self._is_offloaded)
+        return ParamShard(index, self.param_group, fragment, weight, master.detach(), None, self._stored(fragment))
+
+    def _stored(self, fragment: Fragment) -> StoredPart | None:
+        """Where the fragment's weights are, if they are offloaded."""
+        if self.unit is None or self.unit.offloaded is None:
+            return None
+        return StoredPart(self.unit.offloaded, fragment.start - self.shard_start, fragment.numel)
 
     def _initial(self, fragment: Fragment) -> Tensor:
         """The fragment's weights as the user gave them."""
@@ -158,7 +173,7 @@ class FlatGroup:
         """Start the master weights again from the model's weights, after these were loaded."""
         for shard in self.shards:
             if shard.has_master:
-                self.placement.write(shard, MASTER, shard.master, shard.weight)
+                self.placement.write(shard, MASTER, shard.master, shard.load_weight())
 
     def take_changes(self) -> None:
         """Copy the weights that were changed from outside into the master weights. The others keep their precision: a
@@ -166,14 +181,16 @@ class FlatGroup:
         for shard in self.shards:
             if shard.has_master:
                 master = self._master(shard).view(-1)
-                weight = shard.weight.detach().view(-1).to(master.device)
+                weight = shard.load_weight().to(master.device)
                 new = torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
                 self.placement.write(shard, MASTER, shard.master, new)
 
     def weights_from_masters(self) -> None:
         """Round the master weights into the model's weights."""
         for shard in self.shards:
-            if shard.has_master:
+            if shard.has_master and shard.stored is not None:
+                shard.stored.store(self._master(shard))
+            elif shard.has_master:
                 shard.weight.view(-1).copy_(self._master(shard).view(-1))
 
     def _master(self, shard: ParamShard) -> Tensor:

@@ -129,7 +129,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     assert sharding is not None
     if (unit := unit_of(param)) is not None:
         sharding.release_gathered()  # what is gathered has the former value
-        unit.shard_of(param.ds_index).copy_(value.detach().reshape(-1))  # type: ignore[attr-defined]
+        unit.set_local(param.ds_index, value.detach().reshape(-1))  # type: ignore[attr-defined]
     elif sharding.stage == 0:
         with torch.no_grad():
             param.copy_(value.view(param.shape))

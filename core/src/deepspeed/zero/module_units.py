@@ -169,7 +169,7 @@ class ModuleUnits:
 
     def leave(self) -> None:
         """Leave the parameters as they are, to another engine."""
-        self.all = []
+        self.all, self._home = [], None
 
     def destroy(self) -> None:
         """Make all parameters plain and whole. A collective."""
@@ -177,7 +177,10 @@ class ModuleUnits:
             unmark(param)
         for unit in self.all:
             unit.restore_plain()
+        if self._home is not None:
+            self._home.release()
         self.all, self.of_module, self.borrowed, self._marked, self._divided = [], {}, {}, [], []
+        self._home = None
 
 
 def _find_borrowed(module: Module) -> dict[Parameter, ModuleHooks]:

@@ -41,7 +41,7 @@ from deepspeed.zero.layout import UnitLayout
 from deepspeed.zero.near_shard import NearShard
 from deepspeed.zero.param_marks import mark, unmark
 from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
-from deepspeed.zero.shard_home import OffloadedShard, ShardHome
+from deepspeed.zero.shard_home import ShardHome
 from deepspeed.zero.unit_ranks import UnitRanks, source_in
 
 
@@ -99,9 +99,9 @@ class ParamUnit:
         self.shard_S: Tensor  # this rank's part of the weights
         self._fill(torch.empty(self.layout.padded_numel, dtype=params[0].dtype, device=device), dtype, from_first_rank)
         self.nothing = self.shard_S.new_empty(0)
-        self._offloaded: OffloadedShard | None = home.keep(self.shard_S) if home is not None else None
-        if self._offloaded is not None:
-            self.shard_S = self._offloaded.shard_S
+        self.offloaded = home.keep(self.shard_S, self.names[0]) if home is not None else None
+        if self.offloaded is not None:
+            self.shard_S = self.offloaded.shard_S
         self._versions: list[int] = []
         self._renew_buffer()
         for param in self.params:
@@ -165,7 +165,7 @@ class ParamUnit:
     @property
     def is_offloaded(self) -> bool:
         """Whether the shard is in another memory than the whole parameters."""
-        return self._offloaded is not None
+        return self.offloaded is not None
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +179,7 @@ class ParamUnit:
         return self.shard_S.nbytes + (self.numel // near * self._full_N.itemsize if near else 0)
 
     def shard_of(self, index: int) -> Tensor:
-        """This rank's elements of the parameter `index`, 1-D; maybe none."""
+        """This rank's elements of the parameter `index`, 1-D; maybe none. On the meta device if they are on disk."""
         first, last = self.layout.fragment_of(index, self.ranks.rank)
         return self.shard_S[first - self.start : last - self.start]
 
@@ -190,33 +190,47 @@ class ParamUnit:
 
     def set_shard(self, values_S: Tensor) -> None:
         """Keep these weights."""
-        self._settle()
-        self.shard_S.copy_(values_S)
+        self._store(0, values_S)
 
-    def _settle(self) -> None:
-        """The shard is about to be written."""
-        if self._offloaded is not None:
-            self._offloaded.settle()
+    def _store(self, start: int, values: Tensor) -> None:
+        """Keep new values of this rank's elements from `start` on."""
+        self.shards_changed()
+        if self.offloaded is None:
+            self.shard_S.narrow(0, start, values.numel()).copy_(values)
+        else:
+            self.offloaded.store(start, values)
+            self.offloaded.settle()
 
     def set_shard_of(self, param: Parameter, value: Tensor) -> None:
         """Take this rank's elements of a parameter out of its whole value."""
         index = next(place for place, each in enumerate(self.params) if each is param)
-        first, _ = self.layout.fragment_of(index, self.ranks.rank)
-        mine = self.shard_of(index)
+        first, last = self.layout.fragment_of(index, self.ranks.rank)
         start = first - self.layout.offsets[index]
         self._versions[index] = param._version
-        self.shards_changed()
-        mine.copy_(value.detach().reshape(-1)[start : start + mine.numel()])
+        self.set_local(index, value.detach().reshape(-1)[start : start + last - first])
+
+    def set_local(self, index: int, values: Tensor) -> None:
+        """Keep these values, 1-D, as this rank's elements of the parameter `index`."""
+        first, _ = self.layout.fragment_of(index, self.ranks.rank)
+        self._store(first - self.start, values)
 
     # ---- gather and release --------------------------------------------------------------------------------------
+
+    def read_ahead(self) -> bool:
+        """The unit will be used soon: read its shard from where it is. False: nothing is read for units after it."""
+        if self.offloaded is None:
+            return False
+        return self.status is not ZeroParamStatus.NOT_AVAILABLE or self.offloaded.read_ahead()
 
     def launch(self, *, quantizes: bool = False) -> None:
         """Issue the all-gather, with `quantizes` in int8. All ranks do so in the same order."""
         self.refuse_changes()
+        near = self._near if self._near is not None and self._near.serves(exact=not quantizes) else None
+        if near is None and self.offloaded is not None:
+            self.offloaded.prepare()
         self._move(ZeroParamStatus.INFLIGHT)
         self.live.numel += self.numel
         self._full_N.untyped_storage().resize_(self._full_N.numel() * self._full_N.itemsize)
-        near = self._near if self._near is not None and self._near.serves(exact=not quantizes) else None
         self.gathered_over = self.ranks if near is None else near.ranks
         try:
             if near is not None:
@@ -232,10 +246,10 @@ class ParamUnit:
     def _all_gather(self, quantizes: bool) -> Work:
         self.is_exact = not quantizes
         gather = partial(quantized.all_gather, self.ranks) if quantizes else self.ranks.all_gather
-        if self._offloaded is None:
+        if self.offloaded is None:
             return gather(self._full_N, self.shard_S, tag=self.names[0])
         own_S = self._full_N[self.start : self.stop]
-        with self._offloaded.copied_to(own_S):
+        with self.offloaded.copied_to(own_S):
             return gather(self._full_N, own_S, tag=self.names[0])
 
     def finish(self) -> None:
@@ -246,8 +260,8 @@ class ParamUnit:
         except CommError as error:
             raise self._explained(error) from error
         self._work = None
-        if self._offloaded is not None:
-            self._offloaded.arrived()
+        if self.offloaded is not None:
+            self.offloaded.arrived()
         if self._near is not None:
             self._near.keep(self._full_N, is_exact=self.is_exact)
         self._move(ZeroParamStatus.AVAILABLE)
@@ -255,7 +269,8 @@ class ParamUnit:
 
     def shards_changed(self) -> None:
         """The weights change, or ranks may not have gathered the same: the next all-gather is one of the shards."""
-        self._settle()
+        if self.offloaded is not None:
+            self.offloaded.settle()
         if self._near is not None:
             self._near.forget()
 
@@ -371,8 +386,8 @@ class ParamUnit:
         if self.status is not ZeroParamStatus.INFLIGHT:
             return None
         work, self._work = self._work, None
-        if self._offloaded is not None:
-            self._offloaded.arrived()
+        if self.offloaded is not None:
+            self.offloaded.arrived()
         self._move(ZeroParamStatus.AVAILABLE)
         self._renew_buffer()  # peers may still read the former one, which the backend holds
         self.release()

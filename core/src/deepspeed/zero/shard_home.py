@@ -1,20 +1,23 @@
 """Where stage 3 keeps the shard of a unit between its all-gathers, if not beside the whole parameters.
 
-Asked for by `offload_param` and by `zero.Init(remote_device=...)`.
-
-`ShardHome` is the contract; `offload/host_shards.py` answers it, and `offload/policy.py` chooses. A unit
+Asked for by `offload_param` and by `zero.Init(remote_device=...)`. `ShardHome` is the contract;
+`offload/host_shards.py` and `offload/swapped_shards.py` answer it, and `offload/policy.py` chooses. A unit
 (`param_unit.py`) calls, in this order:
 
-    1. keep         once, with the values of its shard: an `OffloadedShard`, whose `shard_S` has them from then on
-    2. copied_to    around the all-gather, which then reads the copy
-    3. arrived      when that all-gather is over
-    4. settle       before `shard_S` is written, or read again after it was written
+    1. keep         once, with the values of its shard
+    2. read_ahead   when its next all-gather is expected soon; only a hint
+    3. prepare      before that all-gather: the only call that may fail because values are lost
+    4. copied_to    around the all-gather, which then reads the copy
+    5. arrived      when that all-gather is over
+    6. settle       before values are stored by others than the unit
+    7. store        new values, part by part
 
 Legend: S numel of a shard.
 """
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -23,11 +26,23 @@ class OffloadedShard(ABC):
     """This rank's shard of one unit.
 
     Args:
-        shard_S: its memory, whose views stay valid.
+        shard_S: its memory; on the meta device if it has none.
     """
 
     def __init__(self, shard_S: Tensor) -> None:
         self.shard_S = shard_S
+
+    def read_ahead(self) -> bool:
+        """Bring the values nearer; False: nothing to do, or no room to do it for this unit and those after it."""
+        return False
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """The values are about to be copied.
+
+        Raises:
+            OSError: they are lost.
+        """
 
     @abstractmethod
     def copied_to(self, part_S: Tensor) -> AbstractContextManager[None]:
@@ -39,7 +54,41 @@ class OffloadedShard(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Return when nothing reads `shard_S` any more."""
+        """Forget what was read ahead, and return when nothing reads the values any more."""
+
+    @abstractmethod
+    def load(self, start: int, numel: int) -> Tensor:
+        """The elements [start, start + numel), in host memory; to be read only."""
+
+    @abstractmethod
+    def target(self, start: int, numel: int) -> Tensor:
+        """Host memory for new values of [start, start + numel), which `store` is then called with."""
+
+    @abstractmethod
+    def store(self, start: int, values: Tensor) -> None:
+        """Keep new values, 1-D, from the element `start` on; of another dtype, they are rounded. Where they are in host
+        memory they may not be changed before the next `settle`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """The elements [start, start + numel) of an offloaded shard."""
+
+    shard: OffloadedShard
+    start: int
+    numel: int
+
+    def load(self) -> Tensor:
+        """As `OffloadedShard.load`."""
+        return self.shard.load(self.start, self.numel)
+
+    def target(self) -> Tensor:
+        """As `OffloadedShard.target`."""
+        return self.shard.target(self.start, self.numel)
+
+    def store(self, values: Tensor) -> None:
+        """As `OffloadedShard.store`; `values` of any shape."""
+        self.shard.store(self.start, values.detach().view(-1))
 
 
 class ShardHome(ABC):
@@ -49,5 +98,13 @@ class ShardHome(ABC):
     name = ""
 
     @abstractmethod
-    def keep(self, values_S: Tensor) -> OffloadedShard:
-        """Take over a shard; `values_S` are copied."""
+    def keep(self, values_S: Tensor, name: str) -> OffloadedShard | None:
+        """Take over a shard, whose values are copied; None: it stays where it is.
+
+        Args:
+            name: of the unit, for errors.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Drop all values."""

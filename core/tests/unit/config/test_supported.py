@@ -17,8 +17,8 @@ REFUSED = [
         {"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}},
     ),
     (
-        "zero_optimization.offload_param.device",
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        "zero_optimization.offload_param.ratio",
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "ratio": 0.5}}},
     ),
     ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),
     ("curriculum_learning.enabled", {"curriculum_learning": ON}),

@@ -172,18 +172,21 @@ class HostPlacement(Placement):
     def copies(self, shards: Sequence[ParamShard]) -> list[Tensor]:
         if not shards or shards[0].weight.dtype == shards[0].master.dtype:
             return []
-        numels = [0 if shard.weight_is_offloaded else shard.fragment.numel for shard in shards]
+        numels = [shard.fragment.numel if shard.stored is None else 0 for shard in shards]
         staged = self._outgoing.take(sum(numels), shards[0].weight.dtype)
         return [
-            shard.weight if shard.weight_is_offloaded else part.view(shard.master.shape)
+            (part if shard.stored is None else shard.stored.target()).view(shard.master.shape)
             for part, shard in zip(staged.split(numels), shards, strict=True)
         ]
 
     def send(self, shards: Sequence[ParamShard], copies: Sequence[Tensor]) -> None:
         sources = list(copies) or [shard.master for shard in shards]
-        pairs = [
-            (shard, source) for shard, source in zip(shards, sources, strict=True) if not shard.weight_is_offloaded
-        ]
+        pairs = []
+        for shard, source in zip(shards, sources, strict=True):
+            if shard.stored is None:
+                pairs.append((shard, source))
+            else:  # written meanwhile: what is stored soon has other values in its memory by then
+                shard.stored.store(source.clone() if self.fetches and not copies else source)
         if not pairs:
             return
         shards, sources = [shard for shard, _ in pairs], [source for _, source in pairs]

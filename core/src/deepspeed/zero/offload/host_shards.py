@@ -33,6 +33,9 @@ class _HostShard(OffloadedShard):
         self._lane = lane
         self._sent: Mark | None = None  # after the latest copy, and what was issued with it
 
+    def prepare(self) -> None:
+        """They are there."""
+
     @contextmanager
     def copied_to(self, part_S: Tensor) -> Iterator[None]:
         with self._lane.copying():
@@ -49,6 +52,17 @@ class _HostShard(OffloadedShard):
             self._sent.wait_on_host()
             self._sent = None
 
+    def load(self, start: int, numel: int) -> Tensor:
+        return self.shard_S.narrow(0, start, numel)
+
+    def target(self, start: int, numel: int) -> Tensor:
+        return self.load(start, numel)
+
+    def store(self, start: int, values: Tensor) -> None:
+        own = self.load(start, values.numel())
+        if own.data_ptr() != values.data_ptr():
+            own.copy_(values)
+
 
 class HostShards(ShardHome):
     """Args:
@@ -62,9 +76,12 @@ class HostShards(ShardHome):
         self._memory = HostMemory(accelerator, pins=pins, key="offload_param")
         self._lane = CopyLane(accelerator)
 
-    def keep(self, values_S: Tensor) -> OffloadedShard:
+    def keep(self, values_S: Tensor, name: str) -> OffloadedShard:
         shard_S = self._memory.allocate(values_S.numel(), values_S.dtype)
         return _HostShard(shard_S.copy_(values_S), self._lane)
+
+    def release(self) -> None:
+        """The units hold their shards, and nothing else does."""
 
 
 class UpdateOnDevice(Placement):
@@ -74,11 +91,11 @@ class UpdateOnDevice(Placement):
         if not shards or shards[0].weight.dtype == shards[0].master.dtype:
             return []
         return [
-            torch.empty_like(shard.master, dtype=shard.weight.dtype) if shard.weight_is_offloaded else shard.weight
+            shard.weight if shard.stored is None else torch.empty_like(shard.master, dtype=shard.weight.dtype)
             for shard in shards
         ]
 
     def send(self, shards: Sequence[ParamShard], copies: Sequence[Tensor]) -> None:
         for shard, source in zip(shards, copies or [shard.master for shard in shards], strict=True):
-            if shard.weight_is_offloaded:
-                shard.weight.copy_(source)
+            if shard.stored is not None:
+                shard.stored.store(source)

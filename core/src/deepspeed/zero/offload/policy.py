@@ -15,6 +15,7 @@ from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.host import HostPlacement
 from deepspeed.zero.offload.host_shards import HostShards, UpdateOnDevice
 from deepspeed.zero.offload.nvme import NvmePlacement
+from deepspeed.zero.offload.swapped_shards import SwappedShards
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.shard_home import ShardHome
 
@@ -25,7 +26,12 @@ def asks_for_host(offload: OffloadOptimizerConfig | None) -> bool:
 
 
 def choose_shard_home(
-    offload: OffloadParamConfig | None, *, device: torch.device, stage: int = 3, keeps_int8: bool = False
+    offload: OffloadParamConfig | None,
+    aio: AioConfig,
+    *,
+    device: torch.device,
+    stage: int = 3,
+    keeps_int8: bool = False,
 ) -> ShardHome | None:
     """Where the shards of parameters rest for an engine on `device`; None: there.
 
@@ -42,7 +48,8 @@ def choose_shard_home(
             f"zero_optimization.offload_param.device: found {offload.device!r} with zero_optimization.stage {stage}, "
             'which shards no parameters; set stage to 3, or device to "none"'
         )
-    if not HostPlacement.is_needed(device):
+    is_needed = HostPlacement.is_needed(device)
+    if offload.device == "cpu" and not is_needed:
         log_dist("zero_optimization.offload_param: the accelerator's memory is the host's; nothing moves")
         return None
     if keeps_int8:
@@ -51,7 +58,12 @@ def choose_shard_home(
             "zero_quantized_nontrainable_weights true, whose int8 shards stay on the device; set device to "
             '"none", or the other key to false'
         )
-    return HostShards(get_accelerator(), pins=offload.pin_memory)
+    pins = offload.pin_memory and is_needed
+    memory = HostShards(get_accelerator(), pins=pins) if is_needed else None
+    if offload.device == "cpu":
+        return memory
+    rank = torch.distributed.get_rank()
+    return SwappedShards(get_accelerator(), offload, aio, memory=memory, pins=pins, rank=rank)
 
 
 def choose_placement(
@@ -84,7 +96,8 @@ def choose_placement(
         return _on_nvme(offload, aio or AioConfig(), rank)
     if not HostPlacement.is_needed(device):
         log_dist("zero_optimization.offload_optimizer: the accelerator's memory is the host's; nothing moves")
-        return Placement(HostMemory(get_accelerator(), pins=offload.pin_memory))
+        memory = HostMemory(get_accelerator(), pins=offload.pin_memory)
+        return Placement(memory) if home is None else UpdateOnDevice(memory)
     return HostPlacement(get_accelerator(), pins=offload.pin_memory)
 
 

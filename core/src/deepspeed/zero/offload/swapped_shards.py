@@ -1,0 +1,217 @@
+"""`SwappedShards`: the shards of sharded parameters in a swap file (`offload_param: {"device": "nvme"}`, stage 3).
+
+    file    ---- read ahead ----> a buffer in host memory ---- lane ----> this rank's part of the whole weights
+    file    <--- write ---------- what the update has made of the weights
+
+A shard has no memory of its own. It is read into one of `buffer_count` buffers, as far ahead of its all-gather as there
+are buffers, in the order in which units were used the last time (`fetcher.py`): reads run beside the computation. The
+buffer is free again when its values were copied. The update gives its results part by part; they are written while it
+goes on, and a read waits until all writes are done. The first units, up to `max_in_cpu` elements, stay in memory.
+
+Legend: S numel of a shard.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from deepspeed.accelerator import DeepSpeedAccelerator
+from deepspeed.config.data import AioConfig
+from deepspeed.config.zero import OffloadParamConfig
+from deepspeed.errors import ConfigError
+from deepspeed.zero.offload.buffers import HostMemory
+from deepspeed.zero.offload.lane import CopyLane, Mark
+from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWork, aligned_bytes
+from deepspeed.zero.offload.swap_folder import SwapFolder
+from deepspeed.zero.shard_home import OffloadedShard, ShardHome
+
+
+class _Buffer:
+    """Memory into which one shard at a time is read."""
+
+    def __init__(self, memory: HostMemory, aio: AioConfig) -> None:
+        self._memory = memory
+        self._queue = SwapQueue(aio)
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._read: SwapWork | None = None
+        self._copied: Mark | None = None  # after the latest copy out of it
+        self.owner: _SwappedShard | None = None  # whose values it has, or gets
+
+    def begin(self, owner: "_SwappedShard", region: Region) -> None:
+        """Read the values of `owner`."""
+        if self._copied is not None:
+            self._copied.wait_on_host()
+        if self._bytes.numel() < region.num_bytes:
+            self._bytes = self._memory.pinned(aligned_bytes(region.num_bytes))
+        self._read = self._queue.read(region, self._bytes[: region.num_bytes])
+        self.owner = owner
+
+    def finish(self) -> None:
+        """Return when the values are there; raises OSError if they cannot be read."""
+        assert self._read is not None
+        self._read.wait()
+
+    def values(self, like_S: Tensor) -> Tensor:
+        """The values as a tensor of the dtype and size of `like_S`."""
+        return self._bytes[: like_S.nbytes].view(like_S.dtype)
+
+    def free(self, copied: Mark | None = None) -> None:
+        """Nobody needs the values after `copied`."""
+        self._queue.finish()
+        self._copied, self.owner = copied, None
+
+
+class _SwappedShard(OffloadedShard):
+    """`shard_S` is on the meta device."""
+
+    def __init__(self, home: "SwappedShards", region: Region, shard_S: Tensor) -> None:
+        super().__init__(shard_S)
+        self._home, self._region = home, region
+        self._buffer: _Buffer | None = None
+        self._sent: Mark | None = None
+
+    def read_ahead(self) -> bool:
+        if self._buffer is None and (buffer := self._home.free_buffer()) is not None:
+            self._begin(buffer)
+        return self._buffer is not None
+
+    def _begin(self, buffer: _Buffer) -> None:
+        self._home.finish_storing()
+        buffer.begin(self, self._region)
+        self._buffer = buffer
+
+    def prepare(self) -> None:
+        if self._buffer is None:
+            self._begin(self._home.any_buffer())
+        assert self._buffer is not None
+        try:
+            self._buffer.finish()
+        except OSError:
+            self.drop()
+            raise
+
+    @contextmanager
+    def copied_to(self, part_S: Tensor) -> Iterator[None]:
+        assert self._buffer is not None, "prepare comes before"
+        with self._home.lane.copying():
+            part_S.copy_(self._buffer.values(self.shard_S), non_blocking=True)
+            yield
+        self._sent = self._home.lane.mark()
+        self.drop(self._sent)
+
+    def arrived(self) -> None:
+        if self._sent is not None:
+            self._sent.wait()
+
+    def drop(self, copied: Mark | None = None) -> None:
+        """Give the buffer back, once the copy that reads it is done."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.free(copied)
+
+    def settle(self) -> None:
+        self._home.finish_storing()
+        self.drop()
+
+    def load(self, start: int, numel: int) -> Tensor:
+        values = self.target(start, numel)
+        self._home.read(self._region, values, start * values.itemsize)
+        return values
+
+    def target(self, start: int, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self.shard_S.dtype, device="cpu")
+
+    def store(self, start: int, values: Tensor) -> None:
+        self._home.write(self._region, values.to("cpu", self.shard_S.dtype), start * self.shard_S.itemsize)
+
+
+class SwappedShards(ShardHome):
+    """Args:
+    accelerator: the one that gathers.
+    section: `offload_param`, with an `nvme_path`.
+    memory: where shards up to `max_in_cpu` elements are; None: beside the whole parameters.
+    rank: of this process, for the name of its folder.
+
+    Raises:
+        ConfigError: nothing can be written below `nvme_path`, or there is none.
+    """
+
+    name = "nvme"
+
+    def __init__(
+        self,
+        accelerator: DeepSpeedAccelerator,
+        section: OffloadParamConfig,
+        aio: AioConfig,
+        *,
+        memory: ShardHome | None,
+        pins: bool,
+        rank: int,
+    ) -> None:
+        if section.nvme_path is None:
+            raise ConfigError(
+                "zero_optimization.offload_param.nvme_path: found none, and device is 'nvme'; name a folder on a local "
+                "disk"
+            )
+        self.lane = CopyLane(accelerator)
+        self._max_numel = section.buffer_size
+        self._room_numel = section.max_in_cpu
+        self._memory = memory
+        self._folder = SwapFolder(section.nvme_path, rank=rank)
+        self._file = SwapFile(self._folder.path / "parameters.swap")
+        staging = HostMemory(accelerator, pins=pins, key="offload_param")
+        self._buffers = [_Buffer(staging, aio) for _ in range(max(section.buffer_count, 1))]
+        self._reads, self._writes = SwapQueue(aio), SwapQueue(aio)
+        self._storing: list[tuple[SwapWork, Tensor]] = []  # with the memory that is written
+
+    def keep(self, values_S: Tensor, name: str) -> OffloadedShard | None:
+        numel = values_S.numel()
+        if numel <= self._room_numel:
+            self._room_numel -= numel
+            return None if self._memory is None else self._memory.keep(values_S, name)
+        if numel > self._max_numel:
+            raise ConfigError(
+                f"zero_optimization.offload_param.buffer_size: found {self._max_numel} elements, and this rank's shard "
+                f"of {name} and what is gathered with it has {numel}; make it at least as large"
+            )
+        shard = _SwappedShard(self, self._file.allocate(values_S.nbytes), torch.empty_like(values_S, device="meta"))
+        shard.store(0, values_S)
+        return shard
+
+    def free_buffer(self) -> _Buffer | None:
+        """A buffer that no shard was read into."""
+        return next((buffer for buffer in self._buffers if buffer.owner is None), None)
+
+    def any_buffer(self) -> _Buffer:
+        """A free buffer; if there is none, what was read ahead last is dropped."""
+        buffer = self.free_buffer() or self._buffers[-1]
+        if buffer.owner is not None:
+            buffer.owner.drop()
+        return buffer
+
+    def read(self, region: Region, values: Tensor, start: int) -> None:
+        """Fill `values` from byte `start` of the region on."""
+        self.finish_storing()
+        self._reads.read(region, values, start).wait()
+
+    def write(self, region: Region, values: Tensor, start: int) -> None:
+        """Begin to write `values` from byte `start` of the region on."""
+        if len(self._storing) >= len(self._buffers):
+            self.finish_storing()
+        self._storing.append((self._writes.write(region, values, start), values))
+
+    def finish_storing(self) -> None:
+        """Return when what was given to `write` is in the file, and may be changed."""
+        storing, self._storing = self._storing, []
+        self._writes.finish()
+        for work, _ in storing:
+            work.wait()
+
+    def release(self) -> None:
+        self._writes.finish()
+        for buffer in self._buffers:
+            buffer.free()
+        self._buffers, self._storing = [], []
+        self._folder.remove()
