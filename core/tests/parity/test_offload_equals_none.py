@@ -37,7 +37,9 @@ CASES = {
     "fp32, accumulated, clipped": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1},
     "fp32, Lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True},
     "fp32, reduced in bf16": {"communication_data_type": "bf16"},
+    "fp32, clipped, half of it": {"gradient_clipping": 0.1, "ratio": 0.5},
     "bf16": BF16,
+    "bf16, accumulated, half of it": {**BF16, "gradient_accumulation_steps": 2, "ratio": 0.5},
     "bf16, clipped": {**BF16, "gradient_clipping": 0.1},
     "bf16, accumulated": {**BF16, "gradient_accumulation_steps": 2},
     "bf16, accumulated in fp32": {
@@ -53,7 +55,12 @@ CASES = {
         "gradient_clipping": 0.1,
     },
 }
-BOUNDS = {"bf16, accumulated": 1e-2, "fp16, accumulated, clipped": 1e-2, "fp32, reduced in bf16": 1e-2}
+BOUNDS = {
+    "bf16, accumulated": 1e-2,
+    "bf16, accumulated, half of it": 1e-2,
+    "fp16, accumulated, clipped": 1e-2,
+    "fp32, reduced in bf16": 1e-2,
+}
 
 
 class Net(nn.Module):
@@ -85,6 +92,7 @@ def train(stage, keys, is_offloaded):
     torch.manual_seed(7)
     net = Net()
     keys = copy.deepcopy(keys)
+    ratio = keys.pop("ratio", 1.0)
     chosen = keys.pop("optimizer", {"type": "AdamW", "params": ADAMW})
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
@@ -93,7 +101,7 @@ def train(stage, keys, is_offloaded):
         **keys,
     }
     if is_offloaded:
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False, "ratio": ratio}
         config["zero_force_ds_cpu_optimizer"] = chosen["type"] == "AdamW"  # no front for the host alone has Lamb
     # the front of the host on both sides: where the optimizer runs is compared, not which kernel it has
     optimizer = functools.partial(create_optimizer, chosen["type"], chosen["params"], offload=True)
@@ -111,7 +119,7 @@ def train(stage, keys, is_offloaded):
         norms.append(torch.as_tensor(engine.get_global_grad_norm()))
         scales.append(torch.tensor(float(engine.loss_scale())) if "fp16" in keys else torch.tensor(1.0))
     if is_offloaded:
-        check_places(engine)
+        check_places(engine, ratio)
     masters = [safe_get_full_fp32_param(param) for param in net.parameters()]
     for param, master in zip(net.parameters(), masters, strict=True):
         assert torch.equal(param.detach(), master.to(param.dtype)), "the model's weights are the rounded masters"
@@ -127,17 +135,23 @@ def train(stage, keys, is_offloaded):
     return result
 
 
-def check_places(engine):
-    """Masters and gradients are not the weights' or the buckets' memory; stage 2 holds no gradients beside them."""
+def check_places(engine, ratio):
+    """`ratio` of the model is offloaded: there masters and gradients are not the weights' or the buckets' memory.
+
+    Stage 2 holds no gradients beside them.
+    """
     sharding = engine.sharding
     weights = {group.flat_N.untyped_storage().data_ptr() for group in sharding.groups}
     buckets = {gradients.untyped_storage().data_ptr() for gradients in sharding._gradients}
-    for group in sharding.groups:
+    offloaded = [group for group in sharding.groups if group.placement.is_offloaded]
+    numel = sum(group.layout.numel for group in offloaded)
+    assert numel == pytest.approx(ratio * sum(group.layout.numel for group in sharding.groups), rel=0.3)
+    for group in offloaded:
         for shard in group.shards:
             assert shard.weight.untyped_storage().data_ptr() in weights
             assert shard.master.untyped_storage().data_ptr() not in weights
             assert shard.grad.untyped_storage().data_ptr() not in buckets
-    if sharding.stage == 2:
+    if sharding.stage == 2 and ratio == 1.0:
         assert sum(gradients.numel() for gradients in sharding._gradients) == 0
 
 

@@ -23,6 +23,7 @@ from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.engines import make_engine
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import fragments
+from deepspeed.zero.offload.split import SplitPlacement
 from torch import nn
 
 NUM_STEPS = 20
@@ -40,12 +41,14 @@ CASES = {
     "3, bf16": (3, BF16, {"pipeline_read": True}, False),
     "2, fp16 that overflows": (2, FP16, {"pipeline_write": True}, False),
     "1, bf16, accumulated in fp32": (1, {**BF16, **ACCUMULATED, "data_types": {"grad_accum_dtype": "fp32"}}, {}, False),
+    "1, half of it": (1, CLIPPED, {"ratio": 0.5}, False),
+    "3, bf16, half of it": (3, {**BF16, **ACCUMULATED}, {"ratio": 0.5, **PIPELINED}, False),
     "2, Lamb": (2, {"zero_allow_untested_optimizer": True}, {}, False),
 }
 ALL = [
-    (stage, {**accumulated, **clipped}, pipelined, frozen)
-    for stage, accumulated, clipped, pipelined, frozen in product(
-        (1, 2, 3), ({}, ACCUMULATED), ({}, CLIPPED), ({}, PIPELINED), (False, True)
+    (stage, {**accumulated, **clipped}, offload, frozen)
+    for stage, accumulated, clipped, offload, frozen in product(
+        (1, 2, 3), ({}, ACCUMULATED), ({}, CLIPPED), (PIPELINED, {"ratio": 0.5}), (False, True)
     )
 ]
 
@@ -133,7 +136,14 @@ def result_of(engine):
 def check_empty(engine):
     """Between steps nothing of the optimizer's side has memory, but for slots and staging buffers."""
     optimizer, placement = engine.basic_optimizer, engine.sharding.placement
-    for shard in (shard for group in engine.sharding.groups for shard in group.shards):
+    shards = [shard for group in engine.sharding.groups for shard in group.shards]
+    swapped = [shard for shard in shards if shard.placement.fetches]
+    if isinstance(placement, SplitPlacement):
+        assert (
+            0.2 < sum(shard.fragment.numel for shard in swapped) / sum(shard.fragment.numel for shard in shards) < 0.8
+        )
+        placement = placement._offloaded
+    for shard in swapped:
         assert (shard.master.numel(), shard.grad) == (0, None)
         state = optimizer.state.get(shard.master, {})
         assert all(value.numel() == 0 or value.dim() == 0 for value in state.values())

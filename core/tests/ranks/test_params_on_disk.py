@@ -66,7 +66,12 @@ def run(engine, steps):
     return losses
 
 
-def train(precision, section, steps=20):
+def train(precision, section, steps=20, path=None):
+    """`path`: shards are below it, and what else the section wants on disk; None: all is in memory."""
+    if path is not None:
+        section = {**section, **on_disk(path)}
+    if section.get("offload_optimizer", {}).get("device") == "nvme":
+        section = {**section, "offload_optimizer": {"device": "nvme", "nvme_path": path}} if path else {}
     engine = create_engine(precision, **section)
     losses = run(engine, steps)
     engine.eval()
@@ -94,19 +99,24 @@ def assert_same(one, other, tolerance=1e-6):
             for section in (
                 {},
                 {"offload_optimizer": {"device": "cpu"}},
+                {"offload_optimizer": {"device": "nvme"}},
                 {"zero_quantized_weights": True},
                 {"mics_shard_size": 1},
             )
         ],
         lambda world_size, precision, section: (
             (world_size, precision, section)
-            in ((1, "fp32", {}), (2, "fp32", {}), (2, "bf16", {"offload_optimizer": {"device": "cpu"}}))
+            in (
+                (1, "fp32", {}),
+                (2, "bf16", {"offload_optimizer": {"device": "cpu"}}),
+                (2, "fp32", {"offload_optimizer": {"device": "nvme"}}),
+            )
         ),
     ),
 )
 def test_losses_and_weights_are_those_in_memory(tmp_path, world_size, precision, section):
     expected = run_ranks(world_size, train, precision, section)
-    assert_same(run_ranks(world_size, train, precision, {**section, **on_disk(tmp_path)}), expected)
+    assert_same(run_ranks(world_size, train, precision, section, 20, str(tmp_path)), expected)
     assert list(tmp_path.iterdir()) == []  # the swap files are gone with their engine
 
 

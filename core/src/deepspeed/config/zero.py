@@ -77,12 +77,10 @@ class OffloadOptimizerConfig(Section):
     )
     ratio: Float = key(
         1.0,
-        "Part of the parameters that is updated on the host.",
+        "Part of the parameters whose optimizer states are offloaded, in whole buckets; the rest is updated beside the "
+        "weights.",
         ge=0,
         le=1,
-        support=refused(
-            "all optimizer states are offloaded, or none; offloading a part (Twin-Flow) is not in this version"
-        ),
     )
     super_offload: Flag = key(False, "SuperOffload.", support=refused("SuperOffload is not in this version"))
     cpuadam_cores_perc: Float = key(

@@ -29,6 +29,7 @@ class ParamShard:
     grad: Tensor | None  # the reduced gradient, in the shape of `master`; set by the stage
     stored: StoredPart | None = None  # where `weight` is if it is offloaded; then it may be on the meta device
     has_master: bool = field(init=False)  # the optimizer works on a copy, in higher precision or in other memory
+    placement: Placement = field(default_factory=Placement)  # of master weight, states and gradient
     shape: torch.Size = field(init=False)  # of `master`, also where that has no memory now
 
     def __post_init__(self) -> None:
@@ -131,13 +132,14 @@ class FlatGroup:
         index = self.first_index + fragment.param
         if self.unit is None and self.flat_N is None and self.master_S is None:
             # fp32 without sharding: the parameter is the master weight
-            return ParamShard(index, self.param_group, fragment, param.data, param, None)
+            return ParamShard(index, self.param_group, fragment, param.data, param, None, placement=self.placement)
         weight = _elements(param, fragment) if self.unit is None else self._slice(self.unit.shard_S, fragment)
         master = weight if self.master_S is None else self._slice(self.master_S, fragment)
         if is_whole:
             assert fragment.numel == param.numel(), fragment
             weight, master = weight.view(param.shape), master.view(param.shape)
-        return ParamShard(index, self.param_group, fragment, weight, master.detach(), None, self._stored(fragment))
+        stored, placement = self._stored(fragment), self.placement
+        return ParamShard(index, self.param_group, fragment, weight, master.detach(), None, stored, placement)
 
     def _stored(self, fragment: Fragment) -> StoredPart | None:
         """Where the fragment's weights are, if they are offloaded."""

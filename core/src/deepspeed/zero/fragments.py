@@ -183,7 +183,7 @@ def _assemble(found: tuple[Sharding, FlatGroup, int], param: Parameter, name: st
     sharding, group, index = found
     fragments = [fragment for fragment in group.layout.fragments if fragment.param == index]
     shards = [shard for shard in group.shards if shard.fragment.param == index]
-    mine = [(shard, sharding.placement.read(shard, name, pick(sharding, shard))) for shard in shards]
+    mine = [(shard, shard.placement.read(shard, name, pick(sharding, shard))) for shard in shards]
     picked = [value for _, value in mine if value is not None]
     dtype = _agree_on_dtype(group.ranks.everyone, picked[0].dtype if picked else None, param.device)
     if dtype is None:
@@ -232,8 +232,8 @@ def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick
 
 def _write(sharding: Sharding, shard: ParamShard, name: str, pick: _Pick, new: Tensor) -> None:
     target = pick(sharding, shard)
-    if target is not None or sharding.placement.fetches:
-        sharding.placement.write(shard, name, target, new)
+    if target is not None or shard.placement.fetches:
+        shard.placement.write(shard, name, target, new)
 
 
 def _master(sharding: Sharding, shard: ParamShard) -> Tensor:
@@ -271,7 +271,7 @@ def _requires(asked: str, key: str) -> _Pick:
 def _local(sharding: Sharding, group: FlatGroup, index: int, name: str, pick: _Pick) -> Tensor | None:
     """This rank's fragments of one parameter, end to end."""
     shards = [shard for shard in group.shards if shard.fragment.param == index]
-    picked = [sharding.placement.read(shard, name, pick(sharding, shard)) for shard in shards]
+    picked = [shard.placement.read(shard, name, pick(sharding, shard)) for shard in shards]
     present = [value.detach().reshape(-1) for value in picked if value is not None]
     if len(present) < len(picked):
         return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.zero.flat_group import ParamShard
-from deepspeed.zero.placement import GRADIENT, Placement, exact_norm
+from deepspeed.zero.placement import GRADIENT, exact_norm
 
 #: a number of the host, or a 0-D tensor on the device, fp32
 Scalar = float | Tensor
@@ -22,15 +22,14 @@ def is_tensor_parallel(param: Tensor) -> bool:
     return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
 
 
-def norms_of_own_parts(shards: Iterable[ParamShard], params: Sequence[Tensor], placement: Placement) -> list[Tensor]:
+def norms_of_own_parts(shards: Iterable[ParamShard], params: Sequence[Tensor]) -> list[Tensor]:
     """0-D norms of the reduced gradients that no tensor-parallel peer has.
 
     Args:
         params: all attached ones; a shard knows the index of its own.
-        placement: of the gradients.
     """
     own = (shard for shard in shards if is_tensor_parallel(params[shard.index]))
-    parts = (placement.read(shard, GRADIENT, shard.grad) for shard in own)
+    parts = (shard.placement.read(shard, GRADIENT, shard.grad) for shard in own)
     return [exact_norm(grad) for grad in parts if grad is not None]
 
 

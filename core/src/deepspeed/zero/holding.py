@@ -105,7 +105,7 @@ class Holding:
     def _create_gradients(self, index: int, dtype: torch.dtype) -> Tensor:
         """The gradient memory of the unit `index` that lives from step to step: all N elements."""
         group = self.groups[index]
-        return self.placement.pinned(group.ranks.shards.allocate(group.layout.padded_numel, dtype, group.device))
+        return group.placement.pinned(group.ranks.shards.allocate(group.layout.padded_numel, dtype, group.device))
 
     def _create_bucket(self, index: int) -> Bucket:
         """The bucket of the unit `index`."""
@@ -131,12 +131,12 @@ class Holding:
             result=result,
             kept=kept,
             wire_dtype=self.options.wire_dtype,
-            keep=self._keeper(pooled=pool is not None),
+            keep=self._keeper(index, pooled=pool is not None),
         )
 
-    def _keeper(self, *, pooled: bool) -> Keep | None:
-        """What takes this rank's sums out of buckets; None: they stay there."""
-        return self.placement.keeper(adds=pooled)
+    def _keeper(self, index: int, *, pooled: bool) -> Keep | None:
+        """What takes this rank's sums of the unit `index` out of its bucket; None: they stay there."""
+        return self.groups[index].placement.keeper(adds=pooled)
 
     # ---- building -----------------------------------------------------------------------------------------------
 
@@ -213,24 +213,26 @@ class Holding:
     def _hold(self, params: Sequence[Parameter], index: int, unit: ParamUnit | None = None) -> None:
         """Make one unit of parameters; `unit`: it shards the weights themselves."""
         ranks = self.unit_groups.of(params[0])
+        numels = [shape_of(param).numel() for param in params]
         group = FlatGroup(
             params,
             first_index=len(self.params),
             param_group=index,
-            layout=self._layout([shape_of(param).numel() for param in params], ranks.world_size),
+            layout=self._layout(numels, ranks.world_size),
             ranks=ranks,
             model_dtype=self.options.model_dtype,
             is_flat=unit is None and self._is_flat(),
             is_whole=self._is_whole,
             has_optimizer=self.optimizer is not None,
-            placement=self.placement,
+            placement=self.placement.of_unit(sum(numels)),
             unit=unit,
         )
         self.groups.append(group)
         self.params.extend(params)
         if self.optimizer is not None:
             adopt_state(self.optimizer, group)
-            self.placement.put_away(self.optimizer, self._sub_groups(group), self._accumulation_dtype(group.dtype))
+            gradient_dtype = self._accumulation_dtype(group.dtype)
+            group.placement.put_away(self.optimizer, self._sub_groups(group), gradient_dtype)
             group.forget_masters()
 
     def _unit_numel(self, params: Sequence[Parameter]) -> int:
@@ -288,7 +290,7 @@ class Holding:
         first = len(self._gradients)
         for index, group in enumerate(self.groups[first:], first):
             self._gradients.append(self._create_gradients(index, self._accumulation_dtype(group.dtype)))
-            reduced_S = self.placement.home_of_gradients(group, self._owned_gradients(index))
+            reduced_S = group.placement.home_of_gradients(index, group, self._owned_gradients(index))
             reduced_S[reduced_S.numel() - group.layout.padding(group.rank) :].zero_()
             self._reduced.append(reduced_S)
         self._connect_shards()
@@ -300,36 +302,30 @@ class Holding:
         self.buckets = sorted(buckets, key=lambda bucket: -first[bucket.index])
 
     def _batches(self) -> Iterator[Batch]:
-        if self.placement.fetches:
-            yield from self._fetched_batches()
-            return
         is_one = not self._is_flat() and not self._widens  # nothing to gather
         room = self._batch_numel()
         batch = Batch([], [])
         numel = 0
         for index, group in enumerate(self.groups):
+            if group.placement is not batch.placement or group.placement.fetches:  # a sub-group is of one unit
+                if batch.finished:
+                    yield batch
+                batch, numel = Batch([], [], group.placement), 0
             for shard in group.shards:
                 if batch.shards and numel + shard.fragment.numel > room and not is_one:
                     yield batch
-                    batch, numel = Batch([], []), 0
+                    batch, numel = Batch([], [], group.placement), 0
                 batch.shards.append(shard)
                 numel += shard.fragment.numel
             batch.finished.append(index)
         yield batch
 
-    def _fetched_batches(self) -> Iterator[Batch]:
-        """A batch for each sub-group, which is what can be fetched."""
-        for index, group in enumerate(self.groups):
-            for sub_group in self._sub_groups(group):
-                yield Batch(list(sub_group.shards), [])
-            yield Batch([], [index])
-
     def _connect_shards(self) -> None:
         """Point each shard at its reduced gradient: at the tensor through which its bucket writes it, where that is the
         same memory. A model of many small parameters is slowed down by every tensor object that a step touches."""
-        if self.placement.fetches:  # which does it for each batch
-            return
         for bucket in self.buckets:
+            if self.groups[bucket.index].placement.fetches:  # which does it for each batch
+                continue
             group, reduced_S = self.groups[bucket.index], self._reduced[bucket.index]
             views = bucket.lasting()[1] if bucket.is_lasting else ()
             for shard in group.shards:

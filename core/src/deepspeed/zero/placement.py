@@ -5,6 +5,7 @@
 which of them it has:
 
     1. prepare                         once
+       of_unit                         per unit: its own placement, where `ratio` divides them
        allocate, put_away              per unit: memory of its master weights; they, and states that exist, are final
     2. home_of_gradients               per unit: memory of its reduced gradients
     3. keeper                          per bucket; what it gives is called after each reduction
@@ -78,6 +79,10 @@ class Placement:
             ConfigError: there is not.
         """
 
+    def of_unit(self, numel: int) -> Placement:
+        """The placement of the next unit, which has `numel` elements on all ranks together. All ranks get the same."""
+        return self
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
         """An uninitialized 1-D tensor for master weights.
 
@@ -116,10 +121,11 @@ class Placement:
         assert value is not None
         value.data.view(-1).copy_(new.reshape(-1))
 
-    def home_of_gradients(self, group: FlatGroup, own_S: Tensor) -> Tensor:
+    def home_of_gradients(self, index: int, group: FlatGroup, own_S: Tensor) -> Tensor:
         """Where the optimizer finds this rank's reduced gradients; called for the groups in their order.
 
         Args:
+            index: of the unit.
             own_S: this rank's part of what buckets of the group live in; empty where they live in buffers of a pool.
         """
         return own_S

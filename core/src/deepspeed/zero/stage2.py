@@ -38,13 +38,13 @@ class Stage2(Stage1):
 
     def _is_alone(self, group: FlatGroup) -> bool:
         """One rank that keeps its gradients beside its weights: its shard is the whole buffer, so none is borrowed."""
-        return group.ranks.world_size == 1 and not self.placement.is_offloaded
+        return group.ranks.world_size == 1 and not group.placement.is_offloaded
 
     def _create_gradients(self, index: int, dtype: torch.dtype) -> Tensor:
         group = self.groups[index]
         if self._is_alone(group):
             return super()._create_gradients(index, dtype)
-        numel = 0 if self.placement.is_offloaded else group.layout.shard_numel
+        numel = 0 if group.placement.is_offloaded else group.layout.shard_numel
         return self._gradient_shards.create(index, numel, dtype, group.device)
 
     def _owned_gradients(self, index: int) -> Tensor:
@@ -60,8 +60,8 @@ class Stage2(Stage1):
         new = BucketPool(MAX_IN_FLIGHT, lambda numel: self.backend.allocate(numel, dtype, device))
         return self._pools.setdefault((dtype, device), new)
 
-    def _keeper(self, *, pooled: bool) -> Keep | None:
-        return super()._keeper(pooled=pooled) or (self._gradient_shards.add_up if pooled else None)
+    def _keeper(self, index: int, *, pooled: bool) -> Keep | None:
+        return super()._keeper(index, pooled=pooled) or (self._gradient_shards.add_up if pooled else None)
 
     def _connect_shards(self) -> None:
         self._gradient_shards.allocate()

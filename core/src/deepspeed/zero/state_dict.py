@@ -101,13 +101,12 @@ class SavedGroup:
 
     def masters(self) -> Iterator[Tensor]:
         """The master weights of this rank's shards."""
-        return (self._sharding.placement.read(shard, MASTER, shard.master) for shard in self.shards)
+        return (shard.placement.read(shard, MASTER, shard.master) for shard in self.shards)
 
     def states(self, name: str, held: Sequence[Mapping[str, Any]]) -> Iterator[Tensor | None]:
         """The state `name` of this rank's shards, from the optimizer's of each."""
-        placement = self._sharding.placement
         return (
-            placement.read(shard, name, state[name]) if name in state else None
+            shard.placement.read(shard, name, state[name]) if name in state else None
             for shard, state in zip(self.shards, held, strict=True)
         )
 
@@ -243,7 +242,7 @@ def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states:
     for index, master in enumerate(saved[masters_key(sharding.stage)]):
         group = SavedGroup(sharding, index)
         for shard, value in zip(group.shards, group.from_file(master), strict=True):
-            sharding.placement.write(shard, MASTER, shard.master, value)
+            shard.placement.write(shard, MASTER, shard.master, value)
         if optimizer is not None and load_optimizer_states:
             _restore_states(sharding, group, base["state"].get(index, {}))
 
@@ -280,7 +279,7 @@ def _restore_states(sharding: Sharding, group: SavedGroup, flat: dict[str, Any])
                 state[name] = owned_copy(values[place], shard.master.device)
         if state:
             optimizer.state[shard.master] = state
-            sharding.placement.put_away_state(shard, state)
+            shard.placement.put_away_state(shard, state)
 
 
 def _move_by_parameter(

@@ -235,9 +235,7 @@ class Sharding(Holding):
             self._rows = TouchedRows(self.params, everyone)
         self.reduction = self._create_reduction()
         if self.optimizer is not None:
-            self._updates = OptimizerUpdate(
-                self.optimizer, list(self._batches()), self._used_anywhere, self.placement, self._rows
-            )
+            self._updates = OptimizerUpdate(self.optimizer, list(self._batches()), self._used_anywhere, self._rows)
         if len(self._gradients) == len(self.groups):
             self._connect_shards()
 
@@ -436,8 +434,7 @@ class Sharding(Holding):
         return self._norms_of_own_parts([group for group in self.groups if self._counts(group)])
 
     def _norms_of_own_parts(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
-        shards = (shard for group in groups for shard in group.shards)
-        return norms_of_own_parts(shards, self.params, self.placement)
+        return norms_of_own_parts((shard for group in groups for shard in group.shards), self.params)
 
     def norm(self) -> Scalar:
         """Global L2 norm of the reduced gradients, as scaled as the losses were; inf or nan after an overflow. A 0-D

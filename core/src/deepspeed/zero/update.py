@@ -7,8 +7,8 @@ the model's.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeGuard
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Batch:
 
     shards: list[ParamShard]
     finished: list[int]  # units; on all ranks in the same order
+    placement: Placement = field(default_factory=Placement)  # of all its shards
 
 
 class OptimizerUpdate:
@@ -35,7 +36,6 @@ class OptimizerUpdate:
     Args:
         used: by parameter, whether any rank has a gradient for it; written by the owner before each step. A shard
             without gradient is left alone, as torch's optimizers do with `grad = None`.
-        placement: where master weights live, and how the new weights get from there into the model.
         rows: for an optimizer that takes sparse gradients only.
     """
 
@@ -44,13 +44,12 @@ class OptimizerUpdate:
         optimizer: Optimizer,
         batches: list[Batch],
         used: list[bool],
-        placement: Placement | None = None,
         rows: TouchedRows | None = None,
     ) -> None:
         self._rows = rows
         self._optimizer = optimizer
-        self._placement = placement or Placement()
         self._batches = batches
+        self._placements = list({id(batch.placement): batch.placement for batch in batches}.values())
         self._used = used
         self._used_before: list[bool] = []  # in the last step
         self._calls: list[list[list[ParamShard]]] = []  # by batch and group of the optimizer: what is updated
@@ -67,33 +66,55 @@ class OptimizerUpdate:
         """
         groups = self._optimizer.param_groups
         all_params = [group["params"] for group in groups]
-        one_pass = self._optimizer if takes_one_pass(self._optimizer) else None
         widened: Tensor | None = None
         if self._used != self._used_before:
             self._calls = [self._used_of(batch, len(groups)) for batch in self._batches]
             self._used_before = list(self._used)
             self._updated = [[shard for shards in by_group for shard in shards] for by_group in self._calls]
-            self._placement.plan(self._optimizer, self._updated)
+            self._plan()
         try:
+            takes = self._takes_one_pass(groups)
             calls = zip(self._batches, self._calls, self._updated, strict=True)
             for number, (batch, by_group, shards) in enumerate(calls):
                 if shards:
-                    self._placement.fetch(number)
+                    placement = batch.placement
+                    placement.fetch(number)
                     for group, its in zip(groups, by_group, strict=True):
                         group["params"] = [shard.master for shard in its]
-                    all_copies = self._placement.copies(shards)
+                    all_copies = placement.copies(shards)
                     copies = _divided(all_copies, by_group)
-                    if one_pass is not None:
+                    if takes[id(placement)]:
                         assert isinstance(scale, float)
-                        one_pass.step(one_pass=_one_pass(by_group, copies, scale))
+                        assert isinstance(self._optimizer, ReferenceOptimizer)
+                        self._optimizer.step(one_pass=_one_pass(by_group, copies, scale))
                     else:
                         widened = self._step_widened(by_group, copies, scale, widened)
-                    self._placement.send(shards, all_copies)
-                    self._placement.store(number)
+                    placement.send(shards, all_copies)
+                    placement.store(number)
                 yield batch
         finally:
             for group, params in zip(groups, all_params, strict=True):
                 group["params"] = params
+
+    def _takes_one_pass(self, groups: list[dict[str, Any]]) -> dict[int, bool]:
+        """By the id of a placement, whether one pass updates its shards: those of another may be in other memory."""
+        if len(self._placements) == 1:
+            return {id(self._placements[0]): takes_one_pass(self._optimizer)}
+        takes = {}
+        for placement in self._placements:
+            calls = zip(self._batches, self._calls, strict=True)
+            own = [by_group for batch, by_group in calls if batch.placement is placement]
+            for index, group in enumerate(groups):
+                group["params"] = [shard.master for by_group in own for shard in by_group[index]]
+            takes[id(placement)] = takes_one_pass(self._optimizer)
+        return takes
+
+    def _plan(self) -> None:
+        """Say to each placement which of its shards are updated, batch by batch."""
+        for placement in self._placements:
+            both = zip(self._batches, self._updated, strict=True)
+            updated = [shards if batch.placement is placement else [] for batch, shards in both]
+            placement.plan(self._optimizer, updated)
 
     def _used_of(self, batch: Batch, num_groups: int) -> list[list[ParamShard]]:
         """The shards of a batch that are updated, by group of the optimizer."""
@@ -118,7 +139,7 @@ class OptimizerUpdate:
         to_widen = [shard for shard in shards if _grad(shard).dtype != shard.master.dtype]
         if to_widen:
             numel = sum(shard.fragment.numel for shard in to_widen)
-            if widened is None or widened.numel() < numel:
+            if widened is None or widened.numel() < numel or widened.device != to_widen[0].master.device:
                 widened = torch.empty(numel, dtype=to_widen[0].master.dtype, device=to_widen[0].master.device)
             start = 0
             for shard in to_widen:

@@ -17,6 +17,14 @@ class FakeUnit:
     def __init__(self, name, log, numel=10):
         self.names, self.numel, self.log = [name], numel, log
         self.status, self.num_users, self.num_contexts, self.live = NOT_AVAILABLE, 0, 0, LiveNumel()
+        self.reads = 0  # that may be begun ahead
+
+    def read_ahead(self):
+        if self.reads > 0:
+            self.reads -= 1
+            self.log.append(f"read {self.names[0]}")
+            return True
+        return False
 
     def launch(self, *, quantizes=False):
         assert not quantizes
@@ -114,6 +122,16 @@ def test_the_second_time_what_comes_next_is_gathered_ahead():
     assert log[log.index("release a") :][:3] == ["release a", "launch d", "finish b"]
     assert launches(log) == "abcd", "each once"
     assert model.live == 0
+
+
+def test_what_comes_after_that_is_read_ahead_until_there_is_no_room():
+    model = Model("abcde", prefetch=10)
+    model.read("abcde")
+    model.forget_place()
+    for unit in model.units.values():
+        unit.reads = 1
+    model.units["e"].reads = 0
+    assert model.read("a")[:5] == ["launch a", "launch b", "read c", "read d", "finish a"]
 
 
 def test_a_changed_order_is_corrected_and_then_followed():

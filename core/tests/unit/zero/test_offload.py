@@ -3,7 +3,6 @@
 import pytest
 import torch
 from deepspeed.accelerator.plain import PlainAccelerator
-from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.config.zero import OffloadOptimizerConfig
 from deepspeed.errors import ConfigError
@@ -246,14 +245,14 @@ def test_without_sharded_states_there_is_nothing_to_offload():
         choose_placement(offload(), stage=0, device=torch.device("cpu"))
 
 
-def test_a_part_of_the_parameters_is_refused():
-    config = DeepSpeedConfig(
-        {"train_batch_size": 1, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
-    )
-    with pytest.raises(
-        ConfigError, match=r"zero_optimization\.offload_optimizer\.ratio: found 0\.5, but all optimizer"
-    ):
-        config.check_supported()
+def test_units_are_offloaded_until_the_ratio_is_met():
+    host, other = torch.device("cpu"), torch.device("meta")
+    numels = [30, 10, 10, 10, 10, 30]
+    for ratio, expected in ((0.5, [1, 0, 0, 0, 1, 0]), (0.2, [0, 1, 0, 0, 0, 0]), (1.0, [1] * 6)):
+        split = choose_placement(offload(ratio=ratio), stage=2, device=other)
+        assert [split.of_unit(numel).is_offloaded for numel in numels] == [bool(is_in) for is_in in expected]
+    assert type(choose_placement(offload(ratio=0), stage=2, device=other)) is Placement
+    assert type(choose_placement(offload(ratio=0.5), stage=2, device=host)) is Placement
 
 
 def test_fronts_of_the_host():

@@ -91,7 +91,7 @@ class HostPlacement(Placement):
         self._is_bounded = not accelerator.handles_memory_backpressure()
         self._incoming = BufferRing(self._memory, MAX_ARRIVING)
         self._outgoing = BufferRing(self._memory, 1 + MAX_LEAVING)
-        self._host_shards: list[_HostShard] = []
+        self._host_shards: dict[int, _HostShard] = {}  # by unit
         self._arrivals: deque[_Arrival] = deque()
         self._was_changed = False  # gradients were written from outside: norms of the device are void
         self._sent: Mark | None = None
@@ -106,10 +106,10 @@ class HostPlacement(Placement):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
         return self._memory.allocate(numel, dtype, crosses=crosses)
 
-    def home_of_gradients(self, group: FlatGroup, own_S: Tensor) -> Tensor:
+    def home_of_gradients(self, index: int, group: FlatGroup, own_S: Tensor) -> Tensor:
         reduced_S = self._memory.allocate(group.layout.shard_numel, own_S.dtype)
-        self._host_shards.append(_HostShard(reduced_S, own_S))
-        return self._host_shards[-1].reduced
+        self._host_shards[index] = _HostShard(reduced_S, own_S)
+        return reduced_S
 
     @property
     def held_bytes(self) -> int:
@@ -151,19 +151,19 @@ class HostPlacement(Placement):
             return super().norms(reduced)
         return [
             exact_norm(host_shard.reduced) if host_shard.norm is None else host_shard.norm
-            for host_shard in self._host_shards
+            for host_shard in self._host_shards.values()
             if host_shard.has_sum
         ]
 
     def gradients_changed(self) -> None:
         self._was_changed = True
-        for host_shard in self._host_shards:
+        for host_shard in self._host_shards.values():
             if host_shard.own.numel() > 0:  # else the next backward would bring the former sums again
                 host_shard.own.copy_(host_shard.reduced)
 
     def forget(self) -> None:
         self.settle()
-        for host_shard in self._host_shards:
+        for host_shard in self._host_shards.values():
             host_shard.has_sum, host_shard.norm = False, None
         self._was_changed = False
 

@@ -98,7 +98,7 @@ class NvmePlacement(HostPlacement):
         self._next_slot = 0
         self._num_states = 0
         self._units: list[SwappedUnit] = []  # in the order of the stage's
-        self._num_homes = 0  # units whose gradients have a home
+        self._by_index: dict[int, SwappedUnit] = {}  # those whose gradients have a home
         self._places: dict[int, Place] = {}  # by the id of a shard
         self._optimizer: Optimizer | None = None
         self._updated: Sequence[Sequence[ParamShard]] = ()  # by batch
@@ -137,9 +137,9 @@ class NvmePlacement(HostPlacement):
             self._write(shard, name, value)
             _empty(value)
 
-    def home_of_gradients(self, group: FlatGroup, own_S: Tensor) -> Tensor:
-        self._units[self._num_homes].own = own_S if own_S.numel() > 0 else None
-        self._num_homes += 1
+    def home_of_gradients(self, index: int, group: FlatGroup, own_S: Tensor) -> Tensor:
+        unit = self._by_index[index] = self._units[len(self._by_index)]
+        unit.own = own_S if own_S.numel() > 0 else None
         return own_S.new_empty(0)
 
     @property
@@ -155,7 +155,7 @@ class NvmePlacement(HostPlacement):
         self.finish_sending()
         self._outgoing.release()
         self._incoming = BufferRing(self._memory, MAX_ARRIVING)
-        self._slots, self._units, self._places, self._ahead = [], [], {}, {}
+        self._slots, self._units, self._by_index, self._places, self._ahead = [], [], {}, {}, {}
         self._optimizer, self._updated = None, ()
         self._folder.remove()
 
@@ -211,7 +211,7 @@ class NvmePlacement(HostPlacement):
             staged = self._incoming.take(source.numel(), source.dtype)
             staged.copy_(source, non_blocking=True)
         done = self._lane.mark()
-        self._arriving.append(_Arrival(done, self._incoming.place, staged, self._units[index], adds))
+        self._arriving.append(_Arrival(done, self._incoming.place, staged, self._by_index[index], adds))
         while self._arriving and self._arriving[0].done.poll():
             self._land(self._arriving.popleft())
         return done
@@ -329,6 +329,7 @@ class NvmePlacement(HostPlacement):
         super().finish_sending()
         for slot in self._slots:
             slot.wait()
+        self._next_slot = 0  # the slots that have memory are used first
 
     def _group(self, number: int) -> SwappedGroup:
         return self._places[id(self._updated[number][0])].group

@@ -15,6 +15,7 @@ from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.host import HostPlacement
 from deepspeed.zero.offload.host_shards import HostShards, UpdateOnDevice
 from deepspeed.zero.offload.nvme import NvmePlacement
+from deepspeed.zero.offload.split import SplitPlacement
 from deepspeed.zero.offload.swapped_shards import SwappedShards
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.shard_home import ShardHome
@@ -22,7 +23,7 @@ from deepspeed.zero.shard_home import ShardHome
 
 def asks_for_host(offload: OffloadOptimizerConfig | None) -> bool:
     """Whether the section asks for an optimizer that updates in host memory."""
-    return offload is not None and offload.device in ("cpu", "nvme")
+    return offload is not None and offload.device in ("cpu", "nvme") and offload.ratio > 0
 
 
 def choose_shard_home(
@@ -93,12 +94,17 @@ def choose_placement(
             'which shards no optimizer states; set stage to 1, 2 or 3, or device to "none"'
         )
     if offload.device == "nvme":
-        return _on_nvme(offload, aio or AioConfig(), rank)
+        return _in_part(_on_nvme(offload, aio or AioConfig(), rank), offload.ratio, home)
     if not HostPlacement.is_needed(device):
         log_dist("zero_optimization.offload_optimizer: the accelerator's memory is the host's; nothing moves")
         memory = HostMemory(get_accelerator(), pins=offload.pin_memory)
         return Placement(memory) if home is None else UpdateOnDevice(memory)
-    return HostPlacement(get_accelerator(), pins=offload.pin_memory)
+    return _in_part(HostPlacement(get_accelerator(), pins=offload.pin_memory), offload.ratio, home)
+
+
+def _in_part(offloaded: Placement, ratio: float, home: ShardHome | None) -> Placement:
+    near = Placement() if home is None else UpdateOnDevice()
+    return SplitPlacement(offloaded, near, ratio) if ratio < 1 else offloaded
 
 
 def _on_nvme(offload: OffloadOptimizerConfig, aio: AioConfig, rank: int) -> Placement:

@@ -23,7 +23,7 @@ from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.errors import ConfigError
 from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.lane import CopyLane, Mark
-from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWork, aligned_bytes
+from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWork
 from deepspeed.zero.offload.swap_folder import SwapFolder
 from deepspeed.zero.shard_home import OffloadedShard, ShardHome
 
@@ -44,7 +44,7 @@ class _Buffer:
         if self._copied is not None:
             self._copied.wait_on_host()
         if self._bytes.numel() < region.num_bytes:
-            self._bytes = self._memory.pinned(aligned_bytes(region.num_bytes))
+            self._bytes = self._memory.aligned(region.num_bytes)
         self._read = self._queue.read(region, self._bytes[: region.num_bytes])
         self.owner = owner
 
