@@ -247,6 +247,18 @@ def test_single_parameters_are_read_and_written_through(stage):
     run_ranks(2, access_job, stage)
 
 
+def check_mapped(engine):
+    """What a save assembles is in files, whose memory the system can take back."""
+    state = engine.sharding.state_dict()
+    key = "fp32_flat_groups" if engine.sharding.stage == 3 else "single_partition_of_fp32_groups"
+    buffers = list(state[key])
+    for states in state["base_optimizer_state"]["state"].values():
+        buffers += [states["exp_avg"], states["exp_avg_sq"]]
+    for buffer in buffers:
+        assert buffer.untyped_storage().filename.startswith(swap_path())
+    assert all(name.endswith((".swap", ".lock")) for _, _, names in os.walk(swap_path()) for name in names)
+
+
 def checkpoint_job(stage, folder):
     """Save with and without offload, load each in the other: losses go on as unbroken."""
     unbroken = create_engine(stage, {}, None)
@@ -255,6 +267,8 @@ def checkpoint_job(stage, folder):
     for saves, loads in ((None, PIPELINED), (PIPELINED, None), ({}, {})):
         engine = create_engine(stage, {}, saves)
         train(engine, range(4))
+        if saves is not None:
+            check_mapped(engine)
         engine.save_checkpoint(folder)
         engine.destroy()
         engine = create_engine(stage, {}, loads, seed=4)

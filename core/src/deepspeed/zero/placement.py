@@ -138,6 +138,14 @@ class Placement:
         """
         return None
 
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel] zeros for one save or load, as large as this rank's part of a group of parameters.
+
+        Args:
+            device: of what is copied into it.
+        """
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     def settle(self) -> None:
         """Return when every sum that was taken can be read by the host."""
 

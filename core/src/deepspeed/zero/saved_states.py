@@ -312,7 +312,7 @@ def _check_shapes(saved: SavedStates, shapes: Mapping[str, torch.Size]) -> None:
 
 def _part(group: SavedGroup, names: Sequence[str], read: _Read, dtype: torch.dtype) -> Tensor:
     """[T], this rank's part of one value per element of the parameters of a group."""
-    part_T = torch.zeros(group.numel_in_file, dtype=dtype)
+    part_T = group.scratch(dtype, torch.device("cpu"))(group.numel_in_file)
     for run in group.own_in_file:
         if run.numel:
             part_T[run.offset : run.offset + run.numel] = read(names[run.param], run.start, run.numel)

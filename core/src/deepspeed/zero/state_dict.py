@@ -16,7 +16,7 @@ Scalars, such as Adam's `step`, are stored once when all parameters agree, and e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,13 +91,14 @@ class SavedGroup:
     def to_file(self, values: Iterable[Tensor | None], dtype: torch.dtype) -> Tensor:
         """[T], from one value per shard of this rank, None for zeros; an iterator is read one by one."""
         device = self.shards[0].master.device if self.shards else torch.device("cpu")
-        flat = torch.zeros(self.numel_here, dtype=dtype, device=device)
+        zeros = self.scratch(dtype, device)
+        flat = zeros(self.numel_here)
         start = 0
         for value, shard in zip(values, self.shards, strict=True):
             if value is not None:
                 flat[start : start + shard.fragment.numel].copy_(value.detach().reshape(-1))
             start += shard.fragment.numel
-        return redistribute(flat, self.first_copy, self.in_file, self.numel_in_file, self._ranks)
+        return redistribute(flat, self.first_copy, self.in_file, self.numel_in_file, self._ranks, zeros)
 
     def masters(self) -> Iterator[Tensor]:
         """The master weights of this rank's shards."""
@@ -110,9 +111,15 @@ class SavedGroup:
             for shard, state in zip(self.shards, held, strict=True)
         )
 
+    def scratch(self, dtype: torch.dtype, device: torch.device) -> Callable[[int], Tensor]:
+        """Gives zeros for buffers of this group, for a number of elements."""
+        placement = self._sharding.placement
+        return lambda numel: placement.scratch(numel, dtype, device)
+
     def from_file(self, part_T: Tensor) -> list[Tensor]:
         """One 1-D tensor per shard of this rank."""
-        flat = redistribute(part_T.reshape(-1), self.in_file, self.here, self.numel_here, self._ranks)
+        zeros = self.scratch(part_T.dtype, part_T.device)
+        flat = redistribute(part_T.reshape(-1), self.in_file, self.here, self.numel_here, self._ranks, zeros)
         return list(flat.split([shard.fragment.numel for shard in self.shards]))
 
 

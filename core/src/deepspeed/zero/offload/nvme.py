@@ -38,7 +38,7 @@ from deepspeed.optim.saved_state import num_states
 from deepspeed.zero.offload.buffers import BufferRing
 from deepspeed.zero.offload.host import MAX_ARRIVING, HostPlacement, stretched
 from deepspeed.zero.offload.lane import Mark
-from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue
+from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue, mapped_zeros
 from deepspeed.zero.offload.swap_folder import SwapFolder
 from deepspeed.zero.offload.swapped import Place, SwappedGroup, SwappedUnit, SwapSlot
 from deepspeed.zero.placement import GRADIENT, MASTER, Keep, exact_norm
@@ -197,6 +197,11 @@ class NvmePlacement(HostPlacement):
             zeros = torch.zeros(group.numel, dtype=unit.gradient_dtype)
             self._queue.write(group.tensors[GRADIENT].region, zeros).wait()
         unit.has_sum = True
+
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu":  # of units that are not offloaded
+            return super().scratch(numel, dtype, device)
+        return mapped_zeros(self._folder.path, numel, dtype)
 
     # ---- gradients arrive ---------------------------------------------------------------------------------------
 

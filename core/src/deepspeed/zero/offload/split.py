@@ -40,6 +40,9 @@ class SplitPlacement(Placement):
     def prepare(self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype) -> None:
         self._offloaded.prepare(optimizer, int(numel * self._ratio), gradient_dtype)
 
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._offloaded.scratch(numel, dtype, device)
+
     def settle(self) -> None:
         self._offloaded.settle()
 

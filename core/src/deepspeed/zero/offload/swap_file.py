@@ -15,7 +15,9 @@ import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
+import torch
 from torch import Tensor
 
 from deepspeed.config.data import AioConfig
@@ -90,6 +92,27 @@ def _allocate(path: Path, offset: int, num_bytes: int) -> None:
         os.posix_fallocate(fd, offset, num_bytes)
     finally:
         os.close(fd)
+
+
+def mapped_zeros(folder: Path, numel: int, dtype: torch.dtype) -> Tensor:
+    """[numel] zeros that are a file, without a name, mapped into memory: the system can take their memory back.
+
+    Raises:
+        OSError: the disk is full, or the folder is gone; says what to do.
+    """
+    num_bytes = numel * dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(0, dtype=dtype)
+    path = folder / f"{uuid4().hex}.mapped"
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        try:
+            _allocate(path, 0, num_bytes)  # else a write to the mapping of a full disk would kill the process
+            return torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
+        finally:
+            os.unlink(path)
+    except OSError as error:
+        raise swap_error(error, path, _text("allocation", num_bytes, 0)) from error
 
 
 _LOST = (
