@@ -69,6 +69,9 @@ class LateEvent:
     def synchronize(self):
         self.stream.run_to(self.count)
 
+    def query(self):
+        return self.stream.num_done >= self.count
+
 
 class Queueing(TorchFunctionMode):
     """Puts non-blocking copies on a stream."""
@@ -122,11 +125,14 @@ def separate_host_memory():
         HostPlacement.is_needed, policy.get_accelerator, build.ShardingOptions, holding.WIDENED_NUMEL = kept
 
 
-def create_engine(stage, precision, is_offloaded=True, seed=3, **keys):
+def create_engine(stage, precision, is_offloaded=True, seed=3, nvme_path=None, **keys):
     torch.manual_seed(seed)
     zero = {"reduce_bucket_size": 10}
     if is_offloaded:
         zero["offload_optimizer"] = {"device": "cpu"}
+        if nvme_path is not None:
+            pipelines = {"pipeline_read": True, "pipeline_write": True}
+            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": nvme_path, **pipelines}
     with separate_host_memory() if is_offloaded else contextlib.nullcontext():
         engine = make_engine(Net(), stage, zero_optimization=zero, **PRECISIONS[precision], **keys)
     assert engine.sharding.placement.is_offloaded is is_offloaded
@@ -177,9 +183,11 @@ def assert_close(precision, found, expected):
     torch.testing.assert_close(found, expected, **bound)
 
 
-def late_copies_job(stage, precision, accumulation):
+def late_copies_job(stage, precision, accumulation, nvme_path=None):
     plain = create_engine(stage, precision, False, gradient_accumulation_steps=accumulation, gradient_clipping=0.05)
-    late = create_engine(stage, precision, True, gradient_accumulation_steps=accumulation, gradient_clipping=0.05)
+    late = create_engine(
+        stage, precision, nvme_path=nvme_path, gradient_accumulation_steps=accumulation, gradient_clipping=0.05
+    )
     stream = late.sharding.placement._lane._stream
     expected, found = train(plain, range(6)), train(late, range(6))
     assert len(stream.queue) > 6 * accumulation, "copies went over the side stream"
@@ -197,9 +205,17 @@ def test_every_copy_is_waited_for(world_size, stage, precision, accumulation):
     run_ranks(world_size, late_copies_job, stage, precision, accumulation)
 
 
-def access_job(stage, precision, is_offloaded):
+@pytest.mark.parametrize("precision", swept(PRECISIONS, lambda precision: precision == "bf16"))
+@every_stage
+def test_every_copy_to_and_from_swap_files_is_waited_for(tmp_path, stage, precision):
+    run_ranks(2, late_copies_job, stage, precision, 3, str(tmp_path))
+
+
+def access_job(stage, precision, is_offloaded, nvme_path=None):
     """The gradient in the middle and at the end of an accumulation, and after it was set; then weight and moments."""
-    engine = create_engine(stage, precision, is_offloaded, gradient_accumulation_steps=2, gradient_clipping=1.0)
+    engine = create_engine(
+        stage, precision, is_offloaded, nvme_path=nvme_path, gradient_accumulation_steps=2, gradient_clipping=1.0
+    )
     net, seen = engine.module, []
     for step in range(3):
         for micro_step in range(2):
@@ -223,9 +239,9 @@ def access_job(stage, precision, is_offloaded):
     return seen, state_of(engine)
 
 
-def compare_access_job(stage, precision):
+def compare_access_job(stage, precision, nvme_path=None):
     (seen, state), (expected, expected_state) = (
-        access_job(stage, precision, is_offloaded) for is_offloaded in (True, False)
+        access_job(stage, precision, is_offloaded, nvme_path) for is_offloaded in (True, False)
     )
     assert_close(precision, seen, expected)
     assert_close(precision, state, expected_state)
@@ -235,6 +251,11 @@ def compare_access_job(stage, precision):
 @every_stage
 def test_single_parameters_are_the_same(stage, precision):
     run_ranks(2, compare_access_job, stage, precision)
+
+
+@every_stage
+def test_single_parameters_are_the_same_in_swap_files(tmp_path, stage):
+    run_ranks(2, compare_access_job, stage, "fp32", str(tmp_path))
 
 
 def checkpoint_job(stage, precision, saves_offloaded, directory):
