@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                     # peaks of stages 0 to 3, stage 3 with and without zero.Init
     python benchmarks/memory.py --limit             # trains under a limit with zero.Init, and fails without
+    python benchmarks/memory.py --limit --nvme DIR  # under a quarter of a rank's states, from the disk and without it
     python benchmarks/memory.py --growth            # 200 steps with changing control flow
 
 *peak* is the highest resident set, beyond that of an interpreter which has trained a tiny model in the same way: while
@@ -22,6 +23,10 @@ one; with that of the extension zero.Init failed too, also at 1.3 times the form
 same run is printed beside the outcome. With Adam in fp32 a rank of eight holds 16 / 8 bytes per parameter, half of the
 whole parameters: who builds them all exceeds the limit. Many blocks and few tokens keep the working set small beside
 the states.
+
+With `--nvme` the limit is a quarter of the states that a rank of two holds, and `stage3-nvme` keeps weights, gradients
+and optimizer states in files (`offload_param`, `offload_optimizer`). Its formula has no states, but the buffers that
+docs/howto/offload-to-nvme.md and offload-parameters.md name.
 """
 
 import argparse
@@ -49,6 +54,12 @@ DEEP = Case("deep GPT", width=384, num_layers=24, num_heads=6, batch=1)
 LIMITED = Case("limited GPT", width=384, num_layers=48, num_heads=6, batch=1, sequence_length=16)
 SMALL = Case("small GPT", width=128, num_layers=6, num_heads=4, batch=1)
 VARIANTS = [*(f"stage{stage}" for stage in range(4)), "stage3-init", "fsdp2-z3", "fsdp2-z3-meta"]
+#: weights, gradients and optimizer states in files below the folder that `NVME_PATH` in the environment names
+ON_NVME = "stage3-nvme"
+NVME_PATH = "NVME_PATH"
+NVME_SUB_GROUP_NUMEL = 2**18
+NVME_BUFFERS = 3
+NVME_STATES_TO_LIMIT = 4
 #: without zero.Init a rank builds the whole model before anything shards it
 LIMITED_VARIANTS = ["stage3-init", "stage3", "fsdp2-z3", "fsdp2-z3-meta"]
 LIMIT_TO_FORMULA = 1.15
@@ -68,13 +79,14 @@ class Run:
         if variant.startswith("fsdp2"):
             self._train = _fsdp2_step(case, build, on_meta=variant.endswith("-meta"))
         else:
-            self._train = _engine_step(case, build, int(variant[5]), in_init=variant.endswith("-init"))
+            config = stage_config(case, int(variant[5]), on_nvme=variant == ON_NVME)
+            self._train = _engine_step(case, build, config, in_init=variant in ("stage3-init", ON_NVME))
 
     def step(self) -> None:
         self._train(*self.batch)
 
 
-def stage_config(case: Case, stage: int) -> dict[str, Any]:
+def stage_config(case: Case, stage: int, *, on_nvme: bool) -> dict[str, Any]:
     """Default keys, but at most two blocks of weights and of gradients at once."""
     numel = block_numel(case)
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": numel}
@@ -83,6 +95,11 @@ def stage_config(case: Case, stage: int) -> dict[str, Any]:
         zero["stage3_prefetch_bucket_size"] = numel
         zero["stage3_max_live_parameters"] = 2 * numel
         zero["stage3_max_reuse_distance"] = 0
+    if on_nvme:
+        place = {"device": "nvme", "nvme_path": os.environ[NVME_PATH]}
+        zero["offload_param"] = {**place, "buffer_count": NVME_BUFFERS, "max_in_cpu": 0}
+        zero["offload_optimizer"] = {**place, "pipeline_read": True, "pipeline_write": True}
+        zero["sub_group_size"] = NVME_SUB_GROUP_NUMEL
     return {
         "train_micro_batch_size_per_gpu": case.batch,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[arg-type]
@@ -92,10 +109,11 @@ def stage_config(case: Case, stage: int) -> dict[str, Any]:
     }
 
 
-def _engine_step(case: Case, build: Callable[[Case], nn.Module], stage: int, *, in_init: bool) -> Callable[..., None]:
+def _engine_step(
+    case: Case, build: Callable[[Case], nn.Module], config: dict[str, Any], *, in_init: bool
+) -> Callable[..., None]:
     import deepspeed
 
-    config = stage_config(case, stage)
     if in_init:
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = build(case)
@@ -167,10 +185,25 @@ def activation_bytes(case: Case) -> int:
 
 def expected_bytes(case: Case, variant: str, world_size: int) -> float:
     """States of one rank, and the largest working set."""
+    if variant == ON_NVME:
+        return _bytes_beside_nvme(case, world_size)
     kind = variant.removesuffix("-init").removesuffix("-meta")
     itemsize = 2 if case.dtype == "bf16" else 4
     on_the_way = {"stage2": 2, "stage3": 4, "fsdp2-z3": 4}.get(kind, 0) * block_numel(case) * itemsize
     return formula_bytes(kind, case, world_size) + activation_bytes(case) + on_the_way
+
+
+def _bytes_beside_nvme(case: Case, world_size: int) -> float:
+    """What a rank holds whose states are in files: docs/howto/offload-to-nvme.md, offload-parameters.md."""
+    itemsize = 2 if case.dtype == "bf16" else 4
+    with torch.device("meta"):
+        numels = [parameter.numel() for parameter in case.build_model().parameters()]
+    whole = sum(numel for numel in numels if numel < PERSISTENCE_NUMEL)
+    largest = max(numels) / world_size
+    sums = 4 * block_numel(case) / world_size
+    slots = 3 * (12 + itemsize) * NVME_SUB_GROUP_NUMEL
+    blocks = 4 * block_numel(case)
+    return itemsize * (whole + NVME_BUFFERS * largest + sums + blocks) + slots + activation_bytes(case)
 
 
 # ----- on a rank -----------------------------------------------------------------------------------------------------
@@ -272,20 +305,24 @@ def report_peaks(case: Case, arguments: argparse.Namespace) -> list[Row]:
 
 def report_limit(case: Case, arguments: argparse.Namespace) -> list[Row]:
     """A line per variant: whether all ranks trained, the peak of their resident sets, and why it failed."""
-    expected = expected_bytes(case, "stage3", arguments.ranks)
-    budget = arguments.budget_mib * MEBIBYTE if arguments.budget_mib else int(LIMIT_TO_FORMULA * expected)
+    states = formula_bytes("stage3", case, arguments.ranks)
+    expected = expected_bytes(case, ON_NVME if arguments.nvme else "stage3", arguments.ranks)
+    budget = int(states / NVME_STATES_TO_LIMIT if arguments.nvme else LIMIT_TO_FORMULA * expected)
+    if arguments.budget_mib:
+        budget = arguments.budget_mib * MEBIBYTE
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in case.build_model().parameters())
     print(
         f"{case.model}, {numel / 1e6:.1f} M parameters, {arguments.ranks} ranks; MiB. Parameters: "
-        f"{4 * numel / MEBIBYTE:.0f}, with gradients and states {16 * numel / MEBIBYTE:.0f}; formula of a rank: "
+        f"{4 * numel / MEBIBYTE:.0f}, with gradients and states {16 * numel / MEBIBYTE:.0f}, of a rank "
+        f"{states / MEBIBYTE:.0f}; formula of a rank: "
         f"{expected / MEBIBYTE:.0f}; RLIMIT_DATA of a rank, beyond the rehearsal: {budget / MEBIBYTE:.0f}, "
         f"{budget / expected:.2f} of the formula"
     )
     print(f"{'variant':16}{'outcome':>10}{'peak':>8}{'to formula':>12}")
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(LIMITED_MMAP_THRESHOLD))  # ranks read it when they start
     rows = []
-    for variant in arguments.variants or LIMITED_VARIANTS:
+    for variant in arguments.variants or ([ON_NVME, "stage3-init"] if arguments.nvme else LIMITED_VARIANTS):
         ranks = rank_processes.run(arguments.ranks, train_under_limit, case, variant, budget, NUM_LIMITED_STEPS)
         row = {"variant": variant, "budget_bytes": budget, "expected_bytes": expected, "cause": _cause(ranks)}
         row["peak_bytes"] = max(rank["peak_bytes"] for rank in ranks)
@@ -322,15 +359,19 @@ def main() -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--limit", action="store_true", help="train under a memory limit")
     kind.add_argument("--growth", action="store_true", help="resident memory over many steps")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all; with --limit four")
+    parser.add_argument("--nvme", metavar="DIR", help="with --limit: a folder on a local disk for states")
+    choices = [*VARIANTS, ON_NVME]
+    parser.add_argument("--variants", nargs="+", choices=choices, help="default: all; with --limit four, or two")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--ranks", type=int, help="default: 2, with --limit 8")
+    parser.add_argument("--ranks", type=int, help="default: 2, with --limit and no --nvme 8")
     parser.add_argument("--layers", type=int, help="blocks of the model")
     parser.add_argument("--budget-mib", type=int, help="of --limit: default 1.15 times the formula")
     parser.add_argument("--steps", type=int, default=200, help="of --growth")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args()
-    arguments.ranks = arguments.ranks or (8 if arguments.limit else 2)
+    if arguments.nvme:
+        os.environ[NVME_PATH] = arguments.nvme  # ranks read it
+    arguments.ranks = arguments.ranks or (8 if arguments.limit and not arguments.nvme else 2)
     case = LIMITED if arguments.limit else DEEP
     case = dataclasses.replace(case, dtype=arguments.dtype, num_layers=arguments.layers or case.num_layers)
     if arguments.growth:
