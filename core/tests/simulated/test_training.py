@@ -1,6 +1,7 @@
 """Two ranks on two simulated devices: what the cpu accelerator computes, and nothing that it alone would allow."""
 
 import contextlib
+import os
 from itertools import product
 from unittest import mock
 
@@ -196,6 +197,38 @@ def test_offload_relies_on_what_the_device_orders(sim_ranks, stage, schedule):
 def test_offload_accumulates_and_clips_as_without(sim_ranks, stage, schedule):
     offloaded = result(sim_ranks, stage, "fp32", OFFLOAD, schedule, clipping=0.05)
     assert_same(offloaded, result(sim_ranks, stage, "fp32", clipping=0.05), 1e-6)
+
+
+PIPELINED = {"device": "nvme", "pipeline_read": True, "pipeline_write": True}
+PARTS = {
+    "half of it": {"device": "cpu", "ratio": 0.5},
+    "nvme": PIPELINED,
+    "half of it on nvme": {**PIPELINED, "ratio": 0.5},
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "stage", "precision"),
+    swept(
+        product(PARTS, (1, 2, 3), ("fp32", "bf16")),
+        lambda part, stage, precision: (
+            (stage, precision) == {"half of it": (2, "fp32"), "nvme": (3, "bf16")}.get(part, (1, "fp32"))
+        ),
+    ),
+)
+def test_offload_of_a_part_and_to_swap_files_changes_nothing(sim_ranks, tmp_path, part, stage, precision):
+    section = {"offload_optimizer": {**PARTS[part], "nvme_path": str(tmp_path)}, "reduce_bucket_size": 16}
+    offloaded = sim_ranks(train_with_files, stage, precision, section)
+    without = {"reduce_bucket_size": 16}
+    assert_same(offloaded, result(sim_ranks, stage, precision, without, accumulation=1), 1e-6)
+
+
+def train_with_files(stage, precision, section):
+    os.environ["DS_OPS_DISABLE"] = "cpu_adam,fused_adam"  # and not async_io
+    try:
+        return train(stage, precision, section, {"accumulation": 1}, "late")
+    finally:
+        os.environ["DS_OPS_DISABLE"] = "all"
 
 
 @contextlib.contextmanager
