@@ -4,6 +4,7 @@ Differences are relative to the largest element of a tensor, max |a - b| / max |
 and moments after 20 steps: 1e-6 in fp32.
 """
 
+import errno
 import functools
 import gc
 import os
@@ -17,7 +18,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.errors import ConfigError
+from deepspeed.errors import CommError, ConfigError
 from deepspeed.optim import create_optimizer
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.engines import make_engine
@@ -395,6 +396,57 @@ def damage_job(damage, folder):
 @pytest.mark.parametrize("damage", ["unreadable", "truncated", "vanished"])
 def test_a_damaged_swap_file_is_named(damage, tmp_path):
     run_ranks(1, damage_job, damage, str(tmp_path))
+
+
+def finish_step(engine, moment):
+    if moment == "backward":
+        engine.backward(loss_of(engine, 7))
+    engine.step()
+
+
+def one_rank_job(stage, moment):
+    """Rank 0 loses its swap file; the other does not wait for it."""
+    engine = create_engine(stage, {}, PIPELINED)
+    train(engine, range(2))
+    if moment == "update":
+        engine.backward(loss_of(engine, 7))
+        engine.sharding.reduce()
+    if dist.get_rank() == 0:
+        os.unlink(engine.sharding.placement._file.path)
+    with pytest.raises(OSError if dist.get_rank() == 0 else CommError) as info:
+        finish_step(engine, moment)
+    assert "rank 0" in str(info.value) or dist.get_rank() == 0
+    engine.destroy()
+
+
+@pytest.mark.parametrize("moment", ["backward", "update"])
+@pytest.mark.parametrize("stage", swept((1, 2, 3), lambda stage: stage == 2))
+def test_no_rank_waits_for_one_that_lost_its_file(stage, moment):
+    run_ranks(2, one_rank_job, stage, moment)
+
+
+def full_disk_job():
+    """Found by `initialize`, before anything is trained."""
+    usage, fallocate = shutil.disk_usage, os.posix_fallocate
+
+    def is_full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    try:
+        shutil.disk_usage = lambda path: usage(path)._replace(free=1000)
+        with pytest.raises(ConfigError, match=r"ds_swap_.* has 0.00 MiB free and .* are needed; free .* larger disk"):
+            create_engine(2, {}, {})
+        shutil.disk_usage, os.posix_fallocate = usage, is_full
+        with pytest.raises(OSError, match=r"No space left on device: allocation of .*ENOSPC.*; free space"):
+            create_engine(2, {}, {})
+    finally:
+        shutil.disk_usage, os.posix_fallocate = usage, fallocate
+    gc.collect()
+    assert os.listdir(swap_path()) == []
+
+
+def test_a_full_disk_is_found_before_training():
+    run_ranks(1, full_disk_job)
 
 
 def refusals_job():
