@@ -2,10 +2,12 @@
 
     python benchmarks/train_step.py --models 3m 25m --dtypes fp32 bf16 --json out.json --plot step.png
     python benchmarks/train_step.py --offload
+    python benchmarks/train_step.py --offload nvme --nvme-path /local_nvme
 
 `fsdp2-z3` shards per block and reshards after forward, as stage 3 does; in bf16 it reduces in bf16, as ours do. Stage 3
 has its default keys. `--offload` sets variants with `offload_optimizer` beside FSDP2's `CPUOffloadPolicy`. Where ranks
 are the host itself neither copies anything; `-apart` has a separate host memory, to and from which every copy is made.
+`--offload nvme` sets swap files beside host memory, and prints how many bytes per second pass the disk.
 
 How it measures: all variants live in the same ranks and take turns, `--steps-per-round` steps each, so that a noisy
 machine disturbs them alike; each round has another order, so that none always follows the same one, whose caches and
@@ -31,10 +33,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from variants import CASES, OFFLOAD_VARIANTS, REHEARSAL, VARIANTS, Case, formula_bytes
+from variants import CASES, OFFLOAD_VARIANTS, REHEARSAL, VARIANTS, Case, disk_bytes, formula_bytes
 
 MEBIBYTE = 2**20
-PEER_NAMES = {"ddp": "DDP", "fsdp2-z3": "FSDP2", "fsdp2-z2-offload": "FSDP2"}
+PEER_NAMES = {"ddp": "DDP", "fsdp2-z3": "FSDP2", "fsdp2-z2-offload": "FSDP2", "stage2-offload": "host"}
 Row = dict[str, Any]
 
 
@@ -135,6 +137,8 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
         for peer in arguments.peers:
             if peer in names:
                 row[f"to_{peer}"] = row["ms"]["median"] / statistics.median(times[peer])
+        if name.endswith("-nvme"):
+            row["disk_bytes"] = disk_bytes(case, arguments.ranks) * arguments.ranks
         row["formula_bytes"] = formula_bytes(name, case, arguments.ranks)
         if not arguments.no_memory:
             measure = measure_memory if case.device == "cpu" else measure_device_memory
@@ -214,7 +218,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
-    parser.add_argument("--offload", action="store_true", help="the variants with an offloaded optimizer")
+    parser.add_argument(
+        "--offload", nargs="?", choices=list(OFFLOAD_VARIANTS), const="cpu", help="variants with an offloaded optimizer"
+    )
+    parser.add_argument("--nvme-path", default="", help="a folder on a local disk, for --offload nvme")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all of the kind")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds, one warm-up not counted")
     parser.add_argument("--steps-per-round", type=int, default=3)
@@ -225,9 +232,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="draw the times into this PNG file")
     parser.add_argument("--markdown", action="store_true", help="print a markdown table at the end")
     arguments = parser.parse_args()
-    arguments.peers = ["fsdp2-z2-offload"] if arguments.offload else ["ddp", "floor", "fsdp2-z3"]
+    if arguments.offload == "nvme" and not arguments.nvme_path:
+        parser.error("--offload nvme: give --nvme-path, a folder on a local disk")
+    peers = {"cpu": ["fsdp2-z2-offload"], "nvme": ["stage2-offload"]}
+    arguments.peers = peers.get(arguments.offload, ["ddp", "floor", "fsdp2-z3"])
     if arguments.variants is None:
-        arguments.variants = [name for name in VARIANTS if (name in OFFLOAD_VARIANTS) is arguments.offload]
+        offloaded = {name for names in OFFLOAD_VARIANTS.values() for name in names}
+        plain = [name for name in VARIANTS if name not in offloaded]
+        arguments.variants = OFFLOAD_VARIANTS.get(arguments.offload, plain)
     return arguments
 
 
@@ -237,11 +249,16 @@ def main() -> None:
     rows: list[Row] = []
     for model in arguments.models:
         for dtype in arguments.dtypes:
-            case = dataclasses.replace(CASES[model], dtype=dtype, device=arguments.device)
+            case = dataclasses.replace(
+                CASES[model], dtype=dtype, device=arguments.device, nvme_path=arguments.nvme_path
+            )
             case_rows = measure_case(case, arguments)
             rows += case_rows
             print(f"\n{case.model}, {dtype}, batch {case.batch}, {arguments.ranks} ranks; median (least greatest)")
             console.print(build_table(case_rows, arguments.peers))
+            for row in case_rows:
+                if "disk_bytes" in row:
+                    print(f"{row['variant']}: {row['disk_bytes'] / row['ms']['median'] * 1e3 / 2**30:.2f} GiB/s")
             if arguments.json:  # after each case: an interrupted run keeps what it has
                 arguments.json.write_text(json.dumps(rows, indent=1))
     if arguments.plot:

@@ -29,6 +29,7 @@ class Case:
     dtype: str = "fp32"
     sequence_length: int = 128
     device: str = "cpu"  # device type of torch; a rank has one
+    nvme_path: str = ""  # a folder on a local disk, for variants with swap files
 
     def gpt_config(self) -> Any:
         """The `GPTConfig` of the sizes here."""
@@ -99,10 +100,18 @@ class Engine:
         offloads: with `offload_optimizer`. The ranks' accelerator is the host, so by itself that moves nothing, as with
             FSDP2's policy.
         apart: a memory for it all the same, to and from which every copy is made.
+        swaps: with `offload_optimizer` in swap files, read ahead and written behind.
     """
 
     def __init__(
-        self, module: nn.Module, case: Case, stage: int, *, offloads: bool = False, apart: bool = False
+        self,
+        module: nn.Module,
+        case: Case,
+        stage: int,
+        *,
+        offloads: bool = False,
+        apart: bool = False,
+        swaps: bool = False,
     ) -> None:
         import deepspeed
 
@@ -111,6 +120,9 @@ class Engine:
             zero["stage3_param_persistence_threshold"] = PERSISTENCE_NUMEL
         if offloads:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+        if swaps:
+            pipelines = {"pipeline_read": True, "pipeline_write": True}
+            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": case.nvme_path, **pipelines}
         config = {
             "train_micro_batch_size_per_gpu": case.batch,
             "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[arg-type]
@@ -211,9 +223,25 @@ VARIANTS: dict[str, Callable[[Case], Variant]] = {
     "stage2-offload": lambda case: Engine(case.build_model(), case, 2, offloads=True),
     "stage1-apart": lambda case: Engine(case.build_model(), case, 1, offloads=True, apart=True),
     "stage2-apart": lambda case: Engine(case.build_model(), case, 2, offloads=True, apart=True),
+    "stage1-nvme": lambda case: Engine(case.build_model(), case, 1, swaps=True),
+    "stage2-nvme": lambda case: Engine(case.build_model(), case, 2, swaps=True),
+    "stage3-nvme": lambda case: Engine(case.build_model(), case, 3, swaps=True),
 }
-#: beside each other, by `--offload`; the rest is the default
-OFFLOAD_VARIANTS = [name for name in VARIANTS if name.endswith(("-offload", "-apart"))]
+#: beside each other, by the value of `--offload`; the rest is the default
+OFFLOAD_VARIANTS = {
+    "cpu": [name for name in VARIANTS if name.endswith(("-offload", "-apart"))],
+    "nvme": ["stage2-offload", *(name for name in VARIANTS if name.endswith("-nvme"))],
+}
+
+
+def disk_bytes(case: Case, world_size: int) -> float:
+    """Bytes that a rank reads and writes in a step of one micro-batch.
+
+    fp32 master weights and two moments are read and written, gradients of g bytes written and read.
+    """
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in case.build_model().parameters())
+    return (2 * 12 + 2 * (4 if case.dtype == "fp32" else 2)) * numel / world_size
 
 
 def formula_bytes(variant: str, case: Case, world_size: int) -> float:
@@ -222,7 +250,7 @@ def formula_bytes(variant: str, case: Case, world_size: int) -> float:
     p, g: bytes of a parameter and of a gradient; o: bytes of optimizer state, the fp32 master weight among them.
     Stage 1 divides o, stage 2 g + o, stage 3 p + g + o by the number of ranks, and of parameters that it keeps whole
     g + o. "apart": both memories together, so master weights beside fp32 weights too, and in stage 1 the gradients of
-    the own shard twice.
+    the own shard twice. "nvme": what is swapped out counts nowhere.
     """
     with torch.device("meta"):
         numels = [parameter.numel() for parameter in case.build_model().parameters()]
@@ -242,6 +270,9 @@ def formula_bytes(variant: str, case: Case, world_size: int) -> float:
         "fsdp2-z2-offload": (0, 16),
         "stage1-offload": (p + g, o),
         "stage2-offload": (p, g + o),
+        "stage1-nvme": (p + g, 0),
+        "stage2-nvme": (p, 0),
+        "stage3-nvme": (p * numel_whole / numel, p * (1 - numel_whole / numel)),
         "stage1-apart": (p + g, g + o + master),
         "stage2-apart": (p, g + o + master),
     }[variant]
