@@ -81,6 +81,9 @@ COLLECTIONS = {
         "OffloadDeviceEnum": "config.enums:OffloadDeviceEnum",
         "OffloadStateTypeEnum": "config.enums:OffloadStateTypeEnum",
     },
+    "runtime.zero.offload_states": {
+        "get_state_devices": "zero.offload.moved_states:get_state_devices",
+    },
     "runtime.zero.utils": {
         "is_zero_supported_optimizer": "optim.traits:is_tested_with_zero",
     },

@@ -8,7 +8,6 @@ from deepspeed.compatibility.records import EngineMethod
 
 _REDUCES = "backward and step reduce the gradients themselves; no_sync() postpones the reduction"
 _SPARSE = 'gradients of torch.nn.Embedding(sparse=True) need "sparse_gradients": true and no call'
-_HOST = '"zero_optimization": {"offload_optimizer": ...} keeps optimizer states in host memory'
 _DATA = "pass a sampler to deepspeed_io(data_sampler=...)"
 _COMPILE = "call engine.compile(), which uses torch.compile"
 
@@ -27,11 +26,9 @@ _INSTEAD = {
     "generate": "it belongs to inference and the hybrid engine; call engine.module.generate",
     "launch_compile_passes": _COMPILE,
     "load_moe_state_dict": "it belongs to mixture of experts; call load_checkpoint",
-    "offload_states": _HOST,
     "quantize_training": "it belongs to compression; use torch.ao.quantization",
     "random_ltd_initialize": _DATA,
     "register_compile_pass": _COMPILE,
-    "reload_states": _HOST,
     "set_custom_curriculum_learning_schedule": _DATA,
     "set_data_post_process_func": "pass collate_fn to deepspeed.initialize",
     "sparse_all_gather": _SPARSE,

@@ -5,7 +5,7 @@ backward  -> precision.scale, autograd (hooks fill buckets: zero/gradient_reduct
 step      -> what the schedule says: at a boundary sharding.reduce and the step (training.py)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compatibility import ENGINE_METHODS, FEATURES
+from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.data import DeepSpeedDataLoader
 from deepspeed.engine import export
 from deepspeed.engine.accessors import with_accessors
@@ -27,6 +28,7 @@ from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import warn_once
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.precision.dtype_hint import add_dtype_hint
+from deepspeed.zero.offload.moved_states import offload_states, reload_states
 from deepspeed.zero.released_hint import add_released_hint
 
 
@@ -94,6 +96,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, in the engine's precision."""
+        self.sharding.require_states("forward", weights_only=True)
         self.sharding.window.begin_forward()
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
         with self._observers.forward(), self.precision.forward_context():
@@ -132,6 +135,7 @@ class DeepSpeedEngine(torch.nn.Module):
         Raises:
             ValueError: for a tensor of several elements without its gradient, or one that requires no gradient.
         """
+        self.sharding.require_states("backward")  # before it begins: one that fails drops all gradients of the step
         return self._training.backward(
             loss, gradient, is_divided=not scale_wrt_gas, retain_graph=retain_graph, **kwargs
         )
@@ -330,7 +334,7 @@ class DeepSpeedEngine(torch.nn.Module):
             asynchronous save are raised at the end of a later `step()`, or by the next `save_checkpoint`,
             `load_checkpoint`, `wait_for_checkpoint` or `destroy`.
         """
-        self._refuse_destroyed("save_checkpoint")
+        self._refuse_moved("save_checkpoint")
         self._saving.save(
             save_dir,
             tag,
@@ -382,7 +386,7 @@ class DeepSpeedEngine(torch.nn.Module):
             Exception: what the module, the scheduler or `custom_load_fn` raises while it takes its state; on the other
                 ranks a CheckpointError with that reason. The model may then be loaded in part.
         """
-        self._refuse_destroyed("load_checkpoint")
+        self._refuse_moved("load_checkpoint")
         return self._saving.load(
             load_dir,
             tag,
@@ -392,6 +396,47 @@ class DeepSpeedEngine(torch.nn.Module):
             module_only=load_module_only,
             custom_load_fn=custom_load_fn,
         )
+
+    def offload_states(
+        self,
+        include: Collection[OffloadStateTypeEnum | str] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to host memory until `reload_states()`, so that the device's memory is free for something else.
+
+        In stages 1 to 3, after a backward or a step; all ranks call it. Between the two, a forward without gradients
+        works if the weights were not moved; all else that needs the states is an error. On an accelerator whose memory
+        is the host's, and with states that are offloaded anyway, nothing moves.
+
+        Args:
+            include: kinds of states; default: all. `optim_states`: the optimizer's; `hp_params`: the weights that it
+                updates, in fp32 without offload the model's weights themselves; `lp_params`: the weights that modules
+                compute with; `lp_grads`: gradients, of which stages 2 and 3 keep none between steps;
+                `contiguous_grad_buffer`: buffers of the reduction, which are dropped.
+            device: "cpu".
+            pin_memory: page-lock the host memory, for faster copies.
+            non_blocking: return before everything is copied; needs `pin_memory`.
+
+        Raises:
+            ConfigError: in stage 0, or for another device.
+            StateError: inside a backward, or while states are moved already.
+        """
+        self._refuse_destroyed("offload_states")
+        offload_states(self.sharding, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move everything back that `offload_states` has moved; nothing if there is none.
+
+        Args:
+            non_blocking: return before everything is copied; what the device is given next comes after it.
+        """
+        reload_states(self.sharding, non_blocking=non_blocking)
+
+    def _refuse_moved(self, asked: str) -> None:
+        self._refuse_destroyed(asked)
+        self.sharding.require_states(asked)
 
     def _refuse_destroyed(self, asked: str) -> None:
         if self._is_destroyed:
@@ -436,6 +481,7 @@ class DeepSpeedEngine(torch.nn.Module):
             ConfigError: if the caller divided the model over ranks (pipeline, tensor or expert parallelism): no rank
                 has whole weights.
         """
+        self.sharding.require_states("save_16bit_model", weights_only=True)
         self.sharding.unit_groups.refuse_divided_experts("save_16bit_model")
         if self.mesh.model_size > 1:
             raise ConfigError(

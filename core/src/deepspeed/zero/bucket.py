@@ -352,6 +352,13 @@ class BucketPool:
         elif busy is not None:
             busy.wait()  # its memory goes back to the allocator
 
+    def drop_free(self) -> None:
+        """Give back the memory of the buffers that wait for reuse."""
+        for _, busy in self._free:
+            if busy is not None:
+                busy.wait()
+        self._free = []
+
     @property
     def free_bytes(self) -> int:
         """Bytes that wait for reuse."""

@@ -170,7 +170,10 @@ def _managed(param: Parameter, asked: str) -> tuple[Sharding, FlatGroup, int]:
 
 def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
     sharding = manager_of(param)
-    return None if sharding is None else (sharding, *sharding.find(param))
+    if sharding is None:
+        return None
+    sharding.require_states("safe_get and safe_set of a parameter")
+    return sharding, *sharding.find(param)
 
 
 def _assemble(found: tuple[Sharding, FlatGroup, int], param: Parameter, name: str, pick: _Pick) -> Tensor | None:

@@ -335,6 +335,11 @@ class Holding:
                     shard.grad = view
 
     @property
+    def gradient_memory(self) -> Sequence[Tensor]:
+        """What of the gradients lives from step to step, by unit; maybe without memory."""
+        return self._gradients
+
+    @property
     def held_bytes(self) -> int:
         """Bytes that stay allocated between steps for collectives and copies; no states."""
         return sum(ranks.held_bytes for ranks in self.backends) + self.placement.held_bytes

@@ -4,12 +4,14 @@ It has the face of a torch optimizer (schedulers and libraries read and write `p
 `zero_grad` are the engine's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.zero.offload.moved_states import offload_states, reload_states
 from deepspeed.zero.strategy import Sharding
 
 
@@ -84,6 +86,20 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         with self._sharding.window.opened():
             self.loss_scaler.scale(loss.float()).backward(retain_graph=retain_graph)
         self._sharding.window.close()
+
+    def offload_states(
+        self,
+        include: Collection[OffloadStateTypeEnum | str] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """As `DeepSpeedEngine.offload_states`."""
+        offload_states(self._sharding, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """As `DeepSpeedEngine.reload_states`."""
+        reload_states(self._sharding, non_blocking=non_blocking)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._sharding.add_param_group(param_group)

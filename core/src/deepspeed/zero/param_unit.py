@@ -92,6 +92,7 @@ class ParamUnit:
         self.num_gathers = 0  # all-gathers since the unit was made
         self.is_exact = True  # whole parameters are what the shards hold, not rounded to int8
         self.hooks: Any = None  # the `ModuleHooks` that gather it
+        self.is_moved = False  # its shard is in host memory for a while (`offload_states`)
         self.live = LiveNumel(self.numel)
         self._work: Work | None = None
         self._near = NearShard(ranks.near) if ranks.near is not None else None
@@ -178,6 +179,11 @@ class ParamUnit:
         near = self._near.ranks.world_size if self._near is not None else 0
         return self.shard_S.nbytes + (self.numel // near * self._full_N.itemsize if near else 0)
 
+    def kept_tensors(self) -> list[Tensor]:
+        """What of the weights this rank keeps between uses."""
+        near_S = None if self._near is None else self._near.shard
+        return [self.shard_S] if near_S is None else [self.shard_S, near_S]
+
     def shard_of(self, index: int) -> Tensor:
         """This rank's elements of the parameter `index`, 1-D; maybe none. On the meta device if they are on disk."""
         first, last = self.layout.fragment_of(index, self.ranks.rank)
@@ -225,6 +231,11 @@ class ParamUnit:
     def launch(self, *, quantizes: bool = False) -> None:
         """Issue the all-gather, with `quantizes` in int8. All ranks do so in the same order."""
         self.refuse_changes()
+        if self.is_moved:
+            raise StateError(
+                f"parameters {', '.join(self.names[:3])}: their shards were moved to host memory by offload_states(); "
+                "call engine.reload_states() before they are gathered"
+            )
         near = self._near if self._near is not None and self._near.serves(exact=not quantizes) else None
         if near is None and self.offloaded is not None:
             self.offloaded.prepare()

@@ -80,6 +80,10 @@ class Stage2(Stage1):
         super()._drop_gradient_memory()
         self._gradient_shards.leave()
 
+    def drop_free_buffers(self) -> None:
+        for pool in self._pools.values():
+            pool.drop_free()
+
     @property
     def held_bytes(self) -> int:
         return super().held_bytes + sum(pool.free_bytes for pool in self._pools.values())

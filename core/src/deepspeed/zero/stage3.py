@@ -114,6 +114,9 @@ class Stage3(Stage2):
 
     # ---- states -------------------------------------------------------------------------------------------------
 
+    def sharded_units(self) -> Sequence[ParamUnit]:
+        return self.module_units.all
+
     def release_gathered(self) -> None:
         self.gathering.release()
 

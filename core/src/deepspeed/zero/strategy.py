@@ -42,6 +42,7 @@ from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.gradient_norm import Scalar, norms_of_own_parts
 from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.holding import Holding, ShardingOptions
+from deepspeed.zero.offload.moved_states import MovedStates, reload_states
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.replica_sum import ReplicaSum
 from deepspeed.zero.shown_gradients import ShownGradients
@@ -93,6 +94,7 @@ class Sharding(Holding):
         self._norm: Scalar | None = None
         self._facts = self._create_facts()
         self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
+        self.moved_states: MovedStates | None = None  # to host memory, for a while
         self._broken_by: str | None = None  # the error that ended an update before all weights were updated
         self._updates: OptimizerUpdate | None = None
         self.reduction = self._create_reduction()  # of nothing yet
@@ -261,6 +263,7 @@ class Sharding(Holding):
     # ---- one backward -------------------------------------------------------------------------------------------
 
     def _begin_backward(self, by_user: bool) -> None:
+        self.require_states("backward")
         if self._broken_by is not None:
             raise StateError(
                 f"backward: the last step failed inside its update ({self._broken_by}), so weights of this rank may be "
@@ -362,6 +365,7 @@ class Sharding(Holding):
         They also agree on which buckets got a gradient after their launch. Such late gradients (of a block that a
         checkpoint runs twice in one backward) are then reduced in a second round, on all ranks alike.
         """
+        self.require_states("step")
         self._take_shown()
         if self._norm is not None:
             return
@@ -492,6 +496,7 @@ class Sharding(Holding):
     def destroy(self) -> None:
         """Remove the hooks and drop all buffers and states; the module and the optimizer can then be used without the
         engine, or in another one. Idempotent."""
+        reload_states(self, non_blocking=False)
         self.reduction.remove_hooks()
         if self.optimizer is not None:
             vars(self.optimizer).pop("add_param_group", None)
@@ -559,6 +564,36 @@ class Sharding(Holding):
 
     def release_gathered(self) -> None:
         """Weights are about to be saved, loaded or updated, each rank's part by itself."""
+
+    def sharded_units(self) -> Sequence[ParamUnit]:
+        """Units whose weights are sharded."""
+        return ()
+
+    def drop_free_buffers(self) -> None:
+        """Give back the buffers that no bucket uses now."""
+
+    def finish_before_moving(self) -> None:
+        """Return when nothing is in flight that reads or writes states."""
+        self.reduction.finish()
+        self.placement.settle()
+        self.release_gathered()
+
+    def require_states(self, asked: str, *, weights_only: bool = False) -> None:
+        """Refuse what cannot work while states are where `offload_states` has moved them.
+
+        Args:
+            asked: what the user called.
+            weights_only: it reads no states but the weights that modules compute with.
+
+        Raises:
+            StateError: names the call to make.
+        """
+        moved = self.moved_states
+        if moved is not None and (moved.has_weights or not weights_only):
+            kinds = ", ".join(sorted(moved.kinds))
+            raise StateError(
+                f"{asked}: found {kinds} in host memory since offload_states(); call engine.reload_states() first"
+            )
 
     def load_frozen(self, parts: dict[str, Tensor]) -> None:
         """Load what `saved_part` gave for parameters that no optimizer has. Whole ones come with the module's."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero import local_access as local_access
     from deepspeed.runtime.zero import mics as mics
     from deepspeed.runtime.zero import offload_config as offload_config
+    from deepspeed.runtime.zero import offload_states as offload_states
     from deepspeed.runtime.zero import parameter_offload as parameter_offload
     from deepspeed.runtime.zero import partition_parameters as partition_parameters
     from deepspeed.runtime.zero import stage3 as stage3
@@ -37,6 +38,7 @@ _NAMES: dict[str, str] = {
     "local_access": "deepspeed.runtime.zero.local_access",
     "mics": "deepspeed.runtime.zero.mics",
     "offload_config": "deepspeed.runtime.zero.offload_config",
+    "offload_states": "deepspeed.runtime.zero.offload_states",
     "parameter_offload": "deepspeed.runtime.zero.parameter_offload",
     "partition_parameters": "deepspeed.runtime.zero.partition_parameters",
     "register_external_parameter": "deepspeed.zero.gather:register_external_parameter",
@@ -59,6 +61,7 @@ __all__ = [
     "local_access",
     "mics",
     "offload_config",
+    "offload_states",
     "parameter_offload",
     "partition_parameters",
     "register_external_parameter",

@@ -1,0 +1,172 @@
+"""`MovedStates`: what `engine.offload_states` has moved to host memory, until `reload_states` (stages 1 to 3).
+
+For phases in which the device is needed for something else, such as generation in reinforcement learning.
+
+[Note: the storage stays] Optimizer, shards, buckets and parameters hold views of the moved tensors. So what moves is
+the storage: its bytes are copied to the host, and it is resized to zero bytes; a reload resizes it back and copies
+them. Every view is then valid again. Meanwhile nothing may read it: parameters are empty tensors, which torch notices,
+and the rest is checked by `Sharding.require_states`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.errors import ConfigError, StateError
+from deepspeed.zero.managed import manager_of
+from deepspeed.zero.offload.buffers import HostMemory
+
+if TYPE_CHECKING:
+    from deepspeed.zero.strategy import Sharding
+
+_Kind = OffloadStateTypeEnum
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """The bytes of one storage."""
+
+    whole: Tensor  # all of it, uint8; its storage is empty
+    host: Tensor
+
+
+class MovedStates:
+    """States in host memory, of one engine. Made by `offload_states`.
+
+    Args:
+        kinds: that were asked for.
+        pins: whether the host memory is page-locked.
+        non_blocking: return before all is copied; the device's memory is free for what is queued after it.
+    """
+
+    def __init__(self, sharding: Sharding, kinds: Collection[_Kind], *, pins: bool, non_blocking: bool) -> None:
+        self.kinds = frozenset(kinds)
+        self._memory = HostMemory(get_accelerator(), pins=pins, key="offload_states")
+        self._moved: dict[int, _Moved] = {}  # by storage
+        if _Kind.contiguous_grad_buffer in kinds:
+            sharding.drop_free_buffers()
+        for tensor in [each for kind in _Kind if kind in kinds for each in tensors_of(sharding, kind)]:
+            self._copy(tensor)
+        if not non_blocking:
+            get_accelerator().synchronize()
+        for moved in self._moved.values():
+            moved.whole.untyped_storage().resize_(0)
+        self._params = {param: param.data for param in _own_params(sharding) if self.has(param.data)}
+        for param, value in self._params.items():
+            param.data = value.new_empty(0)
+        self._units = [unit for unit in sharding.sharded_units() if any(map(self.has, unit.kept_tensors()))]
+        for unit in self._units:
+            unit.is_moved = True
+
+    def _copy(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.device.type == "cpu" or storage.nbytes() == 0 or not storage.resizable() or self.has(tensor):
+            return
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+        host = self._memory.allocate(storage.nbytes(), torch.uint8)
+        self._moved[storage._cdata] = _Moved(whole, host.copy_(whole, non_blocking=True))
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the memory of `tensor` was moved."""
+        return tensor.untyped_storage()._cdata in self._moved
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights that modules compute with were moved, or their shards."""
+        return _Kind.lp_params in self.kinds or bool(self._params or self._units)
+
+    def value_of(self, param: Parameter) -> Tensor:
+        """What `param.data` is when everything is where it was."""
+        return self._params.get(param, param.data)
+
+    def put_back(self, *, non_blocking: bool) -> None:
+        """Everything is where it was."""
+        for moved in self._moved.values():
+            moved.whole.untyped_storage().resize_(moved.host.nbytes)
+            moved.whole.copy_(moved.host, non_blocking=True)
+        for param, value in self._params.items():
+            param.data = value
+        for unit in self._units:
+            unit.is_moved = False
+        if not non_blocking:
+            get_accelerator().synchronize()
+
+
+def tensors_of(sharding: Sharding, kind: _Kind) -> Iterator[Tensor]:
+    """What an engine has of a kind of state, wherever it is."""
+    if kind is _Kind.optim_states and sharding.optimizer is not None:
+        for state in sharding.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+    elif kind is _Kind.hp_params:
+        yield from (shard.master for group in sharding.groups for shard in group.shards)
+    elif kind is _Kind.lp_params:
+        yield from (tensor for unit in sharding.sharded_units() for tensor in unit.kept_tensors())
+        moved = sharding.moved_states
+        yield from (param.data if moved is None else moved.value_of(param) for param in _own_params(sharding))
+    elif kind is _Kind.lp_grads:
+        yield from sharding.gradient_memory
+
+
+def _own_params(sharding: Sharding) -> Iterator[Parameter]:
+    """The parameters of the model, but those that another engine trains."""
+    return (param for _, param in sharding.named_parameters if manager_of(param) in (None, sharding))
+
+
+def offload_states(
+    sharding: Sharding,
+    include: Collection[OffloadStateTypeEnum | str] | None,
+    device: OffloadDeviceEnum | str,
+    *,
+    pin_memory: bool,
+    non_blocking: bool,
+) -> None:
+    """See `DeepSpeedEngine.offload_states`."""
+    if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
+        raise ConfigError(f'offload_states: device is {OffloadDeviceEnum(device).value!r}; states move to "cpu" only')
+    if sharding.stage == 0:
+        raise ConfigError(
+            "offload_states: zero_optimization.stage is 0, where the optimizer and its states are the user's own; use "
+            "stage 1, 2 or 3"
+        )
+    if sharding.moved_states is not None:
+        raise StateError("offload_states: states were moved already; call engine.reload_states() first")
+    if sharding.window.is_open:
+        raise StateError("offload_states: found a backward that is not over; call it after the backward, or after step")
+    kinds = {_Kind(kind) for kind in (_Kind if include is None else include)}
+    sharding.finish_before_moving()
+    sharding.moved_states = MovedStates(sharding, kinds, pins=pin_memory, non_blocking=non_blocking)
+
+
+def reload_states(sharding: Sharding, *, non_blocking: bool) -> None:
+    """See `DeepSpeedEngine.reload_states`."""
+    moved, sharding.moved_states = sharding.moved_states, None
+    if moved is not None:
+        moved.put_back(non_blocking=non_blocking)
+
+
+def get_state_devices(model: Any, state: OffloadStateTypeEnum | str) -> set[torch.device]:
+    """On which devices an engine has its states of one kind.
+
+    Args:
+        model: what `deepspeed.initialize` returned.
+        state: the kind.
+
+    Returns:
+        Empty if there are no such states.
+    """
+    sharding: Sharding = model.sharding
+    moved = sharding.moved_states
+    host = torch.device("cpu")
+    return {
+        host if moved is not None and moved.has(tensor) else tensor.device
+        for tensor in tensors_of(sharding, _Kind(state))
+        if tensor.numel() > 0 and not tensor.is_meta
+    }
