@@ -28,7 +28,9 @@ FEATURES = {
         "mixture of experts", "use a model without expert parameters, or replicate the experts"
     ),
     "Nebula": Feature("the Nebula service", 'set "nebula": {"enabled": true}, which saves asynchronously to a folder'),
-    "nvme": Feature("offload to NVMe", 'use "offload_optimizer": {"device": "cpu"}'),
+    "nvme": Feature(
+        "the classes that swap tensors", 'set "offload_optimizer" or "offload_param" to {"device": "nvme", ...}'
+    ),
     "optimizer classes": Feature(
         "one optimizer class per precision",
         "use deepspeed.runtime.base_optimizer.ZeROOptimizer, the class of all of them",

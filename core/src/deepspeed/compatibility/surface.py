@@ -138,8 +138,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "stage 3",
             D,
-            "The same losses as plain torch. MiCS and hpZ act; offload of parameters is refused; a parameter is "
-            "reduced in the bucket of its module.",
+            "The same losses as plain torch. MiCS and hpZ act; a parameter is reduced in the bucket of its module.",
         ),
         (
             "zero_quantized_weights, _gradients, _nontrainable_weights",
@@ -156,11 +155,28 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "Stages 1, 2 and 3, master weights and reduced gradients too; swap files go with the run. Needs the op "
             "`async_io`. Not with MiCS. `buffer_count` and `fast_init` have nothing to act on.",
         ),
-        ("offload of parameters to NVMe", N, "The configuration is refused."),
+        (
+            "offload of parameters to host memory",
+            D,
+            "With the optimizer offloaded or not. `ratio` is refused, and so are int8 shards of frozen parameters.",
+        ),
+        (
+            "offload of parameters to NVMe",
+            D,
+            "On any accelerator. Needs the op `async_io`. Buffers take what the largest shard needs, up to "
+            "`buffer_size`; the first shards, up to `max_in_cpu` elements, stay in memory.",
+        ),
+        (
+            "engine.offload_states, engine.reload_states",
+            D,
+            "Stages 1, 2 and 3. What needs the states meanwhile raises. In fp32 without offload `hp_params` are the "
+            "model's weights.",
+        ),
         (
             "deepspeed.zero.Init",
             D,
-            "Below stage 3 it raises, since nothing would be sharded. What a parent's `__init__` does in place stays.",
+            "Below stage 3 it raises, since nothing would be sharded. What a parent's `__init__` does in place stays. "
+            "`remote_device` acts.",
         ),
         ("deepspeed.zero.GatheredParameters", W, "Parameters stay whole around a forward inside it."),
         (
