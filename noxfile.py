@@ -31,6 +31,7 @@ TOOLS = (
     *("nox", "ruff", "mypy", "import-linter", "clang-format"),
     *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
     *("matplotlib", "tensorboard"),
+    *("fsspec", "universal-pathlib", "s3fs", "moto[s3,server]"),
     *("accelerate", "lightning", "peft", "transformers", "trl"),
     "cookiecutter",
 )

@@ -33,6 +33,8 @@ from deepspeed.checkpoint.load import (
     tag_folder_hint,
 )
 from deepspeed.checkpoint.loadable import make_loadable
+from deepspeed.checkpoint.location import is_remote, location
+from deepspeed.checkpoint.object_store import ObjectStore
 from deepspeed.checkpoint.offer import last_good_tag
 from deepspeed.checkpoint.prune import prune
 from deepspeed.checkpoint.reports import COMMITTER
@@ -87,6 +89,7 @@ class Checkpointer:
     ) -> None:
         self.position = Position(dp_rank, dp_world_size, mp_rank, mp_world_size)
         self.store: Store = TorchStore() if store is None else store
+        self._objects = ObjectStore()
         self.prefix = prefix
         self.commits = (dp_rank == 0 and mp_rank == 0) if commits is None else commits
         if keep_last is not None and not isinstance(self.store, IndexedStore):
@@ -106,6 +109,10 @@ class Checkpointer:
         self._gather = gather
         self._model_file = layout.model_file(mp_rank, dp_rank if partitioned_model else None)
         self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
+
+    def store_of(self, path: Path) -> Store:
+        """What keeps `path`: the store of this object, or for a URL the one for object stores."""
+        return self._objects if is_remote(path) else self.store
 
     @property
     def writes_model(self) -> bool:
@@ -143,7 +150,7 @@ class Checkpointer:
         what = f"save {os.path.join(str(save_dir), str(tag))}"
 
         def prepare() -> tuple[Path, dict[str, Any]]:
-            folder, files = Path(save_dir) / check_new_tag(tag), {}
+            folder, files = location(save_dir) / check_new_tag(tag), {}
             if model_state is not None:
                 files[self._model_file] = merge_client_state(model_state, client_state or {})
             if shard_state is not None:
@@ -151,6 +158,11 @@ class Checkpointer:
             return folder, files
 
         folder, files = self.together(prepare, what)
+        if self._background is not None and is_remote(folder):
+            raise ConfigError(
+                f"checkpoint.async_save: found true for a save to {folder}, and asynchronous saves go to a folder "
+                "only. Set async_save to false, or save to a folder and copy it."
+            )
         ranks = {"dp_world_size": self.position.dp_world_size, "mp_world_size": self.position.mp_world_size}
         facts = {**describe_save(str(tag), model_state, shard_state), **ranks}
         if self._background is not None:
@@ -160,30 +172,32 @@ class Checkpointer:
             self._write(folder, files, facts, what, save_latest)
         except Exception:
             if self.commits:
-                self.store.discard(folder)
+                self.store_of(folder).discard(folder)
             raise
         if self.commits and self._keep_last is not None:
-            assert isinstance(self.store, IndexedStore)
-            prune(folder.parent, self._keep_last, self.store, newest=folder.name)
+            store = self.store_of(folder)
+            assert isinstance(store, IndexedStore)
+            prune(folder.parent, self._keep_last, store, newest=folder.name)
         return folder
 
     def _write(
         self, folder: Path, files: Mapping[str, Any], facts: Mapping[str, Any], what: str, save_latest: bool
     ) -> None:
         """The steps of a save that touch the disk."""
+        store = self.store_of(folder)
 
         def create() -> None:
             if self.commits:
-                self.store.create(folder)
+                store.create(folder)
 
         def write() -> list[dict[str, Any]]:
-            sizes = {name: self.store.save(state, folder, name) for name, state in files.items()}
-            self.store.wait()
+            sizes = {name: store.save(state, folder, name) for name, state in files.items()}
+            store.wait()
             return [FileEntry(name, size, self._checksums(folder, name)).as_json() for name, size in sizes.items()]
 
         def commit() -> None:
             if self.commits:
-                put_in_place(self.store, folder, entries, facts, save_latest=save_latest)
+                put_in_place(store, folder, entries, facts, save_latest=save_latest)
 
         self.together(create, what)
         written = self._gather(json.dumps(self.together(write, what)))
@@ -242,7 +256,8 @@ class Checkpointer:
             self._background.close()
 
     def _checksums(self, folder: Path, name: str) -> Sequence[str] | None:
-        return self.store.checksums(folder, name) if isinstance(self.store, IndexedStore) else None
+        store = self.store_of(folder)
+        return store.checksums(folder, name) if isinstance(store, IndexedStore) else None
 
     def load(
         self,
@@ -269,7 +284,7 @@ class Checkpointer:
         """
         self.wait_for_save()
         name = self._agreed_tag(load_dir, tag)
-        directory = Path(load_dir)
+        directory = location(load_dir)
         if name is None:
             logger.warning(
                 "no checkpoint was loaded, everything is as it was: there is no file %s. %s",
@@ -346,33 +361,34 @@ class Checkpointer:
 
     def _load_model(self, path: Path, map_location: Any, verify: Callable[[Path], None]) -> dict[str, Any]:
         verify(path)
-        state = self.store.load(path, map_location, mmap=True)
+        state = self.store_of(path).load(path, map_location, mmap=True)
         check_model_state(state, path, self.position)
         return cast(dict[str, Any], state)
 
     def _load_shard(self, path: Path, map_location: Any, verify: Callable[[Path], None]) -> dict[str, Any]:
         verify(path)
-        state = self.store.load(path, map_location, mmap=True)
+        state = self.store_of(path).load(path, map_location, mmap=True)
         check_shard(state, path)
         return cast(dict[str, Any], state)
 
     def _verifier(self, folder: Path, load_shard: bool) -> Callable[[Path], None]:
         """What to call with the path of each file that this rank is about to load; reads each file once. Checks the
         sizes of all files here, on the committing rank; without shards, of the model files."""
-        index = self.store.read_index(folder) if isinstance(self.store, IndexedStore) else None
+        store = self.store_of(folder)
+        index = store.read_index(folder) if isinstance(store, IndexedStore) else None
         if index is None:
             return lambda path: None
-        assert isinstance(self.store, IndexedStore)
+        assert isinstance(store, IndexedStore)
         for entry in index.files if self.commits else ():
             if load_shard or layout.is_model_file(entry.name):
-                self.store.verify(folder / entry.name, index, content=False)
-        return cache(partial(self.store.verify, index=index, content=self._verify))
+                store.verify(folder / entry.name, index, content=False)
+        return cache(partial(store.verify, index=index, content=self._verify))
 
     def _agreed_tag(self, load_dir: str | Path, tag: str | None) -> str | None:
         """The tag to load, the same on all ranks: `tag`, or what `latest` names; None if there is no such file."""
 
         def find() -> str | None:
-            directory = Path(load_dir)
+            directory = location(load_dir)
             if tag is not None:
                 return check_tag(tag)
             return "." if is_dcp_folder(directory) else read_latest(directory)
@@ -380,12 +396,12 @@ class Checkpointer:
         name = self.together(
             find, f"load {os.path.join(str(load_dir), layout.LATEST_FILE if tag is None else str(tag))}"
         )
-        names = self._gather(name)
+        names, path = self._gather(name), location(load_dir) / layout.LATEST_FILE
         if len(set(names)) > 1:
             found = ", ".join(f"rank {rank}: {each or 'no such file'}" for rank, each in enumerate(names))
             raise CheckpointError(
-                f"the ranks do not see the same file {Path(load_dir) / layout.LATEST_FILE}, or were given different "
-                f"tags ({found}). Load one tag from a directory that all ranks share."
+                f"the ranks do not see the same file {path}, or were given different tags ({found}). "
+                "Load one tag from a directory that all ranks share."
             )
         return name
 

@@ -83,7 +83,7 @@ def checksums_of(path: Path, advance: Callable[[int], object] | None = None) -> 
         advance: is called with the number of bytes of each part that was read, to show progress.
     """
     sums = _BlockSums()
-    with open(path, "rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         for part in _parts(file):
             sums.add(part)
             if advance is not None:

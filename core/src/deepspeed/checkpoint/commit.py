@@ -11,6 +11,7 @@ from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.durable import disk_error, write_file
 from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.index import FileEntry, Index
+from deepspeed.checkpoint.location import is_remote
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.tags import write_latest
 
@@ -44,6 +45,8 @@ def write_script(folder: Path) -> None:
     if target.is_file() and target.read_bytes() == source:
         return
     write_file(target, lambda file: file.write(source), layout.draft_file(folder))
+    if is_remote(target):
+        return
     try:
         target.chmod(0o755)
     except OSError as error:

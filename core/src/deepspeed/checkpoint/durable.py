@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from deepspeed.checkpoint.location import is_remote
 from deepspeed.errors import CheckpointError
 
 
@@ -23,6 +24,8 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any], temporary: Path | N
     The *name* is durable only after `sync_folder(path.parent)`, which the caller runs once for all files of a folder.
     `CheckpointError` when the disk refuses; nothing is then left behind.
     """
+    if is_remote(path):
+        return _write_object(path, write)
     temporary = path.with_name(f".{path.name}.tmp") if temporary is None else temporary
     try:
         with open(temporary, "wb") as file:
@@ -38,8 +41,22 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any], temporary: Path | N
         raise disk_error("write", path, error) from error
 
 
+def _write_object(path: Path, write: Callable[[BinaryIO], Any]) -> int:
+    """In an object store: the object takes its place when it is complete."""
+    try:
+        with path.open("wb") as file:
+            write(file)
+        return path.stat().st_size
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error}. Former checkpoints are untouched. Check the bucket and its permissions."
+        ) from error
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` (creations, renames, deletions) durable."""
+    if is_remote(folder):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,5 @@
 """Which tags are old enough to be removed, and their removal: `checkpoint.keep_last`, and `ds_ckpt prune`."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +76,8 @@ def _why_never(tag: SavedTag, directory: Path) -> str:
     if tag.index is None:
         return tag.trouble or f"it has no {layout.INDEX_FILE}"
     listed = {entry.name for entry in tag.index.files}
-    foreign = [name for name in os.listdir(tag.folder) if name not in listed and not layout.is_own_file(name)]
+    names = [path.name for path in tag.folder.iterdir()]
+    foreign = [name for name in names if name not in listed and not layout.is_own_file(name)]
     return f"it holds other files: {', '.join(sorted(foreign))}" if foreign else ""
 
 

@@ -1,8 +1,11 @@
 """The store of an engine by its name: a plugin's, or the one that is built in."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from deepspeed.checkpoint.location import is_remote
+from deepspeed.checkpoint.object_store import ObjectStore
 from deepspeed.checkpoint.store import Store
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.errors import ConfigError
@@ -11,6 +14,11 @@ from deepspeed.plugins import plugin_manager
 BUILT_IN = "torch"
 
 _METHODS = ("create", "save", "wait", "commit", "discard", "load")
+
+
+def built_in_store(path: Path) -> TorchStore | ObjectStore:
+    """What keeps checkpoints at `path`, as `location.location` gave it."""
+    return ObjectStore() if is_remote(path) else TorchStore()
 
 
 def create_store(name: str, arguments: Mapping[str, Any]) -> Store:

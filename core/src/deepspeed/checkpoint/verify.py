@@ -43,6 +43,12 @@ def check_content(path: Path, entry: FileEntry, index: Index, advance: Callable[
         found = checksums_of(path, advance)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}. {_ADVICE}") from error
+    check_checksums(path, entry, index, found)
+
+
+def check_checksums(path: Path, entry: FileEntry, index: Index, found: list[str]) -> None:
+    """Raise `DamagedCheckpoint` if `found`, of the file `path`, are not the checksums with which it was saved."""
+    assert entry.checksums is not None
     if found == list(entry.checksums):
         return
     others = [other.name for other in index.files if list(other.checksums or ()) == found]

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed.checkpoint.location import location
 from deepspeed.cli.console import make_console
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from deepspeed.cli.ckpt_result import Result
@@ -37,9 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
+        options.directory = location(options.directory)
         _check_directory(options.directory)
         result = _run(options)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, ConfigError, OSError) as error:
         sys.stderr.write(f"ds_ckpt: {error}\n")
         return _NOT_RUN
     if options.json:
@@ -72,7 +74,7 @@ def _command(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, meaning: str
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
-    command.add_argument("directory", metavar="DIR", type=Path, help="the directory that holds the tags")
+    command.add_argument("directory", metavar="DIR", help="the directory, or URL, that holds the tags")
     command.add_argument("--json", action="store_true", help="print the result as JSON")
     return command
 

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from deepspeed.checkpoint import TorchStore
 from deepspeed.checkpoint.prune import plan_prune
+from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.cli.ckpt_result import Result, as_size
 from deepspeed.cli.console import make_table
 from deepspeed.errors import CheckpointError
@@ -18,8 +19,8 @@ def run(directory: Path, keep_last: int, *, dry_run: bool) -> Result:
     The record: `directory`, `dry_run`, `removed` (tag -> bytes), `failed` (tag -> why it could not be removed), `kept`
     (tag -> why it stays).
     """
-    store = TorchStore()
-    if not dry_run:
+    store = built_in_store(directory)
+    if not dry_run and isinstance(store, TorchStore):
         store.finish_removals(directory)
     plan = plan_prune(directory, keep_last)
     removed: dict[str, int] = {}

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from deepspeed.checkpoint import TorchStore, layout
+from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.checkpoint.survey import SavedTag, saved_tags
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.cli.ckpt_result import Result, as_size, asked_tags, warn
@@ -73,7 +74,7 @@ def _parameters(tag: SavedTag) -> tuple[list[dict[str, Any]], str]:
     if not models:
         return [], f"{tag.folder} holds no model file (*_model_states.pt)"
     try:
-        state = TorchStore().load(models[0], mmap=True)
+        state = built_in_store(models[0]).load(models[0], mmap=True)
     except CheckpointError as error:
         return [], str(error)
     module = {name: value for name, value in state["module"].items() if isinstance(value, torch.Tensor)}

@@ -1,0 +1,36 @@
+"""Where checkpoints are: a folder, or a URL of an object store, as one kind of path. Imports no torch."""
+
+from pathlib import Path
+from typing import cast
+
+from deepspeed.errors import ConfigError
+
+
+def location(directory: "str | Path") -> Path:
+    """`directory` as a path: of `pathlib`, or for a URL such as `s3://bucket/run` one of `universal_pathlib`, which has
+    the methods of `pathlib` over fsspec.
+
+    Raises:
+        ConfigError: a package that the URL needs is not installed, or fsspec does not know the protocol.
+    """
+    url = str(directory)
+    if "://" not in url or not isinstance(directory, str):
+        return cast(Path, directory) if hasattr(directory, "iterdir") else Path(directory)
+    try:
+        from upath import UPath
+    except ImportError:
+        raise ConfigError(
+            f"{url}: checkpoints in an object store need the packages fsspec and universal_pathlib, which are not "
+            "installed; pip install 'ds-core[remote]', or give a folder"
+        ) from None
+    try:
+        path = UPath(url, use_listings_cache=False)  # other ranks write there too
+        path.fs  # noqa: B018 - imports the package of the protocol
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{url}: fsspec cannot open it: {error}") from error
+    return cast(Path, path)
+
+
+def is_remote(path: Path) -> bool:
+    """Whether `location` made it of a URL: no renames and no locks are there, and a write of an object is atomic."""
+    return not isinstance(path, Path)

@@ -1,0 +1,135 @@
+"""Checkpoints under a URL: in fsspec's memory, and in an S3 server over loopback where moto is installed.
+
+Ranks that are threads use the server: in fsspec's memory all readers of a file share its position.
+"""
+
+import io
+import json
+import sys
+import uuid
+from contextlib import redirect_stdout
+
+import pytest
+import torch
+from deepspeed.checkpoint import Checkpointer
+from deepspeed.checkpoint.background import BackgroundWriter
+from deepspeed.checkpoint.location import location
+from deepspeed.checkpoint.survey import saved_tags
+from deepspeed.cli.ckpt import main
+from deepspeed.errors import CheckpointError, ConfigError
+
+upath = pytest.importorskip("upath")
+
+
+@pytest.fixture
+def memory():
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The address of an S3 server in this process."""
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    running = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    running.start()
+    yield "http://{}:{}".format(*running.get_host_and_port())
+    running.stop()
+
+
+@pytest.fixture
+def s3(server, monkeypatch):
+    variables = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**variables, "AWS_ENDPOINT_URL": server}.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"s3://bucket-{uuid.uuid4().hex}"
+    location(bucket).mkdir()
+    return f"{bucket}/run"
+
+
+@pytest.fixture(params=["memory", "s3"])
+def url(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_two_ranks_save_and_load_under_a_url(s3, make_training, make_ranks):
+    ranks, training = make_ranks(2), make_training()
+    first, second = ranks.save(training, s3, "global_step1")
+    assert str(first) == str(second) == f"{s3}/global_step1"
+    for rank, found in enumerate(ranks.load(s3)):
+        assert found.tag == "global_step1"
+        assert torch.equal(found.model_state["module"]["scale"], training.weights["scale"].bfloat16())
+        expected = training.shard_state(rank)["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        parts = found.shard_state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        assert all(map(torch.equal, parts, expected))
+    (tag,) = saved_tags(location(s3))
+    assert len(tag.index.files) == 3
+    assert not tag.faults(content=True)
+
+
+def test_more_ranks_read_what_fewer_have_saved(s3, make_training, make_ranks):
+    make_ranks(2).save(make_training(), s3, "global_step1")
+    found, *_ = make_ranks(3).load(s3)
+    assert len(found.parts.shard_states) == 2
+
+
+def save(checkpointer, url, step):
+    model_state = {"module": {"w": torch.full((300,), float(step))}, "dp_world_size": 1, "mp_world_size": 1}
+    checkpointer.save(url, f"global_step{step}", model_state=model_state, shard_state=None)
+
+
+def test_old_tags_are_removed(url):
+    for step in (1, 2, 3):
+        save(Checkpointer(keep_last=2), url, step)
+    assert [tag.name for tag in saved_tags(location(url))] == ["global_step2", "global_step3"]
+    assert Checkpointer().load(url).tag == "global_step3"
+
+
+def test_a_complete_tag_is_not_replaced_and_an_incomplete_one_is(memory):
+    save(Checkpointer(), memory, 1)
+    with pytest.raises(CheckpointError, match="there is a complete checkpoint, and an object store cannot replace it"):
+        save(Checkpointer(), memory, 1)
+    assert Checkpointer().load(memory).model_state["module"]["w"][0] == 1
+    (location(memory) / "global_step1" / "index.json").unlink()  # as a kill leaves it
+    save(Checkpointer(), memory, 1)
+    assert Checkpointer().load(memory).tag == "global_step1"
+
+
+def test_damage_is_found_and_the_last_good_tag_offered(url):
+    for step in (1, 2):
+        save(Checkpointer(), url, step)
+    path = location(url) / "global_step2" / "mp_rank_00_model_states.pt"
+    content = bytearray(path.read_bytes())
+    content[700] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"global_step2/mp_rank_00_model_states.pt is damaged.*'global_step1'"):
+        Checkpointer().load(url)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        Checkpointer().load(url)
+
+
+def test_the_command_line_takes_urls(memory):
+    for step in (1, 2):
+        save(Checkpointer(), memory, step)
+
+    def run(*arguments):
+        output = io.StringIO()
+        with redirect_stdout(output):
+            assert main([*arguments, "--json"]) == 0
+        return json.loads(output.getvalue())
+
+    assert [tag["state"] for tag in run("verify", memory)["tags"]] == ["whole", "whole"]
+    assert list(run("prune", memory, "--keep-last", "1")["removed"]) == ["global_step1"]
+    assert [tag["tag"] for tag in run("show", memory)["tags"]] == ["global_step2"]
+    assert run("show", memory, "global_step2")["parameters"]
+
+
+def test_what_a_url_cannot_have_is_refused(memory, monkeypatch):
+    with pytest.raises(ConfigError, match="async_save: found true for a save to memory://"):
+        save(Checkpointer(background=BackgroundWriter()), memory, 1)
+    with pytest.raises(ConfigError, match="fsspec cannot open it"):
+        Checkpointer().load("nonsense://bucket/run")
+    monkeypatch.setitem(sys.modules, "upath", None)
+    with pytest.raises(ConfigError, match=r"pip install 'ds-core\[remote\]'"):
+        Checkpointer().load(memory)
