@@ -3,12 +3,16 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from deepspeed.checkpoint.location import is_remote
 from deepspeed.errors import CheckpointError
+
+_FLUSH_S = 0.05  # between two calls of fdatasync while a file is written
+_flush = getattr(os, "fdatasync", os.fsync)
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], Any], temporary: Path | None = None) -> int:
@@ -29,8 +33,9 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any], temporary: Path | N
     temporary = path.with_name(f".{path.name}.tmp") if temporary is None else temporary
     try:
         with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
+            with _flushed_meanwhile(file.fileno()):
+                write(file)
+                file.flush()
             os.fsync(file.fileno())
             size = os.fstat(file.fileno()).st_size
         os.replace(temporary, path)
@@ -39,6 +44,30 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any], temporary: Path | N
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise disk_error("write", path, error) from error
+
+
+@contextlib.contextmanager
+def _flushed_meanwhile(descriptor: int) -> Iterator[None]:
+    """Inside, a thread sends what was written to the disk, so that the disk works while the rest is written."""
+    is_written, refusals = threading.Event(), []
+
+    def flush() -> None:
+        while not is_written.wait(_FLUSH_S):
+            try:
+                _flush(descriptor)
+            except OSError as error:
+                refusals.append(error)  # the system reports it once: the last fsync would not fail
+                return
+
+    thread = threading.Thread(target=flush)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_written.set()
+        thread.join()
+    if refusals:
+        raise refusals[0]
 
 
 def _write_object(path: Path, write: Callable[[BinaryIO], Any]) -> int:

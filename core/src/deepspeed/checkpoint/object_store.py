@@ -47,8 +47,8 @@ class ObjectStore:
         sums: list[str] = []
 
         def write(file: BinaryIO) -> None:
-            with ChecksumWriter(file) as writer:
-                write_state(state, writer)
+            writer = ChecksumWriter(file)
+            write_state(state, writer)
             sums.extend(writer.checksums())
 
         num_bytes = write_file(folder / name, write)
@@ -111,7 +111,8 @@ class ObjectStore:
             weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
         local = Path(self._temporary, path.name)
         try:
-            with path.open("rb") as source, open(local, "wb") as file, ChecksumWriter(file) as target:
+            with path.open("rb") as source, open(local, "wb") as file:
+                target = ChecksumWriter(file)
                 while data := source.read(_READ_BYTES):
                     target.write(data)
         except FileNotFoundError as error:

@@ -29,8 +29,8 @@ class TorchStore(FolderStore):
         path = layout.staging_folder(folder) / name
 
         def write(file: BinaryIO) -> None:
-            with ChecksumWriter(file) as writer:
-                write_state(state, writer)
+            writer = ChecksumWriter(file)
+            write_state(state, writer)
             self._checksums = {**self._checksums, path: writer.checksums()}
 
         return write_file(path, write)

@@ -32,7 +32,6 @@ from deepspeed.checkpoint.reports import COMMITTER, Report, create_folder
 from deepspeed.errors import CheckpointError
 
 _NICENESS = 10  # training goes first
-_WRITE_BYTES = 8 * 2**20
 
 
 class Writer:
@@ -93,9 +92,8 @@ class Writer:
         sums: list[str] = []
 
         def write(file: BinaryIO) -> None:
-            with ChecksumWriter(file) as writer:
-                for first in range(0, len(content), _WRITE_BYTES):
-                    writer.write(content[first : first + _WRITE_BYTES])
+            writer = ChecksumWriter(file)
+            writer.write(content)
             sums.extend(writer.checksums())
 
         num_bytes = write_file(layout.staging_folder(self._folder) / name, write)

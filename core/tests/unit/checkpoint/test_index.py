@@ -151,11 +151,12 @@ def test_the_index_is_plain_json_and_unknown_keys_are_ignored(folder):
 
 
 def test_blocks_are_summed_as_they_are_written(tmp_path, monkeypatch):
-    """Writes of all sizes, some of which end in a block, and some of which a thread sums."""
+    """Writes of all sizes, some of which end in a block, and some of which are summed in parts."""
     monkeypatch.setattr(checksum, "BLOCK_BYTES", 3000)
-    monkeypatch.setattr(checksum, "_WORTH_A_THREAD_BYTES", 2000)
+    monkeypatch.setattr(checksum, "_PART_BYTES", 2000)
     parts = [torch.arange(n, dtype=torch.int64).to(torch.uint8).numpy().tobytes() for n in (10, 2990, 1, 9000, 2500, 0)]
-    with open(tmp_path / "f", "wb") as file, ChecksumWriter(file) as writer:
+    with open(tmp_path / "f", "wb") as file:
+        writer = ChecksumWriter(file)
         for part in parts:
             writer.write(memoryview(part))
     whole = b"".join(parts)
