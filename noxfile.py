@@ -41,6 +41,7 @@ EVERYTHING = ("-m", "")
 KERNEL_LANGUAGES = ("none", "cpp", "cuda", "sycl", "own")  # that the template renders an example op in
 # Intel's SYCL runtime, with its compiler for kernels given as text and its OpenCL for CPUs: 1.7 GB.
 SYCL_RUNTIME = "dpcpp-cpp-rt==2026.2.0"
+ORIGINAL_DEEPSPEED = "deepspeed==0.19.6"
 # One thread per process: ranks share the machine's cores, and threads would fight for them. Hundreds of processes
 # import core, so that its bytecode is kept even where the environment says otherwise.
 TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
@@ -160,6 +161,27 @@ def docs(session: nox.Session) -> None:
 def downstream(session: nox.Session) -> None:
     """The DeepSpeed paths of libraries that build on us, run against this tree; `-- -k trl` runs one."""
     _pytest(session, Path("downstream/recipes"), flags=FILES_SIDE_BY_SIDE)
+
+
+@nox.session
+def deepspeed(session: nox.Session) -> None:
+    """Checkpoints from DeepSpeed itself to here and back; it has an environment of its own, which sees our torch."""
+    _prepare(session)
+    folder = Path(session.create_tmp()) / "original"
+    python = folder / "bin/python"
+    if not python.exists():
+        session.run(PYTHON, "-m", "venv", str(folder), external=True)
+        packages = next((folder / "lib").glob("python*/site-packages"))
+        ours = next((Path(sys.prefix) / "lib").glob("python*/site-packages"))
+        (packages / "zz_torch.pth").write_text(f"{ours}\n")  # after its own packages
+        pip = (str(python), "-m", "pip", "install", "--quiet", "--ignore-installed")
+        session.run(*pip, "wheel", "setuptools", external=True)
+        flags = ("--no-deps", "--no-build-isolation")
+        needs = ("hjson", "msgpack", "ninja", "py-cpuinfo", "einops")
+        build = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+        session.run(*pip, *flags, ORIGINAL_DEEPSPEED, *needs, env=build, external=True)
+    session.env["ORIGINAL_DEEPSPEED_PYTHON"] = str(python)
+    _pytest(session, Path("downstream/original"))
 
 
 @nox.session

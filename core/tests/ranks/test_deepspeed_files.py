@@ -1,6 +1,6 @@
 """Files that DeepSpeed 0.19.6 wrote load here, at any number of ranks and any stage, and losses continue.
 
-`deepspeed-0.19.6.tar.xz` is what `downstream/deepspeed/train.py save` made with it on two ranks.
+`deepspeed-0.19.6.tar.xz` is what `downstream/original/train.py save` made with it on two ranks.
 """
 
 import importlib.util
@@ -21,8 +21,8 @@ TARGETS = ("0-fp32", "1-bf16", "2-fp32", "3-fp32", "3-bf16")
 
 
 def load_script():
-    path = Path(__file__).parents[3] / "downstream/deepspeed/train.py"
-    spec = importlib.util.spec_from_file_location("downstream_deepspeed_train", path)
+    path = Path(__file__).parents[3] / "downstream/original/train.py"
+    spec = importlib.util.spec_from_file_location("downstream_original_train", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -68,3 +68,52 @@ def test_fp32_weights_of_deepspeeds_files(folder, case):
     if "fp32" in case:
         same = consolidate.get_fp32_state_dict_from_zero_checkpoint(folder / "1-fp32")
         assert all(torch.allclose(weights[name], same[name], rtol=1e-6) for name in same)
+
+
+def save_job(folder, cases):
+    script = load_script()
+    for case in cases:
+        script.save(folder, case)
+
+
+def read(path):
+    with torch.serialization.safe_globals(consolidate.DEEPSPEED_CLASSES):
+        return torch.load(path, weights_only=True)
+
+
+WRITTEN = {"1-fp32": "1-fp32-written", "3-fp32-subgroups": "3-fp32-subgroups-written"}
+
+
+def test_what_is_written_for_deepspeed_is_what_it_writes(folder, tmp_path):
+    """The very training whose files the archive has, saved with `checkpoint.format`."""
+    run_ranks(2, save_job, tmp_path, list(WRITTEN.values()))
+    for case, written in WRITTEN.items():
+        theirs, ours = folder / case / "global_step3", tmp_path / written / "global_step3"
+        for path in theirs.glob("*_optim_states.pt"):
+            expected = read(path)["optimizer_state_dict"]
+            found = read(ours / path.name)["optimizer_state_dict"]
+            assert expected.keys() - found.keys() <= {"param_slice_mappings", "loss_scaler"}
+            key = "fp32_flat_groups" if case[0] == "3" else "single_partition_of_fp32_groups"
+            for own, other in zip(found[key], expected[key], strict=True):
+                assert own.shape == other.shape
+                is_padding = own == 0  # theirs is not initialized
+                torch.testing.assert_close(own, other.masked_fill(is_padding, 0))
+            base = "optimizer_state_dict" if case[0] == "3" else "base_optimizer_state"
+            groups = [[group["params"] for group in each[base]["param_groups"]] for each in (found, expected)]
+            assert groups[0] == groups[1]
+            assert found[base]["state"].keys() == expected[base]["state"].keys()
+            for index, state in expected[base]["state"].items():
+                for name, value in state.items():
+                    own = found[base]["state"][index][name]
+                    torch.testing.assert_close(own, value.masked_fill(own == 0, 0) if value.dim() else value)
+        for path in theirs.glob("zero_pp_rank_*_model_states.pt"):
+            expected, found = read(path), read(ours / path.name)
+            assert {name: each.shape for name, each in found["module"].items()} == {
+                name: each.shape for name, each in expected["module"].items()
+            }
+            for name, part in expected["frozen_param_fragments"].items():
+                assert found["frozen_param_fragments"][name].shape == part.shape
+    run_ranks(1, load_job, tmp_path, [(each, "2-fp32") for each in WRITTEN.values()])
+    for each in WRITTEN.values():
+        unbroken = json.loads((tmp_path / f"{each}.save.json").read_text())[3:]
+        assert json.loads((tmp_path / f"{each}.2-fp32.1.json").read_text()) == pytest.approx(unbroken, rel=1e-5)

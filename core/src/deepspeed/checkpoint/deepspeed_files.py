@@ -13,8 +13,8 @@ from deepspeed.errors import CheckpointError
 
 
 def is_deepspeeds(shard: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed wrote an `optimizer_state_dict`."""
-    return isinstance(shard.get("loss_scaler"), Attributes)
+    """Whether an `optimizer_state_dict` is in DeepSpeed's form: written by it, or for it (`checkpoint.format`)."""
+    return isinstance(shard.get("loss_scaler"), Attributes) or "loss_scale_state" in shard
 
 
 def as_own_shard(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -26,7 +26,8 @@ def as_own_shard(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     shard: dict[str, Any] = state["optimizer_state_dict"]
     if not is_deepspeeds(shard):
         return shard
-    own = {**shard, "loss_scaler": dict(vars(shard["loss_scaler"])), "zero_stage": int(shard["zero_stage"])}
+    scaler = shard["loss_scale_state"] if "loss_scale_state" in shard else vars(shard["loss_scaler"])
+    own = {**shard, "loss_scaler": dict(scaler), "zero_stage": int(shard["zero_stage"])}
     if "optimizer_state_dict" in own:  # so it is called in stage 3
         own["base_optimizer_state"] = own.pop("optimizer_state_dict")
     found = own.get("base_optimizer_state")

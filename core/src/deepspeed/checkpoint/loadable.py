@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.consolidate import DEEPSPEED_CLASSES
 from deepspeed.errors import ConfigError
 
 _ATOMS = frozenset(
@@ -102,7 +103,8 @@ def _loads_again(value: Any) -> bool:
     try:
         torch.save(value, buffer)
         buffer.seek(0)
-        torch.load(buffer, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(DEEPSPEED_CLASSES):
+            torch.load(buffer, map_location="cpu", weights_only=True)
     except (pickle.PickleError, TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError):
         return False
     return True

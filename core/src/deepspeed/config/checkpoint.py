@@ -1,6 +1,6 @@
 """`checkpoint` and `nebula`: how training is saved and found again. Read by `engine/build.py` for the checkpointer."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -39,6 +39,9 @@ class CheckpointConfig(Section):
     tag_validation: TagValidation = key("Warn", "What to do when ranks save under different tags.")
     verify: Flag = key(
         True, "Compare the checksums of the files that a load reads; without it only their sizes are compared."
+    )
+    format: Literal["ds_core", "deepspeed"] = key(
+        "ds_core", "Of the files: `deepspeed` writes what DeepSpeed 0.19 loads too, in stages 1 to 3."
     )
     keep_last: Int | None = key(
         None, "After a save, remove the oldest tags of the directory, so that this many stay.", ge=1

@@ -456,10 +456,27 @@ def _create_saving(config: DeepSpeedConfig, state: TrainingState, mesh: Mesh) ->
         checkpointer,
         gather=gather,
         tag_validation=section.tag_validation,
+        deepspeed_sub_group_size=_deepspeed_sub_group_size(config, sharding.stage),
         meet=meet,
         save_dir=nebula.save_dir,
         load_dir=nebula.load_dir,
     )
+
+
+def _deepspeed_sub_group_size(config: DeepSpeedConfig, stage: int) -> int | None:
+    if config.checkpoint.format != "deepspeed":
+        return None
+    if stage == 3 and config.fp16.enabled:
+        raise ConfigError(
+            "checkpoint.format: found 'deepspeed' with fp16 and zero_optimization.stage 3, whose loss scale this "
+            "version cannot write for DeepSpeed; use bf16 or stage 2, or omit the key"
+        )
+    if stage == 0:
+        raise ConfigError(
+            "checkpoint.format: found 'deepspeed' with zero_optimization.stage 0, whose files have the optimizer's "
+            "state in another form; use stage 1, which loads in any stage here, or omit the key"
+        )
+    return int(config.zero_optimization.sub_group_size)
 
 
 def _gather(value: Any, group: ProcessGroup) -> list[Any]:

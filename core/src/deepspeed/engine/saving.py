@@ -5,6 +5,7 @@ from typing import Any
 
 from deepspeed.checkpoint import Checkpointer, check_new_tag, validate_tag
 from deepspeed.engine.adapting import with_own_states, with_own_weights
+from deepspeed.engine.deepspeed_form import as_deepspeeds_model, as_deepspeeds_shard
 from deepspeed.engine.events import notify
 from deepspeed.engine.module_state import check_module_state, fill_module
 from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
@@ -19,6 +20,7 @@ class Saving:
         checkpointer: writes and reads this rank's files; it knows the rank's position in the job.
         gather: the collective of the checkpointer: takes this rank's text, returns every rank's.
         tag_validation: "Ignore", "Warn" or "Fail": what to do about ranks that save under different tags.
+        deepspeed_sub_group_size: write DeepSpeed's form, with sub-groups of so many elements; None: ours.
         meet: waits until every rank makes the call of this name, and raises where one does not; None with one rank.
         save_dir: what is saved to in place of the directory of the call; None: that of the call.
         load_dir: the same for a load.
@@ -31,6 +33,7 @@ class Saving:
         *,
         gather: Callable[[Any], list[Any]],
         tag_validation: str,
+        deepspeed_sub_group_size: int | None = None,
         meet: Callable[[str], None] | None = None,
         save_dir: str | None = None,
         load_dir: str | None = None,
@@ -39,6 +42,7 @@ class Saving:
         self.checkpointer = checkpointer
         self._gather = gather
         self._tag_validation = tag_validation
+        self._sub_group_size = deepspeed_sub_group_size
         self._meet = meet
         self._save_dir = save_dir
         self._load_dir = load_dir
@@ -76,6 +80,7 @@ class Saving:
         frozen = checkpointer.together(lambda: state.frozen_parts(exclude_frozen=exclude_frozen), what)
         if model_state is not None:
             model_state["frozen_param_fragments"] = frozen
+        model_state, shard_state = checkpointer.together(lambda: self._in_form(model_state, shard_state), what)
         validate_tag(name, self._tag_validation, self._gather)
         checkpointer.save(
             save_dir,
@@ -92,6 +97,18 @@ class Saving:
         if self._meet is not None:
             self._meet("wait_for_checkpoint")
         self.checkpointer.wait_for_save()
+
+    def _in_form(
+        self, model_state: dict[str, Any] | None, shard_state: dict[str, Any] | None
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The contents of the files in the form that `checkpoint.format` asks for."""
+        sharding, size = self._state.sharding, self._sub_group_size
+        if size is None:
+            return model_state, shard_state
+        return (
+            None if model_state is None else as_deepspeeds_model(model_state, sharding),
+            None if shard_state is None else as_deepspeeds_shard(shard_state, sharding, size),
+        )
 
     def load(
         self,

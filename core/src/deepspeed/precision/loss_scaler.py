@@ -15,6 +15,7 @@ from deepspeed.log import report
 class LossScaler:
     """A constant loss scale."""
 
+    __module__ = "deepspeed.runtime.fp16.loss_scaler"  # its old address, by which DeepSpeed's checkpoints name it
     is_dynamic = False
 
     def __init__(self, loss_scale: float) -> None:

@@ -204,3 +204,17 @@ def test_a_model_without_values_is_refused(stage):
     config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}}
     with pytest.raises(ConfigError, match=r"^initialize: found 2 .* '1\.weight', on the meta device.*zero\.Init"):
         deepspeed.initialize(model=model, config=config)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "'deepspeed' with zero_optimization.stage 0.*use stage 1"),
+        ({"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}}, "'deepspeed' with fp16 and .*stage 3"),
+        ({"zero_optimization": {"stage": 1}, "checkpoint": {"format": "dcp"}}, "checkpoint.format"),
+    ],
+)
+def test_a_form_of_files_that_cannot_be_written(single_rank, make_engine, config, words):
+    config = {"checkpoint": {"format": "deepspeed"}, **config}
+    with pytest.raises(ConfigError, match=words):
+        make_engine(torch.nn.Linear(2, 1), optimizer=ADAM, **config)
