@@ -14,6 +14,7 @@ SAVED_HERE = {
     "2-bf16-written": "2-bf16",
     "3-fp32-written": "3-fp32",
     "3-bf16-written": "3-bf16",
+    "3-fp32-subgroups-written": "3-fp32-subgroups",
 }
 
 

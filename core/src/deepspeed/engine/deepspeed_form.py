@@ -7,13 +7,15 @@ The names of files and most keys are the same in any case. DeepSpeed wants
     stages 1, 2: master weights  without the padding, which the optimizer's states have
     stage 3: the base optimizer  under `optimizer_state_dict`
     stage 3: fp32_flat_groups    one buffer, and one state, per sub-group of `sub_group_size` elements of a rank
+    stage 3: param_shapes        by sub-group
     stage 3: module              empty tensors for all parameters; of frozen ones this rank's part
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepspeed.errors import CheckpointError
@@ -47,7 +49,7 @@ def as_deepspeeds_shard(state: Mapping[str, Any], sharding: Sharding, sub_group_
             for masters, padding in zip(shard[key], shard["group_paddings"], strict=True)
         ]
     else:
-        cuts = [_cuts(_sizes(sharding, group), sub_group_size) for group in sharding.saved_groups]
+        cuts = [_cuts(_sizes(map(shape_of, group), sharding), sub_group_size) for group in sharding.saved_parameters()]
     numbers = [0, *accumulate(len(its) - 1 for its in cuts)]
     shard[key] = [part for masters, its in zip(shard[key], cuts, strict=True) for part in _cut(masters, its)]
     own = {
@@ -66,8 +68,8 @@ def as_deepspeeds_shard(state: Mapping[str, Any], sharding: Sharding, sub_group_
     return {**state, "optimizer_state_dict": shard}
 
 
-def as_deepspeeds_model(state: Mapping[str, Any], sharding: Sharding) -> dict[str, Any]:
-    """The content of a `*_model_states.pt`."""
+def as_deepspeeds_model(state: Mapping[str, Any], sharding: Sharding, sub_group_size: int) -> dict[str, Any]:
+    """The content of a `*_model_states.pt`; the arguments are those of `as_deepspeeds_shard`."""
     if sharding.stage < 3:
         return dict(state)
     frozen, fragments = state["frozen_param_shapes"], state["frozen_param_fragments"]
@@ -78,7 +80,12 @@ def as_deepspeeds_model(state: Mapping[str, Any], sharding: Sharding) -> dict[st
         name: part_of(part, sharding.backend) if part.shape == frozen[name] else part
         for name, part in fragments.items()
     }
-    return {**state, "module": module, "frozen_param_fragments": parts}
+    shapes = [
+        dict(list(group.items())[first:stop])
+        for group in state["param_shapes"]
+        for first, stop in pairwise(_places(_sizes(group.values(), sharding), sub_group_size))
+    ]
+    return {**state, "module": module, "param_shapes": shapes, "frozen_param_fragments": parts}
 
 
 def _constant_scaler() -> LossScaler:
@@ -97,25 +104,34 @@ def _without_parameters(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in PER_PARAMETER}
 
 
-def _sizes(sharding: Sharding, group: Sequence[int]) -> list[int]:
+def _sizes(shapes: Iterable[torch.Size], sharding: Sharding) -> list[int]:
     """Elements that a rank has of each parameter of a group."""
-    numels = [shape_of(sharding.params[index]).numel() for index in group]
-    return [-(-numel // sharding.world_size) for numel in numels]
+    return [-(-shape.numel() // sharding.world_size) for shape in shapes]
+
+
+def _places(sizes: Sequence[int], limit: int) -> list[int]:
+    """Where the sub-groups of a group begin and end, in parameters: each takes some until it has `limit` elements."""
+    places, numel = [0], 0
+    for place, size in enumerate(sizes, 1):
+        numel += size
+        if numel >= limit or place == len(sizes):
+            places.append(place)
+            numel = 0
+    return places
 
 
 def _cuts(sizes: Sequence[int], limit: int) -> list[int]:
-    """Where the sub-groups of a group begin and end: each takes parameters until it has `limit` elements."""
-    cuts, end = [0], 0
-    for size in sizes:
-        end += size
-        if end - cuts[-1] >= limit:
-            cuts.append(end)
-    return cuts if cuts[-1] == end else [*cuts, end]
+    """The same in elements."""
+    ends = [0, *accumulate(sizes)]
+    return [ends[place] for place in _places(sizes, limit)]
 
 
 def _cut(flat: Tensor, cuts: Sequence[int]) -> list[Tensor]:
-    return [flat[first:stop] for first, stop in pairwise(cuts)]
+    return [_range(flat, first, stop) for first, stop in pairwise(cuts)]
 
 
 def _range(value: Any, first: int, stop: int) -> Any:
-    return value[first:stop] if isinstance(value, Tensor) and value.dim() > 0 else value
+    """A copy of what a sub-group has of a value: an optimizer that loads it counts its step up in place."""
+    if not isinstance(value, Tensor) or value.shape == (stop - first,):
+        return value
+    return value[first:stop].clone() if value.dim() > 0 else value.clone()

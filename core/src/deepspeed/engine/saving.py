@@ -106,7 +106,7 @@ class Saving:
         if size is None:
             return model_state, shard_state
         return (
-            None if model_state is None else as_deepspeeds_model(model_state, sharding),
+            None if model_state is None else as_deepspeeds_model(model_state, sharding, size),
             None if shard_state is None else as_deepspeeds_shard(shard_state, sharding, size),
         )
 

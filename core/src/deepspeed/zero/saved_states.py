@@ -76,13 +76,18 @@ class DividedStates(SavedStates):
     def __init__(self, parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         self.shapes = {name: torch.Size(shape) for group in groups for name, shape in group.items()}
         self.trained = frozenset(self.shapes)
-        self.names = [list(group) for group in groups]
         self.param_groups = parts[0]["base_optimizer_state"]["param_groups"]
         self._parts = parts
         self._key = masters_key(int(parts[0]["zero_stage"]))
-        self._steps = _steps_in_groups(self.param_groups, groups)
         if self._key == masters_key(3):
             groups = _by_buffer(groups, [buffer.numel() for buffer in parts[0][self._key]], len(parts))
+        self.names = _names_by_group(self.param_groups, groups)
+        self._steps = {
+            name: param_group["step"]
+            for param_group, names in zip(self.param_groups, self.names, strict=False)
+            if "step" in param_group  # as DeepSpeed's FusedAdam counts
+            for name in names
+        }
         self._groups = {name: (index, place) for index, group in enumerate(groups) for place, name in enumerate(group)}
         self._runs = [_by_param(self._divide(index, group)) for index, group in enumerate(groups)]
 
@@ -157,14 +162,11 @@ class DividedStates(SavedStates):
         return found
 
 
-def _steps_in_groups(param_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of optimizers that count steps in their groups, as DeepSpeed's FusedAdam: the count, by parameter."""
-    return {
-        name: param_group["step"]
-        for param_group, group in zip(param_groups, groups, strict=False)
-        if "step" in param_group
-        for name in group
-    }
+def _names_by_group(param_groups: Sequence[Mapping[str, Any]], buffers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The parameters of each group of the optimizer; in DeepSpeed's files `params` counts a group's buffers."""
+    if any("params" not in group for group in param_groups):
+        return [list(buffer) for buffer in buffers]
+    return [[name for number in group["params"] for name in buffers[number]] for group in param_groups]
 
 
 def _by_buffer(
