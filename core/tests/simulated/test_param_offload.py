@@ -1,6 +1,7 @@
 """`offload_param` on devices with memory of their own: losses and weights are those without it."""
 
 import contextlib
+import os
 from unittest import mock
 
 import deepspeed
@@ -17,6 +18,8 @@ PRECISIONS = {
 }
 OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 PARAMS = {"offload_param": {"device": "cpu", "pin_memory": True}}
+#: kernels of the optimizer stay off, as in the other tests, and files can be read
+WITH_FILES = {"DS_OPS_DISABLE": "cpu_adam,fused_adam"}
 #: what is offloaded with the parameters, and the engine to compare with
 SECTIONS = {"params": (PARAMS, {}), "both": ({**PARAMS, **OPTIMIZER}, OPTIMIZER)}
 
@@ -66,6 +69,15 @@ def train(precision, section, steps=20, schedule="late"):
     assert all(map(torch.equal, gathered, weights))
     torch.sim.set_schedule("late")
     return losses, weights
+
+
+def train_on_disk(precision, optimizer, path, schedule="late"):
+    """With shards in files, of which two are in memory at a time; `optimizer`: where it is."""
+    section = {"offload_param": {"device": "nvme", "nvme_path": path, "buffer_count": 2, "max_in_cpu": 0}}
+    if optimizer is not None:
+        section["offload_optimizer"] = {"device": optimizer, "nvme_path": path}
+    with mock.patch.dict(os.environ, WITH_FILES):
+        return train(precision, section, 3, schedule)
 
 
 def dtype_of(engine):
@@ -118,6 +130,31 @@ def test_losses_and_weights_are_those_without(sim, sim_ranks, which, precision, 
     ranks = {1: sim, 2: sim_ranks}[world_size]
     section, other = SECTIONS[which]
     assert_same(result(ranks, precision, section, 20, schedule), result(ranks, precision, other, 20))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "schedule"),
+    swept(
+        [
+            (where, *mix)
+            for where in (None, "cpu", "nvme")
+            for mix in (("fp32", "late"), ("bf16", "late"), ("bf16", "early"))
+        ],
+        lambda optimizer, precision, schedule: (
+            (optimizer, precision, schedule)
+            in ((None, "bf16", "late"), ("cpu", "bf16", "early"), ("nvme", "fp32", "late"))
+        ),
+    ),
+)
+def test_shards_on_disk_reach_the_device(sim_ranks, tmp_path, optimizer, precision, schedule):
+    expected = result(sim_ranks, precision, OPTIMIZER if optimizer else {}, 3)
+    assert_same(sim_ranks(train_on_disk, precision, optimizer, str(tmp_path), schedule), expected)
+
+
+@pytest.mark.parametrize("ratio", swept([0.5, 0.0], lambda ratio: ratio == 0.5))
+def test_a_part_of_the_optimizer_is_offloaded_too(sim_ranks, ratio):
+    section = {**PARAMS, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    assert_same(result(sim_ranks, "bf16", section, 3), result(sim_ranks, "bf16", OPTIMIZER, 3))
 
 
 @contextlib.contextmanager
@@ -298,3 +335,27 @@ def test_init_keeps_shards_where_it_was_asked_to(sim_ranks):
         assert sim_ranks(build, arguments) == [({"cpu"}, losses) for _, losses in plain]
     on_device = {"remote_device": "none", "config_dict_or_path": config}
     assert sim_ranks(build, on_device) == plain
+
+
+def reuse_of_a_buffer(path, without_waiting):
+    """A shard is read into a buffer from which the copy of another one still waits in its stream."""
+    section = {"offload_param": {"device": "nvme", "nvme_path": path, "buffer_count": 1, "max_in_cpu": 0}}
+    with mock.patch.dict(os.environ, WITH_FILES):
+        engine = create_engine("fp32", section)
+    first, second, *_ = engine.sharding.module_units.all
+    first.gather()
+    expected = first.params[0].detach().cpu()
+    first.release()
+    with mock.patch.object(lane.Mark, "wait_on_host") if without_waiting else contextlib.nullcontext():
+        first.launch()
+        second.launch()
+    first.finish()
+    second.finish()
+    is_right = torch.equal(first.params[0].detach().cpu(), expected)
+    engine.destroy()
+    return is_right
+
+
+def test_a_buffer_is_read_into_when_its_copy_is_done(sim, tmp_path):
+    assert sim(reuse_of_a_buffer, str(tmp_path), False) == [True]
+    assert sim(reuse_of_a_buffer, str(tmp_path), True) == [False]
