@@ -131,6 +131,25 @@ def test_a_forward_works_while_its_weights_are_there(sim_ranks):
     assert sim_ranks(evaluate_meanwhile) == sim_ranks(unbroken, 3, "bf16", {})
 
 
+def gathers_meanwhile():
+    engine = create_engine(3, "fp32")
+    weight = engine.module.first.weight
+    engine.offload_states(include=["lp_params"])
+    with pytest.raises(
+        StateError, match=r"first\.weight.*moved to host memory by offload_states\(\); call engine\.rel"
+    ):
+        deepspeed.zero.GatheredParameters(weight).__enter__()
+    engine.reload_states()
+    with deepspeed.zero.GatheredParameters(weight):
+        assert weight.shape == (64, 64)
+    engine.destroy()
+
+
+def test_weights_that_moved_cannot_be_gathered(sim, sim_ranks):
+    for ranks in (sim, sim_ranks):
+        ranks(gathers_meanwhile)
+
+
 def refused():
     engine = make_engine(Net(), 0)
     with pytest.raises(ConfigError, match=r"offload_states: zero_optimization\.stage is 0"):

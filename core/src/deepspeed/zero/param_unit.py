@@ -231,11 +231,7 @@ class ParamUnit:
     def launch(self, *, quantizes: bool = False) -> None:
         """Issue the all-gather, with `quantizes` in int8. All ranks do so in the same order."""
         self.refuse_changes()
-        if self.is_moved:
-            raise StateError(
-                f"parameters {', '.join(self.names[:3])}: their shards were moved to host memory by offload_states(); "
-                "call engine.reload_states() before they are gathered"
-            )
+        self._refuse_moved()
         near = self._near if self._near is not None and self._near.serves(exact=not quantizes) else None
         if near is None and self.offloaded is not None:
             self.offloaded.prepare()
@@ -293,8 +289,16 @@ class ParamUnit:
             "cannot, as among experts, call deepspeed.utils.set_z3_leaf_modules for the module around them"
         )
 
+    def _refuse_moved(self) -> None:
+        if self.is_moved:
+            raise StateError(
+                f"parameters {', '.join(self.names[:3])}: their shards were moved to host memory by offload_states(); "
+                "call engine.reload_states() before they are gathered"
+            )
+
     def gather(self) -> None:
         """Make the parameters whole and exact, whatever they are; see [Note: exact weights]."""
+        self._refuse_moved()
         if self.status is ZeroParamStatus.INFLIGHT:
             self.finish()
         if not self.is_exact:
