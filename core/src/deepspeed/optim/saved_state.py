@@ -93,14 +93,15 @@ def state_names(states: Iterable[Mapping[str, Any]]) -> frozenset[str]:
 
 
 def num_states(optimizer: torch.optim.Optimizer) -> int:
-    """How many states of its own size a parameter gets; 2 for an optimizer that is not in the table here."""
+    """How many states of its own size a parameter gets, at most; 2 for an optimizer that is not in the table here."""
     kind = _kind_of(_unwrapped(optimizer))
     if kind is None:
         return 2
     switches = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
     groups = optimizer.param_groups
     chosen = [name for name in kind.optional if any(group.get(switches.get(name, "")) for group in groups)]
-    return len(kind.states - {"mu_product"}) + len(chosen)
+    by_group = kind.optional & {"exp_avg", "exp_avg_sq"}  # Muon: of the groups that it leaves to Adam
+    return max(len(kind.states - {"mu_product"}) + len(chosen), len(by_group))
 
 
 def check_saved_state(

@@ -8,7 +8,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import Muon
-from deepspeed.optim.saved_state import check_saved_state, state_names
+from deepspeed.optim.saved_state import check_saved_state, num_states, state_names
 
 ADAMS = [torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam]
 FAMILIES = {
@@ -65,6 +65,23 @@ def test_a_kind_takes_its_own_and_refuses_others(family, cls, steps):
                 CheckpointError, match=rf"optimizer state: found that of .*this run has {other.__name__} "
             ):
                 check(saved, create(other))
+
+
+SETTINGS = [
+    *((cls, {}) for _, cls in ALL),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (Mine, {"states": ("one", "other")}),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), SETTINGS)
+def test_the_number_of_states_is_known_before_the_first_step(cls, options):
+    stepped = create(cls, steps=1, **options)
+    numbers = [sum(value.numel() > 1 for value in state.values()) for state in stepped.state.values()]
+    expected = 2 if cls is Muon else max(numbers, default=0)  # which leaves some groups to Adam
+    assert num_states(create(cls, **options)) == expected
 
 
 @pytest.mark.parametrize(("saved", "loading"), [(torch.optim.SGD, torch.optim.AdamW), (FusedAdam, torch.optim.SGD)])

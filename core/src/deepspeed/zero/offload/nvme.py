@@ -110,7 +110,7 @@ class NvmePlacement(HostPlacement):
     def prepare(self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype) -> None:
         self._num_states = num_states(optimizer)
         num_bytes = numel * (4 + 4 * self._num_states + gradient_dtype.itemsize)
-        report = preflight(self._folder.path, num_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        report = preflight(self._folder.path, num_bytes)  # of this rank: others may have taken their space already
         for remark in report.remarks:
             warn_once(f"zero_optimization.offload_optimizer.nvme_path: {remark}")
 
