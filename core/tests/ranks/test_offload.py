@@ -299,11 +299,11 @@ def test_weights_alone(tmp_path):
     run_ranks(2, weights_only_job, str(tmp_path))
 
 
-def added_group_job():
+def added_group_job(nvme_path):
     """A group that is added later gets its own home."""
     losses = []
     for is_offloaded in (True, False):
-        engine = create_engine(2, "fp32", is_offloaded)
+        engine = create_engine(2, "fp32", is_offloaded, nvme_path=nvme_path)
         train(engine, range(1))
         extra = nn.Parameter(torch.full((5,), 0.5))
         engine.module.register_parameter("extra", extra)
@@ -316,8 +316,9 @@ def added_group_job():
     assert_close("fp32", *losses)
 
 
-def test_an_added_group():
-    run_ranks(1, added_group_job)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_an_added_group(tmp_path, device):
+    run_ranks(1, added_group_job, str(tmp_path) if device == "nvme" else None)
 
 
 def given_optimizer_job():
