@@ -11,6 +11,7 @@ from deepspeed._version import CORE_VERSION
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
 from deepspeed.checkpoint.loadable import make_loadable
+from deepspeed.checkpoint.location import is_remote, location
 from deepspeed.checkpoint.tensors import compact
 from deepspeed.errors import ConfigError
 
@@ -53,10 +54,11 @@ def save_state_dict_file(state: Mapping[str, Any], path: str | Path) -> None:
 
     The folder is made when it is missing. `CheckpointError` when the disk refuses; a former file is then untouched.
     """
-    target = Path(path)
+    target = location(path)
     content = compact(make_loadable(state, "the state dict"))
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if not is_remote(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, lambda file: torch.save(content, file))
         sync_folder(target.parent)
     except OSError as error:

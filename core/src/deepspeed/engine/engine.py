@@ -7,7 +7,6 @@ step      -> what the schedule says: at a boundary sharding.reduce and the step 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.location import location
 from deepspeed.compatibility import ENGINE_METHODS, FEATURES
 from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.data import DeepSpeedDataLoader
@@ -494,7 +494,7 @@ class DeepSpeedEngine(torch.nn.Module):
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save, or use save_checkpoint()"
             )
             return False
-        path = Path(save_dir) / save_filename
+        path = location(save_dir) / save_filename
         export.save_weights(self.module, path, self.checkpointer, exclude_frozen=exclude_frozen_parameters)
         return True
 

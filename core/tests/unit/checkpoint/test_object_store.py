@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer
+from deepspeed.checkpoint import Checkpointer, save_state_dict_file
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.location import location
 from deepspeed.checkpoint.survey import saved_tags
@@ -107,6 +107,12 @@ def test_damage_is_found_and_the_last_good_tag_offered(url):
     path.unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         Checkpointer().load(url)
+
+
+def test_a_file_of_weights_goes_to_a_url_too(url):
+    save_state_dict_file({"w": torch.ones(3)}, f"{url}/out/pytorch_model.bin")
+    content = (location(url) / "out" / "pytorch_model.bin").read_bytes()
+    assert torch.load(io.BytesIO(content))["w"].sum() == 3
 
 
 def test_the_command_line_takes_urls(memory):
