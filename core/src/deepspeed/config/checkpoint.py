@@ -94,7 +94,7 @@ class NebulaConfig(Section):
         None, "The directory that is saved to, in place of the one that save_checkpoint is given."
     )
     persistent_time_interval: Int = key(
-        100, "Time between writes.", unit="s", ge=1, support=quiet("every save is written at once")
+        100, "Time between writes.", unit="s", ge=1, support=warned("every save is written at once")
     )
     num_of_version_in_retention: Int = key(2, "checkpoint.keep_last, where that is not set.", ge=1)
     enable_nebula_load: Flag = key(

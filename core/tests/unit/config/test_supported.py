@@ -130,7 +130,8 @@ def test_everything_this_version_acts_on_is_silent(said):
         dump_state=True,
         zero_allow_untested_optimizer=True,
         dataloader_drop_last=True,
-        checkpoint={"tag_validation": "fail"},
+        checkpoint={"tag_validation": "fail", "async_save": True},
+        nebula={"enabled": True, "persistent_storage_path": "checkpoints", "enable_nebula_load": False},
     )
     check(fp16={"enabled": True, "auto_cast": True, "loss_scale": 128, "consecutive_hysteresis": True})
     check(torch_autocast={"enabled": True})
