@@ -71,8 +71,14 @@ class BackgroundWriter:
 
     def cancel(self) -> None:
         """After a failure on any rank between `create` and `write`. What cannot be removed is left to the next save."""
-        if self._process is not None and self._process.is_alive():
-            self._process.ask({"do": "cancel"})
+        if self._process is not None:
+            with contextlib.suppress(CheckpointError):  # the failure that led here is the one to raise
+                self._process.ask({"do": "cancel"})
+
+    def kill(self) -> None:
+        """After an interrupt in the same place, which is not to wait for other ranks."""
+        if self._process is not None:
+            self._process.kill()
 
     def finish(self) -> None:
         """Wait for the save in flight, if any.
@@ -129,6 +135,10 @@ class _Process:
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def ask(self, order: Mapping[str, Any]) -> None:
         """Give an order and wait for the answer; `CheckpointError` if it could not be carried out."""

@@ -232,6 +232,9 @@ class Checkpointer:
         except Exception:
             background.cancel()
             raise
+        except BaseException:  # an interrupt
+            background.kill()
+            raise
         background.write(staged, commit if self.commits else None, f"save of {folder}")
         self._may_be_saving = True
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, TorchStore, layout
+from deepspeed.checkpoint import Checkpointer, TorchStore, background, layout
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.errors import CheckpointError, ConfigError
@@ -116,6 +116,19 @@ def test_a_writer_that_was_killed_is_an_error_and_the_next_save_starts_another(
         checkpointer.wait_for_save()
     save(checkpointer, tmp_path, 3)
     assert checkpointer.load(tmp_path).tag == "global_step3"
+    assert not layout.unfinished_in(tmp_path)
+
+
+def test_an_interrupted_save_does_not_hinder_the_next(tmp_path, checkpointer, monkeypatch):
+    def interrupt(state, file):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "write_state", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save(checkpointer, tmp_path, 1)
+    save(checkpointer, tmp_path, 1)
+    assert checkpointer.load(tmp_path).tag == "global_step1"
     assert not layout.unfinished_in(tmp_path)
 
 
