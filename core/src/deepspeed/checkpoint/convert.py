@@ -10,7 +10,9 @@ from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.errors import CheckpointError
 
 
-def convert(directory: Path, output: Path, to: str, *, tag: str | None = None, max_shard_size: str = "5GB") -> None:
+def convert(
+    directory: str | Path, output: str | Path, to: str, *, tag: str | None = None, max_shard_size: str = "5GB"
+) -> None:
     """Write the checkpoint `tag` of `directory` into the folder `output`, which is made.
 
     Args:
@@ -22,9 +24,10 @@ def convert(directory: Path, output: Path, to: str, *, tag: str | None = None, m
     Raises:
         CheckpointError: the checkpoint cannot be read, or `output` holds something.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output} is there and not empty; give a folder that is new or empty")
-    FORMATS[to](directory, output, tag, max_shard_size)
+    target = Path(output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is there and not empty; give a folder that is new or empty")
+    FORMATS[to](Path(directory), target, tag, max_shard_size)
 
 
 def _to_safetensors(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:

@@ -217,7 +217,17 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
     ],
     "Checkpoints": [
         ("deepspeed.DeepSpeedEngine.save_checkpoint", W, "DeepSpeed's file layout."),
-        ("deepspeed.DeepSpeedEngine.load_checkpoint", D, "Never unpickles arbitrary objects."),
+        (
+            "deepspeed.DeepSpeedEngine.load_checkpoint",
+            D,
+            "Takes DeepSpeed 0.19's files of stages 0 to 3, and those of torch.distributed.checkpoint; never unpickles "
+            "arbitrary objects.",
+        ),
+        (
+            "checkpoints for DeepSpeed 0.19",
+            D,
+            'With `checkpoint: {"format": "deepspeed"}`, stages 1 to 3; fp16 not at stage 3.',
+        ),
         (
             "tags of checkpoints",
             D,
@@ -228,7 +238,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
             W,
-            "Eagerly; `lazy_mode` is accepted.",
+            "With `lazy_mode` weights stay in the files until `contiguous()` is called.",
         ),
         ("deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint", W, "As documented."),
         ("deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict", W, "As documented."),
