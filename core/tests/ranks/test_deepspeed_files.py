@@ -5,18 +5,21 @@
 
 import importlib.util
 import json
+import shutil
 import tarfile
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import consolidate
+from deepspeed.checkpoint import Checkpointer, consolidate
+from deepspeed.errors import CheckpointError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 
 FILES = Path(__file__).with_name("deepspeed-0.19.6.tar.xz")
 CASES = ("0-fp32", "0-bf16", "1-fp32", "2-bf16", "3-fp32-subgroups")
+UNIVERSAL = ("universal-1-fp32", "universal-3-fp32-subgroups")  # made of the others by DeepSpeed's ds_to_universal
 TARGETS = ("0-fp32", "1-bf16", "2-fp32", "3-fp32", "3-bf16")
 
 
@@ -57,6 +60,33 @@ def test_losses_continue_from_deepspeed(folder, world_size, is_all):
         found = json.loads((folder / f"{case}.{target}.{world_size}.json").read_text())
         tolerance = 1e-5 if "fp32" in case and "fp32" in target else 1e-2
         assert found == pytest.approx(unbroken, rel=tolerance), (case, target)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_losses_continue_from_deepspeeds_universal_format(folder, world_size):
+    targets = ("1-fp32", "3-bf16") if world_size == 2 else ("0-fp32", "3-fp32")
+    pairs = list(product(UNIVERSAL, targets))
+    run_ranks(world_size, load_job, folder, pairs)
+    for case, target in pairs:
+        unbroken = json.loads((folder / f"{case}.save.json").read_text())[3:]
+        found = json.loads((folder / f"{case}.{target}.{world_size}.json").read_text())
+        assert found == pytest.approx(unbroken, rel=1e-5 if "fp32" in target else 1e-2), (case, target)
+
+
+def test_no_weights_are_taken_from_the_module_of_a_universal_checkpoint(folder):
+    with pytest.raises(CheckpointError, match="universal format; give the checkpoint that it was made from"):
+        consolidate.get_fp32_state_dict_from_zero_checkpoint(folder / "universal-1-fp32")
+
+
+def test_a_missing_file_of_the_universal_format_is_named(folder, tmp_path):
+    tag = "universal-1-fp32/global_step3_universal"
+    shutil.copytree(folder / tag, tmp_path / "tag")
+    (tmp_path / "tag/zero/gain/fp32.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"zero/gain/fp32\.pt is missing"):
+        Checkpointer().load(tmp_path, "tag")
+    (tmp_path / "tag/zero/optimizer_state.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"zero/optimizer_state\.pt is missing"):
+        Checkpointer().load(tmp_path, "tag")
 
 
 @pytest.mark.parametrize("case", CASES)

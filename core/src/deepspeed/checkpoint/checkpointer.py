@@ -42,6 +42,7 @@ from deepspeed.checkpoint.save import describe_save, merge_client_state
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest
 from deepspeed.checkpoint.torch_store import TorchStore
+from deepspeed.checkpoint.universal import with_universal_states
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import CheckpointError, CommError, ConfigError, DeepSpeedError
 from deepspeed.log import logger
@@ -336,6 +337,11 @@ class Checkpointer:
         state = self._load_model(path, map_location, verify)
         own, client = split_client_state(state)
         was_divided = layout.is_partitioned(path.name)
+        if layout.is_universal(folder):
+            check_one_model_rank(folder, position)
+            own = with_universal_states(own, folder, partial(self.store.load, map_location=map_location, mmap=True))
+            states = [own] if len(models) == 1 else [self._load_model(each, map_location, verify) for each in models]
+            return LoadedCheckpoint(str(path), name, own, None, client, SavedParts(states, []))
         if not (load_shard or was_divided):
             return LoadedCheckpoint(str(path), name, own, None, client)
         shards = find_shards(folder, position, own, len(models))

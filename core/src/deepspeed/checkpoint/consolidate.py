@@ -264,6 +264,10 @@ def _from_module(tensor: torch.Tensor) -> LazyTensor:
 
 def lazy_state_dict(folder: Path, exclude_frozen_parameters: bool) -> dict[str, Any]:
     shards = _read_shards(folder)
+    if not shards and (folder / "zero").is_dir():
+        raise CheckpointError(
+            f"{folder} is in DeepSpeed's universal format; give the checkpoint that it was made from."
+        )
     stage = int(shards[0]["zero_stage"]) if shards else 0
     first = get_model_state_file(folder, stage)
     models = [read_file(first)]

@@ -72,6 +72,11 @@ def is_model_file(name: str) -> bool:
     return name.endswith("_model_states.pt")
 
 
+def is_universal(folder: Path) -> bool:
+    """Whether `folder` has a checkpoint in DeepSpeed's universal format."""
+    return (folder / UNIVERSAL_FOLDER).is_dir() and not shards_in(folder)
+
+
 def shards_in(folder: Path) -> dict[tuple[int, int], Path]:
     """The optimizer shards in `folder`, by (data parallel rank, model parallel rank), in the order of these numbers."""
     found = {}

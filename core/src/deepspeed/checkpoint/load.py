@@ -88,11 +88,6 @@ def tag_folder_hint(load_dir: Path) -> str:
 
 def find_models(folder: Path, mp_rank: int) -> list[Path]:
     """The model files of `folder`: of all ranks for stage 3, else one, which may not be there."""
-    if (folder / layout.UNIVERSAL_FOLDER).is_dir() and not layout.shards_in(folder):
-        raise CheckpointError(
-            f"{folder} is in DeepSpeed's universal format (it holds the folder {layout.UNIVERSAL_FOLDER}), which this "
-            "version does not read. Load the checkpoint that it was made from, with no conversion."
-        )
     if ranks := layout.partitioned_models_in(folder):
         return [folder / layout.model_file(mp_rank, rank) for rank in range(max(ranks) + 1)]
     return [folder / layout.model_file(mp_rank)]

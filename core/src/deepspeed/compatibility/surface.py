@@ -244,8 +244,9 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict", W, "As documented."),
         (
             "universal checkpoints, ds_to_universal",
-            N,
-            "Not needed for checkpoints of this version: any number of ranks and any stage loads them as they are.",
+            D,
+            "What ds_to_universal made is loaded. None are written: any number of ranks and any stage loads a "
+            "checkpoint as it is.",
         ),
         ("deepspeed.checkpoint.utils.clone_tensors_for_torch_save", W, "As documented."),
     ],

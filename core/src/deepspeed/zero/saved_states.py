@@ -81,7 +81,7 @@ class DividedStates(SavedStates):
         self._key = masters_key(int(parts[0]["zero_stage"]))
         if self._key == masters_key(3):
             groups = _by_buffer(groups, [buffer.numel() for buffer in parts[0][self._key]], len(parts))
-        self.names = _names_by_group(self.param_groups, groups)
+        self.names = names_by_group(self.param_groups, groups)
         self._steps = {
             name: param_group["step"]
             for param_group, names in zip(self.param_groups, self.names, strict=False)
@@ -162,7 +162,7 @@ class DividedStates(SavedStates):
         return found
 
 
-def _names_by_group(param_groups: Sequence[Mapping[str, Any]], buffers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def names_by_group(param_groups: Sequence[Mapping[str, Any]], buffers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The parameters of each group of the optimizer; in DeepSpeed's files `params` counts a group's buffers."""
     if any("params" not in group for group in param_groups):
         return [list(buffer) for buffer in buffers]

@@ -295,6 +295,6 @@ def test_loaded_weights_may_outlive_the_next_save_of_the_same_tag(saved, ranks, 
     torch.testing.assert_close(found.model_state["module"], saved.model_state()["module"], rtol=0, atol=0)
 
 
-def test_the_universal_format_is_named(ranks, tmp_path):
+def test_a_universal_checkpoint_without_its_model_file(ranks, tmp_path):
     (tmp_path / "global_step3_universal" / "zero").mkdir(parents=True)
-    expect(ranks.load(tmp_path, "global_step3_universal"), "universal format", "with no conversion")
+    expect(ranks.load(tmp_path, "global_step3_universal"), "mp_rank_00_model_states.pt is missing")

@@ -1,0 +1,67 @@
+"""DeepSpeed's universal format, as its `ds_to_universal` writes it, in the form of one of our checkpoints.
+
+<tag>/*_model_states.pt                   as in the checkpoint that it was made from
+<tag>/zero/<name>/fp32.pt, exp_avg.pt     one file per parameter and state: a tensor, or `{"param": tensor}`
+<tag>/zero/<name>/step.pt                 in stages 1 and 2; in stage 3 the count is in the next file
+<tag>/zero/optimizer_state.pt             the groups of the optimizer
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint import layout
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.saved_states import PARAM_NAMES, names_by_group
+
+_GROUPS_FILE = "optimizer_state.pt"
+_Load = Callable[[Path], Any]
+
+
+def with_universal_states(model_state: Mapping[str, Any], folder: Path, load: _Load) -> dict[str, Any]:
+    """`model_state` with the weights and the optimizer's state in `folder`, as torch's state dict with names.
+
+    Args:
+        load: gives what a file holds; tensors may be mapped.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    zero = folder / layout.UNIVERSAL_FOLDER
+    common = load(zero / _GROUPS_FILE)
+    base = common.get("optimizer_state_dict", common) if isinstance(common, dict) else {}
+    if "param_groups" not in base or not model_state.get("param_shapes"):
+        raise CheckpointError(f"{zero / _GROUPS_FILE} has no param_groups, or the model file beside it no param_shapes")
+    buffers = model_state["param_shapes"]
+    names = names_by_group(base["param_groups"], buffers)
+    steps = {
+        name: state["step"]
+        for number, state in base.get("state", {}).items()
+        if "step" in state
+        for name in buffers[number]
+    }
+    shapes = {name: torch.Size(shape) for buffer in buffers for name, shape in buffer.items()}
+    numbers = {name: number for number, name in enumerate(name for its in names for name in its)}
+    weights: dict[str, Tensor] = {}
+    states: dict[int, dict[str, Any]] = {}
+    for name, number in numbers.items():
+        values = {path.stem: _value(load(path), shapes[name]) for path in sorted((zero / name).glob("*.pt"))}
+        if "fp32" not in values:
+            raise CheckpointError(f"{zero / name / 'fp32.pt'} is missing; convert the checkpoint again")
+        weights[name] = values.pop("fp32")
+        states[number] = {**({"step": steps[name]} if name in steps else {}), **values}
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[name] for name in its]}
+        for group, its in zip(base["param_groups"], names, strict=True)
+    ]
+    optimizer = {"state": states, "param_groups": groups, PARAM_NAMES: names}
+    return {**model_state, "module": {**model_state["module"], **weights}, "optimizer": optimizer}
+
+
+def _value(content: Any, shape: torch.Size) -> Any:
+    """The tensor in a file, which stage 3 writes flat."""
+    value = content["param"] if isinstance(content, dict) else content
+    return value.view(shape) if value.dim() > 0 and value.numel() == shape.numel() else value
