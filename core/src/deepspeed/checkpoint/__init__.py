@@ -6,22 +6,13 @@
     <save_dir>/<tag>/mp_rank_00_model_states.pt                     module, scheduler, counters, the user's client state
     <save_dir>/<tag>/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt   one rank's shard of the optimizer
 
-<<<<<<< HEAD
-The room receives plain dicts and gives plain dicts: it knows neither the engine nor the config. May import `errors`,
-`log` and `plugins`, and torch. The names below are loaded when they are first used: the writer process needs no torch.
+The room receives plain dicts and gives plain dicts: it knows neither the engine nor the config. May import `zero`,
+`plugins` and below, and torch. The names below are loaded when they are first used: the writer process needs no torch.
 Read next: `checkpointer.py` (the order of a save and of a load), then `layout.py` (names), `store.py` (where bytes go;
 `stores.py` finds one by name), `folder_store.py` (how a folder takes the place of its former version), `background.py`
 (asynchronous saving), `index.py` (sizes and checksums; `verify.py` compares them, `survey.py` lists tags with them),
-`prune.py`, `consolidate.py`. Checkpoints of other programs: `dcp_file.py`, `dcp_load.py`,
-`deepspeed_files.py`.
-=======
-The room receives plain dicts and gives plain dicts: it knows neither the engine nor the config. May import `zero`,
-`plugins` and below, and torch. Read next: `checkpointer.py` (the order of a save and of a load), then `layout.py`
-(names), `store.py` (where bytes go; `stores.py` finds one by name), `torch_store.py` (how a folder takes the place of
-its former version), `index.py` (sizes and checksums; `verify.py` compares them, `survey.py` lists tags with them),
 `prune.py`, `consolidate.py`. Checkpoints of other programs: `dcp_file.py`, `dcp_load.py`, `deepspeed_files.py`,
 `universal.py`; for other programs: `convert.py`, `saved_run.py`, `dcp_write.py`.
->>>>>>> c828201 (docs: which classes of other programs a load admits)
 """
 
 from typing import TYPE_CHECKING
