@@ -199,11 +199,12 @@ def _bytes_beside_nvme(case: Case, world_size: int) -> float:
     with torch.device("meta"):
         numels = [parameter.numel() for parameter in case.build_model().parameters()]
     whole = sum(numel for numel in numels if numel < PERSISTENCE_NUMEL)
-    largest = max(numels) / world_size
+    shard = block_numel(case) / world_size
+    shards = NVME_BUFFERS * (shard + min(shard, NVME_SUB_GROUP_NUMEL))  # read ahead, and results that are written
     sums = 4 * block_numel(case) / world_size
     slots = 3 * (12 + itemsize) * NVME_SUB_GROUP_NUMEL
     blocks = 4 * block_numel(case)
-    return itemsize * (whole + NVME_BUFFERS * largest + sums + blocks) + slots + activation_bytes(case)
+    return itemsize * (whole + shards + sums + blocks) + slots + activation_bytes(case)
 
 
 # ----- on a rank -----------------------------------------------------------------------------------------------------

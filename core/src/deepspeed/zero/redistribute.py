@@ -82,6 +82,7 @@ def redistribute(
     Returns:
         [numel], of the dtype and on the device of `values_M`.
     """
+    values_M = values_M.detach()  # files of other programs hold parameters
     zeros = zeros or values_M.new_zeros
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     moves = sorted(_moves(before, after))
