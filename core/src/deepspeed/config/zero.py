@@ -12,8 +12,6 @@ from pydantic import BeforeValidator
 from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, number, quiet, refused
 from deepspeed.config.enums import OffloadDeviceEnum
 
-_NVME = quiet("offload to nvme only")
-
 
 def _whole(value: Any) -> Any:
     """2.0 and ZeroStageEnum.gradients are stage 2; `true` and "2" are slips."""

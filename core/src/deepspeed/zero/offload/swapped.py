@@ -35,7 +35,7 @@ class SwappedGroup:
         self._spares = [file.allocate(self.numel * master_dtype.itemsize) for _ in range(num_spares)]
 
     def tensor(self, name: str, dtype: torch.dtype) -> SwappedTensor:
-        """The tensor `name`; made if there is none of that dtype."""
+        """The tensor `name`; made if the group has none of that dtype."""
         found = self.tensors.get(name)
         if found is None or found.dtype != dtype:
             found = self.tensors[name] = SwappedTensor(self._region(self.numel * dtype.itemsize), dtype)
