@@ -1,6 +1,6 @@
 """A stage's state as plain values, with the keys of DeepSpeed's `*_optim_states.pt`, and back.
 
-Per group of `Sharding.saved_groups`, this rank's part of it, T elements:
+Per group of `Holding.saved_groups`, this rank's part of it, T elements:
 
     single_partition_of_fp32_groups   [T] the weights that the optimizer updates (`fp32_flat_groups` in stage 3)
     base_optimizer_state              {"state": {group: {name: [T] tensor or scalar}}, "param_groups": [...]}
@@ -34,7 +34,7 @@ from deepspeed.zero.redistribute import Run, contiguous, in_parameters, redistri
 
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import ParamShard
-    from deepspeed.zero.strategy import Sharding
+    from deepspeed.zero.stateful import Stateful
 
 
 #: dicts of states within a group's, by parameter
@@ -44,7 +44,7 @@ PER_PARAMETER = ("parameter_scalars", "parameter_states")
 class SavedGroup:
     """One group of a checkpoint: its parameters, and where their elements are here and in the files."""
 
-    def __init__(self, sharding: Sharding, index: int) -> None:
+    def __init__(self, sharding: Stateful, index: int) -> None:
         self._sharding = sharding
         self._ranks = None if sharding.stage == 0 else sharding.backend
         self.params = sharding.saved_groups[index]  # attached indices, in the order of the file
@@ -123,7 +123,7 @@ class SavedGroup:
         return list(flat.split([shard.fragment.numel for shard in self.shards]))
 
 
-def collect(sharding: Sharding) -> dict[str, Any]:
+def collect(sharding: Stateful) -> dict[str, Any]:
     """The state dict of a stage. A collective, but in stage 0."""
     optimizer = sharding.optimizer
     groups = [SavedGroup(sharding, index) for index in range(len(sharding.saved_groups))]
@@ -138,7 +138,7 @@ def collect(sharding: Sharding) -> dict[str, Any]:
 
 
 def as_file(
-    sharding: Sharding,
+    sharding: Stateful,
     groups: Sequence[SavedGroup],
     *,
     masters: list[Tensor],
@@ -161,7 +161,7 @@ def masters_key(stage: int) -> str:
     return "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
 
 
-def _collect_states(sharding: Sharding, group: SavedGroup) -> dict[str, Any]:
+def _collect_states(sharding: Stateful, group: SavedGroup) -> dict[str, Any]:
     optimizer = sharding.optimizer
     if optimizer is None:
         return {}
@@ -204,7 +204,7 @@ def put_scalars(flat: dict[str, Any], name: str, by_param: Mapping[int, Any], nu
         flat.setdefault("parameter_scalars", {})[name] = {place: by_param[place] for place in sorted(by_param)}
 
 
-def check(sharding: Sharding, saved: dict[str, Any], *, with_states: bool) -> None:
+def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> None:
     """Refuse a state of another model, another kind of optimizer, other groups or another division.
 
     Args:
@@ -238,7 +238,7 @@ def check(sharding: Sharding, saved: dict[str, Any], *, with_states: bool) -> No
             )
 
 
-def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
+def restore(sharding: Stateful, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
     """Put a state back that `check` let pass: master weights, and with `load_optimizer_states` also moments and
     param_groups. A collective, but in stage 0."""
     optimizer = sharding.optimizer
@@ -254,7 +254,7 @@ def restore(sharding: Sharding, saved: dict[str, Any], *, load_optimizer_states:
             _restore_states(sharding, group, base["state"].get(index, {}))
 
 
-def _restore_states(sharding: Sharding, group: SavedGroup, flat: dict[str, Any]) -> None:
+def _restore_states(sharding: Stateful, group: SavedGroup, flat: dict[str, Any]) -> None:
     optimizer = sharding.optimizer
     assert optimizer is not None
     scalars = flat.get("parameter_scalars", {})
@@ -290,7 +290,7 @@ def _restore_states(sharding: Sharding, group: SavedGroup, flat: dict[str, Any])
 
 
 def _move_by_parameter(
-    sharding: Sharding, group: SavedGroup, name: str, values: dict[int, Any], *, to_file: bool
+    sharding: Stateful, group: SavedGroup, name: str, values: dict[int, Any], *, to_file: bool
 ) -> dict[int, Any]:
     """States of odd shapes, by parameter, for whoever has the parameter in the other division.
 
@@ -322,7 +322,7 @@ def _move_by_parameter(
     return moved
 
 
-def _gathered(sharding: Sharding, value: Any) -> list[Any]:
+def _gathered(sharding: Stateful, value: Any) -> list[Any]:
     """The values of all ranks that have other parts; in stage 0 every rank has all."""
     return [value] if sharding.stage == 0 else all_gather_values(value, sharding.group)
 

@@ -11,15 +11,14 @@ The engine calls, for every micro-batch and then once for the step:
 
 A stage answers, above all: who owns what and where a bucket's gradients live (`holding.py`), which collective a full
 bucket gets (`_reduce`), and what follows the update (`_all_gather_weights`). All that it may answer stands under "what
-a stage decides", here and in `holding.py`; the answers of the base classes are stage 0's, except those about the norm
-and `param.grad`, which `stage0.py` overrides. One step as a walk, with the stages side by side:
-docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
+a stage decides", here, in `holding.py` and in `stateful.py` (what a checkpoint asks of a stage). The answers of the
+base classes are stage 0's, except those about the norm and `param.grad`, which `stage0.py` overrides. One step as a
+walk, with the stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 """
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,18 +33,18 @@ from deepspeed.errors import CommError, ConfigError, StateError, first_line
 from deepspeed.log import logger, warn_once
 from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
-from deepspeed.zero import state_dict as states
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.gradient_norm import Scalar, norms_of_own_parts
 from deepspeed.zero.gradient_reduction import GradientReduction
-from deepspeed.zero.holding import Holding, ShardingOptions
-from deepspeed.zero.offload.moved_states import MovedStates, reload_states
+from deepspeed.zero.holding import ShardingOptions
+from deepspeed.zero.offload.moved_states import reload_states
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.replica_sum import ReplicaSum
 from deepspeed.zero.shown_gradients import ShownGradients
+from deepspeed.zero.stateful import Stateful
 from deepspeed.zero.step_facts import StepFacts
 from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.update import OptimizerUpdate, multiply, takes_one_pass
@@ -76,7 +75,7 @@ def _abandons_on_error(method: _F) -> _F:
     return call  # type: ignore[return-value]
 
 
-class Sharding(Holding):
+class Sharding(Stateful):
     """What happens to the gradients and weights of one engine; a subclass for each stage."""
 
     #: whether gradients are reduced after every backward, or only when they are needed
@@ -94,7 +93,6 @@ class Sharding(Holding):
         self._norm: Scalar | None = None
         self._facts = self._create_facts()
         self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
-        self.moved_states: MovedStates | None = None  # to host memory, for a while
         self._broken_by: str | None = None  # the error that ended an update before all weights were updated
         self._updates: OptimizerUpdate | None = None
         self.reduction = self._create_reduction()  # of nothing yet
@@ -107,10 +105,6 @@ class Sharding(Holding):
     def _reduce(self, bucket: Bucket, wire_N: Tensor) -> Work:
         """Start to sum a bucket over the ranks, into the part of `wire_N` that is its `result`."""
         return self.groups[bucket.index].ranks.shards.all_reduce(wire_N, tag=bucket.index)
-
-    def _all_gather_weights(self, index: int) -> Work | None:
-        """Start to all-gather the weights of a unit that was just updated."""
-        return None
 
     def _norm_part(self) -> list[Tensor]:
         """The gradients whose squares this rank adds up: those of its shards."""
@@ -531,43 +525,10 @@ class Sharding(Holding):
     def _finish_in_flight(self) -> None:
         self.reduction.finish()
 
-    @contextmanager
-    def among_peers(self) -> Iterator[None]:
-        """Around collectives of a save or a load: if this rank fails, peers that wait for it raise."""
-        try:
-            yield
-        except BaseException:
-            for ranks in self.backends:
-                if ranks.world_size > 1:
-                    ranks.abandon((), failed=True, others_finished=True)
-            raise
-
-    # ---- states and single parameters ---------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's master weights and optimizer state; keys as in DeepSpeed's `*_optim_states.pt`."""
-        return states.collect(self)
-
-    def load_state_dict(self, state: dict[str, Any], *, load_optimizer_states: bool = True) -> None:
-        """Take master weights and optimizer state of a run with as many ranks and the same stage."""
-        self.check_state(state)
-        self.restore_state(state, load_optimizer_states=load_optimizer_states)
-        self.weights_from_masters()
-
-    @property
-    def keeps_parameters_whole(self) -> bool:
-        """Whether no parameter is divided among ranks."""
-        return self._is_whole
+    # ---- asked for between steps --------------------------------------------------------------------------------
 
     def before_compile(self) -> None:
         """The module is about to be compiled with `torch.compile`."""
-
-    def release_gathered(self) -> None:
-        """Weights are about to be saved, loaded or updated, each rank's part by itself."""
-
-    def sharded_units(self) -> Sequence[ParamUnit]:
-        """Units whose weights are sharded."""
-        return ()
 
     def drop_free_buffers(self) -> None:
         """Give back the buffers that no bucket uses now."""
@@ -577,60 +538,6 @@ class Sharding(Holding):
         self.reduction.finish()
         self.placement.settle()
         self.release_gathered()
-
-    def require_states(self, asked: str, *, weights_only: bool = False) -> None:
-        """Refuse what cannot work while states are where `offload_states` has moved them.
-
-        Args:
-            asked: what the user called.
-            weights_only: it reads no states but the weights that modules compute with.
-
-        Raises:
-            StateError: names the call to make.
-        """
-        moved = self.moved_states
-        if moved is not None and (moved.has_weights or not weights_only):
-            kinds = ", ".join(sorted(moved.kinds))
-            raise StateError(
-                f"{asked}: found {kinds} in host memory since offload_states(); call engine.reload_states() first"
-            )
-
-    def load_frozen(self, parts: dict[str, Tensor]) -> None:
-        """Load what `saved_part` gave for parameters that no optimizer has. Whole ones come with the module's."""
-
-    def saved_parameters(self) -> list[list[Parameter]]:
-        """Attached parameters in the order in which a checkpoint has them, in its groups."""
-        return [[self.params[place] for place in group] for group in self.saved_groups]
-
-    def check_state(self, saved: dict[str, Any], *, with_states: bool = True) -> None:
-        """Refuse a state that does not fit, before anything is changed.
-
-        Raises:
-            CheckpointError: says what was found.
-        """
-        states.check(self, saved, with_states=with_states)
-
-    def restore_state(self, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
-        """Put a state back that `check_state` let pass; `weights_from_masters` is to follow."""
-        states.restore(self, saved, load_optimizer_states=load_optimizer_states)
-
-    def masters_from_weights(self) -> None:
-        """Start the master weights again after the module's weights were loaded or changed from outside."""
-        for group in self.groups:
-            group.masters_from_weights()
-
-    def weights_changed(self, params: Set[Tensor]) -> None:
-        """`params` were changed inside `GatheredParameters`. Here every rank holds whole weights, and the change is
-        every rank's own."""
-
-    def weights_from_masters(self) -> None:
-        """Bring the master weights of all ranks into the model's weights."""
-        self.release_gathered()
-        for group in self.groups:
-            group.weights_from_masters()
-        works = [work for index in range(len(self.groups)) if (work := self._all_gather_weights(index)) is not None]
-        for work in works:
-            work.wait()
 
     def was_used(self, index: int) -> bool:
         """Whether any rank has a gradient for the attached parameter `index`; known after `reduce()`."""

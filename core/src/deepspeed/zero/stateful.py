@@ -1,0 +1,122 @@
+"""`Stateful`: a stage as a checkpoint and the accessors of states see it: its state out, and back in.
+
+What it holds is in `holding.py`, what a step does with it in `strategy.py`; the form of a state is `state_dict.py`'s.
+"""
+
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.errors import StateError
+from deepspeed.zero import state_dict as states
+from deepspeed.zero.holding import Holding, ShardingOptions
+from deepspeed.zero.offload.moved_states import MovedStates
+from deepspeed.zero.param_unit import ParamUnit
+
+
+class Stateful(Holding):
+    """The state of what one rank holds."""
+
+    def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
+        super().__init__(options, backend, group)
+        self.moved_states: MovedStates | None = None  # to host memory, for a while
+
+    # ---- what a stage decides -----------------------------------------------------------------------------------
+
+    def _all_gather_weights(self, index: int) -> Work | None:
+        """Start to all-gather the weights of a unit that was just updated."""
+        return None
+
+    def release_gathered(self) -> None:
+        """Weights are about to be saved, loaded or updated, each rank's part by itself."""
+
+    def sharded_units(self) -> Sequence[ParamUnit]:
+        """Units whose weights are sharded."""
+        return ()
+
+    def weights_changed(self, params: Set[Tensor]) -> None:
+        """`params` were changed inside `GatheredParameters`. Here every rank holds whole weights, and the change is
+        every rank's own."""
+
+    def load_frozen(self, parts: dict[str, Tensor]) -> None:
+        """Load what `saved_part` gave for parameters that no optimizer has. Whole ones come with the module's."""
+
+    # ---- the state ----------------------------------------------------------------------------------------------
+
+    @property
+    def keeps_parameters_whole(self) -> bool:
+        """Whether no parameter is divided among ranks."""
+        return self._is_whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's master weights and optimizer state; keys as in DeepSpeed's `*_optim_states.pt`."""
+        return states.collect(self)
+
+    def load_state_dict(self, state: dict[str, Any], *, load_optimizer_states: bool = True) -> None:
+        """Take master weights and optimizer state of a run with as many ranks and the same stage."""
+        self.check_state(state)
+        self.restore_state(state, load_optimizer_states=load_optimizer_states)
+        self.weights_from_masters()
+
+    def saved_parameters(self) -> list[list[Parameter]]:
+        """Attached parameters in the order in which a checkpoint has them, in its groups."""
+        return [[self.params[place] for place in group] for group in self.saved_groups]
+
+    def check_state(self, saved: dict[str, Any], *, with_states: bool = True) -> None:
+        """Refuse a state that does not fit, before anything is changed.
+
+        Raises:
+            CheckpointError: says what was found.
+        """
+        states.check(self, saved, with_states=with_states)
+
+    def restore_state(self, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
+        """Put a state back that `check_state` let pass; `weights_from_masters` is to follow."""
+        states.restore(self, saved, load_optimizer_states=load_optimizer_states)
+
+    def masters_from_weights(self) -> None:
+        """Start the master weights again after the module's weights were loaded or changed from outside."""
+        for group in self.groups:
+            group.masters_from_weights()
+
+    def weights_from_masters(self) -> None:
+        """Bring the master weights of all ranks into the model's weights."""
+        self.release_gathered()
+        for group in self.groups:
+            group.weights_from_masters()
+        works = [work for index in range(len(self.groups)) if (work := self._all_gather_weights(index)) is not None]
+        for work in works:
+            work.wait()
+
+    def require_states(self, asked: str, *, weights_only: bool = False) -> None:
+        """Refuse what cannot work while states are where `offload_states` has moved them.
+
+        Args:
+            asked: what the user called.
+            weights_only: it reads no states but the weights that modules compute with.
+
+        Raises:
+            StateError: names the call to make.
+        """
+        moved = self.moved_states
+        if moved is not None and (moved.has_weights or not weights_only):
+            kinds = ", ".join(sorted(moved.kinds))
+            raise StateError(
+                f"{asked}: found {kinds} in host memory since offload_states(); call engine.reload_states() first"
+            )
+
+    @contextmanager
+    def among_peers(self) -> Iterator[None]:
+        """Around collectives of a save or a load: if this rank fails, peers that wait for it raise."""
+        try:
+            yield
+        except BaseException:
+            for ranks in self.backends:
+                if ranks.world_size > 1:
+                    ranks.abandon((), failed=True, others_finished=True)
+            raise
