@@ -36,7 +36,13 @@ from rich.table import Table
 from variants import CASES, OFFLOAD_VARIANTS, REHEARSAL, VARIANTS, Case, disk_bytes, formula_bytes
 
 MEBIBYTE = 2**20
-PEER_NAMES = {"ddp": "DDP", "fsdp2-z3": "FSDP2", "fsdp2-z2-offload": "FSDP2", "stage2-offload": "host"}
+PEER_NAMES = {
+    "ddp": "DDP",
+    "fsdp2-z3": "FSDP2",
+    "fsdp2-z2-offload": "FSDP2 z2",
+    "fsdp2-z3-offload": "FSDP2 z3",
+    "stage2-offload": "host",
+}
 Row = dict[str, Any]
 
 
@@ -234,7 +240,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.offload == "nvme" and not arguments.nvme_path:
         parser.error("--offload nvme: give --nvme-path, a folder on a local disk")
-    peers = {"cpu": ["fsdp2-z2-offload"], "nvme": ["stage2-offload"]}
+    peers = {"cpu": ["fsdp2-z2-offload", "fsdp2-z3-offload"], "nvme": ["stage2-offload"]}
     arguments.peers = peers.get(arguments.offload, ["ddp", "floor", "fsdp2-z3"])
     if arguments.variants is None:
         offloaded = {name for names in OFFLOAD_VARIANTS.values() for name in names}

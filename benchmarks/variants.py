@@ -97,8 +97,8 @@ class Engine:
     """`deepspeed.initialize` and the engine's own forward, backward and step.
 
     Args:
-        offloads: with `offload_optimizer`. The ranks' accelerator is the host, so by itself that moves nothing, as with
-            FSDP2's policy.
+        offloads: with `offload_optimizer`, in stage 3 with `offload_param` too, as FSDP2's policy does. The ranks'
+            accelerator is the host, so by itself that moves nothing, as with FSDP2's policy.
         apart: a memory for it all the same, to and from which every copy is made.
         swaps: with `offload_optimizer` in swap files, read ahead and written behind.
     """
@@ -120,6 +120,8 @@ class Engine:
             zero["stage3_param_persistence_threshold"] = PERSISTENCE_NUMEL
         if offloads:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+            if stage == 3:
+                zero["offload_param"] = {"device": "cpu", "pin_memory": False}
         if swaps:
             pipelines = {"pipeline_read": True, "pipeline_write": True}
             zero["offload_optimizer"] = {"device": "nvme", "nvme_path": case.nvme_path, **pipelines}
@@ -219,10 +221,13 @@ VARIANTS: dict[str, Callable[[Case], Variant]] = {
     "stage2": lambda case: build_stage(case, 2),
     "stage3": lambda case: build_stage(case, 3),
     "fsdp2-z2-offload": lambda case: build_fsdp2(case, reshard_after_forward=False, offloads=True),
+    "fsdp2-z3-offload": lambda case: build_fsdp2(case, reshard_after_forward=True, offloads=True),
     "stage1-offload": lambda case: Engine(case.build_model(), case, 1, offloads=True),
     "stage2-offload": lambda case: Engine(case.build_model(), case, 2, offloads=True),
+    "stage3-offload": lambda case: Engine(case.build_model(), case, 3, offloads=True),
     "stage1-apart": lambda case: Engine(case.build_model(), case, 1, offloads=True, apart=True),
     "stage2-apart": lambda case: Engine(case.build_model(), case, 2, offloads=True, apart=True),
+    "stage3-apart": lambda case: Engine(case.build_model(), case, 3, offloads=True, apart=True),
     "stage1-nvme": lambda case: Engine(case.build_model(), case, 1, swaps=True),
     "stage2-nvme": lambda case: Engine(case.build_model(), case, 2, swaps=True),
     "stage3-nvme": lambda case: Engine(case.build_model(), case, 3, swaps=True),
@@ -268,6 +273,8 @@ def formula_bytes(variant: str, case: Case, world_size: int) -> float:
         "stage2": (p, g + o),
         "stage3": (p * numel_whole / numel, p * (1 - numel_whole / numel) + g + o),
         "fsdp2-z2-offload": (0, 16),
+        "fsdp2-z3-offload": (0, 16),
+        "stage3-offload": (p * numel_whole / numel, p * (1 - numel_whole / numel) + g + o),
         "stage1-offload": (p + g, o),
         "stage2-offload": (p, g + o),
         "stage1-nvme": (p + g, 0),
@@ -275,5 +282,6 @@ def formula_bytes(variant: str, case: Case, world_size: int) -> float:
         "stage3-nvme": (p * numel_whole / numel, p * (1 - numel_whole / numel)),
         "stage1-apart": (p + g, g + o + master),
         "stage2-apart": (p, g + o + master),
+        "stage3-apart": (p * numel_whole / numel, p * (1 - numel_whole / numel) + g + o + master),
     }[variant]
     return whole * numel + divided * numel / world_size
