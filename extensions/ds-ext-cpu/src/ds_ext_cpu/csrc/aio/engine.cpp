@@ -16,8 +16,6 @@ namespace ds_cpu::aio {
 
 namespace {
 
-constexpr int64_t kBounceAlign = 4096;  // of our own memory; files that want more are refused by the caller
-
 int64_t call(const Piece& piece) {
     const ssize_t count = piece.operation->request.write
                               ? pwrite(piece.fd(), piece.memory(), size_t(piece.length), off_t(piece.offset))
@@ -157,58 +155,54 @@ bool Engine::advance(Piece* piece, int64_t result) {
     return true;
 }
 
-// Makes a piece ready for a system call. False: it has failed, for want of memory.
-bool Engine::prepare(Slot* slot) {
-    Piece& piece = slot->piece;
-    piece.bounce = nullptr;
-    if (!piece.needs_bounce()) return true;
-    if (slot->bounce == nullptr) {
-        void* memory = nullptr;
-        const int64_t num_bytes = std::max(options_.block_size, piece.operation->request.file_align);
-        if (const int error = posix_memalign(&memory, kBounceAlign, size_t(num_bytes))) {
-            finish(piece, error);
-            return false;
-        }
-        slot->bounce = static_cast<char*>(memory);
+// Makes a piece ready for a system call; `index`: of its buffer in `bounce`. False: it has failed, for want of memory.
+bool Engine::prepare(Piece* piece, Bounce* bounce, unsigned index) {
+    piece->bounce = nullptr;
+    if (!piece->needs_bounce()) return true;
+    piece->bounce = bounce->at(index);
+    if (piece->bounce == nullptr) {
+        finish(*piece, errno);
+        return false;
     }
-    piece.bounce = slot->bounce;
-    if (piece.operation->request.write) std::memcpy(piece.bounce, piece.data, size_t(piece.length));
+    if (piece->operation->request.write) std::memcpy(piece->bounce, piece->data, size_t(piece->length));
     return true;
 }
 
 void Engine::work_with_calls(unsigned worker) {
-    Slot slot;
-    while (claim(worker, true, &slot.piece)) {
-        while (prepare(&slot) && advance(&slot.piece, call(slot.piece))) {
+    Bounce bounce(1, options_.block_size);
+    Piece piece;
+    while (claim(worker, true, &piece)) {
+        while (prepare(&piece, &bounce, 0) && advance(&piece, call(piece))) {
         }
     }
-    free(slot.bounce);
 }
 
-// Queues pieces for all free slots, waiting for the first one if nothing is in flight. Returns how many.
-unsigned Engine::fill(unsigned worker, std::vector<Slot>* slots, std::vector<unsigned>* free) {
-    unsigned num_filled = 0;
+// Queues a piece for each index in `free`, waiting for the first one if nothing is in flight.
+void Engine::fill(unsigned worker, std::vector<Piece>* pieces, std::vector<unsigned>* free, Bounce* bounce) {
+    Ring& ring = *rings_[worker];
     while (!free->empty()) {
-        Slot& slot = (*slots)[free->back()];
-        if (!claim(worker, free->size() == slots->size(), &slot.piece)) break;
-        if (!prepare(&slot)) continue;
-        rings_[worker]->push(slot.piece, free->back());
+        const unsigned index = free->back();
+        Piece& piece = (*pieces)[index];
+        if (!claim(worker, free->size() == pieces->size(), &piece)) break;
+        if (!prepare(&piece, bounce, index)) continue;
+        ring.push(piece, index);
         free->pop_back();
-        ++num_filled;
-        if (options_.single_submit) rings_[worker]->enter(0);  // what it does not take stays queued for the next one
+        // A copied piece goes at once: the disk works while the next one is copied. What the kernel does not take now
+        // stays queued.
+        if (options_.single_submit || piece.bounce != nullptr) ring.enter(0);
     }
-    return num_filled;
 }
 
 void Engine::work_with_ring(unsigned worker) {
     Ring& ring = *rings_[worker];
-    std::vector<Slot> slots(options_.queue_depth);
+    Bounce bounce(options_.queue_depth, options_.block_size);
+    std::vector<Piece> pieces(options_.queue_depth);
     std::vector<unsigned> free;
-    for (unsigned at = 0; at < options_.queue_depth; ++at) free.push_back(at);
+    for (unsigned index = 0; index < options_.queue_depth; ++index) free.push_back(index);
     for (;;) {
-        if (options_.overlap_events || free.size() == slots.size()) fill(worker, &slots, &free);
-        if (free.size() == slots.size()) break;
-        const int error = ring.enter(options_.overlap_events ? 1 : unsigned(slots.size() - free.size()));
+        if (free.size() == pieces.size()) fill(worker, &pieces, &free, &bounce);
+        if (free.size() == pieces.size()) break;
+        const int error = ring.enter(options_.overlap_events ? 1 : unsigned(pieces.size() - free.size()));
         if (error == EAGAIN || error == EBUSY)
             sched_yield();  // the kernel is short of memory, or wants its results read
         if (error != 0 && error != EINTR && error != EAGAIN && error != EBUSY) {
@@ -218,15 +212,15 @@ void Engine::work_with_ring(unsigned worker) {
         uint64_t tag;
         int result;
         while (ring.pop(&tag, &result)) {
-            Slot& slot = slots[tag];
-            if (advance(&slot.piece, result) && prepare(&slot)) {
-                ring.push(slot.piece, tag);
-            } else {
-                free.push_back(unsigned(tag));
+            Piece& piece = pieces[tag];
+            if (advance(&piece, result) && prepare(&piece, &bounce, unsigned(tag))) {
+                ring.push(piece, tag);
+                continue;
             }
+            free.push_back(unsigned(tag));
+            if (options_.overlap_events) fill(worker, &pieces, &free, &bounce);
         }
     }
-    for (Slot& slot : slots) ::free(slot.bounce);
 }
 
 }  // namespace ds_cpu::aio

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "aio/bounce.h"
 #include "aio/operation.h"
 #include "aio/ring.h"
 
@@ -42,18 +43,13 @@ class Engine {
     void stop();
 
   private:
-    struct Slot {
-        Piece piece;
-        char* bounce = nullptr;
-    };
-
     bool claim(unsigned worker, bool wait, Piece* piece);
     void finish(const Piece& piece, int error);
     bool advance(Piece* piece, int64_t result);
-    bool prepare(Slot* slot);
+    bool prepare(Piece* piece, Bounce* bounce, unsigned index);
     void work_with_calls(unsigned worker);
     void work_with_ring(unsigned worker);
-    unsigned fill(unsigned worker, std::vector<Slot>* slots, std::vector<unsigned>* free);
+    void fill(unsigned worker, std::vector<Piece>* pieces, std::vector<unsigned>* free, Bounce* bounce);
 
     const Options options_;
     std::mutex mutex_;
