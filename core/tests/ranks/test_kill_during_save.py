@@ -23,9 +23,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import Checkpointer, TorchStore, background, consolidate, durable, layout
+from deepspeed.checkpoint import Checkpointer, TorchStore, background, consolidate, layout
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.prune import prune
+from deepspeed.checkpoint.sequential_file import SequentialFile
 from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.errors import CheckpointError
 from deepspeed.testing.tiers import swept
@@ -103,24 +104,8 @@ def watch_file_system(touch):
     real_fsync = os.fsync
     os.fsync = lambda descriptor: (touch(), real_fsync(descriptor))[1]
 
-    class File:
-        def __init__(self, path, mode):
-            self.file = open(path, mode, buffering=0)  # noqa: SIM115 - closed by __exit__
-
-        def write(self, content):
-            touch("write")
-            return self.file.write(content)
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception):
-            self.file.close()
-
-    durable.open = File
+    real_write = SequentialFile.write
+    SequentialFile.write = lambda file, data: (touch("write"), real_write(file, data))[1]
 
 
 #: a writer process that dies before its n-th touch of the file system

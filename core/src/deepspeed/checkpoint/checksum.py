@@ -7,7 +7,7 @@ blocks that it reads, and a message says where the damage is.
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 BLOCK_BYTES = 64 * 2**20
 _PART_BYTES = 2**20  # fits into a core's cache
@@ -22,9 +22,9 @@ class ChecksumWriter:
         file: open for writing, and empty; it stays open.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Any) -> None:
         self._file = file
-        self._sums = _BlockSums()
+        self._sums = BlockSums()
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
@@ -38,18 +38,20 @@ class ChecksumWriter:
         self._file.flush()
 
     def checksums(self) -> list[str]:
-        """The checksum of each block that was written, as 8 hexadecimal digits."""
+        """As `BlockSums.as_text`, of what was written."""
         return self._sums.as_text()
 
 
-class _BlockSums:
+class BlockSums:
+    """The checksums of what is added."""
+
     def __init__(self) -> None:
         self._done: list[int] = []
         self._current = 0
         self._num_bytes = 0  # in the current block
 
     def add(self, data: bytes | memoryview) -> None:
-        """Continue with more bytes; `zlib` releases the interpreter's lock."""
+        """Continue with more bytes."""
         view = memoryview(data)
         while view:
             part = view[: BLOCK_BYTES - self._num_bytes]
@@ -61,6 +63,7 @@ class _BlockSums:
                 self._current, self._num_bytes = 0, 0
 
     def as_text(self) -> list[str]:
+        """The checksum of each block so far, as 8 hexadecimal digits."""
         return [f"{each:08x}" for each in (*self._done, *([self._current] if self._num_bytes else []))]
 
 
@@ -70,7 +73,7 @@ def checksums_of(path: Path, advance: Callable[[int], object] | None = None) -> 
     Args:
         advance: is called with the number of bytes of each part that was read, to show progress.
     """
-    sums = _BlockSums()
+    sums = BlockSums()
     with path.open("rb", buffering=0) as file:
         for part in _parts(file):
             sums.add(part)

@@ -3,22 +3,20 @@
 import contextlib
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from deepspeed.checkpoint.location import is_remote
+from deepspeed.checkpoint.sequential_file import SequentialFile
 from deepspeed.errors import CheckpointError
 
-_FLUSH_S = 0.05  # between two calls of fdatasync while a file is written
-_flush = getattr(os, "fdatasync", os.fsync)
 
-
-def write_file(path: Path, write: Callable[[BinaryIO], Any], temporary: Path | None = None) -> int:
+def write_file(path: Path, write: Callable[[Any], Any], temporary: Path | None = None) -> int:
     """Write `path` through `write(file)` so that a crash leaves either its former content or the whole new one.
 
     Args:
+        write: gets what `torch.save` needs of a file: `write` and `flush`.
         temporary: where it is written first, on the same file system, and by no other process at the same time;
             default: `.<name>.tmp` beside it. The name does not vary, so that a later save overwrites what a killed
             process left.
@@ -32,12 +30,9 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any], temporary: Path | N
         return _write_object(path, write)
     temporary = path.with_name(f".{path.name}.tmp") if temporary is None else temporary
     try:
-        with open(temporary, "wb") as file:
-            with _flushed_meanwhile(file.fileno()):
-                write(file)
-                file.flush()
-            os.fsync(file.fileno())
-            size = os.fstat(file.fileno()).st_size
+        with SequentialFile(temporary) as file:
+            write(file)
+            size = file.sync()
         os.replace(temporary, path)
         return size
     except (OSError, RuntimeError) as error:  # torch.save turns the file's OSError into a RuntimeError
@@ -46,31 +41,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any], temporary: Path | N
         raise disk_error("write", path, error) from error
 
 
-@contextlib.contextmanager
-def _flushed_meanwhile(descriptor: int) -> Iterator[None]:
-    """Inside, a thread sends what was written to the disk, so that the disk works while the rest is written."""
-    is_written, refusals = threading.Event(), []
-
-    def flush() -> None:
-        while not is_written.wait(_FLUSH_S):
-            try:
-                _flush(descriptor)
-            except OSError as error:
-                refusals.append(error)  # the system reports it once: the last fsync would not fail
-                return
-
-    thread = threading.Thread(target=flush)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_written.set()
-        thread.join()
-    if refusals:
-        raise refusals[0]
-
-
-def _write_object(path: Path, write: Callable[[BinaryIO], Any]) -> int:
+def _write_object(path: Path, write: Callable[[Any], Any]) -> int:
     """In an object store: the object takes its place when it is complete."""
     try:
         with path.open("wb") as file:

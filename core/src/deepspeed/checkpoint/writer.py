@@ -19,16 +19,17 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.checksum import ChecksumWriter
+from deepspeed.checkpoint.checksum import BlockSums
 from deepspeed.checkpoint.commit import put_in_place
 from deepspeed.checkpoint.durable import write_file
 from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.index import FileEntry
 from deepspeed.checkpoint.prune import prune
 from deepspeed.checkpoint.reports import COMMITTER, Report, create_folder
+from deepspeed.checkpoint.sequential_file import SequentialFile
 from deepspeed.errors import CheckpointError
 
 _NICENESS = 10  # training goes first
@@ -89,15 +90,14 @@ class Writer:
         return [self._write_file(each["name"], staged[each["offset"] :][: each["bytes"]]) for each in files]
 
     def _write_file(self, name: str, content: memoryview) -> FileEntry:
-        sums: list[str] = []
+        sums = BlockSums()
 
-        def write(file: BinaryIO) -> None:
-            writer = ChecksumWriter(file)
-            writer.write(content)
-            sums.extend(writer.checksums())
+        def write(file: SequentialFile) -> None:
+            file.write_lasting(content)
+            sums.add(content)  # meanwhile
 
         num_bytes = write_file(layout.staging_folder(self._folder) / name, write)
-        return FileEntry(name, num_bytes, sums)
+        return FileEntry(name, num_bytes, sums.as_text())
 
     def _commit(
         self,
