@@ -61,9 +61,9 @@ class OffloadOptimizerConfig(Section):
     nvme_path: Text | None = key(None, "An existing folder on a local disk, for nvme. Files in it go with the run.")
     buffer_count: Int = key(
         4,
-        "Buffers in the pool; at least the number of states per parameter.",
+        "nvme: tensors of sub-groups that stay in memory; at least what the pipelines need. A sub-group of Adam has 4: "
+        "master weights, gradients and two states.",
         ge=0,
-        support=quiet("there are as many as the sub-groups in memory need"),
     )
     pin_memory: Flag = key(True, "Use page-locked host memory for what is copied to and from the device.")
     pipeline_read: Flag = key(False, "nvme: read the next sub-group while one is updated.")

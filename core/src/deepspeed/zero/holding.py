@@ -311,12 +311,18 @@ class Holding:
                 if batch.finished:
                     yield batch
                 batch, numel = Batch([], [], group.placement), 0
+            is_started = False
             for shard in group.shards:
                 if batch.shards and numel + shard.fragment.numel > room and not is_one:
                     yield batch
                     batch, numel = Batch([], [], group.placement), 0
+                if not is_started:
+                    batch.started.append(index)
+                    is_started = True
                 batch.shards.append(shard)
                 numel += shard.fragment.numel
+            if not is_started:  # this rank has nothing of it
+                batch.started.append(index)
             batch.finished.append(index)
         yield batch
 

@@ -11,7 +11,8 @@ which of them it has:
     3. keeper                          per bucket; what it gives is called after each reduction
     4. settle                          every gradient of the step is where the optimizer reads it
     5. norms                           of what arrived
-    6. fetch, copies, send, store      around the update of each batch; `plan` says before which batches there are
+    6. plan                            before each update, where `fetches`
+       fetch, copies, send, store      around the update of each batch
        finish_sending                  after the last
     7. forget                          with the gradients of the step
 
@@ -157,11 +158,11 @@ class Placement:
         """Reduced gradients were written from outside."""
 
     def plan(self, optimizer: Optimizer, updated: Sequence[Sequence[ParamShard]]) -> None:
-        """What the following updates consist of.
+        """What the update that begins consists of.
 
         Args:
             optimizer: has the states.
-            updated: by batch; empty ones are not fetched.
+            updated: by batch, in the order of `fetch`; empty ones are not fetched.
         """
 
     def fetch(self, number: int) -> None:

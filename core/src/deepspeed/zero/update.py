@@ -4,6 +4,9 @@ Called by `Sharding.update`. An optimizer with a one-pass kernel reads the gradi
 master weights and the model's weights in the same pass. For any other, a batch's low-precision gradients are widened to
 fp32 in one buffer that all batches share, the step is made on the fp32 master weights, and the result is rounded into
 the model's.
+
+Where master weights and states are in swap files, every second step goes through the batches from the last to the
+first: it begins with those that are in memory still (`offload/swap_slots.py`).
 """
 
 from collections.abc import Iterator
@@ -28,6 +31,16 @@ class Batch:
     shards: list[ParamShard]
     finished: list[int]  # units; on all ranks in the same order
     placement: Placement = field(default_factory=Placement)  # of all its shards
+    started: list[int] = field(default_factory=list)  # units of which no batch before has a shard
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The batches in one order, and what is updated of each."""
+
+    batches: list[Batch]
+    calls: list[list[list[ParamShard]]]  # by batch and group of the optimizer
+    updated: list[list[ParamShard]]  # by batch: the same in one list
 
 
 class OptimizerUpdate:
@@ -48,12 +61,13 @@ class OptimizerUpdate:
     ) -> None:
         self._rows = rows
         self._optimizer = optimizer
-        self._batches = batches
         self._placements = list({id(batch.placement): batch.placement for batch in batches}.values())
+        turns = any(placement.fetches for placement in self._placements)
+        self._orders = [batches, turned_around(batches)] if turns else [batches]
+        self._num_steps = 0
         self._used = used
         self._used_before: list[bool] = []  # in the last step
-        self._calls: list[list[list[ParamShard]]] = []  # by batch and group of the optimizer: what is updated
-        self._updated: list[list[ParamShard]] = []  # by batch: the same in one list
+        self._passes: list[_Pass] = []  # one for each order
 
     def step(self, scale: Scalar) -> Iterator[Batch]:
         """Update one batch after the other and yield it when its weights are final.
@@ -68,13 +82,14 @@ class OptimizerUpdate:
         all_params = [group["params"] for group in groups]
         widened: Tensor | None = None
         if self._used != self._used_before:
-            self._calls = [self._used_of(batch, len(groups)) for batch in self._batches]
+            self._passes = [self._pass(batches, len(groups)) for batches in self._orders]
             self._used_before = list(self._used)
-            self._updated = [[shard for shards in by_group for shard in shards] for by_group in self._calls]
-            self._plan()
+        the_pass = self._passes[self._num_steps % len(self._passes)]
+        self._num_steps += 1
+        self._plan(the_pass)
         try:
-            takes = self._takes_one_pass(groups)
-            calls = zip(self._batches, self._calls, self._updated, strict=True)
+            takes = self._takes_one_pass(groups, the_pass)
+            calls = zip(the_pass.batches, the_pass.calls, the_pass.updated, strict=True)
             for number, (batch, by_group, shards) in enumerate(calls):
                 if shards:
                     placement = batch.placement
@@ -96,25 +111,30 @@ class OptimizerUpdate:
             for group, params in zip(groups, all_params, strict=True):
                 group["params"] = params
 
-    def _takes_one_pass(self, groups: list[dict[str, Any]]) -> dict[int, bool]:
+    def _takes_one_pass(self, groups: list[dict[str, Any]], the_pass: _Pass) -> dict[int, bool]:
         """By the id of a placement, whether one pass updates its shards: those of another may be in other memory."""
         if len(self._placements) == 1:
             return {id(self._placements[0]): takes_one_pass(self._optimizer)}
         takes = {}
         for placement in self._placements:
-            calls = zip(self._batches, self._calls, strict=True)
+            calls = zip(the_pass.batches, the_pass.calls, strict=True)
             own = [by_group for batch, by_group in calls if batch.placement is placement]
             for index, group in enumerate(groups):
                 group["params"] = [shard.master for by_group in own for shard in by_group[index]]
             takes[id(placement)] = takes_one_pass(self._optimizer)
         return takes
 
-    def _plan(self) -> None:
-        """Say to each placement which of its shards are updated, batch by batch."""
+    def _plan(self, the_pass: _Pass) -> None:
+        """Say to each placement that fetches which of its shards are updated, batch by batch."""
         for placement in self._placements:
-            both = zip(self._batches, self._updated, strict=True)
-            updated = [shards if batch.placement is placement else [] for batch, shards in both]
-            placement.plan(self._optimizer, updated)
+            if placement.fetches:
+                both = zip(the_pass.batches, the_pass.updated, strict=True)
+                updated = [shards if batch.placement is placement else [] for batch, shards in both]
+                placement.plan(self._optimizer, updated)
+
+    def _pass(self, batches: list[Batch], num_groups: int) -> _Pass:
+        calls = [self._used_of(batch, num_groups) for batch in batches]
+        return _Pass(batches, calls, [[shard for shards in by_group for shard in shards] for by_group in calls])
 
     def _used_of(self, batch: Batch, num_groups: int) -> list[list[ParamShard]]:
         """The shards of a batch that are updated, by group of the optimizer."""
@@ -155,6 +175,13 @@ class OptimizerUpdate:
             if self._rows is not None and shard.master.grad is not None:
                 shard.master.grad = self._rows.pick(shard.index, shard.master.grad)
         return widened
+
+
+def turned_around(batches: list[Batch]) -> list[Batch]:
+    """The same batches from the last to the first. All ranks finish units in the same order then, too."""
+    return [
+        Batch(batch.shards, batch.started[::-1], batch.placement, batch.finished[::-1]) for batch in reversed(batches)
+    ]
 
 
 def takes_one_pass(optimizer: Optimizer | None) -> TypeGuard[ReferenceOptimizer]:

@@ -5,7 +5,7 @@ import torch
 from deepspeed.ops.reference_optimizer import ReferenceOptimizer
 from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.layout import Fragment
-from deepspeed.zero.update import Batch, OptimizerUpdate, multiply, takes_one_pass
+from deepspeed.zero.update import Batch, OptimizerUpdate, multiply, takes_one_pass, turned_around
 
 
 def make_shard(index, numel, *, dtype=torch.float32, grad_dtype=None, grad=1.0):
@@ -209,3 +209,14 @@ def test_a_hook_before_the_step_sees_gradients():
     for _ in OptimizerUpdate(optimizer, [Batch([shard], [])], [True]).step(1.0):
         pass
     assert seen == [[3.0, 3.0]]
+
+
+def test_batches_turned_around_finish_each_unit_with_its_first_shard():
+    shards = [make_shard(i, 2) for i in range(5)]
+    # unit 0: shards 0 to 2; unit 1: none on this rank; unit 2: shard 3; unit 3: shard 4, in the batch of unit 2
+    batches = [Batch(shards[:2], [], started=[0]), Batch(shards[2:3], [0, 1], started=[1])]
+    batches.append(Batch(shards[3:], [2, 3], started=[2, 3]))
+    around = turned_around(batches)
+    assert [batch.shards for batch in around] == [shards[3:], shards[2:3], shards[:2]]
+    assert [batch.finished for batch in around] == [[3, 2], [1], [0]]
+    assert turned_around(around) == batches

@@ -6,10 +6,11 @@
                                   optimizer step                        sub-group by sub-group
     weights       <-- copy ---    slot             --- write -->        masters, states
 
-Between steps no master weight, state or reduced gradient has memory: the tensor objects stay, in the optimizer's groups
-and state, and are empty. `fetch` points those of one sub-group at a slot that was read; `store` writes the slot and
-empties them. With `reads_ahead` the next sub-group is read while one is updated, with `writes_behind` the one before is
-written; each takes one more slot. States that are not one number per element (`step`, factored moments) stay in memory.
+Between steps no master weight, state or reduced gradient has memory of its own: the tensor objects stay, in the
+optimizer's groups and state, and are empty. `fetch` points those of one sub-group at a slot that has its values;
+`store` empties them and writes the slot. A few sub-groups stay in the slots after the update, which need not be read by
+the next one, and whose gradients go straight there (`swap_slots.py`). States that are not one number per element
+(`step`, factored moments) stay in memory.
 
 The norm is taken where a sum is at hand, before it is written. Swap files do not outlive the run (`swap_folder.py`).
 ZeRO-Infinity: arXiv 2104.07857, sections 5.1.1 and 5.2.2.
@@ -40,7 +41,8 @@ from deepspeed.zero.offload.host import MAX_ARRIVING, HostPlacement, stretched
 from deepspeed.zero.offload.lane import Mark
 from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue, mapped_zeros
 from deepspeed.zero.offload.swap_folder import SwapFolder
-from deepspeed.zero.offload.swapped import Place, SwappedGroup, SwappedUnit, SwapSlot
+from deepspeed.zero.offload.swap_slots import SwapSlots
+from deepspeed.zero.offload.swapped import Place, SwappedGroup, SwappedUnit
 from deepspeed.zero.placement import GRADIENT, MASTER, Keep, exact_norm
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class NvmePlacement(HostPlacement):
         pins: whether staging buffers and slots are page-locked.
         reads_ahead: read the next sub-group while one is updated.
         writes_behind: write a sub-group while the next one is updated.
+        buffer_count: tensors of sub-groups in memory, if that is more than these take.
 
     Raises:
         ConfigError: `nvme_path` cannot be used.
@@ -87,28 +90,27 @@ class NvmePlacement(HostPlacement):
         pins: bool,
         reads_ahead: bool,
         writes_behind: bool,
+        buffer_count: int = 0,
     ) -> None:
         super().__init__(accelerator, pins=pins)
         self._queue = SwapQueue(aio)  # for gradients, and single tensors
         self._folder = SwapFolder(nvme_path, rank=rank)
         self._file = SwapFile(self._folder.path / "optimizer.swap")
-        self._reads_ahead, self._writes_behind = reads_ahead, writes_behind
-        num_slots = 1 + reads_ahead + writes_behind
-        self._slots = [SwapSlot(self._memory, SwapQueue(aio)) for _ in range(num_slots)]
-        self._next_slot = 0
+        self._slots = SwapSlots(self._memory, aio, reads_ahead=reads_ahead, writes_behind=writes_behind)
+        self._buffer_count = buffer_count
         self._num_states = 0
         self._units: list[SwappedUnit] = []  # in the order of the stage's
         self._by_index: dict[int, SwappedUnit] = {}  # those whose gradients have a home
         self._places: dict[int, Place] = {}  # by the id of a shard
         self._optimizer: Optimizer | None = None
         self._updated: Sequence[Sequence[ParamShard]] = ()  # by batch
-        self._ahead: dict[int, SwapSlot] = {}  # by batch: read, or being read
         self._arriving: deque[_Arrival] = deque()
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def prepare(self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype) -> None:
         self._num_states = num_states(optimizer)
+        self._slots.count = max(self._slots.count, self._buffer_count // (2 + self._num_states))
         num_bytes = numel * (4 + 4 * self._num_states + gradient_dtype.itemsize)
         report = preflight(self._folder.path, num_bytes)  # of this rank: others may have taken their space already
         for remark in report.remarks:
@@ -144,18 +146,16 @@ class NvmePlacement(HostPlacement):
 
     @property
     def held_bytes(self) -> int:
-        return super().held_bytes + sum(slot.num_bytes for slot in self._slots)
+        return super().held_bytes + self._slots.num_bytes
 
     def release(self) -> None:
         """Drop what is swapped out, with its file; so errors of what is in flight do not matter."""
-        for slot in self._slots:
-            slot.queue.finish()
-            slot.works = []
+        self._slots.release()
         self.forget()
         self.finish_sending()
         self._outgoing.release()
         self._incoming = BufferRing(self._memory, MAX_ARRIVING)
-        self._slots, self._units, self._by_index, self._places, self._ahead = [], [], {}, {}, {}
+        self._units, self._by_index, self._places = [], {}, {}
         self._optimizer, self._updated = None, ()
         self._folder.remove()
 
@@ -165,6 +165,8 @@ class NvmePlacement(HostPlacement):
         if not self._is_away(shard, name, value):
             return value
         _, group, start = self._places[id(shard)]
+        if (held := self._slots.found(group, name)) is not None:
+            return held.narrow(0, start, shard.fragment.numel).clone().view(shard.shape)
         tensor = group.tensors[name]
         found = torch.empty(shard.fragment.numel, dtype=tensor.dtype)
         self._queue.read(tensor.region, found, start * tensor.dtype.itemsize).wait()
@@ -188,14 +190,19 @@ class NvmePlacement(HostPlacement):
 
     def _write(self, shard: ParamShard, name: str, new: Tensor) -> None:
         _, group, start = self._places[id(shard)]
-        region = group.tensor(name, new.dtype).region
         values = new.detach().reshape(-1).to("cpu").contiguous()
+        if name == GRADIENT and (held := self._slots.found(group, name)) is not None:
+            held.narrow(0, start, values.numel()).copy_(values)
+            return
+        self._slots.drop(group, name)
+        region = group.tensor(name, new.dtype).region
         self._queue.write(region, values, start * new.dtype.itemsize).wait()
 
     def _zero_gradients(self, unit: SwappedUnit) -> None:
         for group in unit.groups:
             zeros = torch.zeros(group.numel, dtype=unit.gradient_dtype)
-            self._queue.write(group.tensors[GRADIENT].region, zeros).wait()
+            if not self._slots.take_gradients(group, zeros):
+                self._queue.write(group.tensors[GRADIENT].region, zeros).wait()
         unit.has_sum = True
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -222,26 +229,30 @@ class NvmePlacement(HostPlacement):
         return done
 
     def _land(self, arrival: _Arrival) -> None:
-        """Begin to write a sum, added to what the disk has of this step."""
+        """Keep a sum, added to what there is of this step, in the slots of its sub-groups, or begin to write it."""
         arrival.done.wait_on_host()
         unit, sum_S = arrival.unit, arrival.staged
         if arrival.adds and unit.has_sum:
             sum_S = self._gradients(unit, sum_S.numel()).add_(sum_S)
         sum_S = sum_S.to(unit.gradient_dtype)
-        if unit.written is not None:
-            unit.written.wait()
+        unit.finish_writing()
         for group, part in unit.parts(sum_S):
-            unit.written = self._queue.write(group.tensors[GRADIENT].region, part)
+            if not self._slots.take_gradients(group, part):
+                unit.written = self._queue.write(group.tensors[GRADIENT].region, part)
         if unit.written is not None:
             self._incoming.hold(arrival.place, unit.written)
         unit.has_sum, unit.norms = True, [exact_norm(sum_S)]
 
     def _gradients(self, unit: SwappedUnit, numel: int) -> Tensor:
-        """[S], what the disk has; padding is zero."""
-        if unit.written is not None:
-            unit.written.wait()
+        """[S], what there is of this step; padding is zero."""
+        unit.finish_writing()
         found_S = torch.zeros(numel, dtype=unit.gradient_dtype)
-        works = [self._queue.read(group.tensors[GRADIENT].region, part) for group, part in unit.parts(found_S)]
+        works = []
+        for group, part in unit.parts(found_S):
+            if (held := self._slots.found(group, GRADIENT)) is not None:
+                part.copy_(held)
+            else:
+                works.append(self._queue.read(group.tensors[GRADIENT].region, part))
         for work in works:
             work.wait()
         return found_S
@@ -250,9 +261,8 @@ class NvmePlacement(HostPlacement):
         while self._arriving:
             self._land(self._arriving.popleft())
         for unit in self._units:
-            if unit.written is not None:
-                unit.written.wait()
-                unit.written = None
+            unit.finish_writing()
+        self._slots.settle()  # of the last update: an error is raised before the next one begins
 
     def norms(self, reduced: Sequence[Tensor]) -> list[Tensor]:
         return [norm for unit in self._units if unit.has_sum for norm in unit.norms]
@@ -263,8 +273,10 @@ class NvmePlacement(HostPlacement):
                 continue
             unit.norms = []
             for group in unit.groups:
-                found = torch.empty(group.numel, dtype=unit.gradient_dtype)
-                self._queue.read(group.tensors[GRADIENT].region, found).wait()
+                found = self._slots.found(group, GRADIENT)
+                if found is None:
+                    found = torch.empty(group.numel, dtype=unit.gradient_dtype)
+                    self._queue.read(group.tensors[GRADIENT].region, found).wait()
                 unit.norms.append(exact_norm(found))
                 if unit.own is not None:  # else the next backward would bring the former sums again
                     unit.own.narrow(0, group.sub_group.start, group.numel).copy_(found)
@@ -275,6 +287,7 @@ class NvmePlacement(HostPlacement):
             arrival.done.wait_on_host()
         self._arriving.clear()
         self._queue.finish()
+        self._slots.forget_gradients()
         for unit in self._units:
             unit.has_sum, unit.norms, unit.written = False, [], None
 
@@ -282,59 +295,30 @@ class NvmePlacement(HostPlacement):
 
     def plan(self, optimizer: Optimizer, updated: Sequence[Sequence[ParamShard]]) -> None:
         self._optimizer, self._updated = optimizer, updated
+        self._slots.begin([self._group(number) for number, shards in enumerate(updated) if shards])
 
     def fetch(self, number: int) -> None:
-        slot = self._ahead.get(number) or self._begin_read(number)
-        slot.wait()
-        self._ahead = {number: slot}
-        group, numel = self._group(number), self._group(number).numel
+        slot = self._slots.fetch(self._group(number))
         for shard, start in self._updated_of(number):
             for name, value in self._swapped(shard):
-                view = slot.view(name, numel, group.tensors[name].dtype)
-                value.data = view.narrow(0, start, shard.fragment.numel).view(shard.shape)
-            gradients = slot.view(GRADIENT, numel, group.tensors[GRADIENT].dtype)
-            shard.grad = gradients.narrow(0, start, shard.fragment.numel).view(shard.shape)
-        if self._reads_ahead:
-            following = (later for later in range(number + 1, len(self._updated)) if self._updated[later])
-            if (later := next(following, None)) is not None:
-                self._ahead[later] = self._begin_read(later)
-
-    def _begin_read(self, number: int) -> SwapSlot:
-        slot = self._slots[self._next_slot]
-        self._next_slot = (self._next_slot + 1) % len(self._slots)
-        slot.wait()
-        group = self._group(number)
-        slot.works = [
-            slot.queue.read(region, slot.view(name, group.numel, dtype))
-            for name, (region, dtype) in group.tensors.items()
-        ]
-        return slot
+                value.data = slot.view(name).narrow(0, start, shard.fragment.numel).view(shard.shape)
+            shard.grad = slot.view(GRADIENT).narrow(0, start, shard.fragment.numel).view(shard.shape)
 
     def store(self, number: int) -> None:
-        slot, group = self._ahead.pop(number), self._group(number)
+        group = self._group(number)
+        slot = self._slots.of(group)
+        assert slot is not None
         names = {MASTER}
         for shard, start in self._updated_of(number):
             for name, value in ((MASTER, shard.master), *_by_element(shard, self._state(shard))):
-                dtype = group.tensor(name, value.dtype).dtype
-                kept = slot.view(name, group.numel, dtype).narrow(0, start, shard.fragment.numel)
+                group.tensor(name, value.dtype)
+                kept = slot.view(name).narrow(0, start, shard.fragment.numel)
                 if kept.data_ptr() != value.data_ptr():  # a new state, or one that the optimizer replaced
                     kept.copy_(value.detach().reshape(-1))
                 names.add(name)
                 _empty(value)
             shard.grad = None
-        slot.works = [
-            slot.queue.write(group.tensors[name].region, slot.view(name, group.numel, group.tensors[name].dtype))
-            for name in sorted(names)
-        ]
-        slot.sent = self._sent
-        if not self._writes_behind:
-            slot.wait()
-
-    def finish_sending(self) -> None:
-        super().finish_sending()
-        for slot in self._slots:
-            slot.wait()
-        self._next_slot = 0  # the slots that have memory are used first
+        self._slots.store(group, names, self._sent)
 
     def _group(self, number: int) -> SwappedGroup:
         return self._places[id(self._updated[number][0])].group

@@ -121,4 +121,5 @@ def _on_nvme(offload: OffloadOptimizerConfig, aio: AioConfig, rank: int) -> Plac
         pins=offload.pin_memory,
         reads_ahead=offload.pipeline_read,
         writes_behind=offload.pipeline_write,
+        buffer_count=offload.buffer_count,
     )

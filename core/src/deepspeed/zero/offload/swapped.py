@@ -1,4 +1,4 @@
-"""What `NvmePlacement` knows of a unit whose optimizer side is swapped out, and the memory that a sub-group borrows."""
+"""What `NvmePlacement` knows of a unit whose optimizer side is swapped out."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -7,9 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.zero.offload.buffers import HostMemory
-from deepspeed.zero.offload.lane import Mark
-from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWork
+from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapWork
 from deepspeed.zero.sub_groups import SubGroup
 
 
@@ -60,6 +58,12 @@ class SwappedUnit:
     norms: list[Tensor] = field(default_factory=list)  # 0-D, of the sum
     written: SwapWork | None = None  # the last write of the sum
 
+    def finish_writing(self) -> None:
+        """Return when the sum is in the file; raises OSError if it is not."""
+        if self.written is not None:
+            self.written.wait()
+            self.written = None
+
     def parts(self, buffer_S: Tensor) -> Iterator[tuple[SwappedGroup, Tensor]]:
         """Each sub-group with its elements of a buffer over this rank's shard."""
         for group in self.groups:
@@ -72,40 +76,3 @@ class Place(NamedTuple):
     unit: SwappedUnit
     group: SwappedGroup
     start: int  # in elements from the beginning of the sub-group
-
-
-class SwapSlot:
-    """Memory for one sub-group at a time: a buffer for each of its tensors, which stay allocated.
-
-    Args:
-        queue: moves what is in the slot, and nothing else.
-    """
-
-    def __init__(self, memory: HostMemory, queue: SwapQueue) -> None:
-        self._memory = memory
-        self._buffers: dict[str, Tensor] = {}  # bytes
-        self.queue = queue
-        self.works: list[SwapWork] = []
-        self.sent: Mark | None = None  # copies of the weights to the device
-
-    def view(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], the buffer of the tensor `name`."""
-        num_bytes = numel * dtype.itemsize
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._buffers[name] = self._memory.aligned(num_bytes)
-        return buffer[:num_bytes].view(dtype)
-
-    def wait(self) -> None:
-        """Return when nothing that is in flight uses the buffers."""
-        works, self.works = self.works, []
-        for work in works:
-            work.wait()
-        if self.sent is not None:
-            self.sent.wait_on_host()
-            self.sent = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
