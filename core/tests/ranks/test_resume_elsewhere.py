@@ -8,6 +8,8 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.index import read_index
+from deepspeed.checkpoint.tensor_index import TensorTable
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import GatheredParameters
@@ -195,6 +197,36 @@ def test_a_frozen_model_takes_the_weights(saved, world_size):
     folder, results = saved
     pairs = [pair for pair in product(SOURCES, MIXES) if is_covering(world_size, *pair)]
     run_ranks(world_size, frozen_job, folder, pairs, results)
+
+
+def read_piece(folder, piece):
+    """Elements of a value, of whose file nothing is known but the byte at which they begin."""
+    dtype = getattr(torch, piece.dtype)
+    with open(folder / piece.file, "rb") as file:
+        file.seek(piece.offset)
+        return torch.frombuffer(bytearray(file.read(piece.numel * dtype.itemsize)), dtype=dtype)
+
+
+def test_the_index_says_where_every_value_is(saved):
+    """In every checkpoint, of any number of ranks, stage and precision; compared with what the engine had."""
+    folder, results = saved
+    names = [name for name, param in Net().named_parameters() if param.requires_grad and "unused" not in name]
+    for source in SOURCES:
+        tag = Path(place(folder, *source)) / "global_step3"
+        table = TensorTable(read_index(tag))
+
+        def value(name, *kinds, tag=tag, table=table):
+            entry = table.entry(name)
+            pieces = next(entry.values[kind] for kind in kinds if kind in entry.values)
+            return torch.cat([read_piece(tag, piece) for piece in pieces]).view(entry.shape)
+
+        found = [value("frozen.weight", "weight").bfloat16()]
+        for name in names:
+            found += [value(name, *kinds) for kinds in (("fp32", "weight"), ("exp_avg",), ("exp_avg_sq",))]
+        expected, _ = results[source]
+        assert all(map(torch.equal, found, expected)), source
+        assert table.entry("head.weight").values == table.entry("tokens.weight").values
+        assert value("calls", "weight") == 3
 
 
 def test_any_two_properties_meet():

@@ -6,7 +6,7 @@ committed and `latest` stays where it was; no rank waits in a collective for one
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -17,6 +17,7 @@ from deepspeed.checkpoint.commit import put_in_place
 from deepspeed.checkpoint.dcp_file import is_dcp_folder
 from deepspeed.checkpoint.dcp_load import load_dcp
 from deepspeed.checkpoint.deepspeed_files import as_own_shard, is_deepspeeds
+from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
@@ -41,6 +42,7 @@ from deepspeed.checkpoint.reports import COMMITTER
 from deepspeed.checkpoint.save import describe_save, merge_client_state
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest
+from deepspeed.checkpoint.tensor_index import file_entry
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.checkpoint.universal import with_universal_states
 from deepspeed.comm.failure import PeerFailed
@@ -191,18 +193,19 @@ class Checkpointer:
             if self.commits:
                 store.create(folder)
 
-        def write() -> list[dict[str, Any]]:
+        def write() -> list[FileEntry]:
             sizes = {name: store.save(state, folder, name) for name, state in files.items()}
             store.wait()
-            return [FileEntry(name, size, self._checksums(folder, name)).as_json() for name, size in sizes.items()]
+            return [self._entry(folder, name, size) for name, size in sizes.items()]
 
         def commit() -> None:
             if self.commits:
-                put_in_place(store, folder, entries, facts, save_latest=save_latest)
+                others = [FileEntry.parse(each) for text in written if text for each in json.loads(text)]
+                put_in_place(store, folder, [*own, *others], facts, save_latest=save_latest)
 
         self.together(create, what)
-        written = self._gather(json.dumps(self.together(write, what)))
-        entries = tuple(FileEntry.parse(each) for text in written if text for each in json.loads(text))
+        own = self.together(write, what)
+        written = self._gather(None if self.commits else json.dumps([entry.as_message() for entry in own]))
         self.together(commit, what)
 
     def _save_in_background(
@@ -259,9 +262,14 @@ class Checkpointer:
         if self._background is not None:
             self._background.close()
 
-    def _checksums(self, folder: Path, name: str) -> Sequence[str] | None:
-        store = self.store_of(folder)
-        return store.checksums(folder, name) if isinstance(store, IndexedStore) else None
+    def _entry(self, folder: Path, name: str, num_bytes: int | None) -> FileEntry:
+        """What the index says of a file that this rank wrote."""
+        store, path = self.store_of(folder), layout.staging_folder(folder) / name
+        checksums = store.checksums(folder, name) if isinstance(store, IndexedStore) else None
+        if not (isinstance(store, FolderStore) and path.is_file()):  # a remote one would be read from where it went
+            return FileEntry(name, num_bytes, checksums)
+        with path.open("rb") as file:
+            return file_entry(name, num_bytes, checksums, file)
 
     def load(
         self,

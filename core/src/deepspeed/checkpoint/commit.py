@@ -14,6 +14,7 @@ from deepspeed.checkpoint.index import FileEntry, Index
 from deepspeed.checkpoint.location import is_remote
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.tags import write_latest
+from deepspeed.checkpoint.tensor_index import sorted_entries, tensor_table
 
 
 def put_in_place(
@@ -32,7 +33,8 @@ def put_in_place(
     """
     write_script(folder)
     if isinstance(store, IndexedStore | FolderStore):
-        store.write_index(folder, Index(tuple(entries), facts).to_bytes())
+        files = sorted_entries(entries)
+        store.write_index(folder, Index(tuple(files), facts, tensor_table(files)).to_bytes())
     store.commit(folder, {entry.name: entry.num_bytes for entry in entries})
     if save_latest:
         write_latest(folder.parent, folder.name)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError, first_line
 from deepspeed.zero.stored_tensor import StoredTensor
 
@@ -158,7 +159,7 @@ class DcpTensor(StoredTensor):
         data = self._folder.piece(self._name, box.offsets)
         try:
             with FakeTensorMode():
-                like = torch.load(_Reader(data), weights_only=True)  # type: ignore[arg-type]
+                like = torch.load(MemoryFile(data), weights_only=True)  # type: ignore[arg-type]
             offset = like.untyped_storage()._checkpoint_offset
             first = offset + like.storage_offset() * like.itemsize
             count = like.untyped_storage().nbytes() // like.itemsize - like.storage_offset()
@@ -174,33 +175,6 @@ class DcpTensor(StoredTensor):
                 f"{METADATA_FILE} says {tuple(box.sizes)} {self.dtype}; the files are of several checkpoints"
             )
         return flat.as_strided(like.shape, like.stride())
-
-
-class _Reader(io.RawIOBase):
-    """A file of some bytes in memory, without a copy of them."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._data[self._position : self._position + len(buffer)]
-        buffer[: len(part)] = part
-        self._position += len(part)
-        return len(part)
 
 
 class _AsksForCodeError(Exception):

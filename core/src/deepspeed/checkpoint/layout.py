@@ -43,6 +43,7 @@ DEEPSPEED_KEYS = frozenset({"checkpoint_parallel_dimensions"})
 
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|pruned|lock|latest|writers)")
 _PARTITIONED = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_\d+_model_states\.pt")
+_RANKS = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_")
 _SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 
 
@@ -70,6 +71,12 @@ def partitioned_models_in(folder: Path) -> set[int]:
 def is_model_file(name: str) -> bool:
     """Whether it is the name of a model file of any stage."""
     return name.endswith("_model_states.pt")
+
+
+def ranks_of(name: str) -> tuple[int, int]:
+    """The data parallel and the model parallel rank in the name of a checkpoint's file; 0 where it has none."""
+    match = _RANKS.match(name)
+    return (int(match["dp"] or 0), int(match["mp"])) if match else (0, 0)
 
 
 def is_universal(folder: Path) -> bool:

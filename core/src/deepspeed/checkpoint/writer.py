@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import BlockSums
@@ -30,6 +30,8 @@ from deepspeed.checkpoint.index import FileEntry
 from deepspeed.checkpoint.prune import prune
 from deepspeed.checkpoint.reports import COMMITTER, Report, create_folder
 from deepspeed.checkpoint.sequential_file import SequentialFile
+from deepspeed.checkpoint.tensor_index import file_entry
+from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError
 
 _NICENESS = 10  # training goes first
@@ -72,7 +74,7 @@ class Writer:
                 entries = self._write_files(files)
                 result: dict[str, Any] = {}
                 if commit is None:
-                    self._report.write({"files": [entry.as_json() for entry in entries]})
+                    self._report.write({"files": [entry.as_message() for entry in entries]})
                     result = self._report.wait_for(COMMITTER)
                 else:
                     self._commit(entries, **commit)
@@ -97,7 +99,7 @@ class Writer:
             sums.add(content)  # meanwhile
 
         num_bytes = write_file(layout.staging_folder(self._folder) / name, write)
-        return FileEntry(name, num_bytes, sums.as_text())
+        return file_entry(name, num_bytes, sums.as_text(), cast(BinaryIO, MemoryFile(content)))
 
     def _commit(
         self,

@@ -3,6 +3,7 @@
     ds_ckpt verify DIR [TAG ...]              read every file and compare it with its checksums
     ds_ckpt show DIR                          the tags: step, stage, ranks, size, date, whether complete
     ds_ckpt show DIR TAG                      the files of a tag, and its parameters with their shapes
+    ds_ckpt show DIR TAG --tensors            where in the files the values of each parameter are
     ds_ckpt prune DIR --keep-last N           remove all but the last N tags; --dry-run only lists them
     ds_ckpt convert DIR OUT --to FORMAT       write a tag for another program into the folder OUT
 
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("tags", metavar="TAG", nargs="*", help="only these; default: all")
     show = _command(commands, "show", "list the tags, or what is in one")
     show.add_argument("tag", metavar="TAG", nargs="?", help="list its files and parameters")
+    show.add_argument("--tensors", action="store_true", help="list where in its files the values of parameters are")
     prune = _command(commands, "prune", "remove old tags")
     prune.add_argument("--keep-last", metavar="N", type=_positive, required=True, help="how many tags stay")
     prune.add_argument("--dry-run", action="store_true", help="remove nothing")
@@ -96,9 +98,11 @@ def _run(options: argparse.Namespace) -> "Result":
     if options.command == "convert":
         arguments = (options.directory, options.output, options.to, options.tag, options.max_shard_size)
         return ckpt_convert.run(*arguments)
-    return (
-        ckpt_show.run(options.directory) if options.tag is None else ckpt_show.run_tag(options.directory, options.tag)
-    )
+    if options.tag is None:
+        if options.tensors:
+            raise ConfigError("--tensors: found no TAG, whose tensors to list; add it after DIR")
+        return ckpt_show.run(options.directory)
+    return (ckpt_show.run_tensors if options.tensors else ckpt_show.run_tag)(options.directory, options.tag)
 
 
 def _check_directory(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""`ds_ckpt show`: the tags in a directory, or the files and parameters of one tag."""
+"""`ds_ckpt show`: the tags in a directory, the files and parameters of one tag, or where its tensors are."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +11,7 @@ from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.checkpoint.survey import SavedTag, saved_tags
 from deepspeed.checkpoint.tags import read_latest
+from deepspeed.checkpoint.tensor_index import TensorEntry, TensorTable
 from deepspeed.cli.ckpt_result import Result, as_size, asked_tags, warn
 from deepspeed.cli.console import make_table
 from deepspeed.config.precision import dtype_name
@@ -40,12 +41,40 @@ def run_tag(directory: Path, name: str) -> Result:
     """
     (tag,) = asked_tags(directory, [name])
     about = _about(tag)
-    files = [entry.as_json() for entry in tag.index.files] if tag.index is not None else _files_in(tag.folder)
+    listed = [(each.name, each.num_bytes, each.checksums) for each in tag.index.files] if tag.index is not None else []
+    files = [dict(zip(("name", "bytes", "crc32"), each, strict=True)) for each in listed] or _files_in(tag.folder)
     parameters, trouble = _parameters(tag)
     record = {**about, "files": files, "parameters": parameters}
     if trouble:
         record["faults"] = {**about["faults"], "parameters": trouble}
     return Result(record, lambda console: _show_tag(record, console), bool(record["faults"]))
+
+
+def run_tensors(directory: Path, name: str) -> Result:
+    """List where the values of each parameter and buffer of one tag are.
+
+    The record: `tag` and `tensors`, of each `name`, `shape`, `mp_rank`, and `values`: for `weight` (the module's),
+    `fp32` (the master weights) and each state of the optimizer a list of pieces, in the order of elements: `file`,
+    `dp_rank`, `key` (what leads to a tensor in the file), `dtype`, `start` and `numel` (elements of that tensor),
+    `offset` (the first byte in the file; null where the tensor's elements do not lie in row-major order).
+
+    Raises:
+        CheckpointError: the tag has no index, or one without tensors.
+    """
+    (tag,) = asked_tags(directory, [name])
+    if tag.index is None:
+        raise CheckpointError(tag.trouble or f"{tag.folder} has no {layout.INDEX_FILE}, which says where tensors are")
+    table = TensorTable(tag.index)
+    record = {"directory": str(directory), "tag": name, "tensors": [_tensor(entry) for entry in table]}
+    return Result(record, lambda console: _show_tensors(record, console))
+
+
+def _tensor(entry: TensorEntry) -> dict[str, Any]:
+    values = {
+        value: [{**piece._asdict(), "key": list(piece.key), "dp_rank": layout.ranks_of(piece.file)[0]} for piece in its]
+        for value, its in entry.values.items()
+    }
+    return {"name": entry.name, "shape": list(entry.shape), "mp_rank": entry.mp_rank, "values": values}
 
 
 def _about(tag: SavedTag) -> dict[str, Any]:
@@ -104,6 +133,21 @@ def _show_tag(record: Mapping[str, Any], console: Console) -> None:
     ]
     console.print(make_table("Parameters and buffers", ("name", "shape", "dtype"), parameters))
     _show_faults(record["faults"].values(), console)
+
+
+def _show_tensors(record: Mapping[str, Any], console: Console) -> None:
+    rows = [
+        (
+            *(each["name"], " x ".join(map(str, each["shape"])) or "scalar", value, piece["dtype"], piece["file"]),
+            *("/".join(map(str, piece["key"])), f"{piece['start']} + {piece['numel']}"),
+            "" if piece["offset"] is None else str(piece["offset"]),
+        )
+        for each in record["tensors"]
+        for value, pieces in each["values"].items()
+        for piece in pieces
+    ]
+    columns = ("name", "shape", "value", "dtype", "file", "key", "elements", "byte")
+    console.print(make_table(f"Tensors of {record['tag']}", columns, rows))
 
 
 def _row(row: Mapping[str, Any], latest: str | None = None) -> list[str]:

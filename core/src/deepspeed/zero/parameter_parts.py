@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.zero.division import Run, in_parameters
 from deepspeed.zero.param_unit import ParamUnit, unit_of, whole
-from deepspeed.zero.redistribute import Run, in_parameters, redistribute
+from deepspeed.zero.redistribute import redistribute
 
 
 def saved_part(param: Parameter) -> Tensor:

@@ -1,14 +1,9 @@
-"""Move sharded values from one division among ranks to another: integers say where, one all-to-all per buffer moves.
-
-A rank keeps shards of units; a checkpoint file holds another division of the same parameters. Both are lists of `Run`s,
-which every rank computes alike.
+"""Move sharded values from one division among ranks to another: `Run`s say where, one all-to-all per buffer moves.
 
 Legend: M numel of this rank's buffer before, T numel of it after.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -16,16 +11,7 @@ from torch import Tensor
 
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.libraries import host_or_device
-
-
-class Run(NamedTuple):
-    """Elements `[start, start + numel)` of a parameter, at `offset` of the buffer of the rank `owner`."""
-
-    param: int
-    start: int
-    numel: int
-    owner: int
-    offset: int
+from deepspeed.zero.division import Run
 
 
 class _Move(NamedTuple):
@@ -36,30 +22,6 @@ class _Move(NamedTuple):
     source_offset: int
     target: int
     target_offset: int
-
-
-def in_parameters(numels: Sequence[int], world_size: int) -> list[Run]:
-    """Each parameter of n elements in parts of ceil(n / W), padded, laid end to end: files of stage 3."""
-    runs = []
-    offset = 0
-    for param, numel in enumerate(numels):
-        size = math.ceil(numel / world_size)
-        for rank in range(world_size):
-            start = min(rank * size, numel)
-            runs.append(Run(param, start, min(size, numel - start), rank, offset))
-        offset += size
-    return runs
-
-
-def contiguous(numels: Sequence[int], cuts: Sequence[int]) -> list[Run]:
-    """All parameters laid end to end and divided at W + 1 offsets: files of stages 0 to 2."""
-    runs = []
-    for param, (first, numel) in enumerate(zip((0, *accumulate(numels)), numels, strict=False)):
-        for owner, (cut, next_cut) in enumerate(pairwise(cuts)):
-            start, stop = max(first, cut), min(first + numel, next_cut)
-            if start < stop:
-                runs.append(Run(param, start - first, stop - start, owner, start - cut))
-    return runs
 
 
 def redistribute(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.redistribute import Run, contiguous, in_parameters
+from deepspeed.zero.division import Run, contiguous, in_parameters
 from deepspeed.zero.state_dict import PER_PARAMETER, SavedGroup, as_file, masters_key, put_scalars
 from deepspeed.zero.stored_tensor import StoredTensor, elements_of
 

@@ -26,11 +26,12 @@ from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.zero.division import Run, contiguous, in_parameters
 from deepspeed.zero.given_state import owned_copy
 from deepspeed.zero.layout import even_cuts, parameter_cuts
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.placement import MASTER
-from deepspeed.zero.redistribute import Run, contiguous, in_parameters, redistribute
+from deepspeed.zero.redistribute import redistribute
 
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import ParamShard

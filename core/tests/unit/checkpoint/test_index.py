@@ -144,7 +144,8 @@ def test_the_index_is_plain_json_and_unknown_keys_are_ignored(folder):
     content = json.loads(path.read_text())
     assert content["format"] == 1
     del content["checksum"]
-    content["tensors"] = [{"name": "w", "shape": [2], "file": NAMES[0], "offset": 64}]
+    content["colors"] = [{"name": "w", "red": 1}]
+    content["files"][0]["owner"] = "nobody"
     head = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
     path.write_bytes(head + b',\n "checksum": "crc32:%08x"\n}\n' % zlib.crc32(head))
     assert read_index(folder).entry(NAMES[0]) is not None

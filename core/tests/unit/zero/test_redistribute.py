@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from deepspeed.zero.division import Run, contiguous, in_parameters
 from deepspeed.zero.layout import UnitLayout, even_cuts, parameter_cuts
-from deepspeed.zero.redistribute import Run, contiguous, in_parameters, redistribute
+from deepspeed.zero.redistribute import redistribute
 from hypothesis import given
 from hypothesis import strategies as st
 

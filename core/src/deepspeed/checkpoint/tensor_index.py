@@ -1,0 +1,296 @@
+"""Where in a checkpoint's files the values of each parameter lie: made at a save, and read from an index.
+
+ZeRO joins parameters and cuts what results among ranks (`zero.division`). The table says for each parameter where its
+parts are then, so that a reader needs no knowledge of that. As JSON:
+
+    {"groups": [{"fp32": key, "exp_avg": key, ...}, ...],
+     "entries": [{"name": "embed.weight", "shape": [7, 3], "weight": {"key": key, "parts": parts},
+                  "group": 0, "parts": parts},
+                 {"name": "head.weight", "same_as": "embed.weight"}, ...]}
+
+`weight` is the value that the module has, which is omitted where the files have only the master weights (`fp32`).
+The values of a group lie under its keys, and have the same parts. A key is what leads to a tensor in a file: the keys
+and positions in nested dicts and lists. Parts are `[file, count, start, numel]`, in the order of the parameter's
+elements: in each of `count` files from number `file` of the index on, `numel` elements from element `start` of the
+tensor, or as many as the parameter has left. `mp_rank` is in an entry where several model-parallel ranks saved.
+
+Not in it: values that are one number, as Adam's `step`, and states of other shapes than the parameter's.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, BinaryIO, NamedTuple
+
+from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.index import FileEntry, Index
+from deepspeed.checkpoint.torch_file import Key, TensorRecord, TorchFile, itemsize_bytes
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.division import contiguous
+
+Parts = list[tuple[int, int, int, int]]
+
+_SHARDED, _CONTIGUOUS = "fp32_flat_groups", "single_partition_of_fp32_groups"
+_STATES = ("base_optimizer_state", "optimizer_state_dict")  # the second in files for DeepSpeed's stage 3
+
+
+# --- at a save
+
+
+def tensor_table(entries: Sequence[FileEntry]) -> dict[str, Any] | None:
+    """The table of a save, as JSON; None where the content of a file is not known.
+
+    Args:
+        entries: in the order of the index, `sorted_entries`.
+    """
+    if any(entry.tensors is None for entry in entries):
+        return None
+    groups: list[dict[str, Key]] = []
+    rows: list[dict[str, Any]] = []
+    by_rank: dict[int, list[tuple[int, FileEntry]]] = {}
+    for number, entry in enumerate(entries):
+        by_rank.setdefault(layout.ranks_of(entry.name)[1], []).append((number, entry))
+    for mp_rank, its in by_rank.items():
+        for row in _ModelRank(its, groups).rows():
+            rows.append(row if len(by_rank) == 1 else {"mp_rank": mp_rank, **row})
+    return {"groups": groups, "entries": rows}
+
+
+def file_entry(name: str, num_bytes: int | None, checksums: Sequence[str] | None, file: BinaryIO | None) -> FileEntry:
+    """What an index says of a file that was written.
+
+    Args:
+        file: open for reading; None where its content is not known.
+    """
+    content = TorchFile.read(file) if file is not None else None
+    if content is None:
+        return FileEntry(name, num_bytes, checksums)
+    names = parameters_in(content.value) if layout.ranks_of(name)[0] == 0 else None
+    return FileEntry(name, num_bytes, checksums, content.tensors(), names)
+
+
+def sorted_entries(entries: Iterable[FileEntry]) -> list[FileEntry]:
+    """Such that files of the same kind and model-parallel rank follow one another in the order of their ranks."""
+
+    def order(entry: FileEntry) -> tuple[bool, int, int, str]:
+        dp_rank, mp_rank = layout.ranks_of(entry.name)
+        return not layout.is_model_file(entry.name), mp_rank, dp_rank, entry.name
+
+    return sorted(entries, key=order)
+
+
+class _ModelRank:
+    """The files of one model-parallel rank, with their numbers in the index."""
+
+    def __init__(self, files: Sequence[tuple[int, FileEntry]], groups: list[dict[str, Key]]) -> None:
+        self._models = [each for each in files if layout.is_model_file(each[1].name)]
+        self._shards = [each for each in files if not layout.is_model_file(each[1].name)]
+        self._groups = groups  # of all model-parallel ranks
+        found = self._models[0][1].parameters if self._models else None
+        self._parameters = found or {}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        if not self._models:
+            return
+        number, model = self._models[0]
+        weights = {key[1]: record for key, record in _tensors(model).items() if len(key) == 2 and key[0] == "module"}
+        rows: dict[Any, dict[str, Any]] = {}
+        for name, record in weights.items():
+            whole = {"key": ("module", name), "parts": [(number, 1, 0, record.numel)]}
+            rows[name] = {"name": name, "shape": record.shape, "weight": whole}
+        for name, shape in self._parameters.get("frozen", {}).items():
+            key: Key = ("frozen_param_fragments", name)
+            parts = [
+                (number, 1, 0, _tensors(model)[key].numel) for number, model in self._models if key in _tensors(model)
+            ]
+            if name not in rows and parts:
+                rows[name] = {"name": name, "shape": shape, "weight": {"key": key, "parts": _joined(parts)}}
+        for name, row in self._trained():
+            rows[name] = {**rows.get(name, {}), **row}
+        for alias, name in self._parameters.get("shared", {}).items():
+            rows[alias] = {"name": alias, "same_as": name}
+        yield from rows.values()
+
+    def _trained(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        shapes: list[dict[str, Any]] = self._parameters.get("groups", [])
+        if self._shards:
+            yield from self._divided(self._shards, ("optimizer_state_dict",), shapes)
+        elif ("optimizer", _CONTIGUOUS, 0) in _tensors(self._models[0][1]):
+            yield from self._divided(self._models[:1], ("optimizer",), shapes)
+        else:
+            yield from self._undivided()
+
+    def _divided(
+        self, files: Sequence[tuple[int, FileEntry]], base: Key, shapes: Sequence[Mapping[str, Sequence[int]]]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Parameters whose groups are joined, and divided among `files`."""
+        tensors = _tensors(files[0][1])
+        is_sharded = any(key[: len(base) + 1] == (*base, _SHARDED) for key in tensors)
+        for index, group in enumerate(shapes):
+            master: Key = (*base, _SHARDED if is_sharded else _CONTIGUOUS, index)
+            sizes = [
+                found.numel if (found := _tensors(entry).get(master)) else 0  # empty ones are not listed
+                for _, entry in files
+            ]
+            values = {"fp32": master, **_states(files, base, index)}
+            self._groups.append(values)
+            numels = [math.prod(shape) for shape in group.values()]
+            divide = _in_parameters if is_sharded else _contiguous
+            for (name, shape), parts in zip(group.items(), divide(numels, sizes), strict=True):
+                own = _joined((files[owner][0], count, start, numel) for owner, count, start, numel in parts)
+                yield name, {"name": name, "shape": shape, "group": len(self._groups) - 1, "parts": own}
+
+    def _undivided(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Parameters whose states lie in torch's state dict of the optimizer, each by itself."""
+        number, model = self._models[0]
+        tensors = _tensors(model)
+        numbers = self._parameters.get("numbers", {})
+        names = {place: name for name, place in numbers.items() if ("module", name) in tensors}
+        keys: dict[Any, dict[str, Key]] = {}
+        odd: set[str] = set()  # states with another shape than a parameter's
+        for key, record in tensors.items():
+            if len(key) == 4 and key[:2] == ("optimizer", "state") and key[2] in names:
+                keys.setdefault(key[2], {})[str(key[3])] = key
+                if record.shape != tensors["module", names[key[2]]].shape:
+                    odd.add(str(key[3]))
+        for place, its in keys.items():
+            shape = tensors["module", names[place]].shape
+            self._groups.append({state: key for state, key in its.items() if state not in odd})
+            parts = [(number, 1, 0, math.prod(shape))]
+            row = {"name": names[place], "shape": shape, "group": len(self._groups) - 1, "parts": parts}
+            yield names[place], row
+
+
+def _states(files: Sequence[tuple[int, FileEntry]], base: Key, index: int) -> dict[str, Key]:
+    """The keys of the states that are divided as the master weights are."""
+    found = {}
+    for _, entry in files:
+        for key, record in _tensors(entry).items():
+            inner = key[len(base) :]
+            if len(inner) == 4 and inner[0] in _STATES and inner[1:3] == ("state", index) and len(record.shape) == 1:
+                found[str(inner[3])] = key
+    return found
+
+
+def _contiguous(numels: Sequence[int], sizes: Sequence[int]) -> Iterator[Parts]:
+    parts: list[Parts] = [[] for _ in numels]
+    for run in contiguous(numels, [0, *accumulate(sizes)]):
+        parts[run.param].append((run.owner, 1, run.offset, run.numel))
+    return iter(parts)
+
+
+def _in_parameters(numels: Sequence[int], sizes: Sequence[int]) -> Iterator[Parts]:
+    start = 0
+    for numel in numels:
+        size = math.ceil(numel / len(sizes))
+        yield [(0, math.ceil(numel / size), start, size)] if size else []
+        start += size
+
+
+def _joined(parts: Iterable[tuple[int, int, int, int]]) -> Parts:
+    """Parts that differ by the number of the file only are one."""
+    joined: Parts = []
+    for file, count, start, numel in parts:
+        if joined and joined[-1][2:] == (start, numel) and sum(joined[-1][:2]) == file:
+            first, before, *_ = joined.pop()
+            file, count = first, before + count
+        joined.append((file, count, start, numel))
+    return joined
+
+
+def _tensors(entry: FileEntry) -> Mapping[Key, TensorRecord]:
+    assert entry.tensors is not None
+    return entry.tensors
+
+
+def parameters_in(model_state: Any) -> dict[str, Any] | None:
+    """What the table needs of a model file's content, as JSON: names and shapes. None for another content."""
+    if not isinstance(model_state, dict) or "module" not in model_state:
+        return None
+    optimizer = model_state.get("optimizer") or {}
+    numbers: dict[str, Any] = {}
+    if "param_names" in optimizer:
+        for group, names in zip(optimizer["param_groups"], optimizer["param_names"], strict=True):
+            numbers.update(zip(names, group["params"], strict=True))
+    return {
+        "groups": model_state.get("param_shapes") or [],
+        "frozen": model_state.get("frozen_param_shapes") or {},
+        "shared": model_state.get("shared_params") or {},
+        "numbers": numbers,
+    }
+
+
+# --- in an index
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of a parameter in one file."""
+
+    file: str
+    key: Key
+    """Of the tensor in the file."""
+    dtype: str
+    start: int
+    """The first of them, in the tensor's row-major order."""
+    numel: int
+    offset: int | None
+    """Byte of the file at which they begin; None where the tensor's elements do not lie in that order."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One parameter or buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    mp_rank: int
+    values: Mapping[str, tuple[Piece, ...]]
+    """`weight`: the module's; `fp32`: the master weights; else states of the optimizer. In the order of elements."""
+
+
+class TensorTable:
+    """The parameters and buffers of an index that has tensors.
+
+    Args:
+        index: as `read_index` gave it.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+
+    def __init__(self, index: Index) -> None:
+        if index.tensors is None:
+            raise CheckpointError(
+                "the index lists no tensors: an earlier version, or a store that does not keep files of torch.save, "
+                "wrote it"
+            )
+        self._files = index.files
+        self._groups = index.tensors["groups"]
+        self._rows = {(row.get("mp_rank", 0), row["name"]): row for row in index.tensors["entries"]}
+
+    def __iter__(self) -> Iterator[TensorEntry]:
+        return (self.entry(name, mp_rank) for mp_rank, name in self._rows)
+
+    def entry(self, name: str, mp_rank: int = 0) -> TensorEntry:
+        """The parameter or buffer of this name. KeyError where there is none."""
+        row = self._rows[mp_rank, name]
+        while "same_as" in row:
+            row = self._rows[mp_rank, row["same_as"]]
+        shape = tuple(row["shape"])
+        keys = self._groups[row["group"]] if "group" in row else {}
+        places = {value: (key, row["parts"]) for value, key in keys.items()}
+        if "weight" in row:
+            places = {"weight": (row["weight"]["key"], row["weight"]["parts"]), **places}
+        values = {value: tuple(self._pieces(tuple(key), parts, shape)) for value, (key, parts) in places.items()}
+        return TensorEntry(name, shape, mp_rank, values)
+
+    def _pieces(self, key: Key, parts: Parts, shape: tuple[int, ...]) -> Iterator[Piece]:
+        left = math.prod(shape)
+        for file, count, start, size in parts:
+            for entry in self._files[file : file + count]:
+                numel = min(size, left)
+                record = _tensors(entry)[key]
+                offset = record.offset + start * itemsize_bytes(record.dtype) if record.stride is None else None
+                yield Piece(entry.name, key, record.dtype, start, numel, offset)
+                left -= numel
