@@ -1,59 +1,34 @@
-"""`Checkpointer`: the order in which ranks save and load one checkpoint together.
+"""`Checkpointer`: saves and loads this rank's part of a checkpoint.
 
-After each step of a save the ranks gather what failed. When one cannot write, all raise with its reason, nothing is
-committed and `latest` stays where it was; no rank waits in a collective for one that has already failed.
+The steps that ranks take together are in `save_steps.py`; what one rank reads is in `reader.py`. When one rank cannot
+write, all raise with its reason, nothing is committed and `latest` stays where it was (`agreement.py`).
 """
 
-import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.agreement import Gather, Ranks, alone
 from deepspeed.checkpoint.background import BackgroundWriter
-from deepspeed.checkpoint.commit import put_in_place
 from deepspeed.checkpoint.dcp_file import is_dcp_folder
-from deepspeed.checkpoint.dcp_load import load_dcp
-from deepspeed.checkpoint.deepspeed_files import as_own_shard, is_deepspeeds
-from deepspeed.checkpoint.folder_store import FolderStore
-from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry
-from deepspeed.checkpoint.load import (
-    LoadedCheckpoint,
-    Position,
-    SavedParts,
-    check_has_states,
-    check_model_state,
-    check_one_model_rank,
-    check_shard,
-    find_folder,
-    find_models,
-    find_shards,
-    split_client_state,
-    tag_folder_hint,
-)
+from deepspeed.checkpoint.index import DamagedCheckpoint
+from deepspeed.checkpoint.load import LoadedCheckpoint, Position, tag_folder_hint
 from deepspeed.checkpoint.loadable import make_loadable
 from deepspeed.checkpoint.location import is_remote, location
 from deepspeed.checkpoint.object_store import ObjectStore
 from deepspeed.checkpoint.offer import last_good_tag
-from deepspeed.checkpoint.prune import prune
-from deepspeed.checkpoint.reports import COMMITTER
+from deepspeed.checkpoint.reader import Reader
 from deepspeed.checkpoint.save import describe_save, merge_client_state
+from deepspeed.checkpoint.save_steps import Save, save_here, save_in_background
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest
-from deepspeed.checkpoint.tensor_index import file_entry
 from deepspeed.checkpoint.torch_store import TorchStore
-from deepspeed.checkpoint.universal import with_universal_states
-from deepspeed.comm.failure import PeerFailed
-from deepspeed.errors import CheckpointError, CommError, ConfigError, DeepSpeedError
+from deepspeed.errors import CheckpointError, CommError, ConfigError
 from deepspeed.log import logger
 
 T = TypeVar("T")
-
-
-def _alone(value: str | None) -> list[str | None]:
-    return [value]
 
 
 class Checkpointer:
@@ -77,7 +52,7 @@ class Checkpointer:
     def __init__(
         self,
         *,
-        gather: Callable[[str | None], list[str | None]] = _alone,
+        gather: Gather = alone,
         store: Store | None = None,
         prefix: str = "",
         dp_rank: int = 0,
@@ -91,10 +66,11 @@ class Checkpointer:
         background: BackgroundWriter | None = None,
     ) -> None:
         self.position = Position(dp_rank, dp_world_size, mp_rank, mp_world_size)
+        self.commits = (dp_rank == 0 and mp_rank == 0) if commits is None else commits
+        self._ranks = Ranks(self.position, self.commits, gather)
         self.store: Store = TorchStore() if store is None else store
         self._objects = ObjectStore()
         self.prefix = prefix
-        self.commits = (dp_rank == 0 and mp_rank == 0) if commits is None else commits
         if keep_last is not None and not isinstance(self.store, IndexedStore):
             raise ConfigError(
                 f"checkpoint.keep_last: found {keep_last}, and the store {self.store!r} cannot remove tags (it has not "
@@ -109,7 +85,7 @@ class Checkpointer:
         self._keep_last = keep_last
         self._background = background
         self._may_be_saving = False  # the same on all ranks
-        self._gather = gather
+        self._partitioned_model = partitioned_model
         self._model_file = layout.model_file(mp_rank, dp_rank if partitioned_model else None)
         self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
 
@@ -120,7 +96,7 @@ class Checkpointer:
     @property
     def writes_model(self) -> bool:
         """Whether `save` takes a `model_state` from this rank: the first data parallel rank, or all in stage 3."""
-        return self.position.dp_rank == 0 or layout.is_partitioned(self._model_file)
+        return self.position.dp_rank == 0 or self._partitioned_model
 
     def save(
         self,
@@ -161,86 +137,20 @@ class Checkpointer:
             return folder, files
 
         folder, files = self.together(prepare, what)
-        if self._background is not None and is_remote(folder):
+        ranks = {"dp_world_size": self.position.dp_world_size, "mp_world_size": self.position.mp_world_size}
+        facts = {**describe_save(str(tag), model_state, shard_state), **ranks}
+        save = Save(folder, files, facts, save_latest, self._keep_last, what)
+        if self._background is None:
+            save_here(save, self._ranks, self.store_of(folder))
+            return folder
+        if is_remote(folder):
             raise ConfigError(
                 f"checkpoint.async_save: found true for a save to {folder}, and asynchronous saves go to a folder "
                 "only. Set async_save to false, or save to a folder and copy it."
             )
-        ranks = {"dp_world_size": self.position.dp_world_size, "mp_world_size": self.position.mp_world_size}
-        facts = {**describe_save(str(tag), model_state, shard_state), **ranks}
-        if self._background is not None:
-            self._save_in_background(self._background, folder, files, facts, what, save_latest)
-            return folder
-        try:
-            self._write(folder, files, facts, what, save_latest)
-        except Exception:
-            if self.commits:
-                self.store_of(folder).discard(folder)
-            raise
-        if self.commits and self._keep_last is not None:
-            store = self.store_of(folder)
-            assert isinstance(store, IndexedStore)
-            prune(folder.parent, self._keep_last, store, newest=folder.name)
-        return folder
-
-    def _write(
-        self, folder: Path, files: Mapping[str, Any], facts: Mapping[str, Any], what: str, save_latest: bool
-    ) -> None:
-        """The steps of a save that touch the disk."""
-        store = self.store_of(folder)
-
-        def create() -> None:
-            if self.commits:
-                store.create(folder)
-
-        def write() -> list[FileEntry]:
-            sizes = {name: store.save(state, folder, name) for name, state in files.items()}
-            store.wait()
-            return [self._entry(folder, name, size) for name, size in sizes.items()]
-
-        def commit() -> None:
-            if self.commits:
-                others = [FileEntry.parse(each) for text in written if text for each in json.loads(text)]
-                put_in_place(store, folder, [*own, *others], facts, save_latest=save_latest)
-
-        self.together(create, what)
-        own = self.together(write, what)
-        written = self._gather(None if self.commits else json.dumps([entry.as_message() for entry in own]))
-        self.together(commit, what)
-
-    def _save_in_background(
-        self,
-        background: BackgroundWriter,
-        folder: Path,
-        files: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        what: str,
-        save_latest: bool,
-    ) -> None:
-        """Return when every rank has copied its states; the writer processes agree about the rest (`reports.py`)."""
-        position = self.position
-        ranks = map(str, range(position.world_size))
-        others = [rank for rank in ranks if rank != str(position.rank)]
-        commit = {"others": others, "facts": facts, "save_latest": save_latest, "keep_last": self._keep_last}
-
-        def create() -> None:
-            if self.commits:
-                background.create(folder)
-
-        def stage() -> list[dict[str, Any]]:
-            return background.stage(folder, COMMITTER if self.commits else str(position.rank), files)
-
-        try:
-            self.together(create, what)
-            staged = self.together(stage, what)
-        except Exception:
-            background.cancel()
-            raise
-        except BaseException:  # an interrupt
-            background.kill()
-            raise
-        background.write(staged, commit if self.commits else None, f"save of {folder}")
+        save_in_background(save, self._ranks, self._background)
         self._may_be_saving = True
+        return folder
 
     def wait_for_save(self) -> None:
         """Wait until the save in flight is complete on all ranks; every rank calls it. Nothing if there is none.
@@ -261,15 +171,6 @@ class Checkpointer:
         """Wait for the save in flight of this rank, and end its writer process. Raises as `raise_failure`."""
         if self._background is not None:
             self._background.close()
-
-    def _entry(self, folder: Path, name: str, num_bytes: int | None) -> FileEntry:
-        """What the index says of a file that this rank wrote."""
-        store, path = self.store_of(folder), layout.staging_folder(folder) / name
-        checksums = store.checksums(folder, name) if isinstance(store, IndexedStore) else None
-        if not (isinstance(store, FolderStore) and path.is_file()):  # a remote one would be read from where it went
-            return FileEntry(name, num_bytes, checksums)
-        with path.open("rb") as file:
-            return file_entry(name, num_bytes, checksums, file)
 
     def load(
         self,
@@ -304,12 +205,19 @@ class Checkpointer:
                 tag_folder_hint(directory) or "Pass a tag if there is a checkpoint without that file.",
             )
             return None
-
-        def read() -> LoadedCheckpoint:
-            return self._read(directory, name, load_shard, needs_states, zero_stages, map_location)
-
+        reader = Reader(
+            store=self.store_of(directory),
+            position=self.position,
+            checks_sizes=self.commits,
+            verify=self._verify,
+            partitioned_model=self._partitioned_model,
+            load_shard=load_shard,
+            needs_states=needs_states,
+            zero_stages=zero_stages,
+            map_location=map_location,
+        )
         try:
-            return self.together(read, f"load {directory / name}")
+            return self.together(lambda: reader.read(directory, name), f"load {directory / name}")
         except CommError:
             raise
         except Exception as error:  # raised on every rank, by `together`
@@ -319,87 +227,11 @@ class Checkpointer:
 
     def _offer(self, error: Exception, directory: Path, damaged: str) -> str:
         """After a load failed on every rank: where a rank found damage, which other tag is whole; else empty."""
-        if not any(self._gather("damaged" if isinstance(error, DamagedCheckpoint) else None)):
+        if not any(self._ranks.gather("damaged" if isinstance(error, DamagedCheckpoint) else None)):
             return ""
         share = (self.position.rank, self.position.world_size)
-        tag = last_good_tag(self._gather, directory, damaged, lists=self.commits, share=share)
+        tag = last_good_tag(self._ranks.gather, directory, damaged, lists=self.commits, share=share)
         return f"The last good tag there is {tag!r}: its files were verified now." if tag else "No other tag is whole."
-
-    def _read(
-        self,
-        directory: Path,
-        name: str,
-        load_shard: bool,
-        needs_states: bool,
-        zero_stages: Collection[int] | None,
-        map_location: Any,
-    ) -> LoadedCheckpoint:
-        position = self.position
-        folder = find_folder(directory, name)
-        if is_dcp_folder(folder):
-            check_one_model_rank(folder, position)
-            return load_dcp(folder, name, needs_states=needs_states)
-        models = find_models(folder, position.mp_rank)
-        path = models[min(position.dp_rank, len(models) - 1)]
-        verify = self._verifier(folder, load_shard)
-        state = self._load_model(path, map_location, verify)
-        own, client = split_client_state(state)
-        was_divided = layout.is_partitioned(path.name)
-        if layout.is_universal(folder):
-            check_one_model_rank(folder, position)
-            own = with_universal_states(own, folder, partial(self.store.load, map_location=map_location, mmap=True))
-            states = [own] if len(models) == 1 else [self._load_model(each, map_location, verify) for each in models]
-            return LoadedCheckpoint(str(path), name, own, None, client, SavedParts(states, []))
-        if not (load_shard or was_divided):
-            return LoadedCheckpoint(str(path), name, own, None, client)
-        shards = find_shards(folder, position, own, len(models))
-        if needs_states:
-            check_has_states(folder, shards, own)
-        is_alike = len(shards) in (0, position.dp_world_size) and was_divided == layout.is_partitioned(self._model_file)
-        if is_alike:
-            shard = self._load_shard(shards[position.dp_rank], map_location, verify) if shards else None
-            saved = {"zero_stage": 0} if shard is None else shard["optimizer_state_dict"]
-            if not is_deepspeeds(saved) and (zero_stages is None or int(saved["zero_stage"]) in zero_stages):
-                return LoadedCheckpoint(str(path), name, own, shard, client)
-        mine = {
-            *models[position.dp_rank :: position.dp_world_size],
-            *shards[position.dp_rank :: position.dp_world_size],
-        }
-
-        def verify_mine(path: Path) -> None:
-            if path in mine:  # peers verify the others
-                verify(path)
-
-        parts = SavedParts(
-            [own] if len(models) == 1 else [self._load_model(each, map_location, verify_mine) for each in models],
-            [as_own_shard(self._load_shard(each, map_location, verify_mine), each) for each in shards],
-        )
-        return LoadedCheckpoint(str(path), name, own, None, client, parts)
-
-    def _load_model(self, path: Path, map_location: Any, verify: Callable[[Path], None]) -> dict[str, Any]:
-        verify(path)
-        state = self.store_of(path).load(path, map_location, mmap=True)
-        check_model_state(state, path, self.position)
-        return cast(dict[str, Any], state)
-
-    def _load_shard(self, path: Path, map_location: Any, verify: Callable[[Path], None]) -> dict[str, Any]:
-        verify(path)
-        state = self.store_of(path).load(path, map_location, mmap=True)
-        check_shard(state, path)
-        return cast(dict[str, Any], state)
-
-    def _verifier(self, folder: Path, load_shard: bool) -> Callable[[Path], None]:
-        """What to call with the path of each file that this rank is about to load; reads each file once. Checks the
-        sizes of all files here, on the committing rank; without shards, of the model files."""
-        store = self.store_of(folder)
-        index = store.read_index(folder) if isinstance(store, IndexedStore) else None
-        if index is None:
-            return lambda path: None
-        assert isinstance(store, IndexedStore)
-        for entry in index.files if self.commits else ():
-            if load_shard or layout.is_model_file(entry.name):
-                store.verify(folder / entry.name, index, content=False)
-        return cache(partial(store.verify, index=index, content=self._verify))
 
     def _agreed_tag(self, load_dir: str | Path, tag: str | None) -> str | None:
         """The tag to load, the same on all ranks: `tag`, or what `latest` names; None if there is no such file."""
@@ -413,7 +245,7 @@ class Checkpointer:
         name = self.together(
             find, f"load {os.path.join(str(load_dir), layout.LATEST_FILE if tag is None else str(tag))}"
         )
-        names, path = self._gather(name), location(load_dir) / layout.LATEST_FILE
+        names, path = self._ranks.gather(name), location(load_dir) / layout.LATEST_FILE
         if len(set(names)) > 1:
             found = ", ".join(f"rank {rank}: {each or 'no such file'}" for rank, each in enumerate(names))
             raise CheckpointError(
@@ -423,30 +255,5 @@ class Checkpointer:
         return name
 
     def together(self, step: Callable[[], T], what: str) -> T:
-        """Run `step` on every rank; raise on every rank when it failed on one.
-
-        A step that is a collective lets the peers know that this rank fails (`Sharding.among_peers`); they then raise
-        `PeerFailed`, which is a consequence, not a cause.
-
-        The rank that failed raises its own error, the others a `CheckpointError` with that error's text: whichever
-        traceback is the last on the screen says what is wrong. `what` completes "cannot ...".
-        """
-        result, consequence = None, None
-        try:
-            result = step()
-        except PeerFailed as error:
-            consequence = error
-        except Exception as error:
-            self._gather(_reason(error))
-            raise
-        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._gather(None)) if reason is not None]
-        if failed:
-            raise CheckpointError(f"cannot {what}: {'; '.join(dict.fromkeys(failed))}") from consequence
-        if consequence is not None:
-            raise consequence
-        return cast(T, result)
-
-
-def _reason(error: Exception) -> str:
-    """An error in one line for the other ranks. Ours are sentences; others say little without their type."""
-    return str(error) if isinstance(error, DeepSpeedError) else f"{type(error).__name__}: {error}"
+        """Run `step` on every rank; raise on every rank when it failed on one. See `Ranks.together`."""
+        return self._ranks.together(step, what)

@@ -1,12 +1,10 @@
 """After a load found damage: which other tag of the directory is whole. A step that all ranks take together."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
+from deepspeed.checkpoint.agreement import Gather
 from deepspeed.checkpoint.survey import saved_tags
-
-Gather = Callable[[str | None], list[str | None]]
 
 
 def last_good_tag(gather: Gather, directory: Path, damaged: str, *, lists: bool, share: tuple[int, int]) -> str | None:

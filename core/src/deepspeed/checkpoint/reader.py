@@ -1,0 +1,116 @@
+"""`Reader`: reads what one rank needs of a tag, after verifying it. Changes nothing of the caller's."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.dcp_file import is_dcp_folder
+from deepspeed.checkpoint.dcp_load import load_dcp
+from deepspeed.checkpoint.deepspeed_files import as_own_shard, is_deepspeeds
+from deepspeed.checkpoint.load import (
+    LoadedCheckpoint,
+    Position,
+    SavedParts,
+    check_has_states,
+    check_model_state,
+    check_one_model_rank,
+    check_shard,
+    find_folder,
+    find_models,
+    find_shards,
+    split_client_state,
+)
+from deepspeed.checkpoint.store import IndexedStore, Store
+from deepspeed.checkpoint.universal import with_universal_states
+
+Verify = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Args: see `Checkpointer`, and its `load` for those of a load."""
+
+    store: Store
+    position: Position
+    checks_sizes: bool
+    """Of all files, also of those that other ranks read. One rank does."""
+    verify: bool
+    partitioned_model: bool
+    load_shard: bool
+    needs_states: bool
+    zero_stages: Collection[int] | None
+    map_location: Any
+
+    def read(self, directory: Path, tag: str) -> LoadedCheckpoint:
+        """What `Checkpointer.load` returns. Raises `CheckpointError`, on this rank."""
+        folder, position = find_folder(directory, tag), self.position
+        if is_dcp_folder(folder):
+            check_one_model_rank(folder, position)
+            return load_dcp(folder, tag, needs_states=self.needs_states)
+        models = find_models(folder, position.mp_rank)
+        path = models[min(position.dp_rank, len(models) - 1)]
+        verify = self._verifier(folder)
+        own, client = split_client_state(self._model(path, verify))
+        was_divided = layout.is_partitioned(path.name)
+        if layout.is_universal(folder):
+            check_one_model_rank(folder, position)
+            load = partial(self.store.load, map_location=self.map_location, mmap=True)
+            own = with_universal_states(own, folder, load)
+            states = self._models(models, own, verify)
+            return LoadedCheckpoint(str(path), tag, own, None, client, SavedParts(states, []))
+        if not (self.load_shard or was_divided):
+            return LoadedCheckpoint(str(path), tag, own, None, client)
+        shards = find_shards(folder, position, own, len(models))
+        if self.needs_states:
+            check_has_states(folder, shards, own)
+        if len(shards) in (0, position.dp_world_size) and was_divided == self.partitioned_model:
+            shard = self._shard(shards[position.dp_rank], verify) if shards else None
+            if self._can_take(shard):
+                return LoadedCheckpoint(str(path), tag, own, shard, client)
+        verify = self._of_own_share(models, shards, verify)
+        parts = SavedParts(
+            self._models(models, own, verify),
+            [as_own_shard(self._shard(each, verify), each) for each in shards],
+        )
+        return LoadedCheckpoint(str(path), tag, own, None, client, parts)
+
+    def _can_take(self, shard: dict[str, Any] | None) -> bool:
+        """Whether the caller takes a shard of as many ranks as it is; None: the model file has all."""
+        saved = {"zero_stage": 0} if shard is None else shard["optimizer_state_dict"]
+        return not is_deepspeeds(saved) and (self.zero_stages is None or int(saved["zero_stage"]) in self.zero_stages)
+
+    def _models(self, paths: list[Path], own: dict[str, Any], verify: Verify) -> list[dict[str, Any]]:
+        return [own] if len(paths) == 1 else [self._model(each, verify) for each in paths]
+
+    def _model(self, path: Path, verify: Verify) -> dict[str, Any]:
+        verify(path)
+        state = self.store.load(path, self.map_location, mmap=True)
+        check_model_state(state, path, self.position)
+        return cast(dict[str, Any], state)
+
+    def _shard(self, path: Path, verify: Verify) -> dict[str, Any]:
+        verify(path)
+        state = self.store.load(path, self.map_location, mmap=True)
+        check_shard(state, path)
+        return cast(dict[str, Any], state)
+
+    def _of_own_share(self, models: list[Path], shards: list[Path], verify: Verify) -> Verify:
+        """Every rank reads the files of all by range: each verifies some of them."""
+        rank, world_size = self.position.dp_rank, self.position.dp_world_size
+        share = {*models[rank::world_size], *shards[rank::world_size]}
+        return lambda path: verify(path) if path in share else None
+
+    def _verifier(self, folder: Path) -> Verify:
+        """What to call with the path of each file that this rank is about to load; reads each file once."""
+        store = self.store
+        index = store.read_index(folder) if isinstance(store, IndexedStore) else None
+        if index is None:
+            return lambda path: None
+        assert isinstance(store, IndexedStore)
+        for entry in index.files if self.checks_sizes else ():
+            if self.load_shard or layout.is_model_file(entry.name):
+                store.verify(folder / entry.name, index, content=False)
+        return cache(partial(store.verify, index=index, content=self.verify))
