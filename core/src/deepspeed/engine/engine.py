@@ -334,7 +334,8 @@ class DeepSpeedEngine(torch.nn.Module):
             asynchronous save are raised at the end of a later `step()`, or by the next `save_checkpoint`,
             `load_checkpoint`, `wait_for_checkpoint` or `destroy`.
         """
-        self._refuse_moved("save_checkpoint")
+        self._refuse_destroyed("save_checkpoint")
+        self.sharding.require_states("save_checkpoint")
         self._saving.save(
             save_dir,
             tag,
@@ -386,7 +387,8 @@ class DeepSpeedEngine(torch.nn.Module):
             Exception: what the module, the scheduler or `custom_load_fn` raises while it takes its state; on the other
                 ranks a CheckpointError with that reason. The model may then be loaded in part.
         """
-        self._refuse_moved("load_checkpoint")
+        self._refuse_destroyed("load_checkpoint")
+        self.sharding.require_unmoved("load_checkpoint")
         return self._saving.load(
             load_dir,
             tag,
@@ -433,10 +435,6 @@ class DeepSpeedEngine(torch.nn.Module):
             non_blocking: return before everything is copied; what the device is given next comes after it.
         """
         reload_states(self.sharding, non_blocking=non_blocking)
-
-    def _refuse_moved(self, asked: str) -> None:
-        self._refuse_destroyed(asked)
-        self.sharding.require_states(asked)
 
     def _refuse_destroyed(self, asked: str) -> None:
         if self._is_destroyed:

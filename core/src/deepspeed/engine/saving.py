@@ -10,6 +10,7 @@ from deepspeed.engine.events import notify
 from deepspeed.engine.module_state import check_module_state, fill_module
 from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
 from deepspeed.engine.training_state import TrainingState
+from deepspeed.errors import first_line
 
 
 class Saving:
@@ -74,7 +75,7 @@ class Saving:
 
         # in three calls: shards are collected by collectives, which need every rank, so no rank may have failed before
         what = f"save a checkpoint in {save_dir}"
-        state.sharding.release_gathered()  # what is gathered would be saved whole
+        checkpointer.together(state.sharding.release_gathered, what)  # what is gathered would be saved whole
         name, model_state = checkpointer.together(collect, what)
         shard_state = checkpointer.together(state.for_shard_file, what)
         frozen = checkpointer.together(lambda: state.frozen_parts(exclude_frozen=exclude_frozen), what)
@@ -166,9 +167,20 @@ class Saving:
             if not module_only:
                 state.restore_progress(loaded.model_state, with_scheduler=with_scheduler)
 
-        sharding.release_gathered()
-        for step in (check, restore, restore_shards, restore_progress):
-            self.checkpointer.together(step, f"load {loaded.path}")
-        if loaded.shard_state is not None:
-            sharding.weights_from_masters()  # a collective: only after every rank has restored its shard
+        def restore_weights() -> None:
+            if loaded.shard_state is not None:
+                with sharding.among_peers():
+                    sharding.weights_from_masters()  # a collective: only after every rank has restored its shard
+
+        what = f"load {loaded.path}"
+        for step in (sharding.release_gathered, check):
+            self.checkpointer.together(step, what)
+        try:
+            for step in (restore, restore_shards, restore_progress, restore_weights):
+                self.checkpointer.together(step, what)
+        except BaseException as error:
+            sharding.broken_by = f"load_checkpoint failed before all was restored ({first_line(error)})"
+            raise
+        if with_states or not state.has_optimizer:
+            sharding.broken_by = None
         return loaded.path, loaded.client_state

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.errors import StateError
 from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import LiveNumel, ParamUnit
@@ -120,16 +121,26 @@ class ParamFetcher:
                 ranks.all_reduce(torch.zeros(1, dtype=torch.float64), tag="order").wait()
 
     def release_all(self) -> None:
-        """Release every unit: the weights are about to change, or were changed."""
+        """Release every unit: the weights are about to change, or were changed.
+
+        Raises:
+            StateError: parameters were changed where that is lost; all units are released all the same, as on peers.
+        """
         self.finish_all()
+        refusals: list[StateError] = []
         for unit in self.units:
             unit.num_users = 0
             if unit.status is _AVAILABLE:
-                unit.refuse_changes()
+                try:
+                    unit.refuse_changes()
+                except StateError as error:
+                    refusals.append(error)
             unit.release()
         self._unused.clear()
         self._kept.clear()
         self._place = (None, None)
+        if refusals:
+            raise refusals[0]
 
     def abandon(self) -> Iterator[tuple[GroupBackend, Work]]:
         """Forget the all-gathers in flight without waiting for them; yields the group and the work of each."""

@@ -66,15 +66,19 @@ class ParamGathering:
     def release(self) -> None:
         """Release every unit: the shards are about to change."""
         self._fetcher.release_all()
-        self._shards_changed()
+        self.shards_changed()
 
     def abandon(self) -> list[tuple[GroupBackend, Work]]:
-        """Forget the all-gathers in flight, without waiting for them: the group and the work of each."""
-        works = list(self._fetcher.abandon())
-        self._shards_changed()
-        return works
+        """Forget the all-gathers in flight, without waiting for them: the group and the work of each. `shards_changed`
+        is to follow."""
+        return list(self._fetcher.abandon())
 
-    def _shards_changed(self) -> None:
+    def shards_changed(self) -> None:
+        """The weights of all units change, or ranks may not have gathered the same.
+
+        Raises:
+            OSError: what was being written of offloaded shards was not written.
+        """
         for unit in self.units.all:
             unit.shards_changed()
 

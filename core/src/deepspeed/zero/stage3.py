@@ -107,6 +107,7 @@ class Stage3(Stage2):
 
     def _abandon(self, *works: tuple[GroupBackend, Work]) -> None:
         super()._abandon(*works, *self.gathering.abandon())
+        self.gathering.shards_changed()  # may fail, as a disk does: after the peers know of this rank
 
     def _finish_in_flight(self) -> None:
         super()._finish_in_flight()

@@ -25,6 +25,7 @@ class Stateful(Holding):
     def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
         super().__init__(options, backend, group)
         self.moved_states: MovedStates | None = None  # to host memory, for a while
+        self.broken_by: str | None = None  # what failed and left weights of two steps, or of two checkpoints
 
     # ---- what a stage decides -----------------------------------------------------------------------------------
 
@@ -94,15 +95,25 @@ class Stateful(Holding):
             work.wait()
 
     def require_states(self, asked: str, *, weights_only: bool = False) -> None:
-        """Refuse what cannot work while states are where `offload_states` has moved them.
+        """Refuse what needs states that are all there, and all of one step.
 
         Args:
             asked: what the user called.
             weights_only: it reads no states but the weights that modules compute with.
 
         Raises:
-            StateError: names the call to make.
+            StateError: they are where `offload_states` has moved them, or something failed while they were written;
+                names the call to make.
         """
+        self.require_unmoved(asked, weights_only=weights_only)
+        if self.broken_by is not None:
+            raise StateError(
+                f"{asked}: {self.broken_by}, so weights of this rank may be of two steps; load a checkpoint with the "
+                "optimizer's states, on all ranks, or make a new engine"
+            )
+
+    def require_unmoved(self, asked: str, *, weights_only: bool = False) -> None:
+        """As `require_states`, for what restores states that are not of one step."""
         moved = self.moved_states
         if moved is not None and (moved.has_weights or not weights_only):
             kinds = ", ".join(sorted(moved.kinds))

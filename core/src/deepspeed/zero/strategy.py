@@ -93,7 +93,6 @@ class Sharding(Stateful):
         self._norm: Scalar | None = None
         self._facts = self._create_facts()
         self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
-        self._broken_by: str | None = None  # the error that ended an update before all weights were updated
         self._updates: OptimizerUpdate | None = None
         self.reduction = self._create_reduction()  # of nothing yet
         average = options.predivide_factor or float(self.world_size)
@@ -258,11 +257,6 @@ class Sharding(Stateful):
 
     def _begin_backward(self, by_user: bool) -> None:
         self.require_states("backward")
-        if self._broken_by is not None:
-            raise StateError(
-                f"backward: the last step failed inside its update ({self._broken_by}), so weights of this rank may be "
-                "of two steps; make a new engine and load a checkpoint"
-            )
         plan = self._plan(by_user)
         self._take_shown()
         if self._shown:
@@ -443,16 +437,16 @@ class Sharding(Stateful):
     def update(self, scale: Scalar = 1.0) -> None:
         """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
         assert self._updates is not None
-        self.release_gathered()
-        scale = scale * self._after_sum
-        if isinstance(scale, Tensor) and self.placement.fetches:  # the gradients cannot be multiplied before
-            scale = scale.item()
-        if isinstance(scale, Tensor) and takes_one_pass(self.optimizer):  # whose kernel takes a number of the host
-            for gradients in self._reduced:
-                multiply(gradients, scale)
-            scale = 1.0
         gathers: list[tuple[GroupBackend, Work]] = []
         try:
+            self.release_gathered()
+            scale = scale * self._after_sum
+            if isinstance(scale, Tensor) and self.placement.fetches:  # the gradients cannot be multiplied before
+                scale = scale.item()
+            if isinstance(scale, Tensor) and takes_one_pass(self.optimizer):  # whose kernel takes a number of the host
+                for gradients in self._reduced:
+                    multiply(gradients, scale)
+                scale = 1.0
             for batch in self._updates.step(scale):
                 for index in batch.finished:
                     if (work := self._all_gather_weights(index)) is not None:
@@ -460,7 +454,7 @@ class Sharding(Stateful):
             for _, work in gathers:
                 work.wait()
         except BaseException as error:
-            self._broken_by = first_line(error)
+            self.broken_by = f"the last step failed inside its update ({first_line(error)})"
             self._abandon(*gathers)
             raise
         self.placement.finish_sending()
