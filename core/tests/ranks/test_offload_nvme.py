@@ -450,6 +450,23 @@ def test_a_full_disk_is_found_before_training():
     run_ranks(1, full_disk_job)
 
 
+def space_job(keys):
+    engine = create_engine(2, keys, {})
+    file = next(Path(engine.config["zero_optimization"]["offload_optimizer"]["nvme_path"]).glob("*/optimizer.swap"))
+    num_bytes = os.stat(file).st_size
+    for step in range(2):
+        engine.backward(loss_of(engine, step))
+        engine.step()
+    assert os.stat(file).st_size == num_bytes
+    assert os.stat(file).st_blocks * 512 >= num_bytes
+    engine.destroy()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_takes_no_space_that_was_not_taken_before(precision):
+    run_ranks(1, space_job, {} if precision == "fp32" else {"bf16": {"enabled": True}})
+
+
 def refusals_job():
     refused = {
         "found 'nvme' with zero_optimization.stage 0": (0, {}, {}),

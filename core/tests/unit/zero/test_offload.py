@@ -1,8 +1,11 @@
 """Parts of offload alone: who waits for what, memory that cannot be page-locked, which engines get it."""
 
+import weakref
+
 import pytest
 import torch
 from deepspeed.accelerator.plain import PlainAccelerator
+from deepspeed.config.data import AioConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.config.zero import OffloadOptimizerConfig
 from deepspeed.errors import ConfigError
@@ -14,7 +17,9 @@ from deepspeed.zero.offload import buffers, policy
 from deepspeed.zero.offload.buffers import BufferRing, HostMemory
 from deepspeed.zero.offload.host import HostPlacement
 from deepspeed.zero.offload.lane import CopyLane
+from deepspeed.zero.offload.nvme import NvmePlacement
 from deepspeed.zero.offload.policy import choose_placement
+from deepspeed.zero.offload.swapped import SwappedUnit
 from deepspeed.zero.placement import Placement
 
 
@@ -260,3 +265,37 @@ def test_fronts_of_the_host():
     assert is_host_front(DeepSpeedCPUAdam([param]))
     assert not is_host_front(FusedAdam([param]))
     assert not is_host_front(torch.optim.AdamW([param]))
+
+
+def test_a_buffer_is_given_out_again_after_an_error_of_what_used_it():
+    class Failed:
+        def wait_on_host(self):
+            raise OSError("planted")
+
+    ring = BufferRing(HostMemory(PlainAccelerator(), pins=False), 1)
+    for forgets in (False, True):
+        ring.hold(0, Failed())
+        if forgets:
+            ring.forget()
+        else:
+            with pytest.raises(OSError, match="planted"):
+                ring.take(1, torch.float32)
+        assert ring.take(1, torch.float32).numel() == 1
+
+
+def test_a_sum_on_its_way_to_the_disk_is_held_until_it_is_copied(tmp_path):
+    """The lane reads it after the bucket has dropped it, and the allocator knows of no other stream."""
+    accelerator = Recorder()
+    accelerator.Event.query = lambda event: False
+    placement = NvmePlacement(
+        accelerator, tmp_path, rank=0, aio=AioConfig(), pins=False, reads_ahead=False, writes_behind=False
+    )
+    placement._by_index[0] = SwappedUnit([], torch.float32)
+    sum_S = torch.ones(8)
+    held = weakref.ref(sum_S.untyped_storage())
+    placement.keeper(adds=True)(0, placement._lane.mark(), sum_S.narrow(0, 0, 4))
+    del sum_S
+    assert held() is not None
+    placement.settle()
+    assert held() is None
+    placement.release()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -164,3 +165,31 @@ def test_an_error_in_flight_is_raised_by_every_work_of_its_queue(file):
         ):
             work.wait()
     wait()
+
+
+def test_an_interrupted_wait_leaves_what_is_in_flight_in_flight(file, monkeypatch):
+    queue = SwapQueue()
+    written = torch.arange(1 << 16, dtype=torch.float32)
+    work = queue.write(file.allocate(written.nbytes), written)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue._handle, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+    assert not work.is_done
+    waited = []
+    wait = queue._handle.wait
+    monkeypatch.setattr(queue._handle, "wait", lambda: waited.append(wait()))
+    work.wait()
+    assert work.is_done
+    assert len(waited) == 1
+
+
+def test_a_folder_that_cannot_be_removed_is_named(tmp_path, monkeypatch, caplog):
+    folder = SwapFolder(tmp_path, rank=0)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
+    folder.remove()
+    assert f"cannot remove the swap folder {folder.path}" in caplog.text

@@ -39,7 +39,8 @@ def make_groups(file, count):
     """Master weights are the number of the sub-group, gradients its negative."""
     groups = []
     for number in range(count):
-        group = SwappedGroup(SubGroup((), 0, NUMEL), file, master_dtype=torch.float32, num_spares=0)
+        fp32 = {"master_dtype": torch.float32, "gradient_dtype": torch.float32}
+        group = SwappedGroup(SubGroup((), 0, NUMEL), file, **fp32, num_spares=0)
         for name, value in ((MASTER, number), (GRADIENT, -number)):
             values = torch.full((NUMEL,), float(value))
             SwapQueue().write(group.tensor(name, torch.float32).region, values).wait()

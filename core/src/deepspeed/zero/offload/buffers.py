@@ -78,10 +78,7 @@ class BufferRing:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of arbitrary contents."""
         self.place = place = (self.place + 1) % len(self._buffers)
-        busy = self._busy[place]
-        if busy is not None:
-            busy.wait_on_host()
-            self._busy[place] = None
+        self._finish(place)
         num_bytes = numel * dtype.itemsize
         buffer = self._buffers[place]
         if buffer is None or buffer.numel() < num_bytes:
@@ -92,14 +89,28 @@ class BufferRing:
         """The buffer at `place` is in use until then."""
         self._busy[place] = until
 
+    def forget(self) -> None:
+        """All that used the buffers is done, and errors of it do not matter."""
+        self._busy = [None] * len(self._busy)
+
     @property
     def held_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
     def release(self) -> None:
         """Drop the buffers, once the copies that use them are done."""
-        for busy in self._busy:
-            if busy is not None:
-                busy.wait_on_host()
+        for place in range(len(self._busy)):
+            self._finish(place)
         self._buffers = [None] * len(self._buffers)
-        self._busy = [None] * len(self._busy)
+
+    def _finish(self, place: int) -> None:
+        """Return when the buffer is free. An error of what used it is raised once: the buffer is free then too."""
+        busy = self._busy[place]
+        if busy is None:
+            return
+        try:
+            busy.wait_on_host()
+        except OSError:
+            self._busy[place] = None
+            raise
+        self._busy[place] = None

@@ -54,6 +54,7 @@ class _Arrival(NamedTuple):
     """A sum in a staging buffer, or on its way there."""
 
     done: Mark
+    source: Tensor  # held until then: its memory may not go back to the allocator before
     place: int  # of the buffer in its ring
     staged: Tensor
     unit: SwappedUnit
@@ -124,11 +125,15 @@ class NvmePlacement(HostPlacement):
         self._units.append(unit)
         for sub_group in sub_groups:
             first = sub_group.shards[0].master
-            group = SwappedGroup(sub_group, self._file, master_dtype=first.dtype, num_spares=self._num_states)
+            group = SwappedGroup(
+                sub_group,
+                self._file,
+                master_dtype=first.dtype,
+                gradient_dtype=gradient_dtype,
+                num_spares=self._num_states,
+            )
             unit.groups.append(group)
-            group.tensor(GRADIENT, gradient_dtype)
-            region = group.tensor(MASTER, first.dtype).region
-            self._queue.write(region, stretched(first, sub_group.numel)).wait()
+            self._queue.write(group.tensors[MASTER].region, stretched(first, sub_group.numel)).wait()
             for shard, start in sub_group.starts():
                 self._places[id(shard)] = Place(unit, group, start)
                 _empty(shard.master)
@@ -223,7 +228,7 @@ class NvmePlacement(HostPlacement):
             staged = self._incoming.take(source.numel(), source.dtype)
             staged.copy_(source, non_blocking=True)
         done = self._lane.mark()
-        self._arriving.append(_Arrival(done, self._incoming.place, staged, self._by_index[index], adds))
+        self._arriving.append(_Arrival(done, source, self._incoming.place, staged, self._by_index[index], adds))
         while self._arriving and self._arriving[0].done.poll():
             self._land(self._arriving.popleft())
         return done
@@ -287,6 +292,7 @@ class NvmePlacement(HostPlacement):
             arrival.done.wait_on_host()
         self._arriving.clear()
         self._queue.finish()
+        self._incoming.forget()
         self._slots.forget_gradients()
         for unit in self._units:
             unit.has_sum, unit.norms, unit.written = False, [], None

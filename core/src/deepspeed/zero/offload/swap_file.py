@@ -163,6 +163,7 @@ class SwapWork:
         """
         if not self.is_done:
             self._queue.finish()
+        assert self.is_done
         if self._error is not None:
             raise self._error
 
@@ -203,12 +204,12 @@ class SwapQueue:
         """Wait for all that is in flight. Errors are for the `SwapWork`s to raise."""
         if not self._works:
             return
-        works, self._works = self._works, []
         error: OSError | None = None
         try:
-            self._handle.wait()
+            self._handle.wait()  # after an interrupt in it all are in flight still, and may be waited for again
         except OSError as found:
             error = swap_error(found, str(found.filename))
+        works, self._works = self._works, []
         for work in works:
             work.end(error)
 

@@ -69,9 +69,9 @@ def sweep(parent: Path) -> list[Path]:
     swept = []
     for folder in sorted(parent.glob(f"{PREFIX}{_host()}_*")):
         if (lock := _take_lock(folder)) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            if _delete(folder):
+                swept.append(folder)
             os.close(lock)
-            swept.append(folder)
     if swept:
         logger.info("nvme_path: removed what %s dead processes left in %s", len(swept), parent)
     return swept
@@ -103,8 +103,18 @@ def _take_lock(folder: Path) -> int | None:
 def _remove(path: Path, lock: int, pid: int) -> None:
     """A child of the process has the lock and the finalizer too, and no right to the folder."""
     if os.getpid() == pid:
-        shutil.rmtree(path, ignore_errors=True)
+        _delete(path)
         os.close(lock)
+
+
+def _delete(folder: Path) -> bool:
+    """Whether it is gone; else a warning says what is left."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        return True
+    num_bytes = sum(path.lstat().st_size for path in folder.rglob("*"))
+    logger.warning("cannot remove the swap folder %s, of %.1f MiB; remove it by hand", folder, num_bytes / 2**20)
+    return False
 
 
 def _host() -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapWork
+from deepspeed.zero.placement import GRADIENT, MASTER
 from deepspeed.zero.sub_groups import SubGroup
 
 
@@ -22,14 +23,26 @@ class SwappedGroup:
     """A sub-group and its regions.
 
     Args:
+        master_dtype, gradient_dtype: of its master weights and reduced gradients.
         num_spares: regions for states of which only the number is known, so that the disk has space for them.
     """
 
-    def __init__(self, sub_group: SubGroup, file: SwapFile, *, master_dtype: torch.dtype, num_spares: int) -> None:
+    def __init__(
+        self,
+        sub_group: SubGroup,
+        file: SwapFile,
+        *,
+        master_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        num_spares: int,
+    ) -> None:
         self.sub_group = sub_group
         self.numel = sub_group.numel
-        self.tensors: dict[str, SwappedTensor] = {}
         self._file = file
+        self.tensors = {
+            name: SwappedTensor(file.allocate(self.numel * dtype.itemsize), dtype)
+            for name, dtype in ((GRADIENT, gradient_dtype), (MASTER, master_dtype))
+        }
         self._spares = [file.allocate(self.numel * master_dtype.itemsize) for _ in range(num_spares)]
 
     def tensor(self, name: str, dtype: torch.dtype) -> SwappedTensor:
