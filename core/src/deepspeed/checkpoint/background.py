@@ -6,10 +6,8 @@ memory has no name and no file, grows to the largest save, and is used again by 
 """
 
 import contextlib
-import json
 import mmap
 import os
-import select
 import subprocess
 import sys
 import weakref
@@ -17,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from deepspeed.checkpoint.orders import Orders
 from deepspeed.checkpoint.shared_memory import SharedMemory
 from deepspeed.checkpoint.torch_store import write_state
 from deepspeed.errors import CheckpointError
@@ -127,10 +126,10 @@ class _Process:
             stdout=subprocess.PIPE,
             pass_fds=[descriptor],
             start_new_session=True,
-            text=True,
         )
-        self.in_flight: list[str] = []  # what is being saved, or nothing
-        parts = (self._process, self.memory, self.in_flight, os.getpid())
+        self._orders = Orders(self._process)
+        self._in_flight: list[tuple[int, str]] = []  # the order to save and what it saves, or nothing
+        parts = (self._process, self._orders, self.memory, self._in_flight, os.getpid())
         self.end: Callable[[], None] = weakref.finalize(self, _end, *parts)
 
     def is_alive(self) -> bool:
@@ -139,73 +138,62 @@ class _Process:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._in_flight.clear()
 
     def ask(self, order: Mapping[str, Any]) -> None:
         """Give an order and wait for the answer; `CheckpointError` if it could not be carried out."""
-        _send(self._process, order)
-        if error := _receive(self._process):
+        assert not self._in_flight, "an order before the save in flight was waited for"
+        if error := self._orders.receive(self._orders.send(order)):
             raise CheckpointError(error)
 
     def begin(self, order: Mapping[str, Any], what: str) -> None:
         """Give an order whose answer `finish` reads."""
-        self.in_flight.append(what)
-        with contextlib.suppress(CheckpointError):  # the process has ended: `finish` raises it
-            _send(self._process, order)
+        self._in_flight.append((self._orders.send(order), what))
 
     def has_answer(self) -> bool:
         """Whether `finish` will not wait."""
-        assert self._process.stdout is not None
-        return bool(self.in_flight) and bool(select.select([self._process.stdout.fileno()], [], [], 0)[0])
+        return all(self._orders.has_answer(number) for number, _ in self._in_flight)
 
     def finish(self) -> None:
         """See `BackgroundWriter.finish`."""
-        if not self.in_flight:
+        if not self._in_flight:
             return
-        if not self.has_answer():
-            announce(f"waiting for the asynchronous {self.in_flight[0]}")
-        error, what = _receive(self._process), self.in_flight.pop()
+        number, what = self._in_flight[0]
+        if not self._orders.has_answer(number):
+            announce(f"waiting for the asynchronous {what}")
+        error = self._orders.receive(number)
+        self._in_flight.clear()  # not before: an interrupt of the wait leaves it in flight
         if error:
-            raise CheckpointError(f"the asynchronous {what} has failed: {error}")
+            raise _failure(what, error)
 
 
-def _end(process: subprocess.Popen[str], memory: SharedMemory, in_flight: list[str], owner: int) -> None:
+def _failure(what: str, error: str) -> CheckpointError:
+    return CheckpointError(f"the asynchronous {what} has failed: {error}")
+
+
+def _end(
+    process: "subprocess.Popen[bytes]",
+    orders: Orders,
+    memory: SharedMemory,
+    in_flight: list[tuple[int, str]],
+    owner: int,
+) -> None:
     """Let the writer process complete its order and end."""
     if os.getpid() != owner:
         return  # a fork of the process that started it
     if in_flight and process.poll() is None:
-        announce(f"waiting for the asynchronous {in_flight[0]} before the program ends")
+        announce(f"waiting for the asynchronous {in_flight[0][1]} before the program ends")
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
-    if in_flight and (error := _receive(process)):
-        logger.error("the asynchronous %s has failed: %s", in_flight.pop(), error)
+    for number, what in in_flight:
+        if error := orders.receive(number):
+            logger.error("%s", _failure(what, error))
+    in_flight.clear()
     process.stdout.close()
     process.wait()
     memory.close()
-
-
-def _send(process: subprocess.Popen[str], order: Mapping[str, Any]) -> None:
-    assert process.stdin is not None
-    try:
-        process.stdin.write(json.dumps(order) + "\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        raise CheckpointError(_ended(process)) from None
-
-
-def _receive(process: subprocess.Popen[str]) -> str:
-    """The error in the next answer; empty if there is none. Waits."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    return str(json.loads(line).get("error", "")) if line else _ended(process)
-
-
-def _ended(process: subprocess.Popen[str]) -> str:
-    return (
-        f"the writer process of this rank has ended with exit code {process.wait()}. What it printed is above; the "
-        "next save starts another one."
-    )
 
 
 def _copy(files: Mapping[str, Any], memory: SharedMemory) -> list[dict[str, Any]]:

@@ -148,19 +148,20 @@ class Checkpointer:
                 f"checkpoint.async_save: found true for a save to {folder}, and asynchronous saves go to a folder "
                 "only. Set async_save to false, or save to a folder and copy it."
             )
+        self._may_be_saving = True  # before: an interrupt may come after the order to write
         save_in_background(save, self._ranks, self._background)
-        self._may_be_saving = True
         return folder
 
     def wait_for_save(self) -> None:
         """Wait until the save in flight is complete on all ranks; every rank calls it. Nothing if there is none.
 
         Raises:
-            CheckpointError: on every rank: it has failed, and this was not raised before.
+            CheckpointError: on every rank: it has failed, and some rank has not raised this before. A rank that did,
+                in `raise_failure`, raises it again with the others.
         """
         if self._background is not None and self._may_be_saving:
-            self._may_be_saving = False
             self.together(self._background.finish, "complete the asynchronous save")
+            self._may_be_saving = False
 
     def raise_failure(self) -> None:
         """Raise what the save in flight has met, if it has failed; neither waits nor communicates."""

@@ -100,10 +100,10 @@ def save_in_background(save: Save, ranks: Ranks, background: BackgroundWriter) -
     try:
         ranks.together(create, save.what)
         staged = ranks.together(stage, save.what)
+        background.write(staged, commit if ranks.commits else None, f"save of {save.folder}")
     except Exception:
         background.cancel()
         raise
     except BaseException:  # an interrupt
         background.kill()
         raise
-    background.write(staged, commit if ranks.commits else None, f"save of {save.folder}")

@@ -1,7 +1,8 @@
 """The writer process of a rank: it puts on disk what the rank has staged in shared memory, and commits.
 
-Started by `background.py`, which sends one order per line on stdin, as JSON, and reads one answer per line from stdout:
-`{}`, or `{"error": text}`. Imports no torch.
+Started by `background.py`, which sends one order per line on stdin, as JSON, and reads one answer per line from stdout.
+Each order has a `"number"` too, which its answer repeats: `{"number": 3}`, or `{"number": 3, "error": text}`. It does
+not import torch.
 
     {"do": "create", "folder": ...}             make the staging folder; on the committing rank
     {"do": "join", "folder": ..., "name": ...}  open this writer's report, see `reports.py`
@@ -137,12 +138,13 @@ def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _answer(writer: Writer, order: dict[str, Any]) -> dict[str, str]:
+def _answer(writer: Writer, order: dict[str, Any]) -> dict[str, Any]:
+    number = order.pop("number")
     try:
         getattr(writer, order.pop("do"))(**order)
     except (CheckpointError, OSError) as error:  # the rank raises it
-        return {"error": reason_of(error)}
-    return {}
+        return {"number": number, "error": reason_of(error)}
+    return {"number": number}
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, background, layout
 from deepspeed.checkpoint.background import BackgroundWriter
+from deepspeed.checkpoint.orders import Orders
+from deepspeed.checkpoint.save_steps import save_in_background
 from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.errors import CheckpointError, ConfigError
 
@@ -120,9 +122,6 @@ def test_a_writer_that_was_killed_is_an_error_and_the_next_save_starts_another(
 
 
 def test_an_interrupted_save_does_not_hinder_the_next(tmp_path, checkpointer, monkeypatch):
-    def interrupt(state, file):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(background, "write_state", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -130,6 +129,100 @@ def test_an_interrupted_save_does_not_hinder_the_next(tmp_path, checkpointer, mo
     save(checkpointer, tmp_path, 1)
     assert checkpointer.load(tmp_path).tag == "global_step1"
     assert not layout.unfinished_in(tmp_path)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def failing(tmp_path, checkpointer):
+    """The directory of a save whose writer cannot write a second one."""
+    save(checkpointer, tmp_path, 1)
+    checkpointer.wait_for_save()
+    limit_file_size(writer_of(checkpointer), 1000)
+    return tmp_path
+
+
+def test_a_wait_that_was_interrupted_is_not_taken_for_done(failing, checkpointer, monkeypatch):
+    save(checkpointer, failing, 2)
+    for wait in (checkpointer.wait_for_save, lambda: save(checkpointer, failing, 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Orders, "_poll", interrupt)
+            patch.setattr(Orders, "has_answer", lambda *_: False)
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+    with pytest.raises(CheckpointError, match="global_step2 has failed"):
+        save(checkpointer, failing, 3)
+    save(checkpointer, failing, 3)
+    with pytest.raises(CheckpointError, match="global_step3 has failed"):
+        checkpointer.wait_for_save()
+
+
+def test_an_interrupt_right_after_the_order_to_write_leaves_the_save_in_flight(failing, checkpointer, monkeypatch):
+    def begin_and_interrupt(*arguments):
+        save_in_background(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deepspeed.checkpoint.checkpointer.save_in_background", begin_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(checkpointer, failing, 2)
+    with pytest.raises(CheckpointError, match="global_step2 has failed"):
+        checkpointer.wait_for_save()
+
+
+@pytest.mark.parametrize("order", ["create", "join", "write"])
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_an_interrupted_order_is_given_up(tmp_path, checkpointer, monkeypatch, order, is_sent):
+    send = Orders.send
+
+    def interrupted_send(orders, content):
+        if content["do"] != order:
+            return send(orders, content)
+        if is_sent:
+            send(orders, content)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Orders, "send", interrupted_send)
+        with pytest.raises(KeyboardInterrupt):
+            save(checkpointer, tmp_path, 1)
+    checkpointer.wait_for_save()
+    save(checkpointer, tmp_path, 2)
+    assert checkpointer.load(tmp_path).tag == "global_step2"
+    assert not layout.unfinished_in(tmp_path)
+
+
+def test_an_answer_is_taken_for_that_of_its_own_order_only():
+    program = "import sys\nfor line in sys.stdin: print(line.replace('text', 'error').strip(), flush=True)"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        orders = Orders(process)
+        first, second = orders.send({"text": "first"}), orders.send({"text": "second"})
+        assert [orders.receive(second), orders.receive(first), orders.receive(second)] == ["second", "first", "second"]
+        orders.send({"text": "third"})
+        assert orders.receive(orders.send({})) == ""
+        process.stdin.close()
+        assert "ended with exit code 0" in orders.receive(9)
+
+
+@pytest.fixture
+def many_files():
+    """Descriptors below 1024 are all taken."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    yield
+    for descriptor in taken:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_trainer_with_many_open_files_saves(tmp_path, many_files):
+    checkpointer = Checkpointer(background=BackgroundWriter())
+    save(checkpointer, tmp_path, 1)
+    checkpointer.raise_failure()
+    checkpointer.close()
+    assert Checkpointer().load(tmp_path).tag == "global_step1"
 
 
 def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path, checkpointer):
