@@ -198,7 +198,7 @@ void Engine::work_with_ring(unsigned worker) {
     Bounce bounce(options_.queue_depth, options_.block_size);
     std::vector<Piece> pieces(options_.queue_depth);
     std::vector<unsigned> free;
-    for (unsigned index = 0; index < options_.queue_depth; ++index) free.push_back(index);
+    for (unsigned index = options_.queue_depth; index > 0; --index) free.push_back(index - 1);  // 0 is taken first
     for (;;) {
         if (free.size() == pieces.size()) fill(worker, &pieces, &free, &bounce);
         if (free.size() == pieces.size()) break;
