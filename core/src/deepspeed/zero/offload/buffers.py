@@ -41,10 +41,15 @@ class HostMemory:
         tensor = torch.empty(numel, dtype=dtype, device="cpu")
         return self.pinned(tensor) if crosses else tensor
 
-    def aligned(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8, uninitialized, for what files are read into and written from: begins at a page."""
+    def aligned(self, num_bytes: int, offset: int = 0) -> Tensor:
+        """[num_bytes] uint8, uninitialized, for what files are read into and written from: begins at a page.
+
+        Args:
+            offset: in the file, where it is read or written; it is moved without a copy if both are apart from a page
+                by as many bytes.
+        """
         memory = self.pinned(torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu"))
-        start = -memory.data_ptr() % ALIGNMENT
+        start = (offset - memory.data_ptr()) % ALIGNMENT
         return memory[start : start + num_bytes]
 
     def pinned(self, tensor: Tensor) -> Tensor:

@@ -185,8 +185,10 @@ class HostPlacement(Placement):
         for shard, source in zip(shards, sources, strict=True):
             if shard.stored is None:
                 pairs.append((shard, source))
-            else:  # written meanwhile: what is stored soon has other values in its memory by then
-                shard.stored.store(source.clone() if self.fetches and not copies else source)
+            elif copies or not self.fetches:
+                shard.stored.store(source)
+            else:  # written meanwhile, and `source` gets other values soon
+                shard.stored.store(shard.stored.target().copy_(source.detach().view(-1)))
         if not pairs:
             return
         shards, sources = [shard for shard, _ in pairs], [source for _, source in pairs]

@@ -36,8 +36,8 @@ from deepspeed.config.data import AioConfig
 from deepspeed.log import warn_once
 from deepspeed.ops.aio import preflight
 from deepspeed.optim.saved_state import num_states
-from deepspeed.zero.offload.buffers import BufferRing
-from deepspeed.zero.offload.host import MAX_ARRIVING, HostPlacement, stretched
+from deepspeed.zero.offload.buffers import BufferRing, HostMemory
+from deepspeed.zero.offload.host import HostPlacement, stretched
 from deepspeed.zero.offload.lane import Mark
 from deepspeed.zero.offload.swap_file import SwapFile, SwapQueue, mapped_zeros
 from deepspeed.zero.offload.swap_folder import SwapFolder
@@ -48,6 +48,9 @@ from deepspeed.zero.placement import GRADIENT, MASTER, Keep, exact_norm
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, ParamShard
     from deepspeed.zero.sub_groups import SubGroup
+
+#: sums on their way to slots and disk, and so staging buffers: one is filled while one is written
+MAX_STAGED = 2
 
 
 class _Arrival(NamedTuple):
@@ -94,6 +97,8 @@ class NvmePlacement(HostPlacement):
         buffer_count: int = 0,
     ) -> None:
         super().__init__(accelerator, pins=pins)
+        self._plain = HostMemory(accelerator, pins=False)
+        self._incoming = BufferRing(self._memory, MAX_STAGED)
         self._queue = SwapQueue(aio)  # for gradients, and single tensors
         self._folder = SwapFolder(nvme_path, rank=rank)
         self._file = SwapFile(self._folder.path / "optimizer.swap")
@@ -118,7 +123,7 @@ class NvmePlacement(HostPlacement):
             warn_once(f"zero_optimization.offload_optimizer.nvme_path: {remark}")
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device="cpu")  # until `put_away`
+        return self._plain.aligned(numel * dtype.itemsize).view(dtype)  # until `put_away`
 
     def put_away(self, optimizer: Optimizer, sub_groups: Sequence[SubGroup], gradient_dtype: torch.dtype) -> None:
         unit = SwappedUnit([], gradient_dtype)
@@ -159,7 +164,7 @@ class NvmePlacement(HostPlacement):
         self.forget()
         self.finish_sending()
         self._outgoing.release()
-        self._incoming = BufferRing(self._memory, MAX_ARRIVING)
+        self._incoming = BufferRing(self._memory, MAX_STAGED)
         self._units, self._by_index, self._places = [], {}, {}
         self._optimizer, self._updated = None, ()
         self._folder.remove()
@@ -172,9 +177,9 @@ class NvmePlacement(HostPlacement):
         _, group, start = self._places[id(shard)]
         if (held := self._slots.found(group, name)) is not None:
             return held.narrow(0, start, shard.fragment.numel).clone().view(shard.shape)
-        tensor = group.tensors[name]
-        found = torch.empty(shard.fragment.numel, dtype=tensor.dtype)
-        self._queue.read(tensor.region, found, start * tensor.dtype.itemsize).wait()
+        region, dtype = group.tensors[name]
+        found = self._plain.aligned(shard.fragment.numel * dtype.itemsize, start * dtype.itemsize).view(dtype)
+        self._queue.read(region, found, start * dtype.itemsize).wait()
         return found.view(shard.shape)
 
     def write(self, shard: ParamShard, name: str, value: Tensor | None, new: Tensor) -> None:
@@ -221,7 +226,7 @@ class NvmePlacement(HostPlacement):
         return partial(self._receive_sum, adds)
 
     def _receive_sum(self, adds: bool, index: int, work: Work, source: Tensor) -> Mark:
-        while len(self._arriving) >= MAX_ARRIVING:
+        while len(self._arriving) >= MAX_STAGED:
             self._land(self._arriving.popleft())
         with self._lane.copying():
             work.wait()

@@ -121,7 +121,8 @@ class _SwappedShard(OffloadedShard):
         return values
 
     def target(self, start: int, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=self.shard_S.dtype, device="cpu")
+        itemsize = self.shard_S.itemsize
+        return self._home.plain.aligned(numel * itemsize, start * itemsize).view(self.shard_S.dtype)
 
     def store(self, start: int, values: Tensor) -> None:
         self._home.write(self._region, values.to("cpu", self.shard_S.dtype), start * self.shard_S.itemsize)
@@ -162,6 +163,7 @@ class SwappedShards(ShardHome):
         self._folder = SwapFolder(section.nvme_path, rank=rank)
         self._file = SwapFile(self._folder.path / "parameters.swap")
         staging = HostMemory(accelerator, pins=pins, key="offload_param")
+        self.plain = HostMemory(accelerator, pins=False)  # for what the device does not copy
         self._buffers = [_Buffer(staging, aio) for _ in range(max(section.buffer_count, 1))]
         self._reads, self._writes = SwapQueue(aio), SwapQueue(aio)
         self._storing: list[tuple[SwapWork, Tensor]] = []  # with the memory that is written
@@ -177,7 +179,7 @@ class SwappedShards(ShardHome):
                 f"of {name} and what is gathered with it has {numel}; make it at least as large"
             )
         shard = _SwappedShard(self, self._file.allocate(values_S.nbytes), torch.empty_like(values_S, device="meta"))
-        shard.store(0, values_S)
+        shard.store(0, shard.target(0, numel).copy_(values_S))
         return shard
 
     def free_buffer(self) -> _Buffer | None:
