@@ -8,10 +8,8 @@ medians over the rounds with the smallest and largest; the ratio is that of the 
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,25 +18,9 @@ from typing import Any
 
 import torch
 from deepspeed.ops.aio import aio_handle
+from disk import fio
 
 TARGET = 0.95
-
-
-def fio(path: Path, kind: str, num_bytes: int, args: argparse.Namespace) -> float:
-    """Bytes per second that fio reports."""
-    threads = args.depth * args.workers
-    engine = ["--ioengine=io_uring", f"--iodepth={args.depth}"]
-    jobs = args.workers if args.engine == "io_uring" else threads
-    if args.engine == "threads":
-        engine = ["--ioengine=psync", "--thread"]
-    share = num_bytes // jobs
-    command = [
-        *("fio", "--name=aio", f"--filename={path}", f"--rw={kind}", f"--bs={args.block_kib}k", "--direct=1"),
-        *(*engine, f"--numjobs={jobs}", f"--size={share}", f"--offset_increment={share}", "--overwrite=1"),
-        *("--group_reporting", "--output-format=json"),
-    ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(json.loads(done.stdout)["jobs"][0][kind]["bw_bytes"])
 
 
 def ours(call: Callable[..., int], tensor: torch.Tensor, path: Path) -> float:
@@ -49,6 +31,7 @@ def ours(call: Callable[..., int], tensor: torch.Tensor, path: Path) -> float:
 
 def measure(handle: Any, folder: Path, args: argparse.Namespace) -> None:
     num_bytes, path = args.gib << 30, folder / "file"
+    same = {"block_kib": args.block_kib, "depth": args.depth, "engine": args.engine, "jobs_per_file": args.workers}
     empty = torch.empty(0, dtype=torch.uint8)
     tensors = {"locked tensor": handle.new_cpu_locked_tensor(num_bytes, empty).fill_(1)}
     tensors["plain tensor"] = torch.ones(num_bytes, dtype=torch.uint8)
@@ -58,7 +41,7 @@ def measure(handle: Any, folder: Path, args: argparse.Namespace) -> None:
         for _ in range(args.rounds):
             for name, tensor in tensors.items():
                 runs[name].append(ours(call, tensor, path))
-            runs["fio"].append(fio(path, kind, num_bytes, args))
+            runs["fio"].append(fio([path], kind, num_bytes, **same).total)
         report(kind, runs)
 
 

@@ -7,7 +7,12 @@
 `fsdp2-z3` shards per block and reshards after forward, as stage 3 does; in bf16 it reduces in bf16, as ours do. Stage 3
 has its default keys. `--offload` sets variants with `offload_optimizer` beside FSDP2's `CPUOffloadPolicy`. Where ranks
 are the host itself neither copies anything; `-apart` has a separate host memory, to and from which every copy is made.
-`--offload nvme` sets swap files beside host memory, and prints how many bytes per second pass the disk.
+`--offload nvme` sets swap files beside host memory, which moves nothing here: that is the *computation*. fio takes
+turns with them, with as many jobs as ranks and the same engine, block size, depth and mix of reads and writes; the
+bytes that a step has asked the disk for, over what fio moves per second, are its *disk time*. The target is 1.15 times
+the larger of the two. A step cannot reach it where both are alike and most of the states pass the disk: no update
+begins before the norm of all gradients is known. `--sub-group-numel` makes the part that stays in memory small;
+`--batch` and `--sequence` change how much is computed.
 
 How it measures: all variants live in the same ranks and take turns, `--steps-per-round` steps each, so that a noisy
 machine disturbs them alike; each round has another order, so that none always follows the same one, whose caches and
@@ -23,17 +28,19 @@ import dataclasses
 import json
 import random
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import disk
 import rank_processes
 import resident_memory
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from variants import CASES, OFFLOAD_VARIANTS, REHEARSAL, VARIANTS, Case, disk_bytes, formula_bytes
+from variants import CASES, NVME, OFFLOAD_VARIANTS, REHEARSAL, VARIANTS, Case, formula_bytes
 
 MEBIBYTE = 2**20
 PEER_NAMES = {
@@ -41,27 +48,52 @@ PEER_NAMES = {
     "fsdp2-z3": "FSDP2",
     "fsdp2-z2-offload": "FSDP2 z2",
     "fsdp2-z3-offload": "FSDP2 z3",
-    "stage2-offload": "host",
 }
+#: of a step with swap files, to the larger of computation and disk time
+NVME_TARGET = 1.15
+FIO = "fio"
 Row = dict[str, Any]
 
 
-def time_variants(case: Case, names: list[str], rounds: int, steps_per_round: int) -> dict[str, list[float]]:
-    """On each rank: ms per step of each variant, one figure per round (the first, a warm-up, is dropped)."""
+def time_variants(case: Case, names: list[str], rounds: int, steps_per_round: int) -> dict[str, list[Any]]:
+    """On each rank: ms per step of each variant, one figure per round (the first, a warm-up, is dropped). With swap
+    files also the bytes per step, "bytes of" each of those variants, and "fio", bytes per second, on the first rank."""
     variants = {name: VARIANTS[name](case) for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
+    on_nvme = [name for name in names if name.endswith(NVME)]
+    figures: dict[str, list[Any]] = {name: [] for name in [*names, *map("bytes of {}".format, on_nvme)]}
+    turns = [*names, FIO] if on_nvme else names
     orders = random.Random(0)  # the same on all ranks
-    for _ in range(1 + rounds):
-        for name in orders.sample(names, len(names)):
-            variant = variants[name]
-            _wait_for_all(case)
-            start_s = time.perf_counter()
-            for _ in range(steps_per_round):
-                variant.forward_backward()
-                variant.update()
-            _wait_for_all(case)  # inside the clock: a variant pays for what its last step left in flight
-            times[name].append((time.perf_counter() - start_s) / steps_per_round * 1e3)
-    return {name: values[1:] for name, values in times.items()}
+    with tempfile.TemporaryDirectory(dir=case.nvme_path or None) as folder:
+        for _ in range(1 + rounds):
+            for name in orders.sample(turns, len(turns)):
+                _wait_for_all(case)
+                if name == FIO:
+                    moved = [each[-1] for key, each in figures.items() if key.startswith("bytes of") and each]
+                    figures.setdefault(FIO, []).append(_fio(Path(folder), moved))
+                    continue
+                before, start_s = disk.passed(), time.perf_counter()
+                for _ in range(steps_per_round):
+                    variants[name].forward_backward()
+                    variants[name].update()
+                variants[name].finish()  # a variant pays for what its last step left in flight
+                _wait_for_all(case)
+                figures[name].append((time.perf_counter() - start_s) / steps_per_round * 1e3)
+                if name in on_nvme:
+                    passed = zip(disk.passed(), before, strict=True)
+                    figures[f"bytes of {name}"].append(
+                        disk.Bytes(*((after - each) / steps_per_round for after, each in passed))
+                    )
+    return {name: values[1:] for name, values in figures.items()}
+
+
+def _fio(folder: Path, moved: list[disk.Bytes]) -> float:
+    """Bytes per second of the mix that steps have moved, by one job per rank; measured by the first."""
+    if dist.get_rank() > 0:
+        return 0.0
+    read, total = sum(each.read for each in moved), sum(each.total for each in moved)
+    files = [folder / f"rank{rank}" for rank in range(dist.get_world_size())]
+    percent = round(100 * read / total) if total else 50
+    return disk.fio(files, "readwrite", 2**28, read_percent=percent).total
 
 
 def _wait_for_all(case: Case) -> None:
@@ -143,8 +175,8 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
         for peer in arguments.peers:
             if peer in names:
                 row[f"to_{peer}"] = row["ms"]["median"] / statistics.median(times[peer])
-        if name.endswith("-nvme"):
-            row["disk_bytes"] = disk_bytes(case, arguments.ranks) * arguments.ranks
+        if name.endswith(NVME):
+            row |= _beside_the_disk(name, by_rank, row["ms"]["median"], statistics.median(times[_computation(name)]))
         row["formula_bytes"] = formula_bytes(name, case, arguments.ranks)
         if not arguments.no_memory:
             measure = measure_memory if case.device == "cpu" else measure_device_memory
@@ -152,6 +184,37 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
             row |= {key: max(rank[key] for rank in ranks) for key in ranks[0]}
         rows.append(row)
     return rows
+
+
+def _computation(name: str) -> str:
+    """The variant that does the same without swap files."""
+    return name.replace(NVME, "-offload")
+
+
+def _beside_the_disk(name: str, by_rank: list[dict[str, list[Any]]], ms: float, computation_ms: float) -> Row:
+    """Bytes of a step of all ranks, the ms that fio takes for them, and the step to the larger of it and computing."""
+    rounds = [each for rank in by_rank for each in rank[f"bytes of {name}"]]
+    read, written = (statistics.median(values) * len(by_rank) for values in zip(*rounds, strict=True))
+    rate = statistics.median(by_rank[0][FIO])
+    disk_ms = (read + written) / rate * 1e3
+    return {
+        "read_bytes": read,
+        "written_bytes": written,
+        "fio_bytes_per_s": rate,
+        "disk_ms": disk_ms,
+        "computation_ms": computation_ms,
+        "to_target": ms / max(disk_ms, computation_ms),
+    }
+
+
+def print_beside_the_disk(row: Row) -> None:
+    """A line: computation, disk time, and whether the step is near the larger one."""
+    verdict = "met" if row["to_target"] <= NVME_TARGET else "MISSED"
+    print(
+        f"{row['variant']}: {row['ms']['median']:.0f} ms; computation {row['computation_ms']:.0f} ms; disk "
+        f"{row['disk_ms']:.0f} ms: {row['read_bytes'] / 1e6:.0f} MB read, {row['written_bytes'] / 1e6:.0f} MB written, "
+        f"fio moves {row['fio_bytes_per_s'] / 1e9:.2f} GB/s of that mix; {row['to_target']:.2f}x the larger ({verdict})"
+    )
 
 
 def build_table(rows: list[Row], peers: list[str]) -> Table:
@@ -228,6 +291,9 @@ def parse_arguments() -> argparse.Namespace:
         "--offload", nargs="?", choices=list(OFFLOAD_VARIANTS), const="cpu", help="variants with an offloaded optimizer"
     )
     parser.add_argument("--nvme-path", default="", help="a folder on a local disk, for --offload nvme")
+    parser.add_argument("--sub-group-numel", type=int, default=10**9, help="elements, for --offload nvme")
+    parser.add_argument("--batch", type=int, help="of a rank and step; default: the model's")
+    parser.add_argument("--sequence", type=int, help="tokens; default: the model's")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all of the kind")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds, one warm-up not counted")
     parser.add_argument("--steps-per-round", type=int, default=3)
@@ -240,12 +306,17 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.offload == "nvme" and not arguments.nvme_path:
         parser.error("--offload nvme: give --nvme-path, a folder on a local disk")
-    peers = {"cpu": ["fsdp2-z2-offload", "fsdp2-z3-offload"], "nvme": ["stage2-offload"]}
+    peers = {"cpu": ["fsdp2-z2-offload", "fsdp2-z3-offload"], "nvme": []}
     arguments.peers = peers.get(arguments.offload, ["ddp", "floor", "fsdp2-z3"])
     if arguments.variants is None:
         offloaded = {name for names in OFFLOAD_VARIANTS.values() for name in names}
         plain = [name for name in VARIANTS if name not in offloaded]
         arguments.variants = OFFLOAD_VARIANTS.get(arguments.offload, plain)
+    lacking = [
+        name for name in arguments.variants if name.endswith(NVME) and _computation(name) not in arguments.variants
+    ]
+    if lacking:
+        parser.error(f"--variants {lacking[0]}: add {_computation(lacking[0])}, to which it is compared")
     return arguments
 
 
@@ -256,15 +327,21 @@ def main() -> None:
     for model in arguments.models:
         for dtype in arguments.dtypes:
             case = dataclasses.replace(
-                CASES[model], dtype=dtype, device=arguments.device, nvme_path=arguments.nvme_path
+                CASES[model],
+                dtype=dtype,
+                device=arguments.device,
+                nvme_path=arguments.nvme_path,
+                sub_group_numel=arguments.sub_group_numel,
+                batch=arguments.batch or CASES[model].batch,
+                sequence_length=arguments.sequence or CASES[model].sequence_length,
             )
             case_rows = measure_case(case, arguments)
             rows += case_rows
             print(f"\n{case.model}, {dtype}, batch {case.batch}, {arguments.ranks} ranks; median (least greatest)")
             console.print(build_table(case_rows, arguments.peers))
             for row in case_rows:
-                if "disk_bytes" in row:
-                    print(f"{row['variant']}: {row['disk_bytes'] / row['ms']['median'] * 1e3 / 2**30:.2f} GiB/s")
+                if "disk_ms" in row:
+                    print_beside_the_disk(row)
             if arguments.json:  # after each case: an interrupted run keeps what it has
                 arguments.json.write_text(json.dumps(rows, indent=1))
     if arguments.plot:

@@ -30,6 +30,7 @@ class Case:
     sequence_length: int = 128
     device: str = "cpu"  # device type of torch; a rank has one
     nvme_path: str = ""  # a folder on a local disk, for variants with swap files
+    sub_group_numel: int = 10**9  # that these update at a time
 
     def gpt_config(self) -> Any:
         """The `GPTConfig` of the sizes here."""
@@ -81,6 +82,9 @@ class Plain:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def finish(self) -> None:
+        """A step leaves nothing in flight."""
+
     def settle(self) -> None:
         """Backward has waited for its collectives."""
 
@@ -125,6 +129,7 @@ class Engine:
         if swaps:
             pipelines = {"pipeline_read": True, "pipeline_write": True}
             zero["offload_optimizer"] = {"device": "nvme", "nvme_path": case.nvme_path, **pipelines}
+            zero["sub_group_size"] = case.sub_group_numel
         config = {
             "train_micro_batch_size_per_gpu": case.batch,
             "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[arg-type]
@@ -141,6 +146,10 @@ class Engine:
 
     def update(self) -> None:
         self.engine.step()
+
+    def finish(self) -> None:
+        """Wait for the writes that the last step left in flight."""
+        self.engine.sharding.placement.settle()
 
     def settle(self) -> None:
         """Finish the collectives that backward left in flight, so that their buffers are not counted as states."""
@@ -232,21 +241,12 @@ VARIANTS: dict[str, Callable[[Case], Variant]] = {
     "stage2-nvme": lambda case: Engine(case.build_model(), case, 2, swaps=True),
     "stage3-nvme": lambda case: Engine(case.build_model(), case, 3, swaps=True),
 }
+NVME = "-nvme"
 #: beside each other, by the value of `--offload`; the rest is the default
 OFFLOAD_VARIANTS = {
     "cpu": [name for name in VARIANTS if name.endswith(("-offload", "-apart"))],
-    "nvme": ["stage2-offload", *(name for name in VARIANTS if name.endswith("-nvme"))],
+    "nvme": [f"stage{stage}{place}" for stage in (1, 2, 3) for place in ("-offload", NVME)],
 }
-
-
-def disk_bytes(case: Case, world_size: int) -> float:
-    """Bytes that a rank reads and writes in a step of one micro-batch.
-
-    fp32 master weights and two moments are read and written, gradients of g bytes written and read.
-    """
-    with torch.device("meta"):
-        numel = sum(parameter.numel() for parameter in case.build_model().parameters())
-    return (2 * 12 + 2 * (4 if case.dtype == "fp32" else 2)) * numel / world_size
 
 
 def formula_bytes(variant: str, case: Case, world_size: int) -> float:
