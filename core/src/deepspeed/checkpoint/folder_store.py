@@ -55,7 +55,7 @@ class FolderStore:
         write_file(layout.staging_folder(folder) / layout.INDEX_FILE, lambda file: file.write(content))
 
     def commit(self, folder: Path, sizes: Mapping[str, int | None]) -> None:
-        """Move the staged version to `folder`; see [Note: how a folder is replaced]. `discard` ends the claim."""
+        """Move the staged version to `folder`; see [Note: how a folder is replaced]. `discard` ends the save."""
         staging, former = layout.staging_folder(folder), layout.former_folder(folder)
         assert self._claim is not None, "commit without create"
         self._claim.check()
@@ -65,26 +65,34 @@ class FolderStore:
             if os.path.lexists(folder):
                 os.rename(folder, former)
             os.rename(staging, folder)
-            sync_folder(folder.parent)
-            if os.path.lexists(former):
-                _retire(former, folder)
         except OSError as error:
             raise disk_error("replace", folder, error) from error
+        try:
+            sync_folder(folder.parent)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} is saved, but the disk could not make its name durable: {error.strerror}. Repair the disk, "
+                "and save again."
+            ) from error
 
     def discard(self, folder: Path) -> None:
-        """End the save: remove what is still staged, and the claim."""
+        """End the save: remove what it has replaced or not completed, and the claim."""
         if self._claim is None:
             return  # `create` failed before it had made anything
         try:
-            _settle(folder)
+            try:
+                _settle(folder)
+            except OSError:
+                self._release(removes_file=False)  # it says whose the rest is
+                raise
             self._release()
-        except OSError as error:  # the failure that led here is the one to raise
-            _warn(f"cannot remove what a failed save left of {folder}: {error}. The next save tries again.")
+        except OSError as error:  # the save has succeeded, or its failure is the one to raise
+            _warn(f"cannot remove what a save left of {folder}: {error}. The next save tries again.")
 
-    def _release(self) -> None:
+    def _release(self, removes_file: bool = True) -> None:
         claim, self._claim = self._claim, None
         if claim is not None:
-            claim.release()
+            claim.release(removes_file)
 
     def remove(self, folder: Path) -> None:
         try:

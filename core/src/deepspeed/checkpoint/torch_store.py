@@ -12,7 +12,7 @@ import torch
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import ChecksumWriter
 from deepspeed.checkpoint.consolidate import DEEPSPEED_CLASSES
-from deepspeed.checkpoint.durable import disk_error, write_file
+from deepspeed.checkpoint.durable import write_file
 from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.index import DamagedCheckpoint
 from deepspeed.checkpoint.tensors import compact
@@ -46,10 +46,7 @@ class TorchStore(FolderStore):
 
     def commit(self, folder: Path, sizes: Mapping[str, int | None]) -> None:
         super().commit(folder, sizes)
-        try:
-            self._release()
-        except OSError as error:
-            raise disk_error("replace", folder, error) from error
+        super().discard(folder)
 
     def load(self, path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
         try:

@@ -1,5 +1,6 @@
 """A save and a load of all ranks together: what comes back, and what happens when one rank or one file is wrong."""
 
+import errno
 import logging
 import shutil
 
@@ -298,3 +299,35 @@ def test_loaded_weights_may_outlive_the_next_save_of_the_same_tag(saved, ranks, 
 def test_a_universal_checkpoint_without_its_model_file(ranks, tmp_path):
     (tmp_path / "global_step3_universal" / "zero").mkdir(parents=True)
     expect(ranks.load(tmp_path, "global_step3_universal"), "mp_rank_00_model_states.pt is missing")
+
+
+def save_tag(directory, tag):
+    state = {"module": {"w": torch.ones(3)}, "dp_world_size": 1, "mp_world_size": 1}
+    Checkpointer().save(directory, tag, model_state=state, shard_state=None)
+
+
+def test_a_former_version_that_cannot_be_removed_does_not_fail_the_save(tmp_path, monkeypatch, lines):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "not yours", str(path))
+
+    for tag in "ab":
+        save_tag(tmp_path, tag)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", refuse)
+        save_tag(tmp_path, "a")
+    assert (tmp_path / "latest").read_text() == "a"
+    assert (tmp_path / ".a.former").is_dir()
+    assert "cannot remove what a save left of" in lines[-1][1]
+    save_tag(tmp_path, "b")
+    assert not layout.unfinished_in(tmp_path)
+
+
+def test_a_disk_that_cannot_make_a_new_version_durable_is_an_error(tmp_path, monkeypatch):
+    def sync_folder(folder):
+        if folder == tmp_path:
+            raise OSError(errno.EIO, "no disk")
+
+    save_tag(tmp_path, "a")
+    monkeypatch.setattr("deepspeed.checkpoint.folder_store.sync_folder", sync_folder)
+    with pytest.raises(CheckpointError, match=r"a is saved, but the disk could not make its name durable: no disk"):
+        save_tag(tmp_path, "a")
