@@ -10,6 +10,7 @@ from typing import Any
 from deepspeed.checkpoint.location import is_remote
 from deepspeed.checkpoint.sequential_file import SequentialFile
 from deepspeed.errors import CheckpointError
+from deepspeed.log import logger
 
 
 def write_file(path: Path, write: Callable[[Any], Any], temporary: Path | None = None) -> int:
@@ -42,15 +43,30 @@ def write_file(path: Path, write: Callable[[Any], Any], temporary: Path | None =
 
 
 def _write_object(path: Path, write: Callable[[Any], Any]) -> int:
-    """In an object store: the object takes its place when it is complete."""
+    """In an object store: the object takes its place when it is complete. Closing the file does that, so what an error
+    or an interrupt cuts short is discarded instead."""
     try:
-        with path.open("wb") as file:
+        file = path.open("wb")
+        try:
             write(file)
+        except BaseException:
+            _discard(file)
+            raise
+        file.close()
         return path.stat().st_size
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
             f"cannot write {path}: {error}. Former checkpoints are untouched. Check the bucket and its permissions."
         ) from error
+
+
+def _discard(file: Any) -> None:
+    """Give up the upload of a file of fsspec, which else is completed when the file is collected."""
+    try:
+        file.discard()
+    except Exception as error:  # noqa: BLE001 - any of the protocol's package; the one that led here is raised
+        logger.warning("the parts of %s that were uploaded were not removed: %s", file.path, error)
+    file.closed = True
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,6 +3,7 @@
 Ranks that are threads use the server: in fsspec's memory all readers of a file share its position.
 """
 
+import gc
 import io
 import json
 import sys
@@ -113,6 +114,23 @@ def test_a_file_of_weights_goes_to_a_url_too(url):
     save_state_dict_file({"w": torch.ones(3)}, f"{url}/out/pytorch_model.bin")
     content = (location(url) / "out" / "pytorch_model.bin").read_bytes()
     assert torch.load(io.BytesIO(content))["w"].sum() == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("num_bytes", [1000, 60 * 2**20], ids=["one part", "several parts"])
+def test_a_file_of_weights_that_is_cut_short_replaces_nothing(s3, monkeypatch, error, num_bytes):
+    def write_some(state, file):
+        file.write(bytes(num_bytes))
+        raise error
+
+    path = f"{s3}/pytorch_model.bin"
+    save_state_dict_file({"w": torch.ones(3)}, path)
+    former = location(path).read_bytes()
+    monkeypatch.setattr(torch, "save", write_some)
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else CheckpointError):
+        save_state_dict_file({"w": torch.ones(3)}, path)
+    gc.collect()
+    assert location(path).read_bytes() == former
 
 
 def test_the_command_line_takes_urls(memory):
