@@ -75,11 +75,11 @@ class Claim:
 
     def is_of_this_machine(self) -> bool:
         """Whether the last holder ran here, so that a free lock proves that its save has ended."""
-        return self._has_lock and os.pread(self._descriptor, 200, 0).split(b"\n")[0] == _machine().encode()
+        return self._has_lock and os.pread(self._descriptor, 200, 0).split(b"\n")[0] == machine().encode()
 
     def _sign(self, purpose: str = "") -> None:
         holder = f"process {os.getpid()} on {os.uname().nodename}{purpose}"
-        self._text = f"{_machine()}\n{holder}\n{secrets.token_hex(8)}\n".encode()
+        self._text = f"{machine()}\n{holder}\n{secrets.token_hex(8)}\n".encode()
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, self._text, 0)
 
@@ -150,7 +150,7 @@ def _holder(path: Path) -> str:
     return "another process"
 
 
-def _machine() -> str:
+def machine() -> str:
     """One running system: containers on it share its locks, its next boot does not."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

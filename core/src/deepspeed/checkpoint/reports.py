@@ -1,8 +1,9 @@
 """`Report`: how the writer processes of an asynchronous save learn from each other that their files are written.
 
 Training may be in a collective of its own meanwhile, or may have ended, so they agree through files. Each writer has
-one in the folder `.<tag>.writers`, locked with `flock` while the process lives, and writes its result into it. Imports
-no torch.
+one in the folder `.<tag>.writers`, locked with `flock` while the process lives, and writes its result into it, after a
+line that names its machine. A free lock shows that a process of this machine has ended; of another machine's locks some
+file systems know nothing, so a process there has ended when nothing was heard of it for long. Imports no torch.
 """
 
 import fcntl
@@ -16,6 +17,7 @@ from threading import Event, Thread
 from typing import Any
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.claim import machine
 from deepspeed.errors import CheckpointError
 
 COMMITTER = "committer"  # the name of the report of the rank that commits
@@ -60,6 +62,7 @@ class Report:
         self._folder = layout.writers_folder(folder)
         self._path = self._folder / f"{name}.json"
         self._limit_s = limit_s
+        self._lost: set[Path] = set()  # reports of writers that have ended without a result
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:
@@ -69,11 +72,14 @@ class Report:
             ) from None
         with suppress(OSError):  # a file system without locks: then only the limit tells
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._head = machine().encode() + b"\n"
+        os.pwrite(self._descriptor, self._head, 0)  # after the lock: see `_is_dead`
 
     def write(self, result: Mapping[str, Any]) -> None:
         """Let the other writers know the result of this one. The first one stays."""
-        if os.fstat(self._descriptor).st_size == 0:
-            os.pwrite(self._descriptor, json.dumps(result).encode(), 0)
+        if os.fstat(self._descriptor).st_size == len(self._head):
+            os.pwrite(self._descriptor, json.dumps(result).encode(), len(self._head))
+            os.fsync(self._descriptor)  # other clients of NFS see it then
 
     @contextmanager
     def kept_fresh(self) -> Iterator[None]:
@@ -97,18 +103,20 @@ class Report:
         """The result of the writer `name`. It is an `{"error": ...}` too where that process has ended without one."""
         path = self._folder / f"{name}.json"
         for _ in _looks(self._limit_s, lambda: _touched_ns(path)):
-            is_dead = path.exists() and not _is_held(path)  # before its content is read: it may have just written it
-            if (result := _read(path)) is not None:
+            is_dead = _is_dead(path)  # before its content is read: it may have just written it
+            if (result := _result(path)) is not None:
                 return result
             if is_dead:
+                self._lost.add(path)
                 return {"error": "its writer process ended before its files were written"}
+        self._lost.add(path)
         return {"error": f"nothing was heard of its writer process for {self._limit_s:g} s"}
 
     def leave(self) -> None:
-        """Remove the report. The committer waits until the others have read it."""
+        """Remove the report. The committer waits until the others have removed theirs: they have read it by then."""
         is_committer = self._path.stem == COMMITTER
         for _ in _looks(self._limit_s) if is_committer else ():
-            if not any(_is_held(path) for path in self._folder.iterdir() if path != self._path):
+            if all(map(_is_dead, set(self._folder.iterdir()) - {self._path} - self._lost)):
                 break
         os.close(self._descriptor)
         if is_committer:
@@ -145,9 +153,16 @@ def _is_held(path: Path) -> bool:
     return False
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _is_dead(path: Path) -> bool:
+    """Whether the report is of a process of this machine that has ended."""
+    with suppress(FileNotFoundError):
+        return path.read_bytes().partition(b"\n")[0] == machine().encode() and not _is_held(path)
+    return False
+
+
+def _result(path: Path) -> dict[str, Any] | None:
     try:
-        return dict(json.loads(path.read_bytes()))
+        return dict(json.loads(path.read_bytes().partition(b"\n")[2]))
     except (FileNotFoundError, ValueError):  # not there yet, or not all of it
         return None
 
