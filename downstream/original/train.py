@@ -3,9 +3,9 @@
     python train.py save FOLDER WORLD CASE...    3 steps, a checkpoint FOLDER/CASE, 3 more steps
     python train.py load FOLDER WORLD CASE=AS... load FOLDER/CASE in an engine of case AS, 3 more steps
 
-A case is a stage and a precision: `2-bf16`; `3-fp32-subgroups` has several sub-groups in a group, and what
-`3-fp32-written` saves is for DeepSpeed (`checkpoint.format`). The losses, each the
-mean over all ranks, go to FOLDER/CASE.save.json and FOLDER/CASE.AS.WORLD.json.
+A case is a stage and a precision: `2-bf16`; `3-fp32-subgroups` has several sub-groups in a group, what
+`3-fp32-written` saves is for DeepSpeed (`checkpoint.format`), and `3-fp32-universal` loads a universal checkpoint.
+The losses, each the mean over all ranks, go to FOLDER/CASE.save.json and FOLDER/CASE.AS.WORLD.json.
 """
 
 import json
@@ -54,6 +54,8 @@ def create_engine(case: str, seed: int) -> Any:
         "zero_optimization": {**zero, "sub_group_size": 50} if "subgroups" in more else zero,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 20}},
     }
+    if "universal" in more:
+        config["checkpoint"] = {"load_universal": True}
     if "written" in more:
         config["checkpoint"] = {"format": "deepspeed"}
     if precision != "fp32":

@@ -8,6 +8,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.convert import convert
 from deepspeed.checkpoint.index import read_index
 from deepspeed.checkpoint.tensor_index import TensorTable
 from deepspeed.testing.distributed import run_ranks
@@ -177,6 +178,15 @@ def test_losses_continue_wherever_a_checkpoint_is_loaded(saved, world_size, is_a
     folder, results = saved
     pairs = [pair for pair in product(SOURCES, MIXES) if is_all or is_covering(world_size, *pair)]
     run_ranks(world_size, resume_job, folder, pairs, results)
+
+
+@pytest.mark.parametrize("world_size", swept(WORLDS, lambda world_size: world_size == 2))
+def test_losses_continue_from_the_universal_format(saved, tmp_path, world_size):
+    folder, results = saved
+    pairs = [pair for pair in product(SOURCES, MIXES) if is_covering(world_size, *pair)]
+    for source in {source for source, _ in pairs}:
+        convert(place(folder, *source), place(tmp_path, *source), "universal")
+    run_ranks(world_size, resume_job, str(tmp_path), pairs, results)
 
 
 @pytest.mark.parametrize(

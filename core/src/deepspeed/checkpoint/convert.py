@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from deepspeed.checkpoint import consolidate
+from deepspeed.checkpoint import consolidate, layout
 from deepspeed.checkpoint.dcp_write import write_dcp
 from deepspeed.checkpoint.saved_run import SavedRun
+from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 from deepspeed.errors import CheckpointError
 
 
@@ -17,7 +18,8 @@ def convert(
 
     Args:
         to: one of `FORMATS`. "safetensors" and "torch" hold fp32 weights and buffers; "dcp" and "torchtitan" also the
-            optimizer's states, as `torch.distributed.checkpoint` files.
+            optimizer's states, as `torch.distributed.checkpoint` files; "universal" is DeepSpeed's format of that name,
+            under the tag `<tag>_universal`.
         tag: default: what `latest` names.
         max_shard_size: of a file of weights, for example "500MB"; "0" for one file.
 
@@ -48,7 +50,19 @@ def _to_torchtitan(directory: Path, output: Path, tag: str | None, max_shard_siz
     write_dcp(SavedRun(directory, tag), output, "torchtitan")
 
 
+def _to_universal(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
+    run = SavedRun(directory, tag)
+    folder = output / f"{layout.tag_of(run.folder)}_universal"
+    output.mkdir(parents=True, exist_ok=True)
+    write_universal(run, folder)
+    write_latest_universal(folder)
+    (output / layout.LATEST_FILE).write_text(folder.name, encoding="utf-8")
+
+
 #: How to write each format.
 FORMATS: Mapping[str, Callable[[Path, Path, str | None, str], None]] = MappingProxyType(
-    {"safetensors": _to_safetensors, "torch": _to_torch, "dcp": _to_dcp, "torchtitan": _to_torchtitan}
+    {
+        **{"safetensors": _to_safetensors, "torch": _to_torch},
+        **{"dcp": _to_dcp, "torchtitan": _to_torchtitan, "universal": _to_universal},
+    }
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed.checkpoint.consolidate import Attributes
 from deepspeed.errors import CheckpointError
+from deepspeed.precision.loss_scaler import LossScaler
 
 
 def is_deepspeeds(shard: Mapping[str, Any]) -> bool:
@@ -26,8 +27,7 @@ def as_own_shard(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     shard: dict[str, Any] = state["optimizer_state_dict"]
     if not is_deepspeeds(shard):
         return shard
-    scaler = shard["loss_scale_state"] if "loss_scale_state" in shard else vars(shard["loss_scaler"])
-    own = {**shard, "loss_scaler": dict(scaler), "zero_stage": int(shard["zero_stage"])}
+    own = {**shard, "loss_scaler": loss_scale_in(shard), "zero_stage": int(shard["zero_stage"])}
     if "optimizer_state_dict" in own:  # so it is called in stage 3
         own["base_optimizer_state"] = own.pop("optimizer_state_dict")
     found = own.get("base_optimizer_state")
@@ -37,3 +37,16 @@ def as_own_shard(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
             "elastic_checkpoint; save it with elastic_checkpoint false"
         )
     return own
+
+
+def loss_scale_in(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state of the loss scaler in what DeepSpeed wrote, or what was written for it; None where it has none."""
+    found = state.get("loss_scale_state", state.get("loss_scaler"))
+    return dict(vars(found) if isinstance(found, Attributes) else found) if found is not None else None
+
+
+def constant_scaler() -> LossScaler:
+    """What DeepSpeed has without fp16, and wants in files of stage 3."""
+    scaler = LossScaler.__new__(LossScaler)
+    vars(scaler).update(cur_scale=1.0, dynamic=False)
+    return scaler

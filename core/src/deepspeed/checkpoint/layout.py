@@ -140,6 +140,12 @@ def unfinished_in(save_dir: Path) -> list[Path]:
     return [save_dir / name for name in sorted(names)]
 
 
+def tag_of(folder: Path) -> str:
+    """The tag whose whole version lies in `folder`, as `whole_folder` gave it."""
+    match = _UNFINISHED.fullmatch(folder.name)
+    return match["name"] if match else folder.name
+
+
 def whole_folder(folder: Path) -> Path | None:
     """Where the whole version of `folder` lies now; None when there is none.
 

@@ -14,6 +14,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.zero.stored_tensor import StoredTensor
 
 _SHOWN = 8  # names in one message
+_MAPPED = frozenset({"module", "optimizer", "frozen_param_fragments"})  # read by range, or copied where they are used
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class LoadedCheckpoint:
     """The model file that this rank read."""
     tag: str
     model_state: dict[str, Any]
-    """The checkpoint's own keys (`layout.MODEL_STATE_KEYS`). Tensors of `module` are mapped from the file: copy
-    them, as `load_state_dict` does."""
+    """The checkpoint's own keys (`layout.MODEL_STATE_KEYS`). Tensors of `module`, `optimizer` and
+    `frozen_param_fragments` are mapped from the file: copy them, as a module's `load_state_dict` does."""
     shard_state: dict[str, Any] | None
     """This rank's optimizer shard: `optimizer_state_dict`, `ds_config`, `ds_version`. None when not asked for, or when
     `parts` has it. Mapped from the file too."""
@@ -157,8 +158,8 @@ def check_shard(state: Any, path: Path) -> int:
 
 
 def split_client_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checkpoint's own keys and the user's. All but the weights leaves the mapped file here."""
-    kept = {key: value if key == "module" else map_tensors(value, Tensor.clone) for key, value in state.items()}
+    """The checkpoint's own keys and the user's. All but weights and states leaves the mapped file here."""
+    kept = {key: value if key in _MAPPED else map_tensors(value, Tensor.clone) for key, value in state.items()}
     own = {key: value for key, value in kept.items() if key in layout.MODEL_STATE_KEYS}
     known = layout.MODEL_STATE_KEYS | layout.DEEPSPEED_KEYS
     return own, {key: value for key, value in kept.items() if key not in known}

@@ -32,15 +32,19 @@ class SavedRun:
         self.weights: Mapping[str, Any] = consolidate.lazy_state_dict(self.folder, exclude_frozen)
         """`consolidate.LazyTensor`s: fp32 weights, and buffers, of the names of the module."""
         shards = [(path, consolidate.read_file(path)) for path in layout.shards_in(self.folder).values()]
-        partitioned = layout.partitioned_models_in(self.folder)
-        self.model_file = self.folder / layout.model_file(0, 0 if partitioned else None)
-        self.model_state, self.client_state = split_client_state(consolidate.read_file(self.model_file))
+        partitioned = sorted(layout.partitioned_models_in(self.folder))
+        names = [layout.model_file(0, rank) for rank in partitioned] or [layout.model_file(0)]
+        self.model_files = [self.folder / name for name in names]
+        self.model_state, self.client_state = split_client_state(consolidate.read_file(self.model_files[0]))
         states = [as_own_shard(state, path) for path, state in shards]
+        self.common_state: Mapping[str, Any] = states[0] if states else self.model_state.get("optimizer") or {}
+        """The optimizer's state of the first rank, and what all ranks have in theirs, such as the loss scale."""
+        self.zero_stage = int(self.common_state.get("zero_stage", 0))
         self.states: SavedStates | None = states_of(self.model_state, states, self.model_state["module"])
         if self.states is None and self.model_state.get("optimizer"):
             raise CheckpointError(
-                f"{self.model_file} has an optimizer state without the names of its parameters, as DeepSpeed saves it "
-                "at stage 0; load it in an engine with the optimizer of that run, and save it again"
+                f"{self.model_files[0]} has an optimizer state without the names of its parameters, as DeepSpeed saves "
+                "it at stage 0; load it in an engine with the optimizer of that run, and save it again"
             )
 
     def optimizer_state(self, name: str, state: str) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.deepspeed_files import loss_scale_in
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.saved_states import PARAM_NAMES, names_by_group
 
@@ -58,6 +59,8 @@ def with_universal_states(model_state: Mapping[str, Any], folder: Path, load: _L
         for group, its in zip(base["param_groups"], names, strict=True)
     ]
     optimizer = {"state": states, "param_groups": groups, PARAM_NAMES: names}
+    if (scaler := loss_scale_in(common)) is not None:
+        optimizer["loss_scaler"] = scaler
     return {**model_state, "module": {**model_state["module"], **weights}, "optimizer": optimizer}
 
 

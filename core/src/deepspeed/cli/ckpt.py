@@ -30,6 +30,7 @@ _FORMATS = {
     "torch": "a pickle of them",
     "dcp": "dcp: torch.distributed.checkpoint, with the optimizer's states, for FSDP2",
     "torchtitan": "the same, as torchtitan names its entries",
+    "universal": "DeepSpeed's universal checkpoint",
 }
 
 _DONE, _FAULTS, _NOT_RUN = 0, 1, 2

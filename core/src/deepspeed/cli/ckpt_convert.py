@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deepspeed.checkpoint import consolidate
+from deepspeed.checkpoint import consolidate, layout
 from deepspeed.checkpoint.convert import convert
 from deepspeed.cli.ckpt_result import Result, as_size
 from deepspeed.cli.console import make_table
@@ -18,7 +18,7 @@ def run(directory: Path, output: Path, to: str, tag: str | None, max_shard_size:
     The record: `directory`, `tag`, `to`, `output`, and `files`, of each `name` and `bytes`.
     """
     try:
-        name = consolidate.tag_folder(directory, tag).name
+        name = layout.tag_of(consolidate.tag_folder(directory, tag))
         convert(directory, output, to, tag=tag, max_shard_size=max_shard_size)
     except ValueError as error:  # max_shard_size
         raise CheckpointError(str(error)) from error

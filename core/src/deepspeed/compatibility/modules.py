@@ -43,7 +43,6 @@ MODULES = {
     "autotuning.autotuner": _absent("autotuning", "Autotuner"),
     "autotuning.scheduler": _absent("autotuning", "ResourceManager"),
     "checkpoint.deepspeed_checkpoint": _absent("universal checkpoints", "DeepSpeedCheckpoint"),
-    "checkpoint.ds_to_universal": _absent("universal checkpoints", functions="main ds_to_universal"),
     "checkpoint.universal_checkpoint": _absent(
         "universal checkpoints", functions="enable_universal_checkpoint load_hp_checkpoint_state"
     ),

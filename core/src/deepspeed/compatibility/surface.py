@@ -244,9 +244,9 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict", W, "As documented."),
         (
             "universal checkpoints, ds_to_universal",
-            D,
-            "What ds_to_universal made is loaded. None are written: any number of ranks and any stage loads a "
-            "checkpoint as it is.",
+            W,
+            "Both are loaded, and made, which only DeepSpeed needs: any number of ranks and any stage loads a "
+            "checkpoint here as it is. There are no temporary files.",
         ),
         ("deepspeed.checkpoint.utils.clone_tensors_for_torch_save", W, "As documented."),
     ],

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.deepspeed_files import constant_scaler
 from deepspeed.errors import CheckpointError
-from deepspeed.precision.loss_scaler import LossScaler
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.parameter_parts import part_of
 from deepspeed.zero.state_dict import PER_PARAMETER, masters_key
@@ -38,7 +38,7 @@ def as_deepspeeds_shard(state: Mapping[str, Any], sharding: Sharding, sub_group_
     shard = dict(state["optimizer_state_dict"])
     shard["loss_scale_state"] = shard.pop("loss_scaler")
     if sharding.stage == 3:
-        shard["loss_scaler"] = _constant_scaler()
+        shard["loss_scaler"] = constant_scaler()
     base = shard.pop("base_optimizer_state")
     states = {index: _without_parameters(each) for index, each in base["state"].items()}
     key = masters_key(sharding.stage)
@@ -86,13 +86,6 @@ def as_deepspeeds_model(state: Mapping[str, Any], sharding: Sharding, sub_group_
         for first, stop in pairwise(_places(_sizes(group.values(), sharding), sub_group_size))
     ]
     return {**state, "module": module, "param_shapes": shapes, "frozen_param_fragments": parts}
-
-
-def _constant_scaler() -> LossScaler:
-    """What DeepSpeed has without fp16."""
-    scaler = LossScaler.__new__(LossScaler)
-    vars(scaler).update(cur_scale=1.0, dynamic=False)
-    return scaler
 
 
 def _without_parameters(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 
 from deepspeed._version import __version__
 from deepspeed.checkpoint import LoadedCheckpoint
+from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.config import redacted
 from deepspeed.engine.export import module_state_dict
 from deepspeed.engine.training import Training
@@ -163,7 +164,10 @@ class TrainingState:
         """Master weights and, with `with_states`, optimizer state and loss scale, after `check_optimizer`."""
         if loaded.shard_state is None:
             assert self.training.optimizer is not None
-            self.training.optimizer.load_state_dict(loaded.model_state["optimizer"])
+            own = map_tensors(
+                loaded.model_state["optimizer"], torch.Tensor.clone
+            )  # torch's optimizer keeps what it gets
+            self.training.optimizer.load_state_dict(own)
             return
         saved = loaded.shard_state["optimizer_state_dict"]
         self.sharding.restore_state(saved, load_optimizer_states=with_states)
