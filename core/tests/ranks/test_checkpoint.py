@@ -14,6 +14,7 @@ from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_check
 from deepspeed.comm import arrivals
 from deepspeed.errors import CheckpointError, CommError
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.odd_models import TiedLM
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
@@ -31,26 +32,6 @@ every_mix = pytest.mark.parametrize(
 )
 
 
-class Net(nn.Module):
-    """A tied weight, a frozen layer, a scalar, a parameter that is never used, a buffer; 2 ranks do not divide it."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(11, 7)
-        self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.block = nn.Linear(7, 7)
-        self.unused = nn.Linear(7, 3)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.head = nn.Linear(7, 11, bias=False)
-        self.head.weight = self.tokens.weight
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, tokens_BT):
-        self.calls += 1
-        x = torch.tanh(self.frozen(self.tokens(tokens_BT))) * self.gain
-        return nn.functional.cross_entropy(self.head(self.block(x)).flatten(0, 1).float(), tokens_BT.flip(1).flatten())
-
-
 def create_engine(stage, precision, seed=0, net=None, **keys):
     torch.manual_seed(seed)
     config = {
@@ -64,7 +45,7 @@ def create_engine(stage, precision, seed=0, net=None, **keys):
         **PRECISIONS[precision],
         **keys,
     }
-    net = net or Net()
+    net = net or TiedLM()
     groups = [
         {"params": [net.tokens.weight, net.gain]},
         {"params": [*net.block.parameters(), *net.unused.parameters()], "weight_decay": 0.0},
@@ -518,7 +499,7 @@ def num_bytes(state):
 
 def large_job(folder, stage):
     """Two megabytes of weights per rank: a storage that came along whole would show."""
-    net = Net()
+    net = TiedLM()
     net.block = nn.Linear(7, 100_000)
     net.forward = lambda x: (net.block(x).square().mean() + net.tokens.weight.sum() + net.gain) * 1.0
     engine = create_engine(stage, "fp32", net=net)

@@ -17,6 +17,7 @@ from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.engine import build
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.engines import make_engine
+from deepspeed.testing.odd_models import OddMLP
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import fragments, holding
 from deepspeed.zero.offload import policy
@@ -27,21 +28,6 @@ from torch.overrides import TorchFunctionMode
 BF16 = {"bf16": {"enabled": True}}
 PRECISIONS = {"fp32": {}, "bf16": BF16, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
 every_stage = pytest.mark.parametrize("stage", [1, 2])
-
-
-class Net(nn.Module):
-    """A scalar, and a parameter that is never used; 2 ranks do not divide it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.middle = nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
-        self.unused = nn.Linear(2, 2)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.last = nn.Linear(7, 3)
-
-    def forward(self, x):
-        return self.last(self.middle(torch.tanh(self.first(x))) * self.gain)
 
 
 class LateStream:
@@ -134,7 +120,7 @@ def create_engine(stage, precision, is_offloaded=True, seed=3, nvme_path=None, *
             pipelines = {"pipeline_read": True, "pipeline_write": True}
             zero["offload_optimizer"] = {"device": "nvme", "nvme_path": nvme_path, **pipelines}
     with separate_host_memory() if is_offloaded else contextlib.nullcontext():
-        engine = make_engine(Net(), stage, zero_optimization=zero, **PRECISIONS[precision], **keys)
+        engine = make_engine(OddMLP(), stage, zero_optimization=zero, **PRECISIONS[precision], **keys)
     assert engine.sharding.placement.is_offloaded is is_offloaded
     return engine
 
@@ -324,7 +310,7 @@ def test_an_added_group(tmp_path, device):
 def given_optimizer_job():
     with separate_host_memory():
         for make in (deepspeed.ops.adam.DeepSpeedCPUAdam, torch.optim.SGD):
-            net = Net()
+            net = OddMLP()
             config = {
                 "train_micro_batch_size_per_gpu": 4,
                 "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},

@@ -12,36 +12,15 @@ from deepspeed.checkpoint.convert import convert
 from deepspeed.checkpoint.index import read_index
 from deepspeed.checkpoint.tensor_index import TensorTable
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.odd_models import TiedLM
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import GatheredParameters
 from deepspeed.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from torch import nn
 
 WORLDS = (1, 2, 3)
 STAGES = (0, 1, 2, 3)
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 NUM_SAMPLES = 6  # of a step, over all ranks
-
-
-class Net(nn.Module):
-    """A tied weight, a frozen layer, a scalar, a parameter that is never used, a buffer; no world divides it."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(11, 7)
-        self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.block = nn.Linear(7, 7)
-        self.unused = nn.Linear(7, 3)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.head = nn.Linear(7, 11, bias=False)
-        self.head.weight = self.tokens.weight
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, tokens_BT):
-        self.calls += 1
-        x = torch.tanh(self.frozen(self.tokens(tokens_BT))) * self.gain
-        logits_BTV = self.head(self.block(x))
-        return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BT.flip(1).flatten())
 
 
 def create_engine(stage, precision, seed=0, threshold=10, bucket=40):
@@ -55,7 +34,7 @@ def create_engine(stage, precision, seed=0, threshold=10, bucket=40):
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 20}},
         **PRECISIONS[precision],
     }
-    net = Net()
+    net = TiedLM()
     groups = [
         {"params": [net.tokens.weight, net.gain]},
         {"params": [*net.block.parameters(), *net.unused.parameters()], "weight_decay": 0.0},
@@ -138,7 +117,7 @@ def weights_job(folder, pairs, results, flags):
 def frozen_job(folder, pairs, results):
     """The whole model is frozen here, and what a checkpoint has of its training is only its weights."""
     for source, (stage, precision) in pairs:
-        net = Net().requires_grad_(False)
+        net = TiedLM().requires_grad_(False)
         zero = {"stage": stage, "stage3_param_persistence_threshold": 10}
         config = {"train_batch_size": NUM_SAMPLES, "zero_optimization": zero, **PRECISIONS[precision]}
         engine = deepspeed.initialize(model=net, config=config)[0]
@@ -220,7 +199,7 @@ def read_piece(folder, piece):
 def test_the_index_says_where_every_value_is(saved):
     """In every checkpoint, of any number of ranks, stage and precision; compared with what the engine had."""
     folder, results = saved
-    names = [name for name, param in Net().named_parameters() if param.requires_grad and "unused" not in name]
+    names = [name for name, param in TiedLM().named_parameters() if param.requires_grad and "unused" not in name]
     for source in SOURCES:
         tag = Path(place(folder, *source)) / "global_step3"
         table = TensorTable(read_index(tag))

@@ -7,15 +7,13 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
+from deepspeed.testing import param_offload
 from deepspeed.testing.engines import make_engine
+from deepspeed.testing.odd_models import CheckpointedMLP
+from deepspeed.testing.param_offload import assert_same, create_engine, run
 from deepspeed.testing.tiers import swept
 from deepspeed.zero.offload import lane
 
-PRECISIONS = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
-}
 OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 PARAMS = {"offload_param": {"device": "cpu", "pin_memory": True}}
 #: kernels of the optimizer stay off, as in the other tests, and files can be read
@@ -24,51 +22,11 @@ WITH_FILES = {"DS_OPS_DISABLE": "cpu_adam,fused_adam"}
 SECTIONS = {"params": (PARAMS, {}), "both": ({**PARAMS, **OPTIMIZER}, OPTIMIZER)}
 
 
-class Net(torch.nn.Module):
-    """Frozen, unused, small and large parameters; some sizes are odd."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(7, 7) for _ in range(3)))
-        self.frozen = torch.nn.Linear(7, 5).requires_grad_(False)
-        self.unused = torch.nn.Linear(4, 6)
-        self.last = torch.nn.Linear(5, 3)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).tanh()
-        return self.last(self.frozen(x)).float().square().mean()
-
-
-def create_engine(precision, section, **keys):
-    torch.manual_seed(0)
-    # the smallest biases stay whole, and units are released after every use
-    stage3 = {"stage3_param_persistence_threshold": 4, "stage3_max_reuse_distance": 0}
-    return make_engine(
-        Net(),
-        3,
-        gradient_accumulation_steps=2,
-        gradient_clipping=0.5,
-        zero_optimization={**stage3, **section},
-        **PRECISIONS[precision],
-        **keys,
-    )
-
-
 def train(precision, section, steps=20, schedule="late"):
     torch.sim.set_schedule(schedule)
-    engine = create_engine(precision, section)
-    losses = run(engine, steps)
-    engine.eval()
-    with torch.no_grad():
-        losses.append(engine(torch.ones(2, 7, device=engine.device, dtype=dtype_of(engine))).item())
-    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
-        gathered = [param.cpu() for param in engine.module.parameters()]
-    engine.destroy()
-    weights = [param.detach().cpu() for param in engine.module.parameters()]
-    assert all(map(torch.equal, gathered, weights))
+    result = param_offload.train(precision, section, steps)
     torch.sim.set_schedule("late")
-    return losses, weights
+    return result
 
 
 def train_on_disk(precision, optimizer, path, schedule="late"):
@@ -78,21 +36,6 @@ def train_on_disk(precision, optimizer, path, schedule="late"):
         section["offload_optimizer"] = {"device": optimizer, "nvme_path": path}
     with mock.patch.dict(os.environ, WITH_FILES):
         return train(precision, section, 3, schedule)
-
-
-def dtype_of(engine):
-    return next(engine.module.parameters()).dtype
-
-
-def run(engine, steps):
-    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
-    losses = []
-    for _ in range(2 * steps):
-        loss = engine(torch.randn(4, 7, generator=generator).to(engine.device, dtype_of(engine)))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 _results = {}
@@ -108,12 +51,6 @@ def result(ranks, *arguments):
 def assert_close(one, other, tolerance=1e-5):
     for each, its in zip(one, other, strict=True):
         torch.testing.assert_close(torch.tensor(each), torch.tensor(its), rtol=tolerance, atol=tolerance)
-
-
-def assert_same(one, other, tolerance=1e-6):
-    for (losses, weights), (losses_2, weights_2) in zip(one, other, strict=True):
-        assert losses == pytest.approx(losses_2, rel=tolerance, abs=tolerance)
-        torch.testing.assert_close(weights, weights_2, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -280,31 +217,7 @@ def test_checkpoints_load_with_and_without_at_any_size(sim, sim_ranks, tmp_path,
 
 
 def access():
-    """What users read and change of single parameters, with parameters offloaded and without."""
-    seen = []
-    for section in ({}, PARAMS, {**PARAMS, **OPTIMIZER}):
-        engine = create_engine("bf16", section)
-        other = create_engine("bf16", section)
-        run(engine, 1)
-        weight, frozen = engine.module.layers[1].weight, engine.module.frozen.weight
-        values = []
-        with deepspeed.zero.GatheredParameters([weight, frozen], modifier_rank=0), torch.no_grad():
-            weight.mul_(2)
-            frozen.add_(1)
-        values.append(deepspeed.utils.safe_get_full_fp32_param(weight))
-        deepspeed.utils.safe_set_full_fp32_param(weight, values[-1] / 2)
-        run(engine, 1)
-        values.append(deepspeed.utils.safe_get_full_fp32_param(weight))
-        deepspeed.utils.safe_set_local_fp32_param(weight, deepspeed.utils.safe_get_local_fp32_param(weight) * 2)
-        values.append(deepspeed.utils.safe_get_full_fp32_param(weight))
-        values.append(deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg"))
-        with deepspeed.zero.GatheredParameters([weight, frozen]):
-            values += [weight.clone(), frozen.clone()]
-        run(other, 1)
-        seen.append([run(engine, 1), run(other, 1), *(value.detach().cpu().tolist() for value in values)])
-        engine.destroy()
-        other.destroy()
-    return seen
+    return [param_offload.access("bf16", section) for section in ({}, PARAMS, {**PARAMS, **OPTIMIZER})]
 
 
 def test_single_parameters_are_read_and_changed_as_without(sim_ranks):
@@ -318,7 +231,7 @@ def build(arguments):
     config = {"zero_optimization": {"stage": 3, **PARAMS}}
     torch.manual_seed(0)
     with deepspeed.zero.Init(**arguments):
-        model = Net()
+        model = CheckpointedMLP()
     shards = {param.ds_tensor.device.type for param in model.parameters()}
     stage3 = {"stage3_param_persistence_threshold": 4, "stage3_max_reuse_distance": 0}
     engine = make_engine(model, 3, zero_optimization={**stage3, **config["zero_optimization"]})
