@@ -164,6 +164,7 @@ def refusals_job():
     refused = {
         "found 'nvme' with zero_optimization.stage 0": (0, {}),
         "nvme_path: found none": (2, {"nvme_path": None}),
+        "nvme_path: found none with": (2, {"nvme_path": ""}),
         "/nowhere does not exist": (2, {"nvme_path": "/nowhere"}),
     }
     for text, (stage, offload) in refused.items():

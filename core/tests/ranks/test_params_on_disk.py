@@ -105,6 +105,23 @@ def test_single_parameters_are_read_and_changed_as_in_memory(tmp_path):
         assert in_memory == swapped
 
 
+def move_states(path):
+    """What is on disk is out of the device's memory already; the rest is that of the host."""
+    engine, other = create_engine("bf16", on_disk(path)), create_engine("bf16", {})
+    for each in (engine, other):
+        run(each, 1)
+        each.offload_states()
+        each.reload_states()
+    assert run(engine, 2) == run(other, 2)
+    engine.offload_states()
+    engine.destroy()
+    other.destroy()
+
+
+def test_states_are_moved_beside_shards_on_disk(tmp_path):
+    run_ranks(2, move_states, str(tmp_path))
+
+
 def build(path):
     config = {"zero_optimization": {"stage": 3, **on_disk(path)}}
     torch.manual_seed(0)
@@ -129,6 +146,10 @@ def refused(path):
         create_engine("fp32", absent)
     with pytest.raises(ConfigError, match="nvme_path: found none"):
         deepspeed.zero.Init(remote_device="nvme")
+    with pytest.raises(ConfigError, match="nvme_path: found none"):  # else it would be the working directory
+        create_engine("fp32", on_disk(""))
+    with pytest.raises(ConfigError, match="nvme_path: .* does not exist"):
+        create_engine("fp32", on_disk(f"{path}/{'x' * 300}"))
     with pytest.raises(ConfigError, match="nvme_path: .*nowhere does not exist; create it"):
         create_engine("fp32", on_disk(f"{path}/nowhere"))
     with pytest.raises(

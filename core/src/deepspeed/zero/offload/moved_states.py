@@ -68,7 +68,12 @@ class MovedStates:
 
     def _copy(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if tensor.device.type == "cpu" or storage.nbytes() == 0 or not storage.resizable() or self.has(tensor):
+        if (
+            tensor.device.type in ("cpu", "meta")
+            or storage.nbytes() == 0
+            or not storage.resizable()
+            or self.has(tensor)
+        ):
             return
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
         host = self._memory.allocate(storage.nbytes(), torch.uint8)

@@ -108,7 +108,7 @@ def _in_part(offloaded: Placement, ratio: float, home: ShardHome | None) -> Plac
 
 
 def _on_nvme(offload: OffloadOptimizerConfig, aio: AioConfig, rank: int) -> Placement:
-    if offload.nvme_path is None:
+    if not offload.nvme_path:
         raise ConfigError(
             'zero_optimization.offload_optimizer.nvme_path: found none with device "nvme"; name an existing folder on '
             "a local disk"

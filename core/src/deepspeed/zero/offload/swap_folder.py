@@ -46,8 +46,8 @@ class SwapFolder:
 
     def __init__(self, nvme_path: str | os.PathLike[str], *, rank: int) -> None:
         parent = Path(nvme_path).absolute()
-        if not parent.is_dir():
-            problem = "is not a folder" if parent.exists() else "does not exist"
+        if not os.path.isdir(parent):  # False too for a name that no file can have
+            problem = "is not a folder" if os.path.exists(parent) else "does not exist"
             raise ConfigError(f"nvme_path: {parent} {problem}; create it on a local disk, or name another folder")
         try:
             sweep(parent)

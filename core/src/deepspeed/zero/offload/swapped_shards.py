@@ -151,7 +151,7 @@ class SwappedShards(ShardHome):
         pins: bool,
         rank: int,
     ) -> None:
-        if section.nvme_path is None:
+        if not section.nvme_path:
             raise ConfigError(
                 "zero_optimization.offload_param.nvme_path: found none, and device is 'nvme'; name a folder on a local "
                 "disk"
