@@ -20,6 +20,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,16 @@ class FileEntry:
 
     @classmethod
     def parse(cls, known: Mapping[str, Any]) -> "FileEntry":
-        """From `as_json` or `as_message`."""
-        listed = known.get("tensors")
+        """From `as_json` or `as_message`. ValueError, TypeError or KeyError where it is neither."""
+        name, num_bytes, sums, listed = known["name"], known["bytes"], known["crc32"], known.get("tensors")
+        _require(isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0"), "name", name)
+        _require(num_bytes is None or _is_count(num_bytes), f"bytes of {name}", num_bytes)
+        if sums is not None:
+            _require(isinstance(sums, list) and all(isinstance(each, str) for each in sums), f"crc32 of {name}", sums)
+            num_blocks = len(sums) if num_bytes is None else -(-num_bytes // BLOCK_BYTES)
+            _require(len(sums) == num_blocks, f"number of checksums of {name}, a file of {num_bytes} bytes", len(sums))
         tensors = None if listed is None else {tuple(key): _record(*about) for key, *about in listed}
-        return cls(known["name"], known["bytes"], known["crc32"], tensors, known.get("parameters"))
+        return cls(name, num_bytes, sums, tensors, known.get("parameters"))
 
 
 @dataclass(frozen=True)
@@ -110,14 +117,22 @@ class Index:
                 f"{path} is damaged: its checksum does not fit its content ({len(content)} bytes). Copy it again from "
                 "where it came, or load another tag; without this file the checkpoint loads unverified."
             )
-        known = json.loads(content)
-        if known["format"] != _FORMAT or known["block_bytes"] != BLOCK_BYTES:
-            raise CheckpointError(
-                f"{path} has format {known['format']} with blocks of {known['block_bytes']} bytes, and this version "
-                f"reads format {_FORMAT} with {BLOCK_BYTES}. Load the checkpoint with the version of ds-core that "
-                f"saved it ({known['saved'].get('ds_core')}) or a later one."
-            )
-        return cls(tuple(map(FileEntry.parse, known["files"])), known["saved"], known.get("tensors"))
+        try:
+            known = json.loads(content)
+            version, block_bytes, saved = known["format"], known["block_bytes"], known["saved"]
+            if (version, block_bytes) == (_FORMAT, BLOCK_BYTES):
+                return cls(tuple(map(FileEntry.parse, known["files"])), _checked(saved), _table(known.get("tensors")))
+            saver = saved.get("ds_core")
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise DamagedCheckpoint(
+                f"{path} is damaged: its checksum fits, and its content is no index ({type(error).__name__}: {error}). "
+                "Load another tag."
+            ) from error
+        raise CheckpointError(
+            f"{path} has format {version} with blocks of {block_bytes} bytes, and this version reads format {_FORMAT} "
+            f"with {BLOCK_BYTES}. Load the checkpoint with the version of ds-core that saved it ({saver}) or a later "
+            "one."
+        )
 
 
 def read_index(folder: Path) -> Index | None:
@@ -134,7 +149,37 @@ def read_index(folder: Path) -> Index | None:
         raise CheckpointError(f"cannot read {path}: {error.strerror}. Correct its permissions.") from error
 
 
+def _require(condition: bool, what: str, found: Any) -> None:
+    if not condition:
+        raise ValueError(f"{what}: found {found!r:.200}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _checked(saved: Any) -> dict[str, Any]:
+    """`Index.saved`."""
+    _require(isinstance(saved, dict), "saved", saved)
+    if saved.get("at") is not None:
+        datetime.fromisoformat(saved["at"]).astimezone()  # tags are sorted by it
+    for key in ("global_steps", "zero_stage", "dp_world_size", "mp_world_size"):
+        _require(saved.get(key) is None or _is_count(saved[key]), key, saved.get(key))
+    return dict(saved)
+
+
+def _table(tensors: Any) -> dict[str, Any] | None:
+    """`Index.tensors`."""
+    if tensors is None:
+        return None
+    lists = [tensors["groups"], tensors["entries"]]
+    _require(all(isinstance(each, list) for each in lists), "tensors", lists)
+    return dict(tensors)
+
+
 def _record(dtype: str, shape: Sequence[int], offset: int, stride: Sequence[int] | None = None) -> TensorRecord:
+    numbers = (offset, *shape, *(stride or ()))
+    _require(isinstance(dtype, str) and all(map(_is_count, numbers)), "a tensor", (dtype, *numbers))
     return TensorRecord(dtype, tuple(shape), offset, None if stride is None else tuple(stride))
 
 

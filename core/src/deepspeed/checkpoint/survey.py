@@ -32,8 +32,8 @@ class SavedTag:
     @cached_property
     def saved_at(self) -> datetime:
         """When it was saved; without an index, when its folder was last changed."""
-        if self.index is not None and "at" in self.index.saved:
-            return datetime.fromisoformat(self.index.saved["at"])
+        if self.index is not None and self.index.saved.get("at"):
+            return datetime.fromisoformat(self.index.saved["at"]).astimezone()
         return datetime.fromtimestamp(self.folder.stat().st_mtime).astimezone()
 
     def faults(self, *, content: bool, advance: Callable[[int], object] | None = None) -> dict[str, str]:

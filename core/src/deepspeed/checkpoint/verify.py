@@ -57,8 +57,13 @@ def check_checksums(path: Path, entry: FileEntry, index: Index, found: list[str]
             f"{path} has the content that was saved as {others[0]}: the files were renamed or swapped. Give each its "
             "name back, or load another tag."
         )
+    if len(found) != len(entry.checksums):  # where the store did not know the number of bytes
+        raise DamagedCheckpoint(
+            f"{path} is damaged: it has {len(found)} blocks of {BLOCK_BYTES} bytes, and was saved with "
+            f"{len(entry.checksums)}. {_ADVICE}"
+        )
     block = next(i for i, (one, other) in enumerate(zip(found, entry.checksums, strict=True)) if one != other)
-    first, last = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, entry.num_bytes or 0) - 1
+    first, last = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, path.stat().st_size) - 1
     raise DamagedCheckpoint(
         f"{path} is damaged: its bytes {first} to {last} have the CRC-32 {found[block]}, and were saved with "
         f"{entry.checksums[block]}. {_ADVICE}"

@@ -1,5 +1,6 @@
 """`ds_ckpt show`: the tags in a directory, the files and parameters of one tag, or where its tensors are."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,12 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
 def _about(tag: SavedTag) -> dict[str, Any]:
     saved: Mapping[str, Any] = tag.index.saved if tag.index is not None else {}
     faults = tag.faults(content=False)
+    sizes = [saved.get("dp_world_size"), saved.get("mp_world_size")]
     return {
         "tag": tag.name,
         "global_steps": saved.get("global_steps"),
         "zero_stage": saved.get("zero_stage"),
-        "ranks": saved["dp_world_size"] * saved["mp_world_size"] if "dp_world_size" in saved else None,
+        "ranks": math.prod(sizes) if None not in sizes else None,
         "bytes": tag.num_bytes,
         "date": tag.saved_at.isoformat(timespec="seconds"),
         "complete": None if tag.index is None and not faults else not faults,

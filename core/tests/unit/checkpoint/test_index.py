@@ -7,7 +7,9 @@ import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, checksum, layout
 from deepspeed.checkpoint.checksum import ChecksumWriter, checksums_of
-from deepspeed.checkpoint.index import DamagedCheckpoint, Index, read_index
+from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry, Index, read_index
+from deepspeed.checkpoint.survey import saved_tags
+from deepspeed.checkpoint.verify import check_content
 from deepspeed.errors import CheckpointError
 
 TAG = "global_step3"
@@ -29,6 +31,16 @@ def flip_bit(path, at=0.5, bit=3):
     content = bytearray(path.read_bytes())
     content[int(at * (len(content) - 1))] ^= 1 << bit
     path.write_bytes(content)
+
+
+def reseal(folder, change):
+    """Let `change` alter the content of an index, with a checksum that fits."""
+    path = folder / layout.INDEX_FILE
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    change(content)
+    head = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
+    path.write_bytes(head + b',\n "checksum": "crc32:%08x"\n}\n' % zlib.crc32(head))
 
 
 def refused(outcomes, *words):
@@ -132,22 +144,77 @@ def test_a_file_of_another_save_is_not_taken_for_one_of_this(ranks, folder):
 
 
 def test_an_index_of_a_later_format_is_refused(ranks, folder):
-    path = folder / layout.INDEX_FILE
-    text = path.read_bytes().replace(b'"format": 1', b'"format": 2')
-    head = text.rpartition(b',\n "checksum"')[0]
-    path.write_bytes(head + b',\n "checksum": "crc32:%08x"\n}\n' % zlib.crc32(head))
+    reseal(folder, lambda content: content.update(format=2))
     refused(ranks.load(folder.parent), "has format 2", "reads format 1")
 
 
+def change_file(**keys):
+    return lambda content: content["files"][0].update(keys)
+
+
+def change_saved(**keys):
+    return lambda content: content["saved"].update(keys)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_saved(at="yesterday"),
+        change_saved(at=5),
+        change_saved(dp_world_size="two"),
+        lambda content: content.update(saved=[]),
+        lambda content: content.pop("files"),
+        lambda content: content.pop("format"),
+        lambda content: content["files"].append("a"),
+        lambda content: content["files"][0].pop("bytes"),
+        change_file(name="../other/mp_rank_00_model_states.pt"),
+        change_file(name="/etc/passwd"),
+        change_file(name=".."),
+        change_file(name=3),
+        change_file(bytes=-1),
+        change_file(bytes="10"),
+        change_file(crc32=["00000000"] * 2),
+        change_file(crc32=[0]),
+        change_file(tensors=[[["module", "w"], "float32"]]),
+        change_file(tensors=[[["module", "w"], "float32", [-1], 0]]),
+        lambda content: content.update(tensors={"groups": []}),
+    ],
+)
+def test_what_is_no_index_fails_every_rank_and_the_last_good_tag_is_offered(
+    ranks, folder, make_training, make_ranks, change
+):
+    """Whatever its checksum says: no rank raises alone, which would leave its peers in a collective."""
+    reseal(folder, change)
+    refused(ranks.load(folder.parent), str(folder / layout.INDEX_FILE), "is damaged", "No other tag is whole")
+    make_ranks(2, keep_last=1).save(make_training(seed=4), folder.parent, "global_step4")
+    refused(ranks.load(folder.parent, TAG), "is damaged", "'global_step4'")
+    assert [tag.name for tag in saved_tags(folder.parent)] == [TAG, "global_step4"]
+
+
+def test_a_date_may_be_absent(folder):
+    reseal(folder, change_saved(at=None))
+    (tag,) = saved_tags(folder.parent)
+    assert tag.saved_at.tzinfo is not None
+    reseal(folder, change_saved(at="2026-01-02T03:04:05"))
+    (tag,) = saved_tags(folder.parent)
+    assert tag.saved_at.tzinfo is not None
+
+
+def test_more_or_fewer_blocks_than_were_saved_are_named(folder):
+    path, index = folder / NAMES[0], read_index(folder)
+    flip_bit(path)
+    entry = FileEntry(NAMES[0], None, ["00000000"] * 2)
+    with pytest.raises(DamagedCheckpoint, match="it has 1 blocks of .* bytes, and was saved with 2"):
+        check_content(path, entry, index)
+
+
 def test_the_index_is_plain_json_and_unknown_keys_are_ignored(folder):
-    path = folder / layout.INDEX_FILE
-    content = json.loads(path.read_text())
-    assert content["format"] == 1
-    del content["checksum"]
-    content["colors"] = [{"name": "w", "red": 1}]
-    content["files"][0]["owner"] = "nobody"
-    head = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
-    path.write_bytes(head + b',\n "checksum": "crc32:%08x"\n}\n' % zlib.crc32(head))
+    def change(content):
+        assert content["format"] == 1
+        content["colors"] = [{"name": "w", "red": 1}]
+        content["files"][0]["owner"] = "nobody"
+
+    reseal(folder, change)
     assert read_index(folder).entry(NAMES[0]) is not None
 
 
