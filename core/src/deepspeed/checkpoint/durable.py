@@ -80,6 +80,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, where they are missing, and make their names durable. Raises OSError."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
+
+
 def disk_error(action: str, path: Path, error: BaseException) -> CheckpointError:
     """The error to raise when the disk refused to `action` ("write", "replace") `path`."""
     cause: BaseException | None = error

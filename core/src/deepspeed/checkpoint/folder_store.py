@@ -25,7 +25,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.claim import Claim, abandoned
-from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
+from deepspeed.checkpoint.durable import disk_error, make_folder, sync_folder, write_file
 from deepspeed.checkpoint.index import DamagedCheckpoint, Index, read_index
 from deepspeed.checkpoint.reports import remove_folder as remove_reports
 from deepspeed.checkpoint.verify import check_content, check_size
@@ -44,7 +44,7 @@ class FolderStore:
             self._release()  # of a save that an interrupt ended
             if folder.is_file() and not folder.is_symlink():
                 raise CheckpointError(f"cannot save {folder}: it is a file. Move it away, or use another tag.")
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(folder.parent)
             self._claim = Claim.take(folder)
             _tidy(folder)
             layout.staging_folder(folder).mkdir()

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed._version import CORE_VERSION
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
+from deepspeed.checkpoint.durable import disk_error, make_folder, sync_folder, write_file
 from deepspeed.checkpoint.loadable import make_loadable
 from deepspeed.checkpoint.location import is_remote, location
 from deepspeed.checkpoint.tensors import compact
@@ -58,7 +58,7 @@ def save_state_dict_file(state: Mapping[str, Any], path: str | Path) -> None:
     content = compact(make_loadable(state, "the state dict"))
     try:
         if not is_remote(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
         write_file(target, lambda file: torch.save(content, file))
         sync_folder(target.parent)
     except OSError as error:

@@ -3,11 +3,12 @@
 import errno
 import logging
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from deepspeed.checkpoint import MODEL_STATE_KEYS, Checkpointer, TorchStore, layout
+from deepspeed.checkpoint import MODEL_STATE_KEYS, Checkpointer, TorchStore, layout, save_state_dict_file
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import logger
 
@@ -331,3 +332,15 @@ def test_a_disk_that_cannot_make_a_new_version_durable_is_an_error(tmp_path, mon
     monkeypatch.setattr("deepspeed.checkpoint.folder_store.sync_folder", sync_folder)
     with pytest.raises(CheckpointError, match=r"a is saved, but the disk could not make its name durable: no disk"):
         save_tag(tmp_path, "a")
+
+
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_the_names_of_folders_that_a_save_makes_are_durable(tmp_path, monkeypatch, is_relative):
+    monkeypatch.chdir(tmp_path)
+    root, synced = Path() if is_relative else tmp_path, []
+    monkeypatch.setattr("deepspeed.checkpoint.durable.sync_folder", synced.append)
+    save_tag(root / "runs" / "first", "a")
+    save_state_dict_file({"w": torch.ones(3)}, root / "exports" / "weights.bin")
+    assert synced == [root / "runs", root, root]
+    save_tag(root / "runs" / "first", "b")
+    assert len(synced) == 3
