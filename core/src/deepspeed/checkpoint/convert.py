@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from deepspeed.checkpoint import consolidate, layout
 from deepspeed.checkpoint.dcp_write import write_dcp
+from deepspeed.checkpoint.location import local_folder
 from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 from deepspeed.errors import CheckpointError
@@ -24,12 +25,12 @@ def convert(
         max_shard_size: of a file of weights, for example "500MB"; "0" for one file.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or `output` holds something.
+        CheckpointError: the checkpoint cannot be read, `output` holds something, or one of them is a URL.
     """
-    target = Path(output)
+    source, target = local_folder(directory, "convert"), local_folder(output, "write a converted checkpoint to")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there and not empty; give a folder that is new or empty")
-    FORMATS[to](Path(directory), target, tag, max_shard_size)
+    FORMATS[to](source, target, tag, max_shard_size)
 
 
 def _to_safetensors(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import cast
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import CheckpointError, ConfigError
 
 
 def location(directory: "str | Path") -> Path:
@@ -34,3 +34,16 @@ def location(directory: "str | Path") -> Path:
 def is_remote(path: Path) -> bool:
     """Whether `location` made it of a URL: no renames and no locks are there, and a write of an object is atomic."""
     return not isinstance(path, Path)
+
+
+def local_folder(path: "str | Path", what: str) -> Path:
+    """`path` for what works in folders only; `what` completes "cannot ...".
+
+    Raises:
+        CheckpointError: it is a URL.
+    """
+    if "://" in str(path) and not isinstance(path, Path):
+        raise CheckpointError(
+            f"cannot {what} {path}, a URL: only folders can be used here. Copy it to or from a folder."
+        )
+    return Path(path)

@@ -92,7 +92,11 @@ class ObjectStore:
         check_size(path, entry)
         if content and entry.checksums is not None:
             local, found = self._fetch(path)
-            check_checksums(path, entry, index, found)
+            try:
+                check_checksums(path, entry, index, found)
+            except CheckpointError:
+                local.unlink()
+                raise
             self._fetched[path] = local
 
     def load(self, path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:

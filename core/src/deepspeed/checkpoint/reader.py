@@ -23,6 +23,7 @@ from deepspeed.checkpoint.load import (
     find_shards,
     split_client_state,
 )
+from deepspeed.checkpoint.location import local_folder
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.universal import with_universal_states
 
@@ -49,6 +50,7 @@ class Reader:
         folder, position = find_folder(directory, tag), self.position
         if is_dcp_folder(folder):
             check_one_model_rank(folder, position)
+            folder = local_folder(folder, "load, as a checkpoint of torch.distributed.checkpoint,")
             return load_dcp(folder, tag, needs_states=self.needs_states)
         models = find_models(folder, position.mp_rank)
         path = models[min(position.dp_rank, len(models) - 1)]

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("--keep-last", metavar="N", type=_positive, required=True, help="how many tags stay")
     prune.add_argument("--dry-run", action="store_true", help="remove nothing")
     convert = _command(commands, "convert", "write a tag for another program")
-    convert.add_argument("output", metavar="OUT", type=Path, help="a new or empty folder")
+    convert.add_argument("output", metavar="OUT", help="a new or empty folder")
     convert.add_argument("--to", choices=_FORMATS, required=True, help="the format: " + "; ".join(_FORMATS.values()))
     convert.add_argument("-t", "--tag", metavar="TAG", help="default: what `latest` names")
     convert.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file of weights; 0: no limit")

@@ -7,16 +7,18 @@ from rich.console import Console
 
 from deepspeed.checkpoint import consolidate, layout
 from deepspeed.checkpoint.convert import convert
+from deepspeed.checkpoint.location import local_folder
 from deepspeed.cli.ckpt_result import Result, as_size
 from deepspeed.cli.console import make_table
 from deepspeed.errors import CheckpointError
 
 
-def run(directory: Path, output: Path, to: str, tag: str | None, max_shard_size: str) -> Result:
+def run(source: Path, target: str, to: str, tag: str | None, max_shard_size: str) -> Result:
     """Convert one tag.
 
     The record: `directory`, `tag`, `to`, `output`, and `files`, of each `name` and `bytes`.
     """
+    directory, output = local_folder(source, "convert"), local_folder(target, "write a converted checkpoint to")
     try:
         name = layout.tag_of(consolidate.tag_folder(directory, tag))
         convert(directory, output, to, tag=tag, max_shard_size=max_shard_size)

@@ -110,6 +110,34 @@ def test_damage_is_found_and_the_last_good_tag_offered(url):
         Checkpointer().load(url)
 
 
+def test_the_copy_of_a_damaged_object_is_removed(memory, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    save(Checkpointer(), memory, 1)
+    path = location(memory) / "global_step1" / "mp_rank_00_model_states.pt"
+    path.write_bytes(bytes(path.stat().st_size))
+    checkpointer = Checkpointer()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpointer.load(memory)
+    (folder,) = tmp_path.iterdir()
+    assert not list(folder.iterdir())
+
+
+def test_a_universal_checkpoint_is_loaded(url):
+    folder = location(url) / "step"
+    model = {"module": {"w": torch.zeros(4)}, "dp_world_size": 1, "mp_world_size": 1, "ds_version": "0.19.6"}
+    options = {"param_groups": [{"lr": 1, "params": [0]}], "state": {0: {"step": 1}}}
+    files = {
+        "mp_rank_00_model_states.pt": {**model, "param_shapes": [{"w": torch.Size([4])}]},
+        "zero/optimizer_state.pt": options,
+        "zero/w/fp32.pt": torch.arange(4.0),
+    }
+    for name, state in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / name).open("wb") as file:
+            torch.save(state, file)
+    assert torch.equal(Checkpointer().load(url, "step").model_state["module"]["w"], torch.arange(4.0))
+
+
 def test_a_file_of_weights_goes_to_a_url_too(url):
     save_state_dict_file({"w": torch.ones(3)}, f"{url}/out/pytorch_model.bin")
     content = (location(url) / "out" / "pytorch_model.bin").read_bytes()
@@ -147,6 +175,20 @@ def test_the_command_line_takes_urls(memory):
     assert list(run("prune", memory, "--keep-last", "1")["removed"]) == ["global_step1"]
     assert [tag["tag"] for tag in run("show", memory)["tags"]] == ["global_step2"]
     assert run("show", memory, "global_step2")["parameters"]
+
+
+def test_what_reads_folders_refuses_a_url(memory, tmp_path, capsys):
+    save(Checkpointer(), memory, 1)
+    save(Checkpointer(), tmp_path / "run", 1)
+    (location(memory) / "dcp" / ".metadata").write_bytes(b"anything")
+    with pytest.raises(
+        CheckpointError, match=r"cannot load, as a .*memory://.*/dcp, a URL.* Copy it to or from a folder"
+    ):
+        Checkpointer().load(memory, "dcp")
+    for source, target in ((memory, tmp_path / "out"), (tmp_path / "run", memory)):
+        assert main(["convert", str(source), str(target), "--to", "safetensors"]) == 2
+        assert f"{memory}, a URL: only folders can be used here" in "".join(capsys.readouterr().err.split("\n"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_url_cannot_have_is_refused(memory, monkeypatch):
