@@ -2,15 +2,14 @@
 
 A folder has `.metadata`, a pickle of `torch.distributed.checkpoint.metadata.Metadata`, and `*.distcp` files, in which
 each piece of a tensor, and each other value, is what `torch.save` wrote, end to end. A piece is a box of the tensor:
-its offsets and sizes by dimension. The pickle is loaded with only the classes below; values with `weights_only=True`.
+its offsets and sizes by dimension. Both kinds of pickles are read without running code (`dcp_metadata.py`; values with
+`weights_only=True`).
 """
 
 import io
 import math
 import mmap
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from deepspeed.checkpoint.dcp_metadata import METADATA_FILE, Box, Metadata, TensorMeta
 from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError, first_line
 from deepspeed.zero.stored_tensor import StoredTensor
-
-METADATA_FILE = ".metadata"
-_CLASSES = frozenset(
-    {
-        *(("torch.distributed.checkpoint.metadata", name) for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        )),
-        *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
-        *(("torch", "Size"), ("torch.serialization", "_get_layout")),
-        *(("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath")),
-        *(("collections", "OrderedDict"),),
-    }
-)  # fmt: skip
 
 
 def is_dcp_folder(folder: Path) -> bool:
@@ -53,22 +39,15 @@ class DcpFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        metadata = _read_metadata(folder / METADATA_FILE)
-        self._entries: Mapping[str, Any] = metadata.state_dict_metadata
-        self._places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
-        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        self.paths = {key: tuple(paths.get(key, (key,))) for key in self._entries}
+        self._metadata = Metadata.read(folder / METADATA_FILE)
+        self.paths = self._metadata.paths
         """The keys of the nested state dict that was saved, by the entry's name."""
         self._maps: dict[str, mmap.mmap] = {}
 
     @cached_property
     def tensors(self) -> dict[str, "DcpTensor"]:
         """By name."""
-        return {
-            name: DcpTensor(self, name, entry)
-            for name, entry in self._entries.items()
-            if type(entry).__name__ == "TensorStorageMetadata"
-        }
+        return {name: DcpTensor(self, name, tensor) for name, tensor in self._metadata.tensors.items()}
 
     def value(self, name: str) -> Any:
         """A value that is no tensor. CheckpointError where it is more than plain data."""
@@ -80,21 +59,21 @@ class DcpFolder:
 
     def piece(self, name: str, offset: torch.Size | None) -> memoryview:
         """The bytes that torch.save wrote of a piece of a tensor, or of a value."""
-        info = self._places.get((name, offset))
-        if info is None:
+        place = self._metadata.places.get((name, offset))
+        if place is None:
             raise CheckpointError(f"{self.folder / METADATA_FILE} does not say where {name} is: it is damaged")
-        if getattr(info, "transform_descriptors", None):
+        if place.transforms:
             raise CheckpointError(
-                f"{self.folder / info.relative_path}: {name} was written through {info.transform_descriptors}, which "
-                "this version does not read; save it with a FileSystemWriter without extensions"
+                f"{self.folder / place.file}: {name} was written through {place.transforms}, which this version does "
+                "not read; save it with a FileSystemWriter without extensions"
             )
-        mapped = self._mapped(info.relative_path)
-        if info.offset + info.length > len(mapped):
+        mapped = self._mapped(place.file)
+        end = place.offset + place.num_bytes
+        if end > len(mapped):
             raise CheckpointError(
-                f"{self.folder / info.relative_path} is cut short: it has {len(mapped)} bytes, and {name} ends at byte "
-                f"{info.offset + info.length}"
+                f"{self.folder / place.file} is cut short: it has {len(mapped)} bytes, and {name} ends at byte {end}"
             )
-        return memoryview(mapped)[info.offset : info.offset + info.length]
+        return memoryview(mapped)[place.offset : end]
 
     def _mapped(self, relative_path: str) -> mmap.mmap:
         if relative_path not in self._maps:
@@ -111,26 +90,14 @@ class DcpFolder:
         return self._maps[relative_path]
 
 
-@dataclass(frozen=True)
-class _Box:
-    """A piece of a tensor."""
-
-    offsets: torch.Size
-    sizes: torch.Size
-
-    def rows(self, first: int, stop: int) -> tuple[int, int]:
-        """Its rows of first .. stop - 1 of the tensor, counted in the piece."""
-        return max(first - self.offsets[0], 0), min(stop - self.offsets[0], self.sizes[0])
-
-
 class DcpTensor(StoredTensor):
     """A tensor of a DCP folder."""
 
-    def __init__(self, folder: DcpFolder, name: str, entry: Any) -> None:
-        super().__init__(torch.Size(entry.size), entry.properties.dtype)
+    def __init__(self, folder: DcpFolder, name: str, tensor: TensorMeta) -> None:
+        super().__init__(tensor.shape, tensor.dtype)
         self._folder = folder
         self._name = name
-        self._boxes = [_Box(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+        self._boxes = tensor.boxes
         held = sum(box.sizes.numel() for box in self._boxes)
         if held != self.numel():
             raise CheckpointError(
@@ -154,7 +121,7 @@ class DcpTensor(StoredTensor):
                 target.copy_(self._piece(box)[low:high])
         return rows.view(-1)[start - first * row_numel :][:numel]
 
-    def _piece(self, box: _Box) -> Tensor:
+    def _piece(self, box: Box) -> Tensor:
         """The piece, mapped: its pages are read when they are touched."""
         data = self._folder.piece(self._name, box.offsets)
         try:
@@ -164,6 +131,7 @@ class DcpTensor(StoredTensor):
             first = offset + like.storage_offset() * like.itemsize
             count = like.untyped_storage().nbytes() // like.itemsize - like.storage_offset()
             flat = torch.frombuffer(data, dtype=like.dtype, count=count, offset=first) if count else torch.empty(0)
+            piece = flat.as_strided(like.shape, like.stride())
         except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, ValueError) as error:
             raise CheckpointError(
                 f"{self._name} in {self._folder.folder} cannot be read: {first_line(error)}; it is damaged, or another "
@@ -174,33 +142,4 @@ class DcpTensor(StoredTensor):
                 f"{self._name} in {self._folder.folder}: found a piece of {tuple(like.shape)} {like.dtype}, and "
                 f"{METADATA_FILE} says {tuple(box.sizes)} {self.dtype}; the files are of several checkpoints"
             )
-        return flat.as_strided(like.shape, like.stride())
-
-
-class _AsksForCodeError(Exception):
-    """A pickle names something that is not data."""
-
-
-class _DataOnly(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _CLASSES:
-            return super().find_class(module, name)
-        raise _AsksForCodeError(f"it asks for {module}.{name}")
-
-
-def _read_metadata(path: Path) -> Any:
-    import torch.distributed.checkpoint.metadata as known
-
-    try:
-        with open(path, "rb") as file:
-            metadata = _DataOnly(file).load()
-    except _AsksForCodeError as error:
-        raise CheckpointError(
-            f"{path} was refused, because loading it could run code: {error}. Nothing of it was run."
-        ) from error
-    except (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError, pickle.PickleError) as error:
-        raise CheckpointError(f"{path} cannot be read: {first_line(error)}; it is damaged") from error
-    if not isinstance(metadata, known.Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint")
-    return metadata
+        return piece
