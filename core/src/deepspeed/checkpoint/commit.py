@@ -10,11 +10,11 @@ from typing import Any
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.durable import disk_error, write_file
 from deepspeed.checkpoint.folder_store import FolderStore
-from deepspeed.checkpoint.index import FileEntry, Index
+from deepspeed.checkpoint.index import FileEntry
 from deepspeed.checkpoint.location import is_remote
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.tags import write_latest
-from deepspeed.checkpoint.tensor_index import sorted_entries, tensor_table
+from deepspeed.checkpoint.tensor_index import index_of
 
 
 def put_in_place(
@@ -33,8 +33,7 @@ def put_in_place(
     """
     write_script(folder)
     if isinstance(store, IndexedStore | FolderStore):
-        files = sorted_entries(entries)
-        store.write_index(folder, Index(tuple(files), facts, tensor_table(files)).to_bytes())
+        store.write_index(folder, index_of(entries, facts))
     store.commit(folder, {entry.name: entry.num_bytes for entry in entries})
     if save_latest:
         write_latest(folder.parent, folder.name)

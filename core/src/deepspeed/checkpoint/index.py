@@ -50,6 +50,8 @@ class FileEntry:
     """The tensors in it; None where the store does not know them."""
     parameters: Mapping[str, Any] | None = None
     """Of a model file at a save: `tensor_index.parameters_in`."""
+    unlisted: str | None = None
+    """At a save: why `tensors` of a file of torch.save are not known, where that should not be."""
 
     def as_json(self) -> dict[str, Any]:
         """What the index says of it."""
@@ -61,8 +63,8 @@ class FileEntry:
         return about
 
     def as_message(self) -> dict[str, Any]:
-        """The same with `parameters`, for the rank that writes the index."""
-        return {**self.as_json(), "parameters": self.parameters}
+        """The same with `parameters` and `unlisted`, for the rank that writes the index."""
+        return {**self.as_json(), "parameters": self.parameters, "unlisted": self.unlisted}
 
     @classmethod
     def parse(cls, known: Mapping[str, Any]) -> "FileEntry":
@@ -75,7 +77,7 @@ class FileEntry:
             num_blocks = len(sums) if num_bytes is None else -(-num_bytes // BLOCK_BYTES)
             _require(len(sums) == num_blocks, f"number of checksums of {name}, a file of {num_bytes} bytes", len(sums))
         tensors = None if listed is None else {tuple(key): _record(*about) for key, *about in listed}
-        return cls(name, num_bytes, sums, tensors, known.get("parameters"))
+        return cls(name, num_bytes, sums, tensors, known.get("parameters"), known.get("unlisted"))
 
 
 @dataclass(frozen=True)

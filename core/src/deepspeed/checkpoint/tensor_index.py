@@ -19,14 +19,15 @@ Not in it: values that are one number, as Adam's `step`, and states of other sha
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, BinaryIO, NamedTuple
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.index import FileEntry, Index
 from deepspeed.checkpoint.torch_file import Key, TensorRecord, TorchFile, itemsize_bytes
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, first_line
+from deepspeed.log import warn_once
 from deepspeed.zero.division import contiguous
 
 Parts = list[tuple[int, int, int, int]]
@@ -58,16 +59,41 @@ def tensor_table(entries: Sequence[FileEntry]) -> dict[str, Any] | None:
 
 
 def file_entry(name: str, num_bytes: int | None, checksums: Sequence[str] | None, file: BinaryIO | None) -> FileEntry:
-    """What an index says of a file that was written.
+    """What an index says of a file that was written. A file that cannot be listed does not fail its save.
 
     Args:
         file: open for reading; None where its content is not known.
     """
-    content = TorchFile.read(file) if file is not None else None
-    if content is None:
-        return FileEntry(name, num_bytes, checksums)
-    names = parameters_in(content.value) if layout.ranks_of(name)[0] == 0 else None
-    return FileEntry(name, num_bytes, checksums, content.tensors(), names)
+    try:
+        content = TorchFile.read(file) if file is not None else None
+        if content is None:
+            return FileEntry(name, num_bytes, checksums)
+        names = parameters_in(content.value) if layout.ranks_of(name)[0] == 0 else None
+        return FileEntry(name, num_bytes, checksums, content.tensors(), names)
+    except Exception as error:  # noqa: BLE001 - the states are in the file, whatever this is
+        return FileEntry(name, num_bytes, checksums, unlisted=f"{name}: {type(error).__name__}: {first_line(error)}")
+
+
+def index_of(entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> bytes:
+    """The content of `index.json`: with the table where it can be made, else with one warning.
+
+    Args:
+        entries: the files of all ranks.
+        facts: `Index.saved`.
+    """
+    files = sorted_entries(entries)
+    trouble = next((entry.unlisted for entry in files if entry.unlisted), None)
+    try:
+        if trouble is None:
+            return Index(tuple(files), facts, tensor_table(files)).to_bytes()
+    except Exception as error:  # noqa: BLE001 - all files are written, and none needs the table to be loaded
+        trouble = f"{type(error).__name__}: {first_line(error)}"
+    warn_once(
+        f"{layout.INDEX_FILE} of this checkpoint lists no tensors, because they could not be found ({trouble}). The "
+        "checkpoint is whole and loads; please report this.",
+        (-1,),
+    )
+    return Index(tuple(replace(entry, tensors=None) for entry in files), facts).to_bytes()
 
 
 def sorted_entries(entries: Iterable[FileEntry]) -> list[FileEntry]:
@@ -209,16 +235,26 @@ def parameters_in(model_state: Any) -> dict[str, Any] | None:
     if not isinstance(model_state, dict) or "module" not in model_state:
         return None
     optimizer = model_state.get("optimizer") or {}
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, int] = {}
     if "param_names" in optimizer:
         for group, names in zip(optimizer["param_groups"], optimizer["param_names"], strict=True):
-            numbers.update(zip(names, group["params"], strict=True))
+            numbers.update(zip(map(_text, names), map(int, group["params"]), strict=True))
     return {
-        "groups": model_state.get("param_shapes") or [],
-        "frozen": model_state.get("frozen_param_shapes") or {},
-        "shared": model_state.get("shared_params") or {},
+        "groups": [_shapes(group) for group in model_state.get("param_shapes") or []],
+        "frozen": _shapes(model_state.get("frozen_param_shapes") or {}),
+        "shared": {_text(alias): _text(name) for alias, name in (model_state.get("shared_params") or {}).items()},
         "numbers": numbers,
     }
+
+
+def _shapes(named: Mapping[Any, Any]) -> dict[str, list[int]]:
+    return {_text(name): [int(size) for size in shape] for name, shape in named.items()}
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"found {value!r} in place of a name")
+    return value
 
 
 # --- in an index

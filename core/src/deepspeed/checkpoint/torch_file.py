@@ -12,6 +12,7 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, BinaryIO, NamedTuple
 
@@ -54,7 +55,12 @@ class TorchFile:
 
     @classmethod
     def read(cls, file: BinaryIO) -> "TorchFile | None":
-        """None where `torch.save` did not write the file, or wrote it in its form before 1.6. Raises OSError."""
+        """None where `torch.save` did not write the file, or wrote it in its form before 1.6.
+
+        Raises:
+            OSError: the file cannot be read.
+            Exception: of any kind, where the file holds what this version does not know.
+        """
         try:
             archive = zipfile.ZipFile(file)
         except zipfile.BadZipFile:
@@ -163,16 +169,18 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: BinaryIO, offsets: Mapping[str, int]) -> None:
         super().__init__(file)
         self._offsets = offsets
+        mapping = type("_Dict", (_Dict,), {})  # of this load: a pickle can set attributes of a class
+        self._opaque = type("_Opaque", (_Opaque,), {})
         self._known = {
-            ("collections", "OrderedDict"): _Dict,
-            ("collections", "defaultdict"): lambda *_: _Dict(),
+            ("collections", "OrderedDict"): mapping,
+            ("collections", "defaultdict"): lambda *_: mapping(),
             ("__builtin__", "set"): set,
             ("builtins", "set"): set,
             ("torch", "Size"): tuple,
-            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
-            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_of_dtype,
-            ("torch._utils", "_rebuild_parameter"): _first,
-            ("torch._utils", "_rebuild_parameter_with_state"): _first,
+            ("torch._utils", "_rebuild_tensor_v2"): partial(self._tensor),
+            ("torch._utils", "_rebuild_tensor_v3"): partial(self._tensor_of_dtype),
+            ("torch._utils", "_rebuild_parameter"): lambda value, *_: value,
+            ("torch._utils", "_rebuild_parameter_with_state"): lambda value, *_: value,
         }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -180,7 +188,7 @@ class _Unpickler(pickle.Unpickler):
             return _STORAGES[name]
         if module == "torch" and re.fullmatch(r"[a-z]+\d+\w*", name):
             return name  # a dtype
-        return self._known.get((module, name), _Opaque)
+        return self._known.get((module, name), self._opaque)
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, dtype, number, *_ = pid
@@ -204,10 +212,6 @@ class _Unpickler(pickle.Unpickler):
             for found, expected, size in zip(stride, _row_major(shape), shape, strict=True)
         )
         return TensorRecord(dtype, tuple(shape), first, None if is_row_major else tuple(stride))
-
-
-def _first(value: Any, *_: Any) -> Any:
-    return value
 
 
 def _row_major(shape: Sequence[int]) -> list[int]:

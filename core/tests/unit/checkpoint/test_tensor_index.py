@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import struct
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from deepspeed.checkpoint import Checkpointer, TorchStore, layout
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.index import Index, read_index
+from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.checkpoint.tensor_index import TensorTable, file_entry, sorted_entries, tensor_table
 from deepspeed.cli.ckpt import main
 from deepspeed.errors import CheckpointError
@@ -218,6 +220,46 @@ def test_a_store_that_writes_files_of_its_own_has_an_index_without_tensors(make_
     assert (index.tensors, index.files[0].tensors) == (None, None)
     with pytest.raises(CheckpointError, match="lists no tensors"):
         TensorTable(index)
+
+
+class Unknown(TorchStore):
+    """Writes files of torch.save whose pickle no version of torch makes."""
+
+    class Value:
+        def __reduce__(self):
+            return torch._utils._rebuild_parameter, ()
+
+    def save(self, state, folder, name):
+        torch.save(self.Value(), layout.staging_folder(folder) / name)
+
+
+ODD = {  # plain data that the table cannot be made of
+    "shapes": {"param_shapes": ["odd"]},
+    "groups": {"optimizer": {"param_names": [["w"]], "param_groups": []}},
+    "names": {"shared_params": {("a", "b"): "w"}},
+    "text": {"frozen_param_fragments": {"\ud800": torch.ones(2)}},  # not to be encoded
+}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("odd", ODD)
+def test_a_save_whose_tensors_cannot_be_listed_is_whole(tmp_path, odd, is_async, capfd):
+    state = {"module": {"w": torch.ones(2)}, "dp_world_size": 1, "mp_world_size": 1, **ODD[odd]}
+    checkpointer = Checkpointer(background=BackgroundWriter() if is_async else None)
+    folder = checkpointer.save(tmp_path, "t", model_state=state, shard_state=None)
+    checkpointer.wait_for_save()
+    checkpointer.close()
+    assert saved_tags(tmp_path)[0].faults(content=True) == {}
+    index = read_index(folder)
+    assert (index.tensors, [entry.tensors for entry in index.files]) == (None, [None])
+    assert capfd.readouterr().err.count("lists no tensors") == 1
+
+
+def test_a_file_with_a_pickle_that_is_not_known_does_not_fail_the_save(tmp_path, capfd):
+    states = {"model_state": {"module": {}, "dp_world_size": 1, "mp_world_size": 1}, "shard_state": None}
+    folder = Checkpointer(store=Unknown()).save(tmp_path, "t", **states)
+    assert read_index(folder).tensors is None
+    assert re.search(r"mp_rank_00_model_states.pt: TypeError: .*argument", capfd.readouterr().err)
 
 
 def test_show_says_why_there_are_no_tensors(make_training, tmp_path, capsys):
