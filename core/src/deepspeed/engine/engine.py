@@ -24,7 +24,7 @@ from deepspeed.engine.observers import Observers
 from deepspeed.engine.saving import Saving
 from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.training import Training
-from deepspeed.errors import ConfigError, StateError
+from deepspeed.errors import CommError, ConfigError, StateError
 from deepspeed.log import warn_once
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.precision.dtype_hint import add_dtype_hint
@@ -102,6 +102,9 @@ class DeepSpeedEngine(torch.nn.Module):
         with self._observers.forward(), self.precision.forward_context():
             try:
                 outputs = self.module(*inputs, **kwargs)
+            except (CommError, OSError):  # offloaded weights are lost, and peers wait for this rank's part of them
+                self.sharding.abandon()
+                raise
             except (RuntimeError, ValueError) as error:
                 add_dtype_hint(error, self.precision.model_dtype, self.module.parameters(), inputs, kwargs)
                 add_released_hint(error, self.module.parameters())
@@ -525,6 +528,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
         Raises:
             CheckpointError: the save in flight has failed; the engine is destroyed all the same.
+            OSError: offloaded weights cannot be read, so the module is left without them; all else is done.
         """
         try:
             self.checkpointer.close()
@@ -534,8 +538,10 @@ class DeepSpeedEngine(torch.nn.Module):
     def _release(self) -> None:
         self._is_destroyed = True
         self._observers.close()
-        self.sharding.destroy()
-        for ranks in self.sharding.backends:
-            ranks.release()
-        self.optimizer = self.basic_optimizer = self.lr_scheduler = None
-        self._arguments.clear()  # a given optimizer holds states
+        try:
+            self.sharding.destroy()
+        finally:
+            for ranks in self.sharding.backends:
+                ranks.release()
+            self.optimizer = self.basic_optimizer = self.lr_scheduler = None
+            self._arguments.clear()  # a given optimizer holds states

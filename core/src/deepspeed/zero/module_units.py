@@ -11,6 +11,9 @@ import torch
 from torch.nn import Module, Parameter
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.values import all_gather_values
+from deepspeed.errors import CommError
+from deepspeed.zero.agreement import named_ranks
 from deepspeed.zero.granularity import UnitModule, divide
 from deepspeed.zero.int8_unit import Int8Unit, fits_int8
 from deepspeed.zero.leaf_modules import z3_leaf_module
@@ -172,15 +175,41 @@ class ModuleUnits:
         self.all, self._home = [], None
 
     def destroy(self) -> None:
-        """Make all parameters plain and whole. A collective."""
+        """Make all parameters plain and whole. A collective.
+
+        Raises:
+            OSError: offloaded shards cannot be read.
+            CommError: those of a peer cannot, or a peer has failed. Parameters are then left without values, and all
+                else is done.
+        """
         for param in self._marked:
             unmark(param)
-        for unit in self.all:
-            unit.restore_plain()
-        if self._home is not None:
-            self._home.release()
+        units, home = self.all, self._home
         self.all, self.of_module, self.borrowed, self._marked, self._divided = [], {}, {}, [], []
         self._home = None
+        try:
+            if home is not None:
+                self._require_readable(home)
+            for unit in units:
+                unit.restore_plain()
+        finally:
+            for unit in units:  # those that were not
+                unit.let_go()
+            if home is not None:
+                home.release()
+
+    def _require_readable(self, home: ShardHome) -> None:
+        """Raise on every rank if one of them cannot read its shards: a rank that begins to gather waits for them."""
+        problem: OSError | None = None
+        try:
+            home.check()
+        except OSError as error:
+            problem = error
+        by_rank = all_gather_values(problem and str(problem), self._groups.dense.everyone.group)
+        if problem is not None:
+            raise problem
+        if lost := [rank for rank, text in enumerate(by_rank) if text]:
+            raise CommError(f"the weights that {named_ranks(lost)} offloaded are lost: {by_rank[lost[0]]}")
 
 
 def _find_borrowed(module: Module) -> dict[Parameter, ModuleHooks]:

@@ -431,6 +431,10 @@ class ParamUnit:
     def restore_plain(self) -> None:
         """Leave whole, ordinary parameters behind, each with memory of its own."""
         self.gather()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave ordinary parameters behind with what values they have, which is none if they are not whole."""
         for param in self.params:
             param.data = param.data.clone()
             unmark(param)

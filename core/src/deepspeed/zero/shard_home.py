@@ -105,6 +105,13 @@ class ShardHome(ABC):
             name: of the unit, for errors.
         """
 
+    def check(self) -> None:  # noqa: B027 - memory does not get lost
+        """Called before all values are read for the last time.
+
+        Raises:
+            OSError: they are lost.
+        """
+
     @abstractmethod
     def release(self) -> None:
         """Drop all values."""

@@ -106,8 +106,11 @@ class Stage3(Stage2):
         return super()._all_gather_weights(index) if self.groups[index].unit is None else None
 
     def _abandon(self, *works: tuple[GroupBackend, Work]) -> None:
-        super()._abandon(*works, *self.gathering.abandon())
+        super()._abandon(*works, *self._abandon_gathers())
         self.gathering.shards_changed()  # may fail, as a disk does: after the peers know of this rank
+
+    def _abandon_gathers(self) -> Sequence[tuple[GroupBackend, Work]]:
+        return self.gathering.abandon()
 
     def _finish_in_flight(self) -> None:
         super()._finish_in_flight()

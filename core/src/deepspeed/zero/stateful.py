@@ -36,6 +36,10 @@ class Stateful(Holding):
     def release_gathered(self) -> None:
         """Weights are about to be saved, loaded or updated, each rank's part by itself."""
 
+    def _abandon_gathers(self) -> Sequence[tuple[GroupBackend, Work]]:
+        """Forget the all-gathers of weights in flight: the group and the work of each."""
+        return ()
+
     def sharded_units(self) -> Sequence[ParamUnit]:
         """Units whose weights are sharded."""
         return ()
@@ -127,7 +131,11 @@ class Stateful(Holding):
         try:
             yield
         except BaseException:
+            works = self._abandon_gathers()
             for ranks in self.backends:
                 if ranks.world_size > 1:
-                    ranks.abandon((), failed=True, others_finished=True)
+                    left = [work for issuer, work in works if issuer is ranks]
+                    ranks.abandon(left, failed=True, others_finished=True)
+            for unit in self.sharded_units():
+                unit.shards_changed()
             raise

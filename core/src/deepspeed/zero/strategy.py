@@ -339,6 +339,10 @@ class Sharding(Stateful):
                 left = [work for issuer, work in works if issuer is ranks]
                 ranks.abandon(left, failed=True, others_finished=was_launched)
 
+    def abandon(self) -> None:
+        """Forget every gradient, outside of a backward: this rank has failed, and peers that wait for it raise."""
+        self._abandon()
+
     def _drop_gradient_memory(self) -> None:
         """Leave the memory to works in flight; the next backward allocates other memory."""
         for bucket in self.buckets:

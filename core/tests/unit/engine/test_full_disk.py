@@ -1,8 +1,10 @@
-"""A checkpoint goes to a disk that is full: the error names it, training goes on, the last checkpoint loads.
+"""A disk that is full: the error names file and place, training goes on where it can, the last checkpoint loads.
 
-This file is also the program that trains, in a mount namespace of its own with a tmpfs of 4 MiB.
+This file is also the programs that train, in a mount namespace of their own with a small tmpfs: one saves checkpoints
+there, the others have swap files there.
 """
 
+import gc
 import os
 import shutil
 import subprocess
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
-MOUNT = 'mount -t tmpfs -o size=4m tmpfs "$1" && exec "$2" "$3" "$1"'
+MOUNT = 'mount -t tmpfs -o size="$4" tmpfs "$1" && exec "$2" "$3" "$1" "$5"'
 
 
 def has_namespaces():
@@ -22,39 +24,46 @@ def has_namespaces():
 
 
 @pytest.mark.skipif(not has_namespaces(), reason="no mount namespaces for users here")
-def test_training_goes_on_after_a_save_on_a_full_disk(tmp_path):
-    command = [*NAMESPACE, "sh", "-ec", MOUNT, "sh", str(tmp_path), sys.executable, __file__]
+@pytest.mark.parametrize("program", ["checkpoints", "offload_optimizer", "offload_param"])
+def test_training_goes_on_beside_a_full_disk(tmp_path, program):
+    size = "4m" if program == "checkpoints" else "16m"
+    command = [*NAMESPACE, "sh", "-ec", MOUNT, "sh", str(tmp_path), sys.executable, __file__, size, program]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
-def main(directory):
+def create(stage=1, width=512, **section):
     import deepspeed
     import torch
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(256, width), torch.nn.Tanh(), torch.nn.Linear(width, 256))  # 1 MiB
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, **section},
+        "checkpoint": {"keep_last": 1},
+    }
+    return deepspeed.initialize(model=net, config=config)[0]
+
+
+def train(engine, first, last):
+    import torch
+
+    losses = []
+    for step in range(first, last):
+        batch = torch.randn(2, 256, generator=torch.Generator().manual_seed(step))
+        loss = engine(batch).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save_checkpoints(directory):
     from deepspeed.checkpoint.survey import saved_tags
     from deepspeed.errors import CheckpointError
-
-    def create():
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Tanh(), torch.nn.Linear(512, 256))  # 1 MiB
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": 1},
-            "checkpoint": {"keep_last": 1},
-        }
-        return deepspeed.initialize(model=net, config=config)[0]
-
-    def train(engine, first, last):
-        losses = []
-        for step in range(first, last):
-            batch = torch.randn(2, 256, generator=torch.Generator().manual_seed(step))
-            loss = engine(batch).square().mean()
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
 
     expected = train(create(), 0, 6)
     engine = create()
@@ -84,5 +93,69 @@ def main(directory):
     assert train(resumed, 3, 6) == expected[3:]
 
 
+def fill(directory):
+    """Give all of the disk to one file."""
+    free = os.statvfs(directory)
+    with open(f"{directory}/filler", "ab") as file:
+        os.posix_fallocate(file.fileno(), file.tell(), free.f_bavail * free.f_frsize)
+
+
+def swap(directory, what):
+    """Swap files have their space before training starts, so that it needs no more; a save may."""
+    from deepspeed.errors import ConfigError, StateError
+
+    checkpoints = f"{directory}.checkpoints"  # on another disk
+    stage, keys = 1, {"device": "nvme", "nvme_path": directory}
+    section = {what: keys, "sub_group_size": 10_000, "stage3_param_persistence_threshold": 0}
+    if what == "offload_param":
+        stage, keys["max_in_cpu"] = 3, 0
+    expected = train(create(), 0, 8)
+    with pytest.raises((ConfigError, OSError), match=rf"{directory}.* free .*|No space left .*{directory}") as caught:
+        create(stage, width=10_000, **section)
+    assert "larger" in str(caught.value)
+    del caught
+    gc.collect()
+    assert os.listdir(directory) == []
+
+    engine = create(stage, **section)
+    (file,) = Path(directory).glob("*/*.swap")
+    losses = train(engine, 0, 2)
+    fill(directory)
+    losses += train(engine, 2, 3)
+    if what == "offload_optimizer":  # what a save assembles is on that disk too
+        with pytest.raises(OSError, match=rf"swap file: No space left on device: allocation of .*{directory}"):
+            engine.save_checkpoint(checkpoints)
+        os.unlink(f"{directory}/filler")
+    losses += train(engine, 3, 4)
+    engine.save_checkpoint(checkpoints)
+    losses += train(engine, 4, 6)
+    assert losses == expected[:6]
+
+    # a write that fails although its space was there: another program has taken it
+    subprocess.run(
+        ["fallocate", "--punch-hole", "--offset", "0", "--length", str(file.stat().st_size), file], check=True
+    )
+    fill(directory)
+    with pytest.raises(
+        OSError, match=r"swap file: No space left on device: write of \d+ bytes at offset \d+"
+    ) as caught:
+        train(engine, 6, 8)
+    assert str(file) in str(caught.value)
+    with pytest.raises((StateError, OSError), match=r"load a checkpoint|No space left on device: write of"):
+        train(engine, 7, 8)
+    if what == "offload_param":
+        with pytest.raises(OSError, match="No space left"):
+            engine.destroy()
+    engine.destroy()
+    os.unlink(f"{directory}/filler")
+    assert os.listdir(directory) == []
+    resumed = create(stage, **section)
+    resumed.load_checkpoint(checkpoints)
+    assert train(resumed, 4, 8) == expected[4:]
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[2] == "checkpoints":
+        save_checkpoints(sys.argv[1])
+    else:
+        swap(sys.argv[1], sys.argv[2])

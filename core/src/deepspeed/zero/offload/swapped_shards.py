@@ -112,8 +112,8 @@ class _SwappedShard(OffloadedShard):
             buffer.free(copied)
 
     def settle(self) -> None:
-        self._home.finish_storing()
         self.drop()
+        self._home.finish_storing()
 
     def load(self, start: int, numel: int) -> Tensor:
         values = self.target(start, numel)
@@ -167,6 +167,7 @@ class SwappedShards(ShardHome):
         self._buffers = [_Buffer(staging, aio) for _ in range(max(section.buffer_count, 1))]
         self._reads, self._writes = SwapQueue(aio), SwapQueue(aio)
         self._storing: list[tuple[SwapWork, Tensor]] = []  # with the memory that is written
+        self._failure: OSError | None = None  # of the first write that failed
 
     def keep(self, values_S: Tensor, name: str) -> OffloadedShard | None:
         numel = values_S.numel()
@@ -205,11 +206,24 @@ class SwappedShards(ShardHome):
         self._storing.append((self._writes.write(region, values, start), values))
 
     def finish_storing(self) -> None:
-        """Return when what was given to `write` is in the file, and may be changed."""
+        """Return when what was given to `write` is in the file, and may be changed.
+
+        Raises:
+            OSError: a write has failed, now or before: the file does not have the values that it should.
+        """
         storing, self._storing = self._storing, []
         self._writes.finish()
         for work, _ in storing:
-            work.wait()
+            try:
+                work.wait()
+            except OSError as error:
+                self._failure = self._failure or error
+        if self._failure is not None:
+            raise self._failure
+
+    def check(self) -> None:
+        self.finish_storing()
+        self._file.check("read", 0, self._file.num_bytes)
 
     def release(self) -> None:
         self._writes.finish()
