@@ -156,7 +156,7 @@ def _merged(by_name: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]]
 
 def _client_state(source: DcpFolder, prefix: str | None, weights: set[str]) -> dict[str, Any]:
     """The other values, nested as they were saved."""
-    client: dict[str, Any] = {}
+    client: dict[Any, Any] = {}
     left: list[str] = []
     for key, path in source.paths.items():
         if key in weights or _is_of_optimizer(key, prefix):
