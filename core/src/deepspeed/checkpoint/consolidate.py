@@ -174,6 +174,11 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def _read_shards(folder: Path) -> list[dict[str, Any]]:
     """Every rank's `optimizer_state_dict`, checked to be all of one checkpoint. Empty for stage 0."""
     files = [Path(path) for path in get_optim_files(folder)] if any(folder.glob("*_optim_states.pt")) else []
+    if strange := [path.name for path in files if len(_rank_order(path)) != 2]:
+        raise CheckpointError(
+            f"{folder} holds {', '.join(strange)}, which is no optimizer shard: found no two ranks in the name, as in "
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt. Move it elsewhere."
+        )
     if len({_rank_order(path)[1] for path in files}) > 1:
         raise CheckpointError(f"{folder} was saved by several model parallel ranks, which this program does not join.")
     ranks = [_rank_order(path)[0] for path in files]

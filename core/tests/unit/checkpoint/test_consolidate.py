@@ -320,3 +320,9 @@ def test_the_script_reports_errors_in_one_line(tmp_path, saved):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("zero_to_fp32: ")
     assert "Traceback" not in done.stderr
+
+
+def test_a_foreign_file_with_the_suffix_of_shards_is_named(saved, tmp_path):
+    (tmp_path / "ckpt" / "global_step1" / "x_optim_states.pt").write_bytes(b"mine")
+    with pytest.raises(CheckpointError, match="holds x_optim_states.pt, which is no optimizer shard"):
+        get_weights(tmp_path / "ckpt")
