@@ -326,6 +326,14 @@ def test_a_closed_handle_refuses(io, tmp_path):
             call()
 
 
+def test_a_handle_that_was_not_used_starts_no_workers_to_close(io, monkeypatch):
+    handle = io.aio_handle()
+    monkeypatch.delattr(handle_module.AsyncIOHandle, "_start")
+    handle.close()
+    with pytest.raises(RuntimeError, match="this aio_handle is closed"):
+        handle.get_engine()
+
+
 def test_many_operations_hold_few_files_open(io, engine, tmp_path):
     handle = io.aio_handle(4096, 4)
     data = torch.arange(2 * PAGE, dtype=torch.int64)

@@ -78,6 +78,7 @@ class AsyncIOHandle:
         self._engine: Any = None
         self._engine_name = ""
         self._stop: Any = None
+        self._is_closed = False
         self._locked = LockedTensors()
 
     # ----- operations ------------------------------------------------------------------------------------------------
@@ -157,8 +158,10 @@ class AsyncIOHandle:
         The same happens when the handle is garbage, and at the end of the process.
         """
         self._check_usable()
-        self._started()
-        self._stop()
+        with self._lock:
+            self._is_closed, stop = True, self._stop
+        if stop is not None:
+            stop()
 
     # ----- memory ----------------------------------------------------------------------------------------------------
 
@@ -303,7 +306,7 @@ class AsyncIOHandle:
                 f"this aio_handle was made in process {self._pid} and is used in its child {os.getpid()}, where it has "
                 "no workers; make a handle in the child"
             )
-        if self._stop is not None and not self._stop.alive:
+        if self._is_closed or (self._stop is not None and not self._stop.alive):
             raise RuntimeError("this aio_handle is closed; make another one")
 
 
