@@ -1,5 +1,6 @@
 """Asynchronous saving of one rank: what its writer process does while, and after, the rank goes on."""
 
+import errno
 import os
 import resource
 import select
@@ -14,6 +15,7 @@ from deepspeed.checkpoint import Checkpointer, TorchStore, background, layout
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.orders import Orders
 from deepspeed.checkpoint.save_steps import save_in_background
+from deepspeed.checkpoint.shared_memory import SharedMemory
 from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.errors import CheckpointError, ConfigError
 
@@ -203,6 +205,31 @@ def test_an_answer_is_taken_for_that_of_its_own_order_only():
         assert orders.receive(orders.send({})) == ""
         process.stdin.close()
         assert "ended with exit code 0" in orders.receive(9)
+
+
+def test_memory_that_the_system_refuses_is_an_error_at_the_call(tmp_path, checkpointer, monkeypatch):
+    def refuse(descriptor, offset, num_bytes):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(CheckpointError, match="no shared memory for a copy of this rank's states: .*no space"):
+            save(checkpointer, tmp_path, 1)
+    save(checkpointer, tmp_path, 1)
+    assert checkpointer.load(tmp_path).tag == "global_step1"
+
+
+def test_memory_is_taken_before_it_is_written_to():
+    memory = SharedMemory()
+    for num_bytes in (10, 2**24, 2**27, 5):
+        memory.write(bytes(num_bytes))
+        about = os.fstat(memory.fileno())
+        assert memory.position <= about.st_blocks * 512 <= about.st_size
+    memory.position = 0
+    taken = os.fstat(memory.fileno()).st_blocks
+    memory.write(bytes(2**27))
+    assert os.fstat(memory.fileno()).st_blocks == taken
+    memory.close()
 
 
 @pytest.fixture
