@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,16 @@ def test_an_interrupt_right_after_the_order_to_write_leaves_the_save_in_flight(f
     with pytest.raises(KeyboardInterrupt):
         save(checkpointer, failing, 2)
     with pytest.raises(CheckpointError, match="global_step2 has failed"):
+        checkpointer.wait_for_save()
+
+
+def test_a_failure_that_a_peer_has_not_raised_is_raised_again_with_it(failing, checkpointer):
+    save(checkpointer, failing, 2)
+    with pytest.raises(CheckpointError, match="global_step2 has failed"):
+        checkpointer._background.finish()  # as `raise_failure` at a step does
+    peers = replace(checkpointer._ranks, gather=lambda own: [own, "the save of global_step2 has failed"])
+    checkpointer._ranks = peers
+    with pytest.raises(CheckpointError, match="rank 1: the save of global_step2 has failed"):
         checkpointer.wait_for_save()
 
 
