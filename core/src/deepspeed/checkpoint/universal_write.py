@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed._version import __version__
 from deepspeed.checkpoint import consolidate, layout
 from deepspeed.checkpoint.deepspeed_files import constant_scaler
 from deepspeed.checkpoint.saved_run import SavedRun
@@ -107,7 +108,8 @@ def _optimizer_state(run: SavedRun) -> dict[str, Any]:
     ]
     saved = run.common_state
     common = {key: value for key, value in saved.items() if key in _COMMON}
-    common |= {"zero_stage": run.zero_stage, "ds_version": run.model_state["ds_version"], "param_groups": groups}
+    common |= {"zero_stage": run.zero_stage, "param_groups": groups}
+    common["ds_version"] = run.model_state.get("ds_version", __version__)  # DeepSpeed wants one
     if "loss_scaler" in saved:
         common["loss_scale_state"] = saved["loss_scaler"]
     if run.zero_stage == 3:
