@@ -50,6 +50,7 @@ DEEPSPEED_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (Attributes, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
+_LOADED_BYTES = 256 * 2**20  # of weights at a time, into a model
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SAFETENSORS_NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
@@ -345,17 +346,23 @@ def load_state_dict_from_zero_checkpoint(
 ) -> torch.nn.Module:
     """Move `model` to the CPU, load the checkpoint's fp32 weights into it and return it. For use after a training.
 
+    Beside the model, memory holds weights of 256 MiB, or one weight where that is larger.
+
     Names that only one side has are reported as a warning; `CheckpointError` when there is no common name at all.
     """
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    weights = lazy_state_dict(tag_folder(checkpoint_dir, tag), exclude_frozen_parameters=False)
     model = model.cpu()
-    result = model.load_state_dict(state, strict=False)
-    if state and len(result.unexpected_keys) == len(state):
+    missing, unexpected = set(model.state_dict()), []
+    for names in _split(weights, _LOADED_BYTES, shares=True):
+        result = model.load_state_dict(_in_memory({name: weights[name] for name in names}), strict=False)
+        missing.intersection_update(result.missing_keys)
+        unexpected += result.unexpected_keys
+    if weights and len(unexpected) == len(weights):
         raise CheckpointError(
-            f"{checkpoint_dir} is of another model: it holds {sorted(state)[:3]} ..., none of which fits."
+            f"{checkpoint_dir} is of another model: it holds {sorted(weights)[:3]} ..., none of which fits."
         )
-    if result.missing_keys or result.unexpected_keys:
-        log.warning("not in the checkpoint: %s; not in the model: %s", result.missing_keys, result.unexpected_keys)
+    if missing or unexpected:
+        log.warning("not in the checkpoint: %s; not in the model: %s", sorted(missing), unexpected)
     return model
 
 

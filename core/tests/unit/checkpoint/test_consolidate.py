@@ -159,6 +159,32 @@ def test_load_into_a_model(saved, tmp_path):
         consolidate.load_state_dict_from_zero_checkpoint(torch.nn.ReLU(), tmp_path / "ckpt")
 
 
+def test_names_that_only_one_side_has_are_reported(saved, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(consolidate, "_LOADED_BYTES", 64)  # a weight or two at a time
+    model = torch.nn.Module()
+    model.lin = torch.nn.Linear(3, 5)
+    model.mine = torch.nn.Linear(2, 2, bias=False)
+    consolidate.load_state_dict_from_zero_checkpoint(model, tmp_path / "ckpt")
+    assert torch.equal(model.lin.weight, saved.weights["lin.weight"])
+    assert torch.equal(model.lin.bias, saved.weights["lin.bias"])
+    (message,) = (record.getMessage() for record in caplog.records if "not in the checkpoint" in record.getMessage())
+    assert "not in the checkpoint: ['mine.weight']" in message
+    for name in saved.weights.keys() - {"lin.weight", "lin.bias"}:
+        assert repr(name) in message
+
+
+def test_a_load_holds_few_weights_beside_the_model(large, monkeypatch):
+    monkeypatch.setattr(consolidate, "_LOADED_BYTES", 2 * large.weight_bytes)
+    model = torch.nn.Module()
+    for index in range(12):
+        model.register_parameter(f"w{index}", torch.nn.Parameter(torch.zeros(large.weight_bytes // 4)))
+    before = sum(param.nbytes for param in model.parameters())
+    consolidate.load_state_dict_from_zero_checkpoint(model, large.directory)
+    assert model.w7[0] == 1
+    assert len(large.added) == 12
+    assert max(large.added) < before + 3.5 * large.weight_bytes
+
+
 def broken(folder, what):
     shard = folder / layout.shard_file(1, 0)
     if what == "missing shard":
