@@ -46,7 +46,7 @@ class OffloadParamConfig(Section):
         "Part of the parameters that is offloaded.",
         ge=0,
         le=1,
-        support=refused("all sharded parameters are offloaded, or none"),
+        support=refused("DeepSpeed documents it for offload_optimizer; set it there, and max_in_cpu here"),
     )
 
 
