@@ -69,12 +69,15 @@ class Placement:
         """`tensor`, whose contents do not matter yet, where the reduced gradients of this rank can be left."""
         return tensor if self._host is None else self._host.pinned(tensor)
 
-    def prepare(self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype) -> None:
+    def prepare(
+        self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype, *, max_sub_group_numel: int
+    ) -> None:
         """See that there is room, before anything is laid out.
 
         Args:
             numel: of this rank's shards of all units, about.
             gradient_dtype: of the reduced gradients.
+            max_sub_group_numel: of a sub-group, as the user bounds it; one that is a single shard may have more.
 
         Raises:
             ConfigError: there is not.

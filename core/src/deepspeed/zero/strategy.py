@@ -185,7 +185,8 @@ class Sharding(Stateful):
                 '"cpu", or use AdamW'
             )
         numel = -(-self._total_numel // self.world_size)
-        self.placement.prepare(optimizer, numel, self._accumulation_dtype(torch.float32))
+        gradient_dtype = self._accumulation_dtype(torch.float32)
+        self.placement.prepare(optimizer, numel, gradient_dtype, max_sub_group_numel=self._batch_numel())
 
     def _refuse_foreign(self, index: int, param: Tensor) -> None:
         if id(param) in self._positions:

@@ -97,16 +97,21 @@ def test_updates_to_and_fro_read_only_what_left(file, moved, num_groups, pipelin
     assert slots.num_bytes == held * 2 * 4 * NUMEL
 
 
-def test_more_slots_hold_more(file, moved):
-    groups = make_groups(file, 4)
+@pytest.mark.parametrize(("count", "numel", "held"), [(0, NUMEL, 3), (4, NUMEL, 4), (0, 2 * NUMEL, 6), (0, 10, 3)])
+def test_slots_are_as_many_as_their_memory_has_room_for(file, moved, count, numel, held):
+    groups = make_groups(file, 8)
     slots = SwapSlots(memory(), AioConfig(), reads_ahead=True, writes_behind=True)
-    slots.count = 4
-    update(slots, groups)
-    moved["read"] = 0
+    slots.provide(count, numel)
     for group in groups:
+        slots.expect(group)
+    assert slots.count == held
+    update(slots, groups)
+    for group in groups[-held:]:
         assert slots.take_gradients(group, torch.zeros(NUMEL))
+    moved["read"] = 0
     update(slots, groups[::-1])
-    assert moved["read"] == 0
+    assert moved["read"] == 2 * (len(groups) - held)
+    assert slots.num_bytes == held * 2 * 4 * NUMEL
 
 
 @pytest.mark.parametrize("pipelines", [False, True])

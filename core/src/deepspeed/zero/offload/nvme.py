@@ -114,9 +114,11 @@ class NvmePlacement(HostPlacement):
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    def prepare(self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype) -> None:
+    def prepare(
+        self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype, *, max_sub_group_numel: int
+    ) -> None:
         self._num_states = num_states(optimizer)
-        self._slots.count = max(self._slots.count, self._buffer_count // (2 + self._num_states))
+        self._slots.provide(self._buffer_count // (2 + self._num_states), max_sub_group_numel)
         num_bytes = numel * (4 + 4 * self._num_states + gradient_dtype.itemsize)
         report = preflight(self._folder.path, num_bytes)  # of this rank: others may have taken their space already
         for remark in report.remarks:
@@ -138,6 +140,7 @@ class NvmePlacement(HostPlacement):
                 num_spares=self._num_states,
             )
             unit.groups.append(group)
+            self._slots.expect(group)
             self._queue.write(group.tensors[MASTER].region, stretched(first, sub_group.numel)).wait()
             for shard, start in sub_group.starts():
                 self._places[id(shard)] = Place(unit, group, start)

@@ -37,8 +37,11 @@ class SplitPlacement(Placement):
         self._offloaded_numel += 0 if is_near else numel
         return self._near if is_near else self._offloaded
 
-    def prepare(self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype) -> None:
-        self._offloaded.prepare(optimizer, int(numel * self._ratio), gradient_dtype)
+    def prepare(
+        self, optimizer: Optimizer, numel: int, gradient_dtype: torch.dtype, *, max_sub_group_numel: int
+    ) -> None:
+        part = int(numel * self._ratio)
+        self._offloaded.prepare(optimizer, part, gradient_dtype, max_sub_group_numel=max_sub_group_numel)
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._offloaded.scratch(numel, dtype, device)

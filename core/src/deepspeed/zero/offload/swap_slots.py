@@ -22,6 +22,9 @@ from deepspeed.zero.offload.swap_file import SwapQueue, SwapWork
 from deepspeed.zero.offload.swapped import SwappedGroup
 from deepspeed.zero.placement import GRADIENT
 
+#: sub-groups that are being read while one is updated
+MAX_READS_AHEAD = 2
+
 
 class SlotState(enum.Enum):
     FREE = enum.auto()  # holds nothing
@@ -162,10 +165,21 @@ class SwapSlots:
     def __init__(self, memory: HostMemory, aio: AioConfig, *, reads_ahead: bool, writes_behind: bool) -> None:
         self._memory, self._aio = memory, aio
         self._reads_ahead, self._writes_behind = reads_ahead, writes_behind
-        self.count = 1 + reads_ahead + writes_behind  # at most
-        self._slots: list[SwapSlot] = []  # that was used last at the end
+        self._min_count = self.count = 1 + reads_ahead + writes_behind
+        self._max_numel = self._largest_numel = 0  # of all slots together, of a sub-group
+        self._slots: list[SwapSlot] = []  # at most `count`; that was used last at the end
         self._order: Sequence[SwappedGroup] = ()  # of the update
         self._due: dict[SwappedGroup, int] = {}  # those to come: place in the order
+
+    def provide(self, count: int, sub_group_numel: int) -> None:
+        """Memory for `count` sub-groups of so many elements; more of them if they are smaller. Pipelines have what they
+        need in any case."""
+        self._max_numel = max(count, self._min_count) * sub_group_numel
+
+    def expect(self, group: SwappedGroup) -> None:
+        """A sub-group that will be fetched."""
+        self._largest_numel = max(self._largest_numel, group.numel)
+        self.count = max(self._min_count, self._max_numel // self._largest_numel)
 
     def begin(self, order: Sequence[SwappedGroup]) -> None:
         """An update of these sub-groups begins; `fetch` and `store` follow for each."""
@@ -200,13 +214,18 @@ class SwapSlots:
             slot.finish()
 
     def _read_ahead(self, place: int) -> None:
-        """Read the next sub-group of which something is missing, if there is a slot for it."""
+        """Read the next sub-groups of which something is missing, as far as there are slots for them."""
+        num_reads = 0
         for group in self._order[place : place + self.count]:
             slot = self.of(group)
-            if slot is None or not group.tensors.keys() <= slot.names:
-                slot = slot or self._spare()
-                if slot is not None and slot.state is not SlotState.READING:
-                    slot.read(group)
+            if slot is not None and group.tensors.keys() <= slot.names:
+                continue
+            if (slot := slot or self._spare()) is None:
+                return
+            if slot.state is not SlotState.READING:
+                slot.read(group)
+            num_reads += 1
+            if num_reads == MAX_READS_AHEAD:
                 return
 
     def _spare(self) -> SwapSlot | None:
