@@ -12,7 +12,8 @@ turns with them, with as many jobs as ranks and the same engine, block size, dep
 bytes that a step has asked the disk for, over what fio moves per second, are its *disk time*. The target is 1.15 times
 the larger of the two. A step cannot reach it where both are alike and most of the states pass the disk: no update
 begins before the norm of all gradients is known. `--sub-group-numel` makes the part that stays in memory small;
-`--batch` and `--sequence` change how much is computed.
+`--batch` and `--sequence` change how much is computed. The writes of an update run beside the next forward; those of
+the last one in a round are waited for, so rounds have more steps.
 
 How it measures: all variants live in the same ranks and take turns, `--steps-per-round` steps each, so that a noisy
 machine disturbs them alike; each round has another order, so that none always follows the same one, whose caches and
@@ -296,7 +297,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, help="tokens; default: the model's")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all of the kind")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds, one warm-up not counted")
-    parser.add_argument("--steps-per-round", type=int, default=3)
+    parser.add_argument("--steps-per-round", type=int, help="default 3; for --offload nvme 8")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu", help="device type of torch; a rank has one of them")
     parser.add_argument("--no-memory", action="store_true", help="times only")
@@ -306,6 +307,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.offload == "nvme" and not arguments.nvme_path:
         parser.error("--offload nvme: give --nvme-path, a folder on a local disk")
+    arguments.steps_per_round = arguments.steps_per_round or (8 if arguments.offload == "nvme" else 3)
     peers = {"cpu": ["fsdp2-z2-offload", "fsdp2-z3-offload"], "nvme": []}
     arguments.peers = peers.get(arguments.offload, ["ddp", "floor", "fsdp2-z3"])
     if arguments.variants is None:
