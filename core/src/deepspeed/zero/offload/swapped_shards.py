@@ -13,6 +13,7 @@ Legend: S numel of a shard.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class _SwappedShard(OffloadedShard):
         return self._buffer is not None
 
     def _begin(self, buffer: _Buffer) -> None:
-        self._home.finish_storing()
+        self._home.require_stored(self._region)
         buffer.begin(self, self._region)
         self._buffer = buffer
 
@@ -128,6 +129,15 @@ class _SwappedShard(OffloadedShard):
         self._home.write(self._region, values.to("cpu", self.shard_S.dtype), start * self.shard_S.itemsize)
 
 
+class _Storing(NamedTuple):
+    """A write of the bytes [first, stop) in flight, with the memory that is written."""
+
+    work: SwapWork
+    values: Tensor
+    first: int
+    stop: int
+
+
 class SwappedShards(ShardHome):
     """Args:
     accelerator: the one that gathers.
@@ -166,8 +176,9 @@ class SwappedShards(ShardHome):
         self.plain = HostMemory(accelerator, pins=False)  # for what the device does not copy
         self._buffers = [_Buffer(staging, aio) for _ in range(max(section.buffer_count, 1))]
         self._reads, self._writes = SwapQueue(aio), SwapQueue(aio)
-        self._storing: list[tuple[SwapWork, Tensor]] = []  # with the memory that is written
-        self._failure: OSError | None = None  # of the first write that failed
+        self._storing: list[_Storing] = []
+        #: by first byte and end: writes that failed, and were not repeated
+        self._failed: dict[tuple[int, int], OSError] = {}
 
     def keep(self, values_S: Tensor, name: str) -> OffloadedShard | None:
         numel = values_S.numel()
@@ -196,33 +207,56 @@ class SwappedShards(ShardHome):
 
     def read(self, region: Region, values: Tensor, start: int) -> None:
         """Fill `values` from byte `start` of the region on."""
-        self.finish_storing()
+        self.require_stored(region)
         self._reads.read(region, values, start).wait()
 
     def write(self, region: Region, values: Tensor, start: int) -> None:
         """Begin to write `values` from byte `start` of the region on."""
         if len(self._storing) >= len(self._buffers):
             self.finish_storing()
-        self._storing.append((self._writes.write(region, values, start), values))
+        first = region.offset + start
+        stop = first + values.nbytes
+        try:
+            self._storing.append(_Storing(self._writes.write(region, values, start), values, first, stop))
+        except OSError as error:
+            self._failed[first, stop] = error
+            raise
 
     def finish_storing(self) -> None:
         """Return when what was given to `write` is in the file, and may be changed.
 
         Raises:
-            OSError: a write has failed, now or before: the file does not have the values that it should.
+            OSError: one of the writes has failed.
         """
         storing, self._storing = self._storing, []
         self._writes.finish()
-        for work, _ in storing:
+        error: OSError | None = None
+        for write in storing:
+            for first, stop in list(self._failed):
+                if write.first <= first and stop <= write.stop:
+                    del self._failed[first, stop]
             try:
-                work.wait()
-            except OSError as error:
-                self._failure = self._failure or error
-        if self._failure is not None:
-            raise self._failure
+                write.work.wait()
+            except OSError as found:
+                self._failed[write.first, write.stop] = error = error or found
+        if error is not None:
+            raise error
+
+    def require_stored(self, region: Region) -> None:
+        """Return when the region has what was given to `write` last.
+
+        Raises:
+            OSError: a write has failed, of the region, or one that this call has waited for.
+        """
+        self.finish_storing()
+        for (first, stop), error in self._failed.items():
+            if first < region.offset + region.num_bytes and region.offset < stop:
+                raise error
 
     def check(self) -> None:
         self.finish_storing()
+        for error in self._failed.values():
+            raise error
         self._file.check("read", 0, self._file.num_bytes)
 
     def release(self) -> None:
