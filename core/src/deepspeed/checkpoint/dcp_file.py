@@ -24,6 +24,10 @@ from deepspeed.errors import CheckpointError, first_line
 from deepspeed.zero.stored_tensor import StoredTensor
 
 
+class NotPlainData(CheckpointError):
+    """A value is more than tensors and plain data."""
+
+
 def is_dcp_folder(folder: Path) -> bool:
     """Whether `folder` holds a checkpoint of torch.distributed.checkpoint."""
     return (folder / METADATA_FILE).is_file()
@@ -50,12 +54,22 @@ class DcpFolder:
         return {name: DcpTensor(self, name, tensor) for name, tensor in self._metadata.tensors.items()}
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor. CheckpointError where it is more than plain data."""
+        """A value that is no tensor.
+
+        Raises:
+            NotPlainData: it is of classes that are not loaded.
+            CheckpointError: it is missing or damaged.
+        """
         view = self.piece(name, None)
         try:
             return torch.load(io.BytesIO(view), weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise CheckpointError(f"{name} in {self.folder} was not loaded: {first_line(error)}") from error
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError) as error:
+            if isinstance(error, pickle.UnpicklingError) and (classes := _classes_in(view)):
+                raise NotPlainData(f"{name} in {self.folder} is no plain data: it asks for {classes}") from error
+            raise CheckpointError(
+                f"{name} in {self.folder} cannot be read: {first_line(error)}; it is damaged, or another version of "
+                "torch wrote it"
+            ) from error
 
     def piece(self, name: str, offset: torch.Size | None) -> memoryview:
         """The bytes that torch.save wrote of a piece of a tensor, or of a value."""
@@ -78,7 +92,7 @@ class DcpFolder:
     def _mapped(self, relative_path: str) -> mmap.mmap:
         if relative_path not in self._maps:
             path = self.folder / relative_path
-            if path.resolve().parent != self.folder.resolve():
+            if Path(relative_path).name != relative_path:
                 raise CheckpointError(f"{self.folder / METADATA_FILE} names {relative_path!r}, which is not beside it")
             try:
                 with open(path, "rb") as file:
@@ -88,6 +102,14 @@ class DcpFolder:
             except (OSError, ValueError) as error:  # ValueError: an empty file
                 raise CheckpointError(f"cannot read {path}: {error}") from error
         return self._maps[relative_path]
+
+
+def _classes_in(view: memoryview) -> str:
+    """What the pickle in a file of torch.save asks for that is not loaded; empty for a damaged one."""
+    try:
+        return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(view)))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError):
+        return ""
 
 
 class DcpTensor(StoredTensor):

@@ -6,14 +6,15 @@ Read are the state dicts that `torch.distributed.checkpoint.state_dict` gives, w
     <optim>.state.<fqn>.exp_avg                states of the optimizer, by the name of the parameter
     <optim>.param_groups.<index>.lr, .params   its groups; or, flattened, <optim>.param_groups.<fqn>.lr
 
-All else is client state, where it is plain data.
+All else is client state, where it is plain data and, as every rank gets it, not large.
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.dcp_file import DcpFolder, DcpTensor
+from deepspeed.checkpoint.dcp_file import DcpFolder, DcpTensor, NotPlainData
 from deepspeed.checkpoint.load import LoadedCheckpoint, SavedParts
 from deepspeed.errors import CheckpointError
 from deepspeed.log import logger
@@ -21,6 +22,9 @@ from deepspeed.log import logger
 _GROUPS, _STATES = "param_groups.", "state."
 #: how a step is computed and not what it is: those of the run that loads stay
 _OF_THE_RUN = frozenset({"foreach", "fused", "capturable", "differentiable", "params"})
+
+#: what the tensors of client state may have together: many more are another model, which each rank would hold whole
+_CLIENT_BYTES = 64 * 2**20
 
 
 def load_dcp(folder: Path, tag: str, *, needs_states: bool) -> LoadedCheckpoint:
@@ -157,23 +161,48 @@ def _merged(by_name: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]]
 def _client_state(source: DcpFolder, prefix: str | None, weights: set[str]) -> dict[str, Any]:
     """The other values, nested as they were saved."""
     client: dict[Any, Any] = {}
-    left: list[str] = []
-    for key, path in source.paths.items():
-        if key in weights or _is_of_optimizer(key, prefix):
+    others = {
+        key: path for key, path in source.paths.items() if key not in weights and not _is_of_optimizer(key, prefix)
+    }
+    large = _large(source, [key for key in others if key in source.tensors])
+    odd: list[str] = []
+    for key, path in others.items():
+        if key in large:
             continue
         try:
             value = source.tensors[key].whole() if key in source.tensors else source.value(key)
-        except CheckpointError:
-            left.append(key)
+        except NotPlainData:
+            odd.append(key)
             continue
         place = client
         for step in path[:-1]:
             place = place.setdefault(step, {})
         place[path[-1]] = value
-    if left:
-        logger.warning(
-            "%s: not loaded, because they are not plain data: %s. Read them with torch.distributed.checkpoint.",
-            source.folder,
-            ", ".join(left),
-        )
+    size = f"{sum(map(_num_bytes, (source.tensors[key] for key in large))) / 2**20:.1f} MiB of tensors in"
+    places = sorted({_place(source, key) or key for key in large})
+    for left, why in ((odd, "they are not plain data:"), (places, f"every rank would hold {size}")):
+        if left:
+            logger.warning(
+                "%s: not loaded, because %s %s. Read them with torch.distributed.checkpoint.",
+                source.folder,
+                why,
+                ", ".join(left),
+            )
     return client
+
+
+def _large(source: DcpFolder, names: Iterable[str]) -> set[str]:
+    """The tensors in those dicts that, from the smallest on, no longer fit into `_CLIENT_BYTES`."""
+    by_place: dict[str, list[str]] = {}
+    for name in names:
+        by_place.setdefault(_place(source, name), []).append(name)
+    sizes = {place: sum(_num_bytes(source.tensors[name]) for name in its) for place, its in by_place.items()}
+    places = sorted(sizes, key=lambda place: sizes[place])
+    totals = accumulate(sizes[place] for place in places)
+    return {
+        name for place, total in zip(places, totals, strict=True) if total > _CLIENT_BYTES for name in by_place[place]
+    }
+
+
+def _num_bytes(tensor: DcpTensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize

@@ -5,7 +5,8 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from deepspeed.checkpoint import Checkpointer
+from deepspeed.checkpoint import Checkpointer, dcp_load
+from deepspeed.checkpoint.dcp_file import DcpTensor
 from deepspeed.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -49,6 +50,8 @@ def damage(folder, what):
         files[0].unlink()
     elif what == "cut short":
         files[0].write_bytes(files[0].read_bytes()[:-200])
+    elif what == "cut to 100 bytes":
+        files[0].write_bytes(files[0].read_bytes()[:100])
     elif what == "zeros":
         files[0].write_bytes(b"\0" * files[0].stat().st_size)
     elif what == "metadata cut short":
@@ -67,7 +70,7 @@ class Code:
     [
         ("missing file", r"__0_0\.distcp is missing"),
         ("cut short", r"__0_0\.distcp is cut short: it has \d+ bytes"),
-        ("zeros", "cannot be read|was not loaded"),
+        ("zeros", r"optim\.param_groups\.0\.\w+ in .* cannot be read"),
         ("metadata cut short", r"\.metadata cannot be read"),
         ("code", r"\.metadata was refused.*it asks for _pytest\.outcomes"),
     ],
@@ -77,6 +80,22 @@ def test_damage_is_named(tmp_path, what, words):
     damage(tmp_path / "run", what)
     with pytest.raises(CheckpointError, match=words):
         {name: value.whole() for name, value in Checkpointer().load(tmp_path / "run").stored.items()}
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("missing file", r"__0_0\.distcp is missing"),
+        ("cut to 100 bytes", r"__0_0\.distcp is cut short: it has 100 bytes, and extra\.\w ends"),
+        ("zeros", r"extra\.\w in .* cannot be read: .*it is damaged"),
+    ],
+)
+@pytest.mark.parametrize("extra", [{"n": 3}, {"t": torch.ones(2)}], ids=["value", "tensor"])
+def test_damage_of_client_state_is_named(tmp_path, what, words, extra):
+    save(tmp_path / "run", {"model": WEIGHTS, "extra": extra})
+    damage(tmp_path / "run", what)
+    with pytest.raises(CheckpointError, match=words):
+        Checkpointer().load(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -103,3 +122,35 @@ def test_what_is_not_plain_data_is_left_and_named(tmp_path, caplog):
     save(tmp_path / "run", {"model": WEIGHTS, "loader": Code(), "epoch": 3})
     assert Checkpointer().load(tmp_path / "run").client_state == {"epoch": 3}
     assert "not plain data: loader" in caplog.text
+
+
+def test_another_model_is_left_and_named(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(dcp_load, "_CLIENT_BYTES", 64)
+    other = {"average": {"w": torch.ones(100)}, "rng": {"seed": torch.ones(2)}, "scale": torch.ones(1)}
+    save(tmp_path / "run", {"model": WEIGHTS, **other})
+    read = []
+    monkeypatch.setattr(DcpTensor, "read", lambda tensor, start, numel: read.append(numel) or torch.ones(numel))
+    assert set(Checkpointer().load(tmp_path / "run").client_state) == {"rng", "scale"}
+    assert sorted(read) == [1, 2]
+    assert "every rank would hold 0.0 MiB of tensors in average." in caplog.text
+
+
+def test_files_may_be_links(tmp_path):
+    """As in the cache of Hugging Face, and in folders of data under version control."""
+    save(tmp_path / "run", {"model": WEIGHTS})
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "run" / "__0_0.distcp").rename(tmp_path / "blobs" / "1f")
+    (tmp_path / "run" / "__0_0.distcp").symlink_to("../blobs/1f")
+    assert torch.equal(Checkpointer().load(tmp_path / "run").stored["w"].whole(), WEIGHTS["w"])
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "inner/file"])
+def test_a_file_elsewhere_is_refused(tmp_path, name):
+    save(tmp_path / "run", {"model": WEIGHTS})
+    path = tmp_path / "run" / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    for info in found.storage_data.values():
+        info.relative_path = name
+    path.write_bytes(pickle.dumps(found))
+    with pytest.raises(CheckpointError, match=f"names '{name}', which is not beside it"):
+        Checkpointer().load(tmp_path / "run").stored["w"].whole()
