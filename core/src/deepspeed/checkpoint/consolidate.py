@@ -3,7 +3,8 @@
 
     python zero_to_fp32.py <checkpoint_dir> <output_dir> [--safe_serialization] [--max_shard_size 5GB] [-t TAG] [-e]
 
-It stands alone: it needs torch and the standard library. Files are read with `weights_only=True`, so no code in them is
+It stands alone: it needs torch and the standard library. First the sizes and checksums of the files are compared with
+`index.json` beside them, where there is one. Files are read with `weights_only=True`, so no code in them is
 run, and mapped rather than read. Memory holds one output file of `torch.save`, or one weight of a safetensors file.
 
 [Note: what the shards hold] Every parameter group's trainable parameters, in the order of `param_shapes`, lie end to
@@ -22,18 +23,22 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 try:
+    from deepspeed.checkpoint.index import DamagedCheckpoint
     from deepspeed.errors import CheckpointError
 except ImportError:  # standing alone
 
     class CheckpointError(RuntimeError):  # type: ignore[no-redef]
         """A checkpoint cannot be read; the message names the file."""
+
+    DamagedCheckpoint = CheckpointError  # type: ignore[assignment,misc]
 
 
 log = logging.getLogger("zero_to_fp32")
@@ -50,6 +55,7 @@ DEEPSPEED_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (Attributes, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
+_ADVICE = "Copy the file again from where it came, or take another tag."
 _LOADED_BYTES = 256 * 2**20  # of weights at a time, into a model
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SAFETENSORS_NAMES = {
@@ -170,6 +176,68 @@ def read_file(path: str | Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is no file of a checkpoint: it holds a {type(state).__name__}.")
     return state
+
+
+def check_files(folder: Path, content: bool = True, advance: Callable[[int], object] | None = None) -> None:
+    """Compare the files in a tag's folder with the `index.json` beside them; without one, nothing is known of them.
+
+    Args:
+        content: read each file and compare its checksums; else sizes only.
+        advance: is called with the number of bytes of each part that was read, to show progress.
+
+    Raises `CheckpointError`, which names the file that is missing or damaged.
+    """
+    path = folder / "index.json"
+    if not path.is_file():
+        return
+    text, seal, _ = (raw := path.read_bytes()).rpartition(b',\n "checksum": "crc32:')
+    if raw != text + seal + b'%08x"\n}\n' % zlib.crc32(text):
+        raise DamagedCheckpoint(
+            f"{path} is damaged: its checksum does not fit its content. Copy it again from where it came; without this "
+            "file nothing is verified."
+        )
+    index = json.loads(raw)
+    if index["format"] != 1:
+        raise CheckpointError(f"{path} has format {index['format']}, and this program reads 1; use a later version.")
+    for entry in index["files"]:
+        if entry["name"] != Path(entry["name"]).name:
+            raise DamagedCheckpoint(f"{path} lists {entry['name']!r}, which is no file beside it. {_ADVICE}")
+        _check_file(folder / entry["name"], entry, index["block_bytes"], content, advance)
+
+
+def _check_file(
+    file: Path, entry: Mapping[str, Any], block_bytes: int, content: bool, advance: Callable[[int], object] | None
+) -> None:
+    num_bytes = file.stat().st_size if file.is_file() else None
+    if num_bytes is None or entry["bytes"] not in (None, num_bytes):
+        found = "is missing" if num_bytes is None else f"is damaged: it has {num_bytes} bytes"
+        raise DamagedCheckpoint(f"{file} {found}, and was saved with {entry['bytes']}. {_ADVICE}")
+    if not content or entry["crc32"] is None:
+        return
+    log.info("verifying %s", file)
+    for block, found in enumerate(_checksums(file, block_bytes, advance)):
+        saved = entry["crc32"][block] if block < len(entry["crc32"]) else None
+        if found != saved:
+            raise DamagedCheckpoint(
+                f"{file} is damaged: its block of {block_bytes} bytes from byte {block * block_bytes} on has the "
+                f"CRC-32 {found}, and was saved with {saved}. {_ADVICE}"
+            )
+
+
+def _checksums(path: Path, block_bytes: int, advance: Callable[[int], object] | None) -> Iterator[str]:
+    """Of each block of a file."""
+    buffer = memoryview(bytearray(2**20))
+    checksum, in_block = 0, 0
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer[: block_bytes - in_block]):
+            checksum, in_block = zlib.crc32(buffer[:num_bytes], checksum), in_block + num_bytes
+            if advance is not None:
+                advance(num_bytes)
+            if in_block == block_bytes:
+                yield f"{checksum:08x}"
+                checksum, in_block = 0, 0
+    if in_block:
+        yield f"{checksum:08x}"
 
 
 def _read_shards(folder: Path) -> list[dict[str, Any]]:
@@ -324,6 +392,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """The whole model's fp32 `state_dict` from a checkpoint of any number of ranks, on the CPU.
 
@@ -334,23 +403,29 @@ def get_fp32_state_dict_from_zero_checkpoint(
         tag: default: what `latest` names.
         exclude_frozen_parameters: leave out parameters that were not trained.
         lazy_mode: give `LazyTensor`s, which stay in the files until their `contiguous()` is called.
+        verify: compare checksums of the files first, which reads them once more; else sizes only.
 
     Floating-point values are fp32: the optimizer's masters where there are any. Raises `CheckpointError`.
     """
-    weights = lazy_state_dict(tag_folder(checkpoint_dir, tag), exclude_frozen_parameters)
+    folder = tag_folder(checkpoint_dir, tag)
+    check_files(folder, verify)
+    weights = lazy_state_dict(folder, exclude_frozen_parameters)
     return weights if lazy_mode else _in_memory(weights)
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+    model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None, verify: bool = True
 ) -> torch.nn.Module:
     """Move `model` to the CPU, load the checkpoint's fp32 weights into it and return it. For use after a training.
 
-    Beside the model, memory holds weights of 256 MiB, or one weight where that is larger.
+    Beside the model, memory holds weights of 256 MiB, or one weight where that is larger. `verify` is that of
+    `get_fp32_state_dict_from_zero_checkpoint`.
 
     Names that only one side has are reported as a warning; `CheckpointError` when there is no common name at all.
     """
-    weights = lazy_state_dict(tag_folder(checkpoint_dir, tag), exclude_frozen_parameters=False)
+    folder = tag_folder(checkpoint_dir, tag)
+    check_files(folder, verify)
+    weights = lazy_state_dict(folder, exclude_frozen_parameters=False)
     model = model.cpu()
     missing, unexpected = set(model.state_dict()), []
     for names in _split(weights, _LOADED_BYTES, shares=True):
@@ -373,16 +448,20 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
+    verify: bool = True,
 ) -> None:
     """Write a checkpoint's fp32 weights as files that load without this package.
 
     `<output_dir>/pytorch_model.bin` or `model.safetensors`; above `max_shard_size` ("5GB", "500MB", bytes, None for no
     limit) several files and an index, as Hugging Face names them. Tied weights are one tensor in a `.bin` file and are
-    written under each name in `.safetensors`, which knows no sharing.
+    written under each name in `.safetensors`, which knows no sharing. `verify` is that of
+    `get_fp32_state_dict_from_zero_checkpoint`.
     """
     write = _write_safetensors if safe_serialization else _write_bin
-    weights = lazy_state_dict(tag_folder(checkpoint_dir, tag), exclude_frozen_parameters)
-    files = _split(weights, _parse_size_bytes(max_shard_size), shares=not safe_serialization)
+    limit_bytes, folder = _parse_size_bytes(max_shard_size), tag_folder(checkpoint_dir, tag)
+    check_files(folder, verify)
+    weights = lazy_state_dict(folder, exclude_frozen_parameters)
+    files = _split(weights, limit_bytes, shares=not safe_serialization)
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     output = _create_folder(Path(output_dir))
     weight_map = {}
@@ -484,6 +563,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("-t", "--tag", help="which checkpoint; default: the one that `latest` names")
     parser.add_argument("-e", "--exclude_frozen_parameters", action="store_true", help="only what was trained")
+    parser.add_argument("--no_verify", action="store_true", help="compare sizes of files only, and no checksums")
     parser.add_argument("--lazy", action="store_true", help="accepted: a weight is always read when it is written")
     parser.add_argument("-d", "--debug", action="store_true", help="name every weight, and show tracebacks")
     args = parser.parse_args(arguments)
@@ -496,6 +576,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             safe_serialization=args.safe_serialization,
             tag=args.tag,
             exclude_frozen_parameters=args.exclude_frozen_parameters,
+            verify=not args.no_verify,
         )
     except (CheckpointError, OSError, ValueError) as error:
         if args.debug:

@@ -13,7 +13,14 @@ from deepspeed.errors import CheckpointError
 
 
 def convert(
-    directory: str | Path, output: str | Path, to: str, *, tag: str | None = None, max_shard_size: str = "5GB"
+    directory: str | Path,
+    output: str | Path,
+    to: str,
+    *,
+    tag: str | None = None,
+    max_shard_size: str = "5GB",
+    verify: bool = True,
+    advance: Callable[[int], object] | None = None,
 ) -> None:
     """Write the checkpoint `tag` of `directory` into the folder `output`, which is made.
 
@@ -23,24 +30,28 @@ def convert(
             under the tag `<tag>_universal`.
         tag: default: what `latest` names.
         max_shard_size: of a file of weights, for example "500MB"; "0" for one file.
+        verify: compare the checksums of all files with those in `index.json` before anything is written; else sizes.
+        advance: is called with the number of bytes of each part that was verified, to show progress.
 
     Raises:
+        DamagedCheckpoint: a file is missing or is not what was saved.
         CheckpointError: the checkpoint cannot be read, `output` holds something, or one of them is a URL.
     """
     source, target = local_folder(directory, "convert"), local_folder(output, "write a converted checkpoint to")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there and not empty; give a folder that is new or empty")
+    consolidate.check_files(consolidate.tag_folder(source, tag), verify, advance)
     FORMATS[to](source, target, tag, max_shard_size)
 
 
 def _to_safetensors(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
     consolidate.convert_zero_checkpoint_to_fp32_state_dict(
-        directory, output, max_shard_size, safe_serialization=True, tag=tag
+        directory, output, max_shard_size, safe_serialization=True, tag=tag, verify=False
     )
 
 
 def _to_torch(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
-    consolidate.convert_zero_checkpoint_to_fp32_state_dict(directory, output, max_shard_size, tag=tag)
+    consolidate.convert_zero_checkpoint_to_fp32_state_dict(directory, output, max_shard_size, tag=tag, verify=False)
 
 
 def _to_dcp(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deepspeed.checkpoint.consolidate import check_files
 from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 from deepspeed.errors import CheckpointError
@@ -25,11 +26,13 @@ def ds_to_universal(input_folder: str | Path, output_folder: str | Path, *, num_
         num_workers: how many parameters are written at a time; memory holds one value of each.
 
     Raises:
+        DamagedCheckpoint: a file is missing or is not what was saved.
         CheckpointError: the checkpoint cannot be read, or `output_folder` holds something.
     """
     source, target = Path(input_folder).absolute(), Path(output_folder).absolute()
     if not source.is_dir():
         raise CheckpointError(f"--input_folder: found no folder {source}; give that of a tag, such as global_step100")
+    check_files(source)
     write_universal(SavedRun(source.parent, source.name), target, num_workers=num_workers)
     write_latest_universal(target)
 

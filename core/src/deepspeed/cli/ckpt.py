@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed.checkpoint.index import DamagedCheckpoint
 from deepspeed.checkpoint.location import location
 from deepspeed.cli.console import make_console
 from deepspeed.errors import CheckpointError, ConfigError
@@ -43,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.directory = location(options.directory)
         _check_directory(options.directory)
         result = _run(options)
+    except DamagedCheckpoint as error:
+        sys.stderr.write(f"ds_ckpt: {error}\n")
+        return _FAULTS
     except (CheckpointError, ConfigError, OSError) as error:
         sys.stderr.write(f"ds_ckpt: {error}\n")
         return _NOT_RUN
@@ -68,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     convert = _command(commands, "convert", "write a tag for another program")
     convert.add_argument("output", metavar="OUT", help="a new or empty folder")
     convert.add_argument("--to", choices=_FORMATS, required=True, help="the format: " + "; ".join(_FORMATS.values()))
+    convert.add_argument("--no-verify", action="store_true", help="compare sizes of files only, and no checksums")
     convert.add_argument("-t", "--tag", metavar="TAG", help="default: what `latest` names")
     convert.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file of weights; 0: no limit")
     return parser
@@ -98,7 +103,7 @@ def _run(options: argparse.Namespace) -> "Result":
         return ckpt_prune.run(options.directory, options.keep_last, dry_run=options.dry_run)
     if options.command == "convert":
         arguments = (options.directory, options.output, options.to, options.tag, options.max_shard_size)
-        return ckpt_convert.run(*arguments)
+        return ckpt_convert.run(*arguments, verify=not options.no_verify)
     if options.tag is None:
         if options.tensors:
             raise ConfigError("--tensors: found no TAG, whose tensors to list; add it after DIR")

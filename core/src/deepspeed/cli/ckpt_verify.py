@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.survey import SavedTag
 from deepspeed.checkpoint.tags import read_latest
-from deepspeed.cli.ckpt_result import Result, as_size, asked_tags, warn
+from deepspeed.cli.ckpt_result import Result, as_size, asked_tags, make_progress, warn
 from deepspeed.cli.console import make_table
 from deepspeed.errors import CheckpointError
 
@@ -25,7 +24,7 @@ def run(directory: Path, names: list[str]) -> Result:
     null.
     """
     tags = asked_tags(directory, names)
-    with _progress() as bar:
+    with make_progress() as bar:
         task = bar.add_task("", total=sum(tag.num_bytes for tag in tags))
         rows = []
         for tag in tags:
@@ -35,13 +34,6 @@ def run(directory: Path, names: list[str]) -> Result:
     record = {"directory": str(directory), "tags": rows, "latest": latest}
     has_faults = latest is not None or any(row["faults"] for row in rows)
     return Result(record, lambda console: _show(record, console), has_faults)
-
-
-def _progress() -> Progress:
-    """A bar of bytes on a terminal; nothing elsewhere."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
 
 
 def _verified(tag: SavedTag, advance: Callable[[int], object]) -> dict[str, Any]:

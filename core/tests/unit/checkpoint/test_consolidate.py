@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import consolidate, layout
+from deepspeed.checkpoint import checksum, consolidate, layout
 from deepspeed.errors import CheckpointError
 
 get_weights = consolidate.get_fp32_state_dict_from_zero_checkpoint
@@ -17,10 +17,17 @@ convert = consolidate.convert_zero_checkpoint_to_fp32_state_dict
 
 
 @pytest.fixture
-def saved(make_ranks, make_training, tmp_path):
+def intact(make_ranks, make_training, tmp_path):
     training = make_training(world_size=3)
     make_ranks(3).save(training, tmp_path / "ckpt", "global_step1")
     return training
+
+
+@pytest.fixture
+def saved(intact, tmp_path):
+    """Without an index, as DeepSpeed saves it: tests change its files."""
+    (tmp_path / "ckpt" / "global_step1" / layout.INDEX_FILE).unlink()
+    return intact
 
 
 def assert_same(found, expected):
@@ -228,6 +235,50 @@ def test_what_does_not_fit_is_refused(saved, tmp_path, what, words):
         get_weights(tmp_path / "ckpt")
 
 
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)
+
+
+def test_one_flipped_bit_in_any_file_is_named(intact, tmp_path):
+    names = sorted(path.name for path in (tmp_path / "ckpt" / "global_step1").iterdir())
+    assert len(names) == 5
+    for name in names:
+        path = tmp_path / "ckpt" / "global_step1" / name
+        flip(path)
+        with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+            get_weights(tmp_path / "ckpt")
+        with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+            convert(tmp_path / "ckpt", tmp_path / "out")
+        flip(path)
+    assert not (tmp_path / "out").exists()
+    assert_same(get_weights(tmp_path / "ckpt"), intact.weights)
+
+
+def test_without_verifying_sizes_are_compared(intact, tmp_path):
+    path = tmp_path / "ckpt" / "global_step1" / layout.shard_file(1, 0)
+    flip(path)
+    assert set(get_weights(tmp_path / "ckpt", verify=False)) == set(intact.weights)
+    path.write_bytes(path.read_bytes() + b"1")
+    with pytest.raises(CheckpointError, match=r"rank_1.*is damaged: it has \d+ bytes, and was saved with \d+"):
+        get_weights(tmp_path / "ckpt", verify=False)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="rank_1.*is missing, and was saved with"):
+        get_weights(tmp_path / "ckpt", verify=False)
+
+
+def test_blocks_of_a_file_have_checksums_of_their_own(intact, tmp_path, monkeypatch):
+    monkeypatch.setattr(checksum, "BLOCK_BYTES", 1000)
+    content = bytes(range(256)) * 10
+    (tmp_path / "file").write_bytes(content)
+    sums = checksum.BlockSums()
+    sums.add(content)
+    parts = []
+    assert list(consolidate._checksums(tmp_path / "file", 1000, parts.append)) == sums.as_text()
+    assert sum(parts) == len(content)
+
+
 def test_missing_latest_and_tag(saved, tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint with the tag 'nope'"):
         get_weights(tmp_path / "ckpt", "nope")
@@ -323,6 +374,16 @@ def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "writing" in done.stderr
     assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), saved.weights)
+
+
+def test_the_script_verifies_by_itself(intact, tmp_path):
+    path = tmp_path / "ckpt" / "global_step1" / layout.shard_file(2, 0)
+    flip(path)
+    done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
+    assert done.returncode == 1
+    assert f"zero_to_fp32: {path} is damaged" in done.stderr
+    done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out", "--no_verify")
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_script_writes_safetensors_by_itself(saved, tmp_path):

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from deepspeed.checkpoint import dcp_write
-from deepspeed.checkpoint.convert import convert
+from deepspeed.checkpoint import dcp_write, layout
+from deepspeed.checkpoint.convert import FORMATS, convert
 from deepspeed.checkpoint.dcp_file import DcpFolder
 from deepspeed.cli.ckpt import main
 from deepspeed.errors import CheckpointError
@@ -83,6 +83,20 @@ def test_what_cannot_be_done_is_named(saved, tmp_path, capsys, flag, words):
     size = ["--max-shard-size", "5 apples"]
     assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--to", "torch", *size, *flag]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_damage_is_found_before_anything_is_written(saved, tmp_path, capsys, to):
+    path = tmp_path / "ckpt" / "global_step1" / layout.shard_file(2, 0)
+    content = bytearray(path.read_bytes())
+    content[content.find(b"exp_avg")] ^= 1
+    path.write_bytes(content)
+    assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--to", to]) == 1
+    assert f"{path} is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    path.unlink()
+    assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--to", to, "--no-verify"]) == 1
+    assert f"{path} is missing" in capsys.readouterr().err
 
 
 def test_states_without_names_are_refused(make_ranks, make_training, tmp_path):
