@@ -4,10 +4,17 @@
 
 One process has a model and an optimizer shard (bf16 weights 1/7, fp32 masters and two moments 6/7 of the bytes, as
 under ZeRO stage 1 on one rank with bf16). All programs take turns, the first round is not counted, and each figure is a
-median with the smallest and largest. `fio` writes as many bytes in order, and fsyncs.
+median with the smallest and largest. Before each save nothing is left to be written back, and what the program saved
+in the round before is removed; before each load the file is not in the page cache.
 
+The disk's rate is fio's, with as many bytes in order, psync and blocks of 8 MiB: written through the page cache and
+with O_DIRECT, fsync included, of which the faster counts; read through the page cache, which reads ahead. Reads with
+O_DIRECT are slower without as many in flight.
+
+A load ends when the job's own tensors have the states, as a resume does: DCP loads into them, the others load and copy.
 "blocked" is the part of an asynchronous save in which training waits; "until whole" ends when the checkpoint can be
-loaded. "steps" compares training steps (matrix products on one thread) that are made meanwhile with undisturbed ones.
+loaded. "steps" are training steps of a small model on one thread: those made while states are written, beside
+undisturbed ones.
 """
 
 import argparse
@@ -18,7 +25,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +36,9 @@ from deepspeed.checkpoint import Checkpointer
 from deepspeed.checkpoint.background import BackgroundWriter
 
 MIB = 2**20
-UNDISTURBED = "steps, undisturbed"
+STEPS = "steps"
+BUFFERED, DIRECT, READ = "fio write, fsync", "fio write, O_DIRECT, fsync", "fio read"
+SAVE, LOAD, ASYNC = "Checkpointer.save", "Checkpointer.load and copy", "Checkpointer.save, async"
 
 
 def make_states(num_mib: int) -> tuple[dict, dict]:
@@ -49,20 +58,19 @@ def make_states(num_mib: int) -> tuple[dict, dict]:
 
 
 def tensors_of(states: tuple[dict, dict]) -> dict[str, torch.Tensor]:
-    """The same tensors by name, for DCP."""
+    """The same tensors by name."""
     shard = states[1]["optimizer_state_dict"]
     moments = shard["base_optimizer_state"]["state"][0]
     return {**states[0]["module"], "master": shard["single_partition_of_fp32_groups"][0], **moments}
 
 
-def fio(path: Path, num_mib: int) -> float:
-    """Seconds in which fio writes a new file in order; its own start is not counted."""
+def fio(path: Path, num_mib: int, kind: str, *options: str) -> float:
+    """Seconds in which fio writes a new file in order, or reads one; its own start is not counted."""
     command = [
-        *("fio", "--name=write", f"--filename={path}", "--rw=write", "--bs=8m", f"--size={num_mib}m"),
-        *("--ioengine=psync", "--fallocate=none", "--end_fsync=1", "--thread", "--output-format=json"),
+        *("fio", f"--name={kind}", f"--filename={path}", f"--rw={kind}", "--bs=8m", f"--size={num_mib}m"),
+        *("--ioengine=psync", "--thread", "--output-format=json", *options),
     ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    path.unlink()
     return float(json.loads(done.stdout)["jobs"][0]["job_runtime"]) / 1e3
 
 
@@ -73,26 +81,42 @@ def torch_save(path: Path, states: tuple[dict, dict]) -> None:
         os.fsync(file.fileno())
 
 
-def touch_all(checkpointer: Checkpointer, directory: Path) -> None:
-    """Load and copy everything, as a resume does."""
-    found = checkpointer.load(directory)
-    assert found is not None
-    assert found.shard_state is not None
-    for tensor in tensors_of((found.model_state, found.shard_state)).values():
-        tensor.clone()
+def forget(folder: Path) -> None:
+    """Take what lies under `folder` out of the page cache."""
+    os.sync()
+    for path in folder.rglob("*") if folder.is_dir() else [folder]:
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+class Training:
+    """Steps of a small model; its processor time is in matrix products and in the update, as in larger ones."""
+
+    def __init__(self) -> None:
+        layers = [layer for _ in range(8) for layer in (torch.nn.Linear(512, 512), torch.nn.GELU())]
+        self.model = torch.nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.batch = torch.randn(256, 512)
+
+    def step(self) -> None:
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class Programs:
-    """What is measured. Each method is a program; `times` has seconds by name."""
+    """What is measured. `times` has seconds by name."""
 
     def __init__(self, root: Path, num_mib: int) -> None:
         self.root, self.num_mib = root, num_mib
         self.states = make_states(num_mib)
         self.tensors = tensors_of(self.states)
-        self.into = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
+        self.job = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
         self.plain = Checkpointer()
         self.background = Checkpointer(background=BackgroundWriter())
-        self.weights = torch.randn(512, 512)
+        self.training = Training()
         self.times: dict[str, list[float]] = {}
 
     def measure(self, name: str, program: Callable[[], Any]) -> Any:
@@ -104,69 +128,116 @@ class Programs:
     def save(self, checkpointer: Checkpointer, name: str) -> None:
         checkpointer.save(self.root / name, "tag", model_state=self.states[0], shard_state=self.states[1])
 
-    def step(self) -> None:
-        for _ in range(8):
-            self.weights @ self.weights
+    def copy(self, states: tuple[dict, dict]) -> None:
+        for name, tensor in tensors_of(states).items():
+            self.job[name].copy_(tensor)
 
-    def steps_until(self, is_over: Callable[[], bool], name: str) -> None:
-        while not is_over():
-            self.measure(name, self.step)
+    def load(self) -> None:
+        found = self.measure("Checkpointer.load", lambda: self.plain.load(self.root / "sync"))
+        self.copy((found.model_state, found.shard_state))
 
     def asynchronous(self, name: str, begin: Callable[[], Any], wait: Callable[[Any], Any], is_over: Any) -> None:
         """One asynchronous save, with steps until it is over."""
         start_s = time.perf_counter()
         pending = self.measure(f"{name}, blocked", begin)
-        self.steps_until(lambda: is_over(pending), f"steps during {name}")
+        while not is_over(pending):
+            self.measure(f"{STEPS} during {name}", self.training.step)
         wait(pending)
         self.times.setdefault(f"{name}, until whole", []).append(time.perf_counter() - start_s)
 
     def round(self) -> None:
-        root = self.root
-        self.times.setdefault("fio write, fsync", []).append(fio(root / "disk", self.num_mib))
-        self.settle()
-        self.measure("torch.save, fsync", lambda: torch_save(root / "plain.pt", self.states))
-        self.settle()
-        shutil.rmtree(root / "dcp", ignore_errors=True)
-        self.measure("DCP save", lambda: dcp.save(self.tensors, checkpoint_id=root / "dcp"))
-        self.settle()
-        self.measure("Checkpointer.save", lambda: self.save(self.plain, "sync"))
-        self.settle()
+        self.disk()
+        self.saves()
+        self.asynchronous_saves()
+        self.loads()
+
+    def clear(self, name: str) -> Path:
+        """Where a program saves: removed, and nothing left to be written back."""
+        path = self.root / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        os.sync()
+        return path
+
+    def disk(self) -> None:
+        for name, options in ((DIRECT, ["--direct=1"]), (BUFFERED, [])):
+            path = self.clear("disk")
+            seconds = fio(path, self.num_mib, "write", "--fallocate=none", "--end_fsync=1", *options)
+            self.times.setdefault(name, []).append(seconds)
+        forget(path)
+        self.times.setdefault(READ, []).append(fio(path, self.num_mib, "read", "--invalidate=1"))
+
+    def saves(self) -> None:
+        path = self.clear("plain.pt")
+        self.measure("torch.save, fsync", lambda: torch_save(path, self.states))
+        folder = self.clear("dcp")
+        self.measure("DCP save", lambda: dcp.save(self.tensors, checkpoint_id=folder))
+        self.clear("sync")
+        self.measure(SAVE, lambda: self.save(self.plain, "sync"))
+
+    def asynchronous_saves(self) -> None:
+        folder = self.clear("async")
         for _ in range(40):
-            self.measure(UNDISTURBED, self.step)
+            self.measure(f"{STEPS}, undisturbed", self.training.step)
         self.asynchronous(
-            "Checkpointer.save, async",
-            lambda: self.save(self.background, "async"),
+            ASYNC,
+            lambda: self.save(self.background, folder.name),
             lambda _: self.background.wait_for_save(),
-            lambda _: (self.root / "async" / "latest").exists() and not list((self.root / "async").glob(".*")),
+            lambda _: (folder / "latest").exists() and not list(folder.glob(".*")),
         )
-        self.settle()
-        shutil.rmtree(root / "dcp")
+        folder = self.clear("dcp")
         self.asynchronous(
             "DCP async_save",
-            lambda: dcp.async_save(self.tensors, checkpoint_id=root / "dcp"),
+            lambda: dcp.async_save(self.tensors, checkpoint_id=folder),
             lambda future: future.result(),
             lambda future: future.done(),
         )
-        self.settle()
-        self.measure("torch.load", lambda: torch.load(root / "plain.pt", weights_only=True))
-        self.measure("DCP load", lambda: dcp.load(self.into, checkpoint_id=root / "dcp"))
-        self.measure("Checkpointer.load and copy", lambda: touch_all(self.plain, root / "sync"))
 
-    def settle(self) -> None:
-        """Nobody pays for what another program left to be written."""
-        os.sync()
+    def loads(self) -> None:
+        plain = self.root / "plain.pt"
+        programs: dict[str, Callable[[], Any]] = {
+            "torch.load and copy": lambda: self.copy(torch.load(plain, weights_only=True)),
+            "torch.load(mmap=True) and copy": lambda: self.copy(torch.load(plain, weights_only=True, mmap=True)),
+            "DCP load": lambda: dcp.load(self.job, checkpoint_id=self.root / "dcp"),
+            LOAD: self.load,
+        }
+        for name, program in programs.items():
+            forget(self.root)
+            self.measure(name, program)
+            self.check_and_clear()
+
+    def check_and_clear(self) -> None:
+        """What was loaded is what was saved."""
+        for name, tensor in self.tensors.items():
+            assert torch.equal(self.job[name], tensor), name
+            self.job[name].zero_()
 
 
-def report(times: dict[str, list[float]], num_mib: int) -> None:
-    undisturbed = statistics.median(times[UNDISTURBED])
+def report(times: Mapping[str, list[float]], num_mib: int) -> None:
+    medians = {name: statistics.median(values) for name, values in times.items()}
     for name, values in times.items():
-        median = statistics.median(values)
-        if name.startswith("steps"):
-            note = f"{median / undisturbed:.2f}x"
-            print(f"{name:42s} {1e3 * median:9.1f} ms   {note}")
-        else:
-            spread = f"{min(values):.2f} to {max(values):.2f}"
-            print(f"{name:42s} {median:9.3f} s    {num_mib / median:6.0f} MiB/s   {spread}")
+        median, spread = medians[name], f"{min(values):.3f} to {max(values):.3f}"
+        rate = "" if name.startswith(STEPS) else f"{num_mib / median:6.0f} MiB/s"
+        print(f"{name:42s} {median:8.3f} s   {spread:16s} {rate}")
+    write, read = min(medians[BUFFERED], medians[DIRECT]), medians[READ]
+    undisturbed = medians[f"{STEPS}, undisturbed"]
+    print()
+    for what, ratio, target in (
+        ("save, of the disk's rate", write / medians[SAVE], 0.90),
+        ("load and copy, of the disk's rate", read / medians[LOAD], 0.80),
+    ):
+        print(f"{what:42s} {ratio:8.2f}     {'met' if ratio >= target else 'MISSED'} (at least {target:.2f})")
+    blocked, peer = medians[f"{ASYNC}, blocked"], "DCP async_save"
+    steps = {name: medians[f"{STEPS} during {name}"] / undisturbed for name in (ASYNC, peer)}
+    for what, ratio, target in (
+        ("async save: blocked, of the synchronous", blocked / medians[SAVE], 0.10),
+        ("async save: steps meanwhile", steps[ASYNC], 1.15),
+    ):
+        print(f"{what:42s} {ratio:8.2f}     {'met' if ratio < target else 'MISSED'} (below {target:.2f})")
+    print(f"{peer + ': blocked, of DCP save':42s} {medians[f'{peer}, blocked'] / medians['DCP save']:8.2f}")
+    print(f"{peer + ': steps meanwhile':42s} {steps[peer]:8.2f}")
 
 
 def main() -> None:
