@@ -9,7 +9,7 @@ from deepspeed.checkpoint.dcp_write import write_dcp
 from deepspeed.checkpoint.location import local_folder
 from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, ConfigError
 
 
 def convert(
@@ -34,9 +34,12 @@ def convert(
         advance: is called with the number of bytes of each part that was verified, to show progress.
 
     Raises:
+        ConfigError: `to` is no such format.
         DamagedCheckpoint: a file is missing or is not what was saved.
         CheckpointError: the checkpoint cannot be read, `output` holds something, or one of them is a URL.
     """
+    if to not in FORMATS:
+        raise ConfigError(f"convert: found the format {to!r}; allowed: {', '.join(FORMATS)}")
     source, target = local_folder(directory, "convert"), local_folder(output, "write a converted checkpoint to")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there and not empty; give a folder that is new or empty")

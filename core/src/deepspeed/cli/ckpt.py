@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from deepspeed.cli.ckpt_result import Result
 
 _FORMATS = {
-    "safetensors": "safetensors and torch: fp32 weights and buffers",
-    "torch": "a pickle of them",
-    "dcp": "dcp: torch.distributed.checkpoint, with the optimizer's states, for FSDP2",
+    "safetensors": "fp32 weights and buffers",
+    "torch": "the same, as pickles of torch.save",
+    "dcp": "torch.distributed.checkpoint, with the optimizer's states, for FSDP2",
     "torchtitan": "the same, as torchtitan names its entries",
     "universal": "DeepSpeed's universal checkpoint",
 }
@@ -71,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("--dry-run", action="store_true", help="remove nothing")
     convert = _command(commands, "convert", "write a tag for another program")
     convert.add_argument("output", metavar="OUT", help="a new or empty folder")
-    convert.add_argument("--to", choices=_FORMATS, required=True, help="the format: " + "; ".join(_FORMATS.values()))
+    meanings = "; ".join(f"{name}: {meaning}" for name, meaning in _FORMATS.items())
+    convert.add_argument("--to", choices=_FORMATS, required=True, help=f"the format. {meanings}")
     convert.add_argument("--no-verify", action="store_true", help="compare sizes of files only, and no checksums")
     convert.add_argument("-t", "--tag", metavar="TAG", help="default: what `latest` names")
     convert.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file of weights; 0: no limit")

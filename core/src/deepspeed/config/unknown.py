@@ -34,6 +34,9 @@ def unknown_key(
 
 
 def _hint(written: str, known: Collection[str], top_level: Collection[str]) -> str:
+    extended = [key for key in known if key.startswith(f"{written}_")]
+    if extended:
+        return f"did you mean {' or '.join(map(repr, sorted(extended)))}?"
     if written in top_level:
         return "it is a key of the top level, close the braces before it"
     head, _, rest = written.partition(".")

@@ -9,7 +9,7 @@ from deepspeed.checkpoint import dcp_write, layout
 from deepspeed.checkpoint.convert import FORMATS, convert
 from deepspeed.checkpoint.dcp_file import DcpFolder
 from deepspeed.cli.ckpt import main
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, ConfigError
 from safetensors.torch import load_file
 
 
@@ -105,3 +105,8 @@ def test_states_without_names_are_refused(make_ranks, make_training, tmp_path):
     make_ranks(1)(lambda c, _: c.save(tmp_path / "ckpt", "t", model_state=state, shard_state=None))
     with pytest.raises(CheckpointError, match="without the names of its parameters"):
         convert(tmp_path / "ckpt", tmp_path / "out", "dcp")
+
+
+def test_an_unknown_format_is_refused(saved, tmp_path):
+    with pytest.raises(ConfigError, match="found the format 'hf'; allowed: safetensors, torch, dcp"):
+        convert(saved, tmp_path / "out", "hf")

@@ -193,6 +193,11 @@ UNKNOWN = [
         {"fp16": {"enabled": True, "zero_optimization": {"stage": 2}}},
         "fp16.zero_optimization: found an unknown key; it is a key of the top level, close the braces before it",
     ),
+    (
+        {"zero_optimization": {"offload_optimizer": {"device": "nvme", "pipeline": True}}},
+        "zero_optimization.offload_optimizer.pipeline: found an unknown key; did you mean 'pipeline_read' or "
+        "'pipeline_write'?",
+    ),
     ({"comet": {"api_kye": "secret"}}, "comet.api_kye: found an unknown key; did you mean 'api_key'?"),
     ({"data_types": {"a\nb": 1}}, "data_types.'a\\nb': found an unknown key; allowed: grad_accum_dtype"),
 ]
