@@ -436,6 +436,29 @@ def test_the_group_works_after_all_ranks_abandoned(transport):
     assert run_ranks(3, abandon_job, transport) == [[3.0]] * 3
 
 
+def late_looker_job(transport):
+    """Rank 1 fails, and rank 0 follows it, before rank 2 looks."""
+    group = dist.new_group(range(dist.get_world_size()))
+    backend = backend_by(transport, group)
+    shard, full = torch.empty(10), torch.ones(10 * backend.world_size)
+    if backend.rank == 2:
+        dist.recv(torch.empty(1), 0)
+    try:
+        if backend.rank == 1:
+            raise ValueError("no such token")
+        backend.reduce_scatter(shard, full).wait()
+    except (ValueError, CommError) as error:
+        backend.abandon([], failed=True)
+        if backend.rank == 0:
+            dist.send(torch.empty(1), 2)
+        return str(error)
+
+
+def test_the_first_failure_is_named_where_others_followed_it(transport):
+    for each in run_ranks(3, late_looker_job, transport):
+        assert "no such token" in each
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_fails_is_named_to_those_that_wait(world_size, transport):
     told = run_ranks(world_size, failing_rank_job, transport)

@@ -108,6 +108,11 @@ class PeerLeft(PeerFailed):
         super().__init__(f"rank {rank} left a collective of this group unfinished; its own output says why")
         self.done = done
 
+    def name_cause(self, cause: str) -> None:
+        """Say what failed first: the rank may have left because another one did. "" where that is not known."""
+        if cause:
+            self.args = (f"{self} ({cause})",)
+
 
 class Peer:
     """Another rank: its memory, and its board there.

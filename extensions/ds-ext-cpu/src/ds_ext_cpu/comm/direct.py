@@ -293,6 +293,7 @@ class DirectQueue:
     def _join_epoch_of(self, error: PeerLeft) -> None:
         """Let the other peers know, too. Calls raise `error` until this rank has dropped its buffers."""
         self._failure, self._left_epoch = error, epoch_of(self._next)
+        error.name_cause(self._failures.first(self._left_epoch))
         self._keep([])
         if error.done < _NOTHING_MORE:
             self._begin_epoch(epoch_of(error.done))
