@@ -62,6 +62,7 @@ class Report:
         self._folder = layout.writers_folder(folder)
         self._path = self._folder / f"{name}.json"
         self._limit_s = limit_s
+        self._has_failed = False
         self._lost: set[Path] = set()  # reports of writers that have ended without a result
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -78,6 +79,7 @@ class Report:
     def write(self, result: Mapping[str, Any]) -> None:
         """Let the other writers know the result of this one. The first one stays."""
         if os.fstat(self._descriptor).st_size == len(self._head):
+            self._has_failed = "error" in result
             os.pwrite(self._descriptor, json.dumps(result).encode(), len(self._head))
             os.fsync(self._descriptor)  # other clients of NFS see it then
 
@@ -113,15 +115,16 @@ class Report:
         return {"error": f"nothing was heard of its writer process for {self._limit_s:g} s"}
 
     def leave(self) -> None:
-        """Remove the report. The committer waits until the others have removed theirs: they have read it by then."""
+        """Remove the report. The committer waits until the others have removed theirs: they have read it by then. A
+        report of a failure stays for the committer, which may look later, and removes the folder."""
         is_committer = self._path.stem == COMMITTER
         for _ in _looks(self._limit_s) if is_committer else ():
-            if all(map(_is_dead, set(self._folder.iterdir()) - {self._path} - self._lost)):
+            if all(map(_is_over, set(self._folder.iterdir()) - {self._path} - self._lost)):
                 break
         os.close(self._descriptor)
         if is_committer:
             remove_folder(self._folder)
-        else:
+        elif not self._has_failed:
             self._path.unlink(missing_ok=True)
             with suppress(OSError):  # others are in it
                 self._folder.rmdir()
@@ -158,6 +161,13 @@ def _is_dead(path: Path) -> bool:
     with suppress(FileNotFoundError):
         return path.read_bytes().partition(b"\n")[0] == machine().encode() and not _is_held(path)
     return False
+
+
+def _is_over(path: Path) -> bool:
+    """Whether the process of a report reads no other ones any more."""
+    result = _result(path)
+    has_failed = result is not None and "error" in result
+    return (has_failed and not _is_held(path)) or _is_dead(path)
 
 
 def _result(path: Path) -> dict[str, Any] | None:

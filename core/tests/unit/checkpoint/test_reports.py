@@ -78,3 +78,13 @@ def test_reports_of_living_processes_stay(folder):
     Report(folder, "1", 30)
     remove_folder(layout.writers_folder(folder))
     assert layout.writers_folder(folder).is_dir()
+
+
+def test_a_failure_is_read_after_its_writer_has_left(folder):
+    """The committer may be writing its own files meanwhile."""
+    committer, other = Report(folder, COMMITTER, 30), Report(folder, "1", 30)
+    other.write({"error": "the disk is full"})
+    other.leave()
+    assert committer.wait_for("1") == {"error": "the disk is full"}
+    committer.leave()
+    assert not layout.writers_folder(folder).exists()
