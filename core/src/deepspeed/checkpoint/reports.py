@@ -64,17 +64,24 @@ class Report:
         self._limit_s = limit_s
         self._has_failed = False
         self._lost: set[Path] = set()  # reports of writers that have ended without a result
+        self._head = machine().encode() + b"\n"
         try:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptor = self._create()
         except FileNotFoundError:
             raise CheckpointError(
                 f"cannot save {folder}: this rank does not see {self._folder}, which the committing rank has made. "
                 "Save into a folder that every rank sees."
             ) from None
+
+    def _create(self) -> int:
+        """The report gets its name when it is locked and names its machine, so that none is seen without."""
+        draft = self._path.with_name(f".{self._path.stem}.{os.getpid()}")
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         with suppress(OSError):  # a file system without locks: then only the limit tells
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._head = machine().encode() + b"\n"
-        os.pwrite(self._descriptor, self._head, 0)  # after the lock: see `_is_dead`
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.pwrite(descriptor, self._head, 0)
+        os.rename(draft, self._path)
+        return descriptor
 
     def write(self, result: Mapping[str, Any]) -> None:
         """Let the other writers know the result of this one. The first one stays."""
@@ -119,7 +126,7 @@ class Report:
         report of a failure stays for the committer, which may look later, and removes the folder."""
         is_committer = self._path.stem == COMMITTER
         for _ in _looks(self._limit_s) if is_committer else ():
-            if all(map(_is_over, set(self._folder.iterdir()) - {self._path} - self._lost)):
+            if all(map(_is_over, set(self._folder.glob("*.json")) - {self._path} - self._lost)):
                 break
         os.close(self._descriptor)
         if is_committer:
