@@ -129,7 +129,7 @@ class Report:
             if all(map(_is_over, set(self._folder.glob("*.json")) - {self._path} - self._lost)):
                 break
         os.close(self._descriptor)
-        if is_committer:
+        if is_committer or (self._has_failed and not _is_held(self._folder / f"{COMMITTER}.json")):
             remove_folder(self._folder)
         elif not self._has_failed:
             self._path.unlink(missing_ok=True)
