@@ -23,7 +23,7 @@ from deepspeed._forward import forward
 if TYPE_CHECKING:
     from deepspeed.checkpoint.checkpointer import Checkpointer
     from deepspeed.checkpoint.layout import MODEL_STATE_KEYS
-    from deepspeed.checkpoint.load import LoadedCheckpoint, SavedParts
+    from deepspeed.checkpoint.load import LoadedCheckpoint, SavedParts, StatesByName
     from deepspeed.checkpoint.save import save_state_dict_file
     from deepspeed.checkpoint.store import IndexedStore, Store
     from deepspeed.checkpoint.stores import create_store
@@ -37,6 +37,7 @@ __all__ = [
     "IndexedStore",
     "LoadedCheckpoint",
     "SavedParts",
+    "StatesByName",
     "Store",
     "TorchStore",
     "check_new_tag",
@@ -50,7 +51,7 @@ _MODULES = {
     "layout": "MODEL_STATE_KEYS",
     "checkpointer": "Checkpointer",
     "store": "IndexedStore Store",
-    "load": "LoadedCheckpoint SavedParts",
+    "load": "LoadedCheckpoint SavedParts StatesByName",
     "torch_store": "TorchStore",
     "tags": "check_new_tag validate_tag",
     "utils": "clone_tensors_for_torch_save",

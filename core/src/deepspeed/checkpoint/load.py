@@ -11,6 +11,7 @@ from torch import Tensor
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.saved_states import SavedStates
 from deepspeed.zero.stored_tensor import StoredTensor
 
 _SHOWN = 8  # names in one message
@@ -25,6 +26,15 @@ class SavedParts:
     """Of each rank of stage 3; of other stages there is one for all."""
     shard_states: list[dict[str, Any]]
     """`optimizer_state_dict` of each rank; empty where the model file has the optimizer's state, or none has it."""
+
+
+@dataclass(frozen=True)
+class StatesByName:
+    """The states that a load takes by the names of the parameters."""
+
+    states: SavedStates
+    loss_scaler: Any
+    """Its state; None where the save had none."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,13 @@ class LoadedCheckpoint:
     """What another number of ranks, or another stage, saved."""
     stored: Mapping[str, StoredTensor] | None = None
     """Of another program's checkpoint: the weights and buffers, in its files. `module` is then empty."""
+    by_name: StatesByName | None = None
+    """In place of `shard_state`: master weights, and the optimizer's state, to be read by range."""
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether master weights are to be restored apart from the module's."""
+        return self.by_name is not None or self.shard_state is not None
 
 
 @dataclass(frozen=True)

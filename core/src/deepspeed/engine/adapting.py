@@ -4,21 +4,19 @@ it. Called by `saving.py`, before anything is changed.
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from deepspeed.checkpoint import LoadedCheckpoint
+from deepspeed.checkpoint import LoadedCheckpoint, StatesByName
 from deepspeed.engine.stored_weights import read_weights
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.engine.unnamed_states import with_names
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.parameter_parts import part_of, part_of_parts
-from deepspeed.zero.saved_states import PARAM_NAMES, SavedStates, TorchStates, is_flat, state_for, states_of
+from deepspeed.zero.saved_states import PARAM_NAMES, SavedStates, TorchStates, is_flat, states_of
 
 
 def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:
@@ -66,14 +64,14 @@ def _own_part(name: str, param: Parameter, found: LoadedCheckpoint, divided: Sav
 
 
 def with_own_states(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:
-    """`found`, whose `shard_state` has the master weights, and the optimizer's state, that this rank needs. It stays
+    """`found`, whose `by_name` has the master weights, and the optimizer's state, of what this rank did not save. It is
     None where the module has all weights, or for a state dict of torch as older versions wrote it.
 
     Args:
         with_states: the optimizer's state is to be restored, not only the weights.
 
     Raises:
-        CheckpointError: it is of another model; nothing was changed.
+        CheckpointError: they have no names, or are not whole.
     """
     if with_states:
         found = with_names(found, state)
@@ -84,10 +82,9 @@ def with_own_states(found: LoadedCheckpoint, state: TrainingState, *, with_state
             return found
     elif not (parts.shard_states or with_states or state.sharding.stage == 3):
         return found
-    source = _states_in(found, with_states=with_states)
     saved_scaler = parts.shard_states[0] if parts is not None and parts.shard_states else whole
-    shard = {**state_for(state.sharding, source, with_states=with_states), **_loss_scaler(saved_scaler)}
-    return dataclasses.replace(found, shard_state={"optimizer_state_dict": shard})
+    by_name = StatesByName(_states_in(found, with_states=with_states), saved_scaler.get("loss_scaler"))
+    return dataclasses.replace(found, by_name=by_name)
 
 
 def _states_in(found: LoadedCheckpoint, *, with_states: bool) -> SavedStates:
@@ -101,7 +98,3 @@ def _states_in(found: LoadedCheckpoint, *, with_states: bool) -> SavedStates:
             "wrote; load it once with the stage, precision and number of ranks of the save, and save it again"
         )
     return TorchStates(weights, {"state": {}, "param_groups": []}, [])
-
-
-def _loss_scaler(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {"loss_scaler": state["loss_scaler"]} if "loss_scaler" in state else {}

@@ -148,7 +148,7 @@ class Saving:
             if custom_load_fn is None:
                 check_module_state(state.module, weights, strict=strict, source=loaded.path)
             loaded = with_own_states(loaded, state, with_states=with_states)
-            if with_states or loaded.shard_state is not None:
+            if with_states or loaded.has_masters:
                 state.check_optimizer(loaded, with_states=with_states)
 
         def restore() -> None:
@@ -158,7 +158,7 @@ class Saving:
         def restore_shards() -> None:
             with sharding.among_peers():
                 sharding.load_frozen(frozen_parts(state.module, loaded.model_state))
-                if with_states or loaded.shard_state is not None:
+                if with_states or loaded.has_masters:
                     state.restore_optimizer(loaded, with_states=with_states)
                 else:
                     sharding.masters_from_weights()
@@ -168,7 +168,7 @@ class Saving:
                 state.restore_progress(loaded.model_state, with_scheduler=with_scheduler)
 
         def restore_weights() -> None:
-            if loaded.shard_state is not None:
+            if loaded.has_masters:
                 with sharding.among_peers():
                     sharding.weights_from_masters()  # a collective: only after every rank has restored its shard
 

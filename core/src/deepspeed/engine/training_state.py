@@ -143,6 +143,9 @@ class TrainingState:
         Raises:
             CheckpointError: says what was found and how this run differs.
         """
+        if loaded.by_name is not None:
+            self.sharding.check_named_states(loaded.by_name.states, with_states=with_states)
+            return
         if loaded.shard_state is not None:
             self.sharding.check_state(loaded.shard_state["optimizer_state_dict"], with_states=with_states)
             return
@@ -162,6 +165,10 @@ class TrainingState:
 
     def restore_optimizer(self, loaded: LoadedCheckpoint, *, with_states: bool) -> None:
         """Master weights and, with `with_states`, optimizer state and loss scale, after `check_optimizer`."""
+        if loaded.by_name is not None:
+            self.sharding.restore_named_states(loaded.by_name.states, with_states=with_states)
+            self._restore_loss_scaler(loaded.by_name.loss_scaler, with_states=with_states)
+            return
         if loaded.shard_state is None:
             assert self.training.optimizer is not None
             own = map_tensors(
@@ -171,8 +178,11 @@ class TrainingState:
             return
         saved = loaded.shard_state["optimizer_state_dict"]
         self.sharding.restore_state(saved, load_optimizer_states=with_states)
-        if with_states and isinstance(saved.get("loss_scaler"), dict):
-            self.training.precision.loss_scaler.load_state_dict(saved["loss_scaler"])
+        self._restore_loss_scaler(saved.get("loss_scaler"), with_states=with_states)
+
+    def _restore_loss_scaler(self, saved: Any, *, with_states: bool) -> None:
+        if with_states and isinstance(saved, dict):
+            self.training.precision.loss_scaler.load_state_dict(saved)
 
     def restore_progress(self, state: Mapping[str, Any], *, with_scheduler: bool) -> None:
         """Counters and, with `with_scheduler`, the learning rate schedule."""

@@ -81,6 +81,7 @@ class Holding:
         self.optimizer: Optimizer | None = None
         self.groups: list[FlatGroup] = []  # one for each unit
         self.params: list[Parameter] = []
+        self.named_parameters: list[tuple[str, Parameter]] = []  # of the module, also those that are not attached
         self.buckets: list[Bucket] = []  # one for each unit, in the order in which a backward fills them
         self.saved_groups: list[list[int]] = []  # attached parameters as a checkpoint has them
         self._given_params: list[list[Parameter]] = []  # by group of the optimizer, before it held master weights

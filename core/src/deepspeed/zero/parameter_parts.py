@@ -63,7 +63,7 @@ def load_parts(unit: ParamUnit, parts: list[Tensor]) -> None:
     everyone = unit.unit_ranks.everyone
     unit.shards_changed()
     before = in_parameters(layout.numels, everyone.world_size)
-    unit.set_shard(redistribute(flat, before, runs, unit.shard_S.numel(), everyone))
+    unit.set_shard(redistribute(flat, before, runs, flat.new_zeros(unit.shard_S.numel()), everyone))
 
 
 def whole_of_parts(part: Tensor, shape: torch.Size, ranks: GroupBackend) -> Tensor:
@@ -71,4 +71,4 @@ def whole_of_parts(part: Tensor, shape: torch.Size, ranks: GroupBackend) -> Tens
     numel = shape.numel()
     everywhere = [Run(0, 0, numel, rank, 0) for rank in range(ranks.world_size)]
     before = in_parameters([numel], ranks.world_size)
-    return redistribute(part.reshape(-1), before, everywhere, numel, ranks).view(shape)
+    return redistribute(part.reshape(-1), before, everywhere, part.new_zeros(numel), ranks).view(shape)

@@ -3,7 +3,7 @@
 Legend: M numel of this rank's buffer before, T numel of it after.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,52 +25,40 @@ class _Move(NamedTuple):
 
 
 def redistribute(
-    values_M: Tensor,
-    before: Sequence[Run],
-    after: Sequence[Run],
-    numel: int,
-    ranks: GroupBackend | None,
-    zeros: Callable[[int], Tensor] | None = None,
+    values_M: Tensor, before: Sequence[Run], after: Sequence[Run], result_T: Tensor, ranks: GroupBackend | None
 ) -> Tensor:
     """This rank's values in the division `after`. A collective over `ranks`.
 
     Args:
         values_M: 1-D, this rank's values in the division `before`.
-        numel: of the result; what no run covers is zero.
+        result_T: 1-D, of the same dtype and device; what no run covers is left as it is.
         ranks: None: this rank is the owner 0 of everything.
-        zeros: gives the memory of the result and of what is sent and received, for a number of elements, of the dtype
-            and on the device of `values_M`. Default: where `values_M` is.
 
     Returns:
-        [numel], of the dtype and on the device of `values_M`.
+        `result_T`.
     """
     values_M = values_M.detach()  # files of other programs hold parameters
-    zeros = zeros or values_M.new_zeros
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     moves = sorted(_moves(before, after))
     outgoing = [[move for move in moves if move.source == rank and move.target == peer] for peer in range(world_size)]
     incoming = [[move for move in moves if move.target == rank and move.source == peer] for peer in range(world_size)]
     sent = [values_M[move.source_offset : move.source_offset + move.numel] for each in outgoing for move in each]
-    received = torch.cat(sent, out=zeros(sum(map(Tensor.numel, sent)))) if sent else values_M.new_empty(0)
+    received = torch.cat(sent) if sent else values_M.new_empty(0)
     if ranks is not None and world_size > 1:
-        received = _all_to_all(received, _sizes(outgoing), _sizes(incoming), ranks, zeros)
-    result = zeros(numel)
+        received = _all_to_all(received, _sizes(outgoing), _sizes(incoming), ranks)
     start = 0
     for move in (move for each in incoming for move in each):
-        result[move.target_offset : move.target_offset + move.numel] = received[start : start + move.numel]
+        result_T[move.target_offset : move.target_offset + move.numel] = received[start : start + move.numel]
         start += move.numel
-    return result
+    return result_T
 
 
-def _all_to_all(
-    sent: Tensor, sizes_out: list[int], sizes_in: list[int], ranks: GroupBackend, zeros: Callable[[int], Tensor]
-) -> Tensor:
+def _all_to_all(sent: Tensor, sizes_out: list[int], sizes_in: list[int], ranks: GroupBackend) -> Tensor:
     """Through host memory where the group has a library for it, which every such library can do, else through this
     rank's device. As bytes, since not every library moves every dtype."""
     device = host_or_device(ranks.group)
     width = sent.element_size()
-    is_here = device.type == sent.device.type
-    received = zeros(sum(sizes_in)) if is_here else torch.empty(sum(sizes_in), dtype=sent.dtype, device=device)
+    received = torch.empty(sum(sizes_in), dtype=sent.dtype, device=device)
     ranks.all_to_all(
         received.view(torch.uint8),
         sent.to(device).view(torch.uint8),

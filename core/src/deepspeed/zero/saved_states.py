@@ -1,13 +1,11 @@
-"""Optimizer states that other ranks, or another stage, saved, in the form in which this rank would have saved them.
+"""`SavedStates`: what a checkpoint has of the optimizer's side, by parameter and by range, whoever saved it.
 
-Files divide the parameters among the ranks that saved them. Of all files this rank reads what is its part here, by
-range, so that no rank holds whole states:
+Files divide the parameters among the ranks that saved them. A rank reads of all files what its shards need
+(`named_states.py`), so that none holds whole states:
 
     stages 1 and 2   the parameters of a group end to end, cut where the sizes of the parts say
     stage 3          each parameter in W parts of ceil(n / W)
     stage 0          whole; without master weights as torch's own state dict, beside the module's weights
-
-`state_for` gives what `state_dict.collect` gives on a run with the same division, for `state_dict.check` and `restore`.
 """
 
 from __future__ import annotations
@@ -16,23 +14,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.division import Run, contiguous, in_parameters
-from deepspeed.zero.state_dict import PER_PARAMETER, SavedGroup, as_file, masters_key, put_scalars
+from deepspeed.zero.state_dict import PER_PARAMETER, masters_key
 from deepspeed.zero.stored_tensor import StoredTensor, elements_of
-
-if TYPE_CHECKING:
-    from deepspeed.zero.strategy import Sharding
 
 #: Under it, a state dict of stage 0 has the names of the optimizer's parameters.
 PARAM_NAMES = "param_names"
-
-_Read = Callable[[str, int, int], Tensor]
 
 
 class SavedStates(ABC):
@@ -266,85 +259,6 @@ def is_flat(whole: Mapping[str, Any]) -> bool:
 
 def _has_elements(value: Any) -> bool:
     return isinstance(value, Tensor | StoredTensor) and value.dim() > 0
-
-
-def state_for(sharding: Sharding, saved: SavedStates, *, with_states: bool) -> dict[str, Any]:
-    """What this rank would have in its `*_optim_states.pt` if `saved` had been saved by a run like this one.
-
-    Args:
-        with_states: the optimizer's states are to be restored: then it must train what the save's run trained.
-
-    Raises:
-        CheckpointError: for a parameter that `saved` has not, or has with another shape; nothing was changed.
-    """
-    names = {id(param): name for name, param in sharding.named_parameters}
-    groups = [SavedGroup(sharding, index) for index in range(len(sharding.saved_groups))]
-    its_names = [[names[id(sharding.params[index])] for index in group.params] for group in groups]
-    for group, these in zip(groups, its_names, strict=True):
-        _check_shapes(saved, dict(zip(these, group.shapes, strict=True)))
-    rest = saved.trained - {name for these in its_names for name in these}
-    if with_states and rest:
-        raise CheckpointError(
-            f"optimizer state: found {len(rest)} parameters that this run does not train "
-            f"({', '.join(sorted(rest)[:8])}); train the parameters that the checkpoint's run trained"
-        )
-    pairs = list(zip(groups, its_names, strict=True))
-    return as_file(
-        sharding,
-        groups,
-        masters=[_part(group, these, saved.master, torch.float32) for group, these in pairs],
-        states=[_states(sharding, group, these, saved) for group, these in pairs],
-        param_groups=saved.param_groups,
-    )
-
-
-def _check_shapes(saved: SavedStates, shapes: Mapping[str, torch.Size]) -> None:
-    for name, shape in shapes.items():
-        if name not in saved.shapes:
-            raise CheckpointError(
-                f"optimizer state: found none of the parameter {name}, which this run trains; train the parameters "
-                "that the checkpoint's run trained, or load with load_optimizer_states=False"
-            )
-        if saved.shapes[name] != shape:
-            raise CheckpointError(
-                f"optimizer state of {name}: found shape {tuple(saved.shapes[name])}, and the model has "
-                f"{tuple(shape)}; build the model of the save"
-            )
-
-
-def _part(group: SavedGroup, names: Sequence[str], read: _Read, dtype: torch.dtype) -> Tensor:
-    """[T], this rank's part of one value per element of the parameters of a group."""
-    part_T = group.scratch(dtype, torch.device("cpu"))(group.numel_in_file)
-    for run in group.own_in_file:
-        if run.numel:
-            part_T[run.offset : run.offset + run.numel] = read(names[run.param], run.start, run.numel)
-    return part_T
-
-
-def _states(sharding: Sharding, group: SavedGroup, names: Sequence[str], saved: SavedStates) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    dtypes = [saved.dtypes(name) for name in names]
-    for key in _keys(dtypes):
-        having = {name for name, its in zip(names, dtypes, strict=True) if key in its}
-
-        def read(name: str, start: int, numel: int, key: str = key, having: set[str] = having) -> Tensor:
-            return saved.elements(name, key, start, numel) if name in having else torch.zeros(numel)
-
-        flat[key] = _part(group, names, read, next(its[key] for its in dtypes if key in its))
-    scalars = [saved.scalars(name) for name in names]
-    for key in _keys(scalars):
-        put_scalars(flat, key, {place: its[key] for place, its in enumerate(scalars) if key in its}, len(names))
-    others = [saved.others(name) for name in names]
-    own = {run.param for run in group.own_in_file}
-    for key in _keys(others):
-        if sharding.stage > 0 and not sharding.keeps_parameters_whole:
-            raise CheckpointError(
-                f"optimizer state {key!r}: found a shape that is not the parameter's, and stage {sharding.stage} "
-                "divides parameters; load it with the stage of the save"
-            )
-        values = {place: its[key] for place, its in enumerate(others) if key in its and place in own}
-        flat.setdefault("parameter_states", {})[key] = values
-    return flat
 
 
 def _by_param(runs: Sequence[Run]) -> dict[int, list[Run]]:

@@ -15,23 +15,22 @@ Scalars, such as Adam's `step`, are stored once when all parameters agree, and e
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
-from deepspeed.zero.division import Run, contiguous, in_parameters
+from deepspeed.zero.division import Run
 from deepspeed.zero.given_state import owned_copy
-from deepspeed.zero.layout import even_cuts, parameter_cuts
-from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.placement import MASTER
 from deepspeed.zero.redistribute import redistribute
+from deepspeed.zero.saved_group import SavedGroup, Window
 
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import ParamShard
@@ -42,118 +41,21 @@ if TYPE_CHECKING:
 PER_PARAMETER = ("parameter_scalars", "parameter_states")
 
 
-class SavedGroup:
-    """One group of a checkpoint: its parameters, and where their elements are here and in the files."""
-
-    def __init__(self, sharding: Stateful, index: int) -> None:
-        self._sharding = sharding
-        self._ranks = None if sharding.stage == 0 else sharding.backend
-        self.params = sharding.saved_groups[index]  # attached indices, in the order of the file
-        self.place = {param: position for position, param in enumerate(self.params)}
-        self.shapes = [shape_of(sharding.params[param]) for param in self.params]
-        self.numels = [shape.numel() for shape in self.shapes]
-        self.shards: list[ParamShard] = []  # of this rank
-        self.here: list[Run] = []  # of every copy of the weights
-        self.first_copy: list[Run] = []
-        used: dict[int, int] = {}  # elements, by owner
-        for group in sharding.groups:
-            if group.first_index in self.place:
-                for each in group.layout.fragments:
-                    param, offset = self.place[group.first_index + each.param], used.get(each.owner, 0)
-                    runs = [
-                        Run(param, each.param_start, each.numel, holder, offset)
-                        for holder in group.ranks.holders(each.owner)
-                    ]
-                    self.here += runs
-                    self.first_copy.append(runs[0])
-                    used[each.owner] = offset + each.numel
-                self.shards += group.shards
-        self.numel_here = sum(shard.fragment.numel for shard in self.shards)
-        self.in_file, self.numel_in_file = self._divide_for_file()
-        rank = sharding.rank if sharding.stage > 0 else 0
-        self.own_in_file = [run for run in self.in_file if run.owner == rank]
-
-    def _divide_for_file(self) -> tuple[list[Run], int]:
-        sharding, world_size = self._sharding, self._sharding.world_size
-        if sharding.stage == 3:
-            size = sum(math.ceil(numel / world_size) for numel in self.numels)
-            return in_parameters(self.numels, world_size), size
-        if sharding.stage == 0:
-            return contiguous(self.numels, (0, sum(self.numels))), sum(self.numels)
-        cut = parameter_cuts if sharding.keeps_parameters_whole else even_cuts
-        cuts = cut(self.numels, world_size)
-        return contiguous(self.numels, cuts), cuts[sharding.rank + 1] - cuts[sharding.rank]
-
-    @property
-    def padding(self) -> int:
-        """Elements of this rank's part that belong to no parameter."""
-        return self.numel_in_file - sum(run.numel for run in self.own_in_file)
-
-    def to_file(self, values: Iterable[Tensor | None], dtype: torch.dtype) -> Tensor:
-        """[T], from one value per shard of this rank, None for zeros; an iterator is read one by one."""
-        device = self.shards[0].master.device if self.shards else torch.device("cpu")
-        zeros = self.scratch(dtype, device)
-        flat = zeros(self.numel_here)
-        start = 0
-        for value, shard in zip(values, self.shards, strict=True):
-            if value is not None:
-                flat[start : start + shard.fragment.numel].copy_(value.detach().reshape(-1))
-            start += shard.fragment.numel
-        return redistribute(flat, self.first_copy, self.in_file, self.numel_in_file, self._ranks, zeros)
-
-    def masters(self) -> Iterator[Tensor]:
-        """The master weights of this rank's shards."""
-        return (shard.placement.read(shard, MASTER, shard.master) for shard in self.shards)
-
-    def states(self, name: str, held: Sequence[Mapping[str, Any]]) -> Iterator[Tensor | None]:
-        """The state `name` of this rank's shards, from the optimizer's of each."""
-        return (
-            shard.placement.read(shard, name, state[name]) if name in state else None
-            for shard, state in zip(self.shards, held, strict=True)
-        )
-
-    def scratch(self, dtype: torch.dtype, device: torch.device) -> Callable[[int], Tensor]:
-        """Gives zeros for buffers of this group, for a number of elements."""
-        placement = self._sharding.placement
-        return lambda numel: placement.scratch(numel, dtype, device)
-
-    def from_file(self, part_T: Tensor) -> list[Tensor]:
-        """One 1-D tensor per shard of this rank."""
-        zeros = self.scratch(part_T.dtype, part_T.device)
-        flat = redistribute(part_T.reshape(-1), self.in_file, self.here, self.numel_here, self._ranks, zeros)
-        return list(flat.split([shard.fragment.numel for shard in self.shards]))
-
-
 def collect(sharding: Stateful) -> dict[str, Any]:
     """The state dict of a stage. A collective, but in stage 0."""
     optimizer = sharding.optimizer
     groups = [SavedGroup(sharding, index) for index in range(len(sharding.saved_groups))]
     param_groups = optimizer.param_groups if optimizer is not None else []
-    return as_file(
-        sharding,
-        groups,
-        masters=[group.to_file(group.masters(), torch.float32) for group in groups],
-        states=[_collect_states(sharding, group) for group in groups],
-        param_groups=[{name: value for name, value in group.items() if name != "params"} for group in param_groups],
-    )
-
-
-def as_file(
-    sharding: Stateful,
-    groups: Sequence[SavedGroup],
-    *,
-    masters: list[Tensor],
-    states: list[dict[str, Any]],
-    param_groups: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """This rank's `optimizer_state_dict`, from what it has of each group and the optimizer's groups."""
     count = sharding.world_size if sharding.stage > 0 else 1
+    groups_in_file = [{name: value for name, value in group.items() if name != "params"} for group in param_groups]
+    masters = [group.to_file(group.masters(), torch.float32) for group in groups]
+    states = {index: _collect_states(sharding, group) for index, group in enumerate(groups)}
     return {
         "zero_stage": sharding.stage,
         "partition_count": count if sharding.stage == 3 else [count for _ in groups],
         "group_paddings": [group.padding for group in groups],
         masters_key(sharding.stage): masters,
-        "base_optimizer_state": {"state": dict(enumerate(states)), "param_groups": list(param_groups)},
+        "base_optimizer_state": {"state": states, "param_groups": groups_in_file},
     }
 
 
@@ -187,14 +89,14 @@ def _collect_states(sharding: Stateful, group: SavedGroup) -> dict[str, Any]:
         if dtype is not None:
             flat[name] = group.to_file(group.states(name, held), getattr(torch, dtype))
         elif by_param:
-            put_scalars(flat, name, {place: _unpacked(value) for place, value in by_param.items()}, len(group.params))
+            _put_scalars(flat, name, {place: _unpacked(value) for place, value in by_param.items()}, len(group.params))
         else:
             moved = _move_by_parameter(sharding, group, name, odd.get(name, {}), to_file=True)
             flat.setdefault("parameter_states", {})[name] = moved
     return flat
 
 
-def put_scalars(flat: dict[str, Any], name: str, by_param: Mapping[int, Any], num_params: int) -> None:
+def _put_scalars(flat: dict[str, Any], name: str, by_param: Mapping[int, Any], num_params: int) -> None:
     """Put a state that is one number into a group's: once, and also one by one where parameters differ or have none.
 
     Args:
@@ -245,30 +147,41 @@ def restore(sharding: Stateful, saved: dict[str, Any], *, load_optimizer_states:
     optimizer = sharding.optimizer
     base = saved["base_optimizer_state"]
     if optimizer is not None and load_optimizer_states:
-        for param_group, values in zip(optimizer.param_groups, base["param_groups"], strict=True):
-            param_group.update({name: value for name, value in values.items() if name != "params"})
+        restore_param_groups(optimizer, base["param_groups"])
     for index, master in enumerate(saved[masters_key(sharding.stage)]):
         group = SavedGroup(sharding, index)
-        for shard, value in zip(group.shards, group.from_file(master), strict=True):
-            shard.placement.write(shard, MASTER, shard.master, value)
+        flat = base["state"].get(index, {})
+        odd: dict[str, dict[int, Any]] = {}
         if optimizer is not None and load_optimizer_states:
-            _restore_states(sharding, group, base["state"].get(index, {}))
+            for name, values in flat.get("parameter_states", {}).items():
+                odd[name] = _move_by_parameter(sharding, group, name, values, to_file=False)
+        for window in group.windows:
+            for shard, value in zip(window.shards, group.from_file(master, window), strict=True):
+                shard.placement.write(shard, MASTER, shard.master, value)
+            if optimizer is not None and load_optimizer_states:
+                _restore_states(optimizer, group, window, flat, odd)
 
 
-def _restore_states(sharding: Stateful, group: SavedGroup, flat: dict[str, Any]) -> None:
-    optimizer = sharding.optimizer
-    assert optimizer is not None
+def restore_param_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give the optimizer's groups the values of saved ones, but for their parameters."""
+    for param_group, values in zip(optimizer.param_groups, saved, strict=True):
+        param_group.update({name: value for name, value in values.items() if name != "params"})
+
+
+def _restore_states(
+    optimizer: Optimizer, group: SavedGroup, window: Window, flat: dict[str, Any], odd: dict[str, dict[int, Any]]
+) -> None:
+    """Args:
+    flat: the file's states of the group.
+    odd: those of other shapes than their parameters', of this rank's parameters.
+    """
     scalars = flat.get("parameter_scalars", {})
-    odd = {
-        name: _move_by_parameter(sharding, group, name, values, to_file=False)
-        for name, values in flat.get("parameter_states", {}).items()
-    }
     by_name = {
-        name: group.from_file(value)
+        name: group.from_file(value, window)
         for name, value in flat.items()
         if name not in scalars and isinstance(value, Tensor) and value.dim() > 0
     }
-    for number, shard in enumerate(group.shards):
+    for number, shard in enumerate(window.shards):
         optimizer.state.pop(shard.master, None)  # of steps that this run made before the load
         place = group.place[shard.index]
         if any(values.get(place) is None for values in scalars.values()):
@@ -307,8 +220,7 @@ def _move_by_parameter(
         )
     mine = {str(place): [list(value.shape), dtype_name(value.dtype)] for place, value in values.items()}
     known = {int(place): what for theirs in _gathered(sharding, mine) for place, what in theirs.items()}
-    here = {run.param: run.owner for run in group.here}
-    in_file = {run.param: run.owner for run in group.in_file}
+    here, in_file = group.owners()
     source, target = (here, in_file) if to_file else (in_file, here)
     moved: dict[int, Any] = {}
     for place in sorted(known):
@@ -317,7 +229,8 @@ def _move_by_parameter(
         flat = value.reshape(-1).contiguous() if value is not None else torch.empty(0, dtype=dtype)
         before, after = [Run(0, 0, shape.numel(), owner[place], 0) for owner in (source, target)]
         is_mine = target[place] == sharding.rank
-        result = redistribute(flat, [before], [after], shape.numel() if is_mine else 0, sharding.backend)
+        result = flat.new_zeros(shape.numel() if is_mine else 0)
+        redistribute(flat, [before], [after], result, sharding.backend)
         if is_mine:
             moved[place] = (flat if source[place] == target[place] else result).view(shape)
     return moved

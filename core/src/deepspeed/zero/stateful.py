@@ -13,10 +13,12 @@ from torch.nn import Parameter
 
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import StateError
+from deepspeed.zero import named_states
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.offload.moved_states import MovedStates
 from deepspeed.zero.param_unit import ParamUnit
+from deepspeed.zero.saved_states import SavedStates
 
 
 class Stateful(Holding):
@@ -83,6 +85,14 @@ class Stateful(Holding):
     def restore_state(self, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
         """Put a state back that `check_state` let pass; `weights_from_masters` is to follow."""
         states.restore(self, saved, load_optimizer_states=load_optimizer_states)
+
+    def check_named_states(self, saved: SavedStates, *, with_states: bool) -> None:
+        """As `check_state`, for what another number of ranks, another stage or another program saved."""
+        named_states.check(self, saved, with_states=with_states)
+
+    def restore_named_states(self, saved: SavedStates, *, with_states: bool) -> None:
+        """Take what `check_named_states` let pass; `weights_from_masters` is to follow."""
+        named_states.restore(self, saved, with_states=with_states)
 
     def masters_from_weights(self) -> None:
         """Start the master weights again after the module's weights were loaded or changed from outside."""

@@ -1,0 +1,130 @@
+"""Master weights and optimizer states out of `SavedStates`: what other ranks, another stage or another program saved.
+
+Each rank reads by range what its shards need, a shard at a time, and holds no more than what it keeps and one shard's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import CheckpointError
+from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.zero.given_state import owned_copy
+from deepspeed.zero.param_unit import shape_of
+from deepspeed.zero.placement import MASTER
+from deepspeed.zero.state_dict import restore_param_groups
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from deepspeed.zero.flat_group import ParamShard
+    from deepspeed.zero.saved_states import SavedStates
+    from deepspeed.zero.stateful import Stateful
+
+_SHOWN = 8  # names in one message
+
+
+def check(sharding: Stateful, saved: SavedStates, *, with_states: bool) -> None:
+    """Refuse states of another model or of another kind of optimizer.
+
+    Args:
+        with_states: the optimizer's states are to be restored, not only the master weights: then this run must train
+            what the save's run trained.
+
+    Raises:
+        CheckpointError: says what was found; nothing was changed.
+    """
+    names = _names(sharding)
+    for param, name in names.items():
+        _check_shape(saved, name, shape_of(sharding.params[param]))
+    optimizer = sharding.optimizer
+    if not with_states or optimizer is None:
+        return
+    if rest := saved.trained - set(names.values()):
+        raise CheckpointError(
+            f"optimizer state: found {len(rest)} parameters that this run does not train "
+            f"({', '.join(sorted(rest)[:_SHOWN])}); train the parameters that the checkpoint's run trained"
+        )
+    if len(saved.param_groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"optimizer state: found {len(saved.param_groups)} parameter groups, this run has "
+            f"{len(optimizer.param_groups)}; build the optimizer with the same groups"
+        )
+    states = [{**saved.dtypes(name), **saved.scalars(name), **saved.others(name)} for name in names.values()]
+    check_saved_state(optimizer, states, saved.param_groups)
+    others = {key for name in names.values() for key in saved.others(name)}
+    if others and sharding.stage > 0 and not sharding.keeps_parameters_whole:
+        raise CheckpointError(
+            f"optimizer state {', '.join(sorted(others))}: found a shape that is not the parameter's, and stage "
+            f"{sharding.stage} divides parameters; load it with the stage of the save"
+        )
+
+
+def _names(sharding: Stateful) -> dict[int, str]:
+    """Of the parameters that the optimizer has, by attached index."""
+    names = {id(param): name for name, param in sharding.named_parameters}
+    return {index: names[id(sharding.params[index])] for group in sharding.saved_groups for index in group}
+
+
+def _check_shape(saved: SavedStates, name: str, shape: torch.Size) -> None:
+    if name not in saved.shapes:
+        raise CheckpointError(
+            f"optimizer state: found none of the parameter {name}, which this run trains; train the parameters "
+            "that the checkpoint's run trained, or load with load_optimizer_states=False"
+        )
+    if saved.shapes[name] != shape:
+        raise CheckpointError(
+            f"optimizer state of {name}: found shape {tuple(saved.shapes[name])}, and the model has "
+            f"{tuple(shape)}; build the model of the save"
+        )
+
+
+def restore(sharding: Stateful, saved: SavedStates, *, with_states: bool) -> None:
+    """Take what `check` let pass; `weights_from_masters` is to follow. No collective."""
+    names, optimizer = _names(sharding), sharding.optimizer
+    if with_states and optimizer is not None:
+        restore_param_groups(optimizer, saved.param_groups)
+    for group in sharding.saved_groups:
+        counted = _counted(saved, [names[index] for index in group])
+        for shard in _shards(sharding, set(group)):
+            name, fragment = names[shard.index], shard.fragment
+            master = saved.master(name, fragment.param_start, fragment.numel)
+            shard.placement.write(shard, MASTER, shard.master, master)
+            if with_states and optimizer is not None:
+                _restore_state(optimizer, shard, saved, name, counted)
+
+
+def _shards(sharding: Stateful, params: set[int]) -> Iterator[ParamShard]:
+    return (shard for group in sharding.groups if group.first_index in params for shard in group.shards)
+
+
+def _counted(saved: SavedStates, names: Sequence[str]) -> frozenset[str]:
+    """The states of one number that parameters have which were updated."""
+    return frozenset(key for name in names for key in saved.scalars(name))
+
+
+def _restore_state(
+    optimizer: Optimizer, shard: ParamShard, saved: SavedStates, name: str, counted: frozenset[str]
+) -> None:
+    optimizer.state.pop(shard.master, None)  # of steps that this run made before the load
+    scalars, device = saved.scalars(name), shard.master.device
+    if not counted <= scalars.keys():
+        return  # this parameter had never been updated
+    start, numel = shard.fragment.param_start, shard.fragment.numel
+    state: dict[str, Any] = {}
+    for key, dtype in saved.dtypes(name).items():
+        values = saved.elements(name, key, start, numel).view(shard.shape)
+        state[key] = _copy(values, device, dtype)  # also of a parameter of no dimensions
+    rest: Mapping[str, Any] = {**scalars, **saved.others(name)}
+    state.update({key: owned_copy(value, device) for key, value in rest.items() if value is not None})
+    if state:
+        optimizer.state[shard.master] = state
+        shard.placement.put_away_state(shard, state)
+
+
+def _copy(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return values.to(device, dtype, copy=True)
