@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -9,6 +10,16 @@ import pytest
 # nothing depends on how fast the machine is, and no examples are kept between runs
 hypothesis.settings.register_profile("project", deadline=None, database=None)
 hypothesis.settings.load_profile("project")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_is_left():
+    """A process group that a module's tests leave would serve the next module's in the same worker."""
+    yield
+    torch_dist = sys.modules.get("torch.distributed")
+    if torch_dist is not None and torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+        pytest.fail("the tests of this module left a process group; let them use the fixture single_rank")
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ def test_init_refuses_an_unknown_device():
         deepspeed.zero.Init(remote_device="disk")
 
 
+@pytest.mark.usefixtures("single_rank")
 def test_init_refuses_parameters_without_values():
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
     with (

@@ -4,14 +4,9 @@ import deepspeed
 from torch import nn
 
 
-def test_the_table_ends_with_what_this_rank_keeps(capsys):
-    config = {
-        "train_batch_size": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10},
-        "steps_per_print": float("inf"),
-    }
-    engine = deepspeed.initialize(model=nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), config=config)[0]
+def test_the_table_ends_with_what_this_rank_keeps(make_engine, capsys):
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 10}
+    engine = make_engine(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), zero_optimization=zero)
     capsys.readouterr()
     rows = deepspeed.zero.show_layout(engine)
     lines = capsys.readouterr().out.splitlines()
