@@ -3,6 +3,9 @@
 A collective cannot do that: a library waits until its time limit, half an hour by default, and then names its own call.
 Here each rank enters its name in the job's store and waits there for the others. Nothing is in flight in the group
 meanwhile, so after a failure the ranks go on. Called at the begin of `save_checkpoint` and `load_checkpoint`.
+
+The ranks meet in rounds. One operation of the store ends a round, for all of them: of the rank that comes last, or of
+one that has waited until its limit. After the latter, ranks that wait or come later meet in the next round.
 """
 
 import time
@@ -16,6 +19,7 @@ from deepspeed.log import logger
 
 _WARNING_S = 10.0
 _LONGEST_PAUSE_S = 0.5  # between two questions to the store
+_ALL = "all"  # the end of a round in which all ranks came; else the rank that gave up
 #: objects made in this process by group name; ranks make them in the same order, so the count is part of the key
 _num_made: Counter[str] = Counter()
 
@@ -33,7 +37,8 @@ class Arrivals:
         self.limit_s = limit_s
         self._group = group
         self._prefix = f"deepspeed/arrivals/{name}/{_num_made[name]}"
-        self._num_met: Counter[str] = Counter()
+        self._num_ended: Counter[str] = Counter()  # rounds of a call whose end this rank has seen
+        self._num_deleted: Counter[str] = Counter()
         _num_made[name] += 1
 
     def wait_for_all(self, call: str) -> None:
@@ -43,50 +48,82 @@ class Arrivals:
             CommError: a rank did not come within `limit_s`; it is named. The group can be used as before.
         """
         store: Store = torch_dist.distributed_c10d._get_default_store()
-        prefix, number = f"{self._prefix}/{call}", self._num_met[call]
-        own, all_came = f"{prefix}/{self._group.rank()}", f"{prefix}/all/{number}"
-        store.set(own, str(number))
-        count, expected = f"{prefix}/count", (number + 1) * self._group.size()
-        if store.add(count, 1) == expected:
-            store.set(all_came, "")
-        elif not self._wait(store, all_came, call):
-            missing = self._missing(store, call)
-            if store.add(count, -1) == expected - 1:
-                store.add(count, 1)  # the last rank has just come
-            else:
-                store.delete_key(own)
+        wait = _Wait(store, self._group, f"{self._prefix}/{call}", call, self._num_ended[call])
+        while (ended_by := wait.meet(self.limit_s)) != _ALL:
+            self._num_ended[call] += 1
+            if ended_by == str(self._group.rank()):
                 raise CommError(
-                    f"rank {torch_dist.get_rank()} called {call}, and within {self.limit_s:g} s rank "
-                    f"{', '.join(map(str, missing))} did not. {_advice(call)}"
+                    f"rank {torch_dist.get_rank()} called {call} and waited for {self.limit_s:g} s: {wait.absent}. "
+                    f"{_advice(call)}"
                 )
-        self._num_met[call] += 1
-        if self._group.rank() == 0 and number:
-            store.delete_key(f"{prefix}/all/{number - 1}")  # every rank has read it
+            wait.begin_next(ended_by)
+        if self._group.rank() == 0:
+            for number in range(self._num_deleted[call], self._num_ended[call]):  # every rank has seen their end
+                store.delete_key(wait.key(number, "count"))
+                store.delete_key(wait.key(number, "end"))
+            self._num_deleted[call] = self._num_ended[call]
+        self._num_ended[call] += 1
 
-    def _wait(self, store: Store, key: str, call: str) -> bool:
-        """Whether `key` is there before the limit."""
-        began_s, has_warned = time.monotonic(), False
-        while not store.check([key]):
-            waited_s = time.monotonic() - began_s
-            if waited_s > self.limit_s:
-                return False
-            if waited_s > _WARNING_S and not has_warned:
-                has_warned = True
-                missing = ", ".join(map(str, self._missing(store, call)))
-                logger.warning("%s waits for rank %s, which has not called it. %s", call, missing, _advice(call))
+
+class _Wait:
+    """One rank in one call.
+
+    Args:
+        prefix: of the call's keys.
+        number: of its first round.
+    """
+
+    def __init__(self, store: Store, group: ProcessGroup, prefix: str, call: str, number: int) -> None:
+        self._store, self._group, self._prefix, self._call = store, group, prefix, call
+        self._first = self._number = number
+        self._gave_up: set[int] = set()
+        self._began_s, self._has_warned = time.monotonic(), False
+        self.absent = ""
+        """Of a round that this rank gave up: the ranks that were not in it, as a clause."""
+
+    def meet(self, limit_s: float) -> str:
+        """Come to the round. Returns how it ended."""
+        end, rank = self.key(self._number, "end"), str(self._group.rank())
+        if self._store.add(self.key(self._number, "count"), 1) == self._group.size():
+            return self._end(_ALL)
+        self._store.set(self.key("last round of", rank), str(self._number))
+        while not self._store.check([end]):
+            waited_s = time.monotonic() - self._began_s
+            if waited_s > limit_s:
+                self.absent = self._find_absent()  # before others can go to the next round
+                return self._end(rank)
+            if waited_s > _WARNING_S and not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s waits: %s. %s", self._call, self._find_absent(), _advice(self._call))
             time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
-        return True
+        return self._store.get(end).decode()
 
-    def _missing(self, store: Store, call: str) -> list[int]:
-        """The ranks, as the job counts them, that have not come yet."""
-        number = str(self._num_met[call]).encode()
+    def begin_next(self, gave_up: str) -> None:
+        """Go to the next round, after this one was ended by a rank."""
+        self._gave_up.add(int(gave_up))
+        self._number += 1
 
-        def has_come(rank: int) -> bool:
-            key = f"{self._prefix}/{call}/{rank}"
-            return store.check([key]) and store.get(key) == number
+    def _find_absent(self) -> str:
+        """The ranks that are not in the round, as the job counts them, as a clause."""
+        keys = [self.key("last round of", rank) for rank in range(self._group.size())]
+        rounds = [int(self._store.get(key)) if self._store.check([key]) else -1 for key in keys]
+        left = {rank for rank in self._gave_up if rounds[rank] < self._number}
+        # a rank that has not seen the end of the former round yet is named only where no other is absent
+        begin = self._first if left else self._number
+        missing = {rank for rank, number in enumerate(rounds) if number < begin}
+        found = [f"rank {self._named(missing)} has not called it"] if missing else []
+        found += [f"rank {self._named(left)} has called it and given up"] if left else []
+        return ", ".join(found)
 
-        absent = [rank for rank in range(self._group.size()) if not has_come(rank)]
-        return [torch_dist.get_global_rank(self._group, rank) for rank in absent]
+    def key(self, *names: object) -> str:
+        return "/".join(map(str, (self._prefix, *names)))
+
+    def _end(self, by: str) -> str:
+        """End the round, if no other rank has. Returns how it ended."""
+        return self._store.compare_set(self.key(self._number, "end"), "", by).decode()
+
+    def _named(self, ranks: set[int]) -> str:
+        return ", ".join(str(torch_dist.get_global_rank(self._group, rank)) for rank in sorted(ranks))
 
 
 def _advice(call: str) -> str:
