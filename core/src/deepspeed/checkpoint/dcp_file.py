@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepspeed.checkpoint.dcp_metadata import METADATA_FILE, Box, Metadata, TensorMeta
+from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError, first_line
-from deepspeed.zero.stored_tensor import StoredTensor
 
 
 class NotPlainData(CheckpointError):

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.saved_states import SavedStates
-from deepspeed.zero.stored_tensor import StoredTensor
+from deepspeed.zero.named_states import SavedStates
 
 _SHOWN = 8  # names in one message
 _MAPPED = frozenset({"module", "optimizer", "frozen_param_fragments"})  # read by range, or copied where they are used

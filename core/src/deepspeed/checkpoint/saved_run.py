@@ -14,8 +14,9 @@ from torch import Tensor
 from deepspeed.checkpoint import consolidate, layout
 from deepspeed.checkpoint.deepspeed_files import as_own_shard
 from deepspeed.checkpoint.load import split_client_state
+from deepspeed.checkpoint.saved_states import states_of
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.saved_states import SavedStates, states_of
+from deepspeed.zero.named_states import SavedStates
 
 
 class SavedRun:

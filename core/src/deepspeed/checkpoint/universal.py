@@ -15,8 +15,8 @@ from torch import Tensor
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.deepspeed_files import loss_scale_in
+from deepspeed.checkpoint.saved_states import PARAM_NAMES, names_by_group
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.saved_states import PARAM_NAMES, names_by_group
 
 _GROUPS_FILE = "optimizer_state.pt"
 _Load = Callable[[Path], Any]

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.checkpoint import LoadedCheckpoint, StatesByName
+from deepspeed.checkpoint.saved_states import PARAM_NAMES, TorchStates, is_flat, states_of
 from deepspeed.engine.stored_weights import read_weights
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.engine.unnamed_states import with_names
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.named_states import SavedStates
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.parameter_parts import part_of, part_of_parts
-from deepspeed.zero.saved_states import PARAM_NAMES, SavedStates, TorchStates, is_flat, states_of
 
 
 def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:

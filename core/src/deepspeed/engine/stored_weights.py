@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.checkpoint import LoadedCheckpoint
+from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.param_unit import shape_of, unit_of
-from deepspeed.zero.stored_tensor import StoredTensor
 
 
 def read_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:

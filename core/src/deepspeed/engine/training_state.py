@@ -8,6 +8,7 @@ import torch
 
 from deepspeed._version import __version__
 from deepspeed.checkpoint import LoadedCheckpoint
+from deepspeed.checkpoint.saved_states import PARAM_NAMES
 from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.config import redacted
 from deepspeed.engine.export import module_state_dict
@@ -16,7 +17,6 @@ from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.parameter_parts import saved_part
-from deepspeed.zero.saved_states import PARAM_NAMES
 from deepspeed.zero.strategy import Sharding
 
 

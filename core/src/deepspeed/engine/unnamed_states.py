@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.checkpoint import LoadedCheckpoint, SavedParts
+from deepspeed.checkpoint.saved_states import PARAM_NAMES
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.saved_states import PARAM_NAMES
 
 
 def with_names(found: LoadedCheckpoint, state: TrainingState) -> LoadedCheckpoint:

@@ -5,8 +5,7 @@ May import `precision`, `optim`, `parallel`, `comm` and below. Read `strategy.py
 `update.py`, `backward_window.py`.
 Stage 3: `stage3.py`, `param_gathering.py`, `param_unit.py`, `fetcher.py`, `module_hooks.py`, `module_units.py`,
 `granularity.py`, then `construct.py` (`zero.Init`) and `gather.py`. Checkpoints: `stateful.py`, `state_dict.py`,
-`saved_group.py`, `named_states.py`, `saved_states.py`, `division.py`, `parameter_parts.py`, `redistribute.py`. Names
-load on first use.
+`saved_group.py`, `named_states.py`, `division.py`, `parameter_parts.py`, `redistribute.py`. Names load on first use.
 """
 
 from deepspeed._forward import forward

@@ -5,6 +5,7 @@ Each rank reads by range what its shards need, a shard at a time, and holds no m
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,38 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from deepspeed.zero.flat_group import ParamShard
-    from deepspeed.zero.saved_states import SavedStates
     from deepspeed.zero.stateful import Stateful
 
 _SHOWN = 8  # names in one message
+
+
+class SavedStates(ABC):
+    """What a checkpoint has of the parameters that were trained, by their names."""
+
+    shapes: Mapping[str, torch.Size]
+    trained: frozenset[str]
+    param_groups: Sequence[Mapping[str, Any]]  # without their parameters
+    names: Sequence[Sequence[str]]  # of the parameters, by the group of the file
+
+    @abstractmethod
+    def master(self, name: str, start: int, numel: int) -> Tensor:
+        """[numel] elements of the weights that the optimizer updates, in fp32."""
+
+    @abstractmethod
+    def dtypes(self, name: str) -> Mapping[str, torch.dtype]:
+        """Of the states that have one number per element of the parameter."""
+
+    @abstractmethod
+    def elements(self, name: str, state: str, start: int, numel: int) -> Tensor:
+        """[numel] elements of such a state."""
+
+    @abstractmethod
+    def scalars(self, name: str) -> Mapping[str, Any]:
+        """States that are one number; none for a parameter that was never updated."""
+
+    @abstractmethod
+    def others(self, name: str) -> Mapping[str, Tensor]:
+        """States of other shapes."""
 
 
 def check(sharding: Stateful, saved: SavedStates, *, with_states: bool) -> None:

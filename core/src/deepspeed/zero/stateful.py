@@ -18,7 +18,6 @@ from deepspeed.zero import state_dict as states
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.offload.moved_states import MovedStates
 from deepspeed.zero.param_unit import ParamUnit
-from deepspeed.zero.saved_states import SavedStates
 
 
 class Stateful(Holding):
@@ -86,11 +85,11 @@ class Stateful(Holding):
         """Put a state back that `check_state` let pass; `weights_from_masters` is to follow."""
         states.restore(self, saved, load_optimizer_states=load_optimizer_states)
 
-    def check_named_states(self, saved: SavedStates, *, with_states: bool) -> None:
+    def check_named_states(self, saved: named_states.SavedStates, *, with_states: bool) -> None:
         """As `check_state`, for what another number of ranks, another stage or another program saved."""
         named_states.check(self, saved, with_states=with_states)
 
-    def restore_named_states(self, saved: SavedStates, *, with_states: bool) -> None:
+    def restore_named_states(self, saved: named_states.SavedStates, *, with_states: bool) -> None:
         """Take what `check_named_states` let pass; `weights_from_masters` is to follow."""
         named_states.restore(self, saved, with_states=with_states)
 

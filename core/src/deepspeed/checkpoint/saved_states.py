@@ -1,7 +1,7 @@
-"""`SavedStates`: what a checkpoint has of the optimizer's side, by parameter and by range, whoever saved it.
+"""What the files of a checkpoint have of the optimizer's side, by parameter and by range, whoever saved them.
 
 Files divide the parameters among the ranks that saved them. A rank reads of all files what its shards need
-(`named_states.py`), so that none holds whole states:
+(`zero/named_states.py`), so that none holds whole states:
 
     stages 1 and 2   the parameters of a group end to end, cut where the sizes of the parts say
     stage 3          each parameter in W parts of ceil(n / W)
@@ -11,7 +11,6 @@ Files divide the parameters among the ranks that saved them. A rank reads of all
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -19,42 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.stored_tensor import StoredTensor, elements_of
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.division import Run, contiguous, in_parameters
+from deepspeed.zero.named_states import SavedStates
 from deepspeed.zero.state_dict import PER_PARAMETER, masters_key
-from deepspeed.zero.stored_tensor import StoredTensor, elements_of
 
 #: Under it, a state dict of stage 0 has the names of the optimizer's parameters.
 PARAM_NAMES = "param_names"
-
-
-class SavedStates(ABC):
-    """What a checkpoint has of the parameters that were trained, by their names."""
-
-    shapes: Mapping[str, torch.Size]
-    trained: frozenset[str]
-    param_groups: Sequence[Mapping[str, Any]]  # without their parameters
-    names: Sequence[Sequence[str]]  # of the parameters, by the group of the file
-
-    @abstractmethod
-    def master(self, name: str, start: int, numel: int) -> Tensor:
-        """[numel] elements of the weights that the optimizer updates, in fp32."""
-
-    @abstractmethod
-    def dtypes(self, name: str) -> Mapping[str, torch.dtype]:
-        """Of the states that have one number per element of the parameter."""
-
-    @abstractmethod
-    def elements(self, name: str, state: str, start: int, numel: int) -> Tensor:
-        """[numel] elements of such a state."""
-
-    @abstractmethod
-    def scalars(self, name: str) -> Mapping[str, Any]:
-        """States that are one number; none for a parameter that was never updated."""
-
-    @abstractmethod
-    def others(self, name: str) -> Mapping[str, Tensor]:
-        """States of other shapes."""
 
 
 class DividedStates(SavedStates):

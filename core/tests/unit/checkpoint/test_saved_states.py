@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from deepspeed.checkpoint.saved_states import DividedStates
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.saved_states import DividedStates
 
 
 def part(stage, buffers, group, **state):
