@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepspeed.checkpoint.dcp_metadata import METADATA_FILE, Box, Metadata, TensorMeta
+from deepspeed.checkpoint.dcp_metadata import METADATA_FILE, Box, Metadata, TensorMeta, overlapping
 from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError, first_line
@@ -124,6 +124,11 @@ class DcpTensor(StoredTensor):
         if held != self.numel():
             raise CheckpointError(
                 f"{name} in {folder.folder}: found {held} of its {self.numel()} elements; files of ranks are missing"
+            )
+        if shared := overlapping(self._boxes):
+            raise CheckpointError(
+                f"{folder.folder / METADATA_FILE} is damaged: of {name} the pieces {shared[0]} and {shared[1]} share "
+                "elements, so others are in no piece"
             )
 
     def read(self, start: int, numel: int) -> Tensor:

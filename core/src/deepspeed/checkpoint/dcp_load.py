@@ -16,7 +16,7 @@ from typing import Any
 
 from deepspeed.checkpoint.dcp_file import DcpFolder, DcpTensor, NotPlainData
 from deepspeed.checkpoint.load import LoadedCheckpoint, SavedParts
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, first_line
 from deepspeed.log import logger
 
 _GROUPS, _STATES = "param_groups.", "state."
@@ -25,6 +25,8 @@ _OF_THE_RUN = frozenset({"foreach", "fused", "capturable", "differentiable", "pa
 
 #: what the tensors of client state may have together: many more are another model, which each rank would hold whole
 _CLIENT_BYTES = 64 * 2**20
+
+_OF_ANOTHER_FORM = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
 
 def load_dcp(folder: Path, tag: str, *, needs_states: bool) -> LoadedCheckpoint:
@@ -48,8 +50,17 @@ def load_dcp(folder: Path, tag: str, *, needs_states: bool) -> LoadedCheckpoint:
         for name, tensor in source.tensors.items()
         if _place(source, name) == weights_prefix and not _is_of_optimizer(name, prefix)
     }
-    optimizer = _optimizer_state(source, prefix, states) if prefix is not None else None
-    steps = [int(state["step"].whole()) for state in states.values() if "step" in state]
+    try:
+        optimizer = _optimizer_state(source, prefix, states) if prefix is not None else None
+        steps = [int(state["step"].whole().item()) for state in states.values() if "step" in state]
+        client = _client_state(source, prefix, {f"{weights_prefix}{name}" for name in weights})
+    except _OF_ANOTHER_FORM as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{folder}: the optimizer's groups and steps, or other values, are not of the form in which "
+            f"torch.distributed.checkpoint.state_dict gives them ({first_line(error)}); save them in that form"
+        ) from error
     model_state = {
         "module": {},
         "optimizer": optimizer,
@@ -58,7 +69,6 @@ def load_dcp(folder: Path, tag: str, *, needs_states: bool) -> LoadedCheckpoint:
         "global_samples": 0,
         "skipped_steps": 0,
     }
-    client = _client_state(source, prefix, {f"{weights_prefix}{name}" for name in weights})
     return LoadedCheckpoint(str(folder), tag, model_state, None, client, SavedParts([model_state], []), weights)
 
 

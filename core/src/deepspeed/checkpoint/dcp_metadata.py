@@ -6,7 +6,7 @@ checked, and given as the classes below.
 """
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -38,6 +38,28 @@ class Box(NamedTuple):
     def rows(self, first: int, stop: int) -> tuple[int, int]:
         """Its rows of first .. stop - 1 of the tensor, counted in the piece."""
         return max(first - self.offsets[0], 0), min(stop - self.offsets[0], self.sizes[0])
+
+    def overlaps(self, other: "Box") -> bool:
+        """Whether some element is in both."""
+        return all(
+            at < its + its_size and its < at + size
+            for at, size, its, its_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*self, strict=True))}]"
+
+
+def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two pieces of one tensor that have an element in common, if there are such."""
+    ordered = sorted((box for box in boxes if box.sizes.numel()), key=lambda box: box.offsets)
+    for index, box in enumerate(ordered):
+        for other in ordered[index + 1 :]:
+            if other.offsets and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
+                break  # so do those after it
+            if box.overlaps(other):
+                return box, other
+    return None
 
 
 class TensorMeta(NamedTuple):

@@ -1,5 +1,6 @@
 """A checkpoint of torch.distributed.checkpoint that is damaged, hostile or lacks something is refused by name."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -112,6 +113,55 @@ def test_what_is_missing_is_named(tmp_path, state, words):
         Checkpointer().load(tmp_path / "run", needs_states=True)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("params", 7), ("params", [["scale"], "w"]), ("lr", torch.ones(2))], ids=str
+)
+def test_groups_of_another_form_are_refused(tmp_path, option, value):
+    optim = {**OPTIM, "param_groups": [{**OPTIM["param_groups"][0], option: value}]}
+    save(tmp_path / "run", {"model": WEIGHTS, "optim": optim})
+    with pytest.raises(CheckpointError, match=r"run: the optimizer's groups and steps, or other values, are not of"):
+        Checkpointer().load(tmp_path / "run", needs_states=True)
+
+
+@pytest.mark.parametrize("step", [torch.ones(3), torch.tensor(float("nan")), torch.tensor(float("inf"))], ids=str)
+def test_steps_of_another_form_are_refused(tmp_path, step):
+    optim = {**OPTIM, "state": {**OPTIM["state"], "w": {"exp_avg": WEIGHTS["w"], "step": step}}}
+    save(tmp_path / "run", {"model": WEIGHTS, "optim": optim})
+    with pytest.raises(CheckpointError, match=r"run: the optimizer's groups and steps, or other values, are not of"):
+        Checkpointer().load(tmp_path / "run", needs_states=True)
+
+
+def test_keys_that_lead_into_a_value_are_refused(tmp_path):
+    save(tmp_path / "run", {"model": WEIGHTS, "extra": {"a": 1, "b": {"c": 2}}})
+    change_metadata(tmp_path / "run", lambda found: found.planner_data.update({"extra.a": ("extra",)}))
+    with pytest.raises(CheckpointError, match=r"run: .* are not of the form"):
+        Checkpointer().load(tmp_path / "run")
+
+
+def test_pieces_that_overlap_are_refused(tmp_path):
+    """Their elements are as many as the tensor's, and one of the tensor's is in no piece."""
+    save(tmp_path / "run", {"model": {"w": torch.arange(2.0), "rest": torch.ones(1)}})
+
+    def overlap(found):
+        entries, places = found.state_dict_metadata, found.storage_data
+        whole, rest = entries["model.w"], entries.pop("model.rest")
+        whole.size = torch.Size([3])
+        whole.chunks.append(dataclasses.replace(rest.chunks[0], offsets=torch.Size([1])))
+        moved = next(index for index in places if index.fqn == "model.rest")
+        places[dataclasses.replace(moved, fqn="model.w", offset=torch.Size([1]))] = places.pop(moved)
+
+    change_metadata(tmp_path / "run", overlap)
+    with pytest.raises(CheckpointError, match=r"of model\.w the pieces \[0:2\] and \[1:2\] share elements"):
+        Checkpointer().load(tmp_path / "run")
+
+
+def change_metadata(folder, change):
+    path = folder / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    change(found)
+    path.write_bytes(pickle.dumps(found))
+
+
 def test_model_parallel_ranks_are_refused(tmp_path):
     save(tmp_path / "run", {"model": WEIGHTS})
     with pytest.raises(CheckpointError, match="each of the 2 model parallel ranks"):
@@ -147,10 +197,11 @@ def test_files_may_be_links(tmp_path):
 @pytest.mark.parametrize("name", ["../outside", "/outside", "inner/file"])
 def test_a_file_elsewhere_is_refused(tmp_path, name):
     save(tmp_path / "run", {"model": WEIGHTS})
-    path = tmp_path / "run" / ".metadata"
-    found = pickle.loads(path.read_bytes())
-    for info in found.storage_data.values():
-        info.relative_path = name
-    path.write_bytes(pickle.dumps(found))
+
+    def move(found):
+        for info in found.storage_data.values():
+            info.relative_path = name
+
+    change_metadata(tmp_path / "run", move)
     with pytest.raises(CheckpointError, match=f"names '{name}', which is not beside it"):
         Checkpointer().load(tmp_path / "run").stored["w"].whole()

@@ -8,7 +8,7 @@ from pathlib import PosixPath
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from deepspeed.checkpoint.dcp_metadata import Metadata
+from deepspeed.checkpoint.dcp_metadata import Box, Metadata, overlapping
 from deepspeed.errors import CheckpointError
 from torch.distributed.checkpoint import metadata as dcp_classes
 
@@ -118,3 +118,17 @@ def test_what_makes_no_sense_is_damage(tmp_path, change):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read.*it is damaged"):
         Metadata.read(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize(
+    ("boxes", "shares"),
+    [
+        ([((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 0), (1, 4))], False),
+        ([((0, 0), (3, 2)), ((1, 2), (1, 2)), ((2, 1), (1, 3))], True),
+        ([((0, 0), (3, 2)), ((1, 1), (0, 3))], False),
+        ([((), ()), ((), ())], True),
+    ],
+    ids=["side by side", "behind one beside it", "empty", "twice one number"],
+)
+def test_pieces_that_have_elements_in_common(boxes, shares):
+    assert bool(overlapping([Box(torch.Size(at), torch.Size(sizes)) for at, sizes in boxes])) is shares
