@@ -305,14 +305,14 @@ SAVE_FAULTS = {
     "optimizer content": (1, "builtins.object"),
     "client_state": (0, "client_state['f'] is a builtins.function"),
     "tag": (1, "tag: '' cannot name"),
-    "save_dir": (1, "not NoneType"),
+    "save_dir": (1, "found None; give a folder"),
     "mkdir": (0, "cannot prepare"),
     "disk full": (1, "No space left on device"),
 }
 LOAD_FAULTS = {
     "tag": (1, "tag: '' cannot name"),
-    "load_dir": (1, "not NoneType"),
-    "load_dir with a tag": (1, "not NoneType"),
+    "load_dir": (1, "found None; give a folder"),
+    "load_dir with a tag": (1, "found None; give a folder"),
     "custom_load_fn": (1, "planted"),
     "module hook": (1, "planted"),
     "optimizer": (1, "planted"),
@@ -423,6 +423,25 @@ def other_tag_job(folder):
 
 def test_ranks_that_load_different_tags_load_nothing(tmp_path):
     run_ranks(2, other_tag_job, str(tmp_path))
+
+
+def other_arguments_job(folder, stage):
+    """What one rank skips the other would wait for."""
+    engine = create_engine(stage, "fp32")
+    engine.save_checkpoint(folder)
+    rank = dist.get_rank()
+    for flag in ("load_optimizer_states", "load_module_only", "load_lr_scheduler_states", "load_module_strict"):
+        with pytest.raises(CheckpointError, match=f"load_checkpoint: .* different arguments: rank 0: .*'{flag}'"):
+            engine.load_checkpoint(folder, **{flag: bool(rank)})
+    for flag in ("save_latest", "exclude_frozen_parameters"):
+        with pytest.raises(CheckpointError, match=f"save_checkpoint: .* different arguments: rank 0: .*'{flag}'"):
+            engine.save_checkpoint(folder, **{flag: bool(rank)})
+    assert engine.load_checkpoint(folder)[0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_pass_different_arguments_are_told(tmp_path, stage):
+    run_ranks(2, other_arguments_job, str(tmp_path), stage)
 
 
 def save_job(folder, stage, precision="bf16"):

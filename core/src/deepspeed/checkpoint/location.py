@@ -1,5 +1,6 @@
 """Where checkpoints are: a folder, or a URL of an object store, as one kind of path. Imports no torch."""
 
+import os
 from pathlib import Path
 from typing import cast
 
@@ -11,8 +12,11 @@ def location(directory: "str | Path") -> Path:
     the methods of `pathlib` over fsspec.
 
     Raises:
-        ConfigError: a package that the URL needs is not installed, or fsspec does not know the protocol.
+        ConfigError: a package that the URL needs is not installed, or fsspec does not know the protocol; or
+            `directory` is neither text nor a path.
     """
+    if not isinstance(directory, str | os.PathLike) and not hasattr(directory, "iterdir"):
+        raise ConfigError(f"directory of a checkpoint: found {directory!r}; give a folder or a URL")
     url = str(directory)
     if "://" not in url or not isinstance(directory, str):
         return cast(Path, directory) if hasattr(directory, "iterdir") else Path(directory)

@@ -23,6 +23,10 @@ def merge_client_state(model_state: Mapping[str, Any], client_state: Mapping[str
     """
     foreign = set(model_state) - layout.MODEL_STATE_KEYS
     assert not foreign, f"keys that a load would take for client state: {sorted(foreign)}"
+    if not isinstance(client_state, Mapping):
+        raise ConfigError(
+            f"client_state: found a {type(client_state).__name__}; give a dict, which load_checkpoint returns"
+        )
     taken = sorted(set(client_state) & layout.MODEL_STATE_KEYS)
     if taken:
         raise ConfigError(

@@ -339,13 +339,14 @@ class DeepSpeedEngine(torch.nn.Module):
         """
         self._refuse_destroyed("save_checkpoint")
         self.sharding.require_states("save_checkpoint")
-        self._saving.save(
-            save_dir,
-            tag,
-            client_state=client_state,
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-        )
+        with self._saving.one_at_a_time("save_checkpoint"):
+            self._saving.save(
+                save_dir,
+                tag,
+                client_state=client_state,
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen_parameters,
+            )
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -357,7 +358,8 @@ class DeepSpeedEngine(torch.nn.Module):
             CheckpointError: on every rank: it has failed.
         """
         self._refuse_destroyed("wait_for_checkpoint")
-        self._saving.wait()
+        with self._saving.one_at_a_time("wait_for_checkpoint"):
+            self._saving.wait()
 
     def load_checkpoint(
         self,
@@ -392,15 +394,16 @@ class DeepSpeedEngine(torch.nn.Module):
         """
         self._refuse_destroyed("load_checkpoint")
         self.sharding.require_unmoved("load_checkpoint")
-        return self._saving.load(
-            load_dir,
-            tag,
-            strict=load_module_strict,
-            with_optimizer=load_optimizer_states,
-            with_scheduler=load_lr_scheduler_states,
-            module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
+        with self._saving.one_at_a_time("load_checkpoint"):
+            return self._saving.load(
+                load_dir,
+                tag,
+                strict=load_module_strict,
+                with_optimizer=load_optimizer_states,
+                with_scheduler=load_lr_scheduler_states,
+                module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
 
     def offload_states(
         self,

@@ -1,6 +1,8 @@
 """`save_checkpoint` and `load_checkpoint`: in which order values go from training to the checkpointer, and back."""
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.checkpoint import Checkpointer, check_new_tag, validate_tag
@@ -10,7 +12,7 @@ from deepspeed.engine.events import notify
 from deepspeed.engine.module_state import check_module_state, fill_module
 from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
 from deepspeed.engine.training_state import TrainingState
-from deepspeed.errors import first_line
+from deepspeed.errors import CheckpointError, StateError, first_line
 
 
 class Saving:
@@ -47,6 +49,26 @@ class Saving:
         self._meet = meet
         self._save_dir = save_dir
         self._load_dir = load_dir
+        self._running = ""  # the call that is going on
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def one_at_a_time(self, call: str) -> Iterator[None]:
+        """Hold off other calls of this object inside the context: of other threads, and of signal handlers.
+
+        Raises:
+            StateError: another one is going on.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise StateError(
+                f"{call}: found {self._running} going on; call it from one thread, after the other has returned, and "
+                "not in a signal handler (set a flag there, and save after the step)"
+            )
+        self._running = call
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def save(
         self,
@@ -61,8 +83,7 @@ class Saving:
         save_dir = self._save_dir or save_dir
         state, checkpointer = self._state, self.checkpointer
         state.sharding.unit_groups.refuse_divided_experts("save_checkpoint")
-        if self._meet is not None:
-            self._meet("save_checkpoint")
+        self._begin("save_checkpoint", save_latest=save_latest, exclude_frozen_parameters=exclude_frozen)
         checkpointer.wait_for_save()  # before the states are collected, which takes memory
 
         def collect() -> tuple[str, dict[str, Any] | None]:
@@ -95,9 +116,20 @@ class Saving:
 
     def wait(self) -> None:
         """See `DeepSpeedEngine.wait_for_checkpoint`."""
-        if self._meet is not None:
-            self._meet("wait_for_checkpoint")
+        self._begin("wait_for_checkpoint")
         self.checkpointer.wait_for_save()
+
+    def _begin(self, call: str, **arguments: Any) -> None:
+        """Wait for the other ranks, and refuse `arguments` that differ: ranks would wait in different collectives."""
+        if self._meet is None:
+            return
+        self._meet(call)
+        given = self._gather(repr(arguments)) if arguments else []
+        if len(set(given)) > 1:
+            raise CheckpointError(
+                f"{call}: the ranks were given different arguments: "
+                f"{', '.join(f'rank {rank}: {each}' for rank, each in enumerate(given))}. Pass the same on every rank."
+            )
 
     def _in_form(
         self, model_state: dict[str, Any] | None, shard_state: dict[str, Any] | None
@@ -126,8 +158,13 @@ class Saving:
         load_dir = self._load_dir or load_dir
         state, sharding = self._state, self._state.sharding
         sharding.unit_groups.refuse_divided_experts("load_checkpoint")
-        if self._meet is not None:
-            self._meet("load_checkpoint")
+        self._begin(
+            "load_checkpoint",
+            load_module_strict=strict,
+            load_optimizer_states=with_optimizer,
+            load_lr_scheduler_states=with_scheduler,
+            load_module_only=module_only,
+        )
         with_states = with_optimizer and not module_only and state.has_optimizer
         found = self.checkpointer.load(
             load_dir,

@@ -1,14 +1,17 @@
 """The engine and its parts: what each is given, and that none sees more."""
 
 import ast
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import deepspeed.engine
+import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer
 from deepspeed.engine.saving import Saving
 from deepspeed.engine.schedule import Backward, Forward, ReduceGradients, Step
 from deepspeed.engine.training_state import TrainingState
+from deepspeed.errors import StateError
 from torch import nn
 
 FILES = sorted(Path(deepspeed.engine.__file__).parent.glob("*.py"))
@@ -69,3 +72,26 @@ def test_a_checkpoint_of_one_of_several_model_parallel_ranks(make_engine, tmp_pa
     names = {"index.json", "mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"}
     assert {path.name for path in (tmp_path / "a").iterdir()} == names
     assert torch.load(tmp_path / "a" / "mp_rank_01_model_states.pt", weights_only=True)["mp_world_size"] == 2
+
+
+def test_one_save_or_load_at_a_time(make_engine, tmp_path):
+    """Of another thread, or of a signal handler in the midst of a save: it is refused, and the first one goes on."""
+    engine = make_engine(nn.Linear(4, 2), zero_optimization={"stage": 1})
+    refused = []
+
+    def interrupt(src, dst):
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            for run in (call, lambda path, call=call: threads.submit(call, path).result()):
+                with pytest.raises(StateError) as caught:
+                    run(str(tmp_path))
+                refused.append(str(caught.value))
+        dst.load_state_dict(src)
+
+    engine.save_checkpoint(str(tmp_path))
+    with ThreadPoolExecutor(1) as threads:
+        assert engine.load_checkpoint(str(tmp_path), custom_load_fn=interrupt)[0]
+    assert [text.split(";")[0] for text in refused] == [
+        *2 * ["save_checkpoint: found load_checkpoint going on"],
+        *2 * ["load_checkpoint: found load_checkpoint going on"],
+    ]
+    assert engine.save_checkpoint(str(tmp_path))
