@@ -13,7 +13,7 @@ from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.agreement import Gather, Ranks, alone
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.dcp_file import is_dcp_folder
-from deepspeed.checkpoint.index import DamagedCheckpoint
+from deepspeed.checkpoint.index import DamagedCheckpoint, seal_of
 from deepspeed.checkpoint.load import LoadedCheckpoint, Position, tag_folder_hint
 from deepspeed.checkpoint.loadable import make_loadable
 from deepspeed.checkpoint.location import is_remote, location
@@ -237,13 +237,16 @@ class Checkpointer:
     def _agreed_tag(self, load_dir: str | Path, tag: str | None) -> str | None:
         """The tag to load, the same on all ranks: `tag`, or what `latest` names; None if there is no such file."""
 
-        def find() -> str | None:
+        def find() -> tuple[str | None, str | None]:
             directory = location(load_dir)
             if tag is not None:
-                return check_tag(tag)
-            return "." if is_dcp_folder(directory) else read_latest(directory)
+                name: str | None = check_tag(tag)
+            else:
+                name = "." if is_dcp_folder(directory) else read_latest(directory)
+            folder = None if name is None else layout.whole_folder(directory / name)
+            return name, None if folder is None else seal_of(folder)
 
-        name = self.together(
+        name, seal = self.together(
             find, f"load {os.path.join(str(load_dir), layout.LATEST_FILE if tag is None else str(tag))}"
         )
         names, path = self._ranks.gather(name), location(load_dir) / layout.LATEST_FILE
@@ -252,6 +255,13 @@ class Checkpointer:
             raise CheckpointError(
                 f"the ranks do not see the same file {path}, or were given different tags ({found}). "
                 "Load one tag from a directory that all ranks share."
+            )
+        seals = {each: rank for rank, each in enumerate(self._ranks.gather(seal)) if each is not None}
+        if len(seals) > 1:
+            raise CheckpointError(
+                f"{location(load_dir) / str(name)}: ranks {' and '.join(map(str, sorted(seals.values())))} found "
+                f"different saves there (their {layout.INDEX_FILE} differ). Load one tag from a directory that all "
+                "ranks share, while no job saves it."
             )
         return name
 

@@ -16,6 +16,7 @@ each, and the stride where elements do not lie in row-major order. `tensors` say
 bytes before it. Other keys may be added under the same `format`; a reader ignores keys that it does not know.
 """
 
+import io
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from deepspeed.errors import CheckpointError
 
 _FORMAT = 1
 _SEAL = b',\n "checksum": "crc32:'
+_SEAL_BYTES = 12  # of what follows `_SEAL`
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -148,7 +150,24 @@ def read_index(folder: Path) -> Index | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}. Correct its permissions.") from error
+        raise _unreadable(path, error) from error
+
+
+def seal_of(folder: Path) -> str | None:
+    """The checksum in the last line of the index in `folder`, by which two saves differ; None where there is none."""
+    try:
+        with (folder / layout.INDEX_FILE).open("rb") as file:
+            file.seek(0, io.SEEK_END)
+            file.seek(max(0, file.tell() - _SEAL_BYTES))
+            return file.read().decode(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _unreadable(folder / layout.INDEX_FILE, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot read {path}: {error.strerror}. Correct its permissions.")
 
 
 def _require(condition: bool, what: str, found: Any) -> None:

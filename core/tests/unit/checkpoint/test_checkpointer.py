@@ -94,6 +94,30 @@ def test_client_state_that_would_not_load_is_refused_at_the_save(ranks, make_tra
     assert "client_state['where'] is a pathlib" in str(outcomes[0])
 
 
+@pytest.mark.parametrize(("client_state", "words"), [([1, 2], "found a list"), ("ab", "found a str")])
+def test_client_state_is_a_dict(ranks, make_training, tmp_path, client_state, words):
+    outcomes = ranks.save(make_training(), tmp_path, "t", client_state=client_state)
+    assert isinstance(outcomes[0], ConfigError)
+    assert f"client_state: {words}; give a dict" in str(outcomes[0])
+
+
+@pytest.mark.parametrize("directory", [None, 3])
+def test_a_directory_is_text_or_a_path(ranks, make_training, directory):
+    outcomes = [*ranks.save(make_training(), directory, "t"), *ranks.load(directory)]
+    assert all(f"directory of a checkpoint: found {directory}" in str(each) for each in outcomes)
+
+
+def test_ranks_that_find_different_saves_of_one_tag_load_none(ranks, make_training, tmp_path):
+    for folder, seed in (("one", 1), ("other", 2)):
+        ranks.save(make_training(seed=seed), tmp_path / folder, "t")
+    outcomes = ranks(lambda checkpointer, rank: checkpointer.load(tmp_path / ("one", "other")[rank]))
+    for outcome in outcomes:
+        assert "ranks 0 and 1 found different saves there (their index.json differ)" in str(outcome)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    outcomes = ranks(lambda checkpointer, rank: checkpointer.load(tmp_path / ("one", "copy")[rank]))
+    assert [found.model_state["global_steps"] for found in outcomes] == [1, 1]
+
+
 class FailingStore(TorchStore):
     """Fails in one step on the rank that has it."""
 
