@@ -153,7 +153,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "offload of optimizer states to NVMe",
             D,
             "Stages 1, 2 and 3, master weights and reduced gradients too; swap files go with the run. Needs the op "
-            "`async_io`. Not with MiCS. `buffer_count` and `fast_init` have nothing to act on.",
+            "`async_io`. Not with MiCS. `fast_init` has nothing to act on.",
         ),
         (
             "offload of parameters to host memory",
