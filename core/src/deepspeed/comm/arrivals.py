@@ -89,12 +89,12 @@ class _Wait:
         self._store.set(self.key("last round of", rank), str(self._number))
         while not self._store.check([end]):
             waited_s = time.monotonic() - self._began_s
-            if waited_s > limit_s:
-                self.absent = self._find_absent()  # before others can go to the next round
-                return self._end(rank)
             if waited_s > _WARNING_S and not self._has_warned:
                 self._has_warned = True
                 logger.warning("%s waits: %s. %s", self._call, self._find_absent(), _advice(self._call))
+            if waited_s > limit_s:
+                self.absent = self._find_absent()  # before others can go to the next round
+                return self._end(rank)
             time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
         return self._store.get(end).decode()
 

@@ -83,7 +83,7 @@ class Saving:
         save_dir = self._save_dir or save_dir
         state, checkpointer = self._state, self.checkpointer
         state.sharding.unit_groups.refuse_divided_experts("save_checkpoint")
-        self._begin("save_checkpoint", save_latest=save_latest, exclude_frozen_parameters=exclude_frozen)
+        self._begin("save_checkpoint", exclude_frozen_parameters=exclude_frozen)
         checkpointer.wait_for_save()  # before the states are collected, which takes memory
 
         def collect() -> tuple[str, dict[str, Any] | None]:
@@ -120,7 +120,8 @@ class Saving:
         self.checkpointer.wait_for_save()
 
     def _begin(self, call: str, **arguments: Any) -> None:
-        """Wait for the other ranks, and refuse `arguments` that differ: ranks would wait in different collectives."""
+        """Wait for the other ranks, and refuse differences in `arguments`, with which they would wait in different
+        collectives."""
         if self._meet is None:
             return
         self._meet(call)
@@ -158,13 +159,7 @@ class Saving:
         load_dir = self._load_dir or load_dir
         state, sharding = self._state, self._state.sharding
         sharding.unit_groups.refuse_divided_experts("load_checkpoint")
-        self._begin(
-            "load_checkpoint",
-            load_module_strict=strict,
-            load_optimizer_states=with_optimizer,
-            load_lr_scheduler_states=with_scheduler,
-            load_module_only=module_only,
-        )
+        self._begin("load_checkpoint", load_optimizer_states=with_optimizer, load_module_only=module_only)
         with_states = with_optimizer and not module_only and state.has_optimizer
         found = self.checkpointer.load(
             load_dir,
