@@ -6,6 +6,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.errors import CheckpointError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import GatheredParameters
@@ -78,3 +79,38 @@ def resume_job(folder: str, saved_threshold: int, threshold: int, low: bool) -> 
 )
 def test_a_checkpoint_loads_where_other_parameters_are_sharded(tmp_path, saved_threshold, threshold, low):
     run_ranks(2, resume_job, str(tmp_path), saved_threshold, threshold, low)
+
+
+def new_head_job(folder: str, stage: int) -> None:
+    """Weights of a trained body go into a model with another head, as fine-tuning begins."""
+
+    def create(seed: int, *head: nn.Module) -> Any:
+        torch.manual_seed(seed)
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }
+        return deepspeed.initialize(model=nn.Sequential(nn.Linear(5, 7), *head), config=config)[0]
+
+    engine = create(0)
+    train(engine)
+    engine.save_checkpoint(folder)
+    body = weights(engine)
+    engine.destroy()
+    engine = create(1, nn.Linear(7, 3))
+    before = weights(engine)
+    with pytest.raises(CheckpointError, match=r"1\.(weight|bias)"):
+        engine.load_checkpoint(folder, load_module_only=True)
+    with pytest.raises(CheckpointError, match="optimizer state of group 0: found a partition of 22 elements"):
+        engine.load_checkpoint(folder, load_module_strict=False)
+    assert all(torch.equal(one, other) for one, other in zip(weights(engine), before, strict=True))
+    engine.load_checkpoint(folder, load_module_strict=False, load_module_only=True)
+    assert all(torch.equal(one, other) for one, other in zip(weights(engine), [*body, *before[2:]], strict=True))
+    train(engine)
+    assert not any(torch.equal(one, other) for one, other in zip(weights(engine), [*body, *before[2:]], strict=True))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_go_into_a_model_with_a_new_head(tmp_path: Any, stage: int) -> None:
+    run_ranks(2, new_head_job, str(tmp_path), stage)

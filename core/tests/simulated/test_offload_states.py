@@ -158,8 +158,11 @@ def refused():
     engine = create_engine(2, "fp32")
     with pytest.raises(ConfigError, match="device is 'nvme'; states move to \"cpu\" only"):
         engine.offload_states(device=OffloadDeviceEnum.nvme)
-    with pytest.raises(ValueError, match="'weights'"):
-        engine.offload_states(include=["weights"])
+    with pytest.raises(ConfigError, match="device is 'cuda'; states move to \"cpu\" only"):
+        engine.offload_states(device="cuda")
+    for include in ("optim_states", ["optim_states", "weights"]):
+        with pytest.raises(ConfigError, match="include is .*; give a list of any of optim_states, hp_params"):
+            engine.offload_states(include=include)
     engine.reload_states()  # nothing has moved
     engine.destroy()
     with pytest.raises(StateError, match="offload_states: the engine was destroyed"):

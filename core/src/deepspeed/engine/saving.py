@@ -181,7 +181,7 @@ class Saving:
                 check_module_state(state.module, weights, strict=strict, source=loaded.path)
             loaded = with_own_states(loaded, state, with_states=with_states)
             if with_states or loaded.has_masters:
-                state.check_optimizer(loaded, with_states=with_states)
+                state.check_optimizer(loaded, with_states=with_states, strict=strict)
 
         def restore() -> None:
             sharding.zero_grad()  # those of micro-batches that were not stepped belong to other weights

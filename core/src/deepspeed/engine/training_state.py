@@ -137,14 +137,17 @@ class TrainingState:
         """Stages whose shards this run can take: 1 and 2 hold the same."""
         return (1, 2) if self.sharding.stage in (1, 2) else (self.sharding.stage,)
 
-    def check_optimizer(self, loaded: LoadedCheckpoint, *, with_states: bool) -> None:
+    def check_optimizer(self, loaded: LoadedCheckpoint, *, with_states: bool, strict: bool) -> None:
         """Refuse an optimizer state that this run cannot take, before anything is changed.
+
+        Args:
+            strict: as `load_module_strict`; of weights that are in the optimizer's shards, as in stage 3.
 
         Raises:
             CheckpointError: says what was found and how this run differs.
         """
         if loaded.by_name is not None:
-            self.sharding.check_named_states(loaded.by_name.states, with_states=with_states)
+            self.sharding.check_named_states(loaded.by_name.states, with_states=with_states, strict=strict)
             return
         if loaded.shard_state is not None:
             self.sharding.check_state(loaded.shard_state["optimizer_state_dict"], with_states=with_states)

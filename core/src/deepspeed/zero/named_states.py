@@ -6,7 +6,7 @@ Each rank reads by range what its shards need, a shard at a time, and holds no m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,19 +57,21 @@ class SavedStates(ABC):
         """States of other shapes."""
 
 
-def check(sharding: Stateful, saved: SavedStates, *, with_states: bool) -> None:
+def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: bool) -> None:
     """Refuse states of another model or of another kind of optimizer.
 
     Args:
         with_states: the optimizer's states are to be restored, not only the master weights: then this run must train
             what the save's run trained.
+        strict: else, without the states, a parameter that `saved` has not keeps its master weights.
 
     Raises:
         CheckpointError: says what was found; nothing was changed.
     """
     names = _names(sharding)
     for param, name in names.items():
-        _check_shape(saved, name, shape_of(sharding.params[param]))
+        if name in saved.shapes or with_states or strict:
+            _check_shape(saved, name, shape_of(sharding.params[param]), with_states=with_states)
     optimizer = sharding.optimizer
     if not with_states or optimizer is None:
         return
@@ -99,11 +101,14 @@ def _names(sharding: Stateful) -> dict[int, str]:
     return {index: names[id(sharding.params[index])] for group in sharding.saved_groups for index in group}
 
 
-def _check_shape(saved: SavedStates, name: str, shape: torch.Size) -> None:
+def _check_shape(saved: SavedStates, name: str, shape: torch.Size, *, with_states: bool) -> None:
     if name not in saved.shapes:
+        other = (
+            "load_optimizer_states=False" if with_states else "load_module_strict=False, so that it keeps its values"
+        )
         raise CheckpointError(
             f"optimizer state: found none of the parameter {name}, which this run trains; train the parameters "
-            "that the checkpoint's run trained, or load with load_optimizer_states=False"
+            f"that the checkpoint's run trained, or load with {other}"
         )
     if saved.shapes[name] != shape:
         raise CheckpointError(
@@ -118,8 +123,9 @@ def restore(sharding: Stateful, saved: SavedStates, *, with_states: bool) -> Non
     if with_states and optimizer is not None:
         restore_param_groups(optimizer, saved.param_groups)
     for group in sharding.saved_groups:
-        counted = _counted(saved, [names[index] for index in group])
-        for shard in _shards(sharding, set(group)):
+        there = {index: names[index] for index in group if names[index] in saved.shapes}
+        counted = _counted(saved, there.values())
+        for shard in _shards(sharding, there):
             name, fragment = names[shard.index], shard.fragment
             master = saved.master(name, fragment.param_start, fragment.numel)
             shard.placement.write(shard, MASTER, shard.master, master)
@@ -127,11 +133,12 @@ def restore(sharding: Stateful, saved: SavedStates, *, with_states: bool) -> Non
                 _restore_state(optimizer, shard, saved, name, counted)
 
 
-def _shards(sharding: Stateful, params: set[int]) -> Iterator[ParamShard]:
-    return (shard for group in sharding.groups if group.first_index in params for shard in group.shards)
+def _shards(sharding: Stateful, params: Collection[int]) -> Iterator[ParamShard]:
+    """This rank's shards of `params`, given by attached index."""
+    return (shard for group in sharding.groups for shard in group.shards if shard.index in params)
 
 
-def _counted(saved: SavedStates, names: Sequence[str]) -> frozenset[str]:
+def _counted(saved: SavedStates, names: Iterable[str]) -> frozenset[str]:
     """The states of one number that parameters have which were updated."""
     return frozenset(key for name in names for key in saved.scalars(name))
 

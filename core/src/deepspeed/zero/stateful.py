@@ -85,9 +85,9 @@ class Stateful(Holding):
         """Put a state back that `check_state` let pass; `weights_from_masters` is to follow."""
         states.restore(self, saved, load_optimizer_states=load_optimizer_states)
 
-    def check_named_states(self, saved: named_states.SavedStates, *, with_states: bool) -> None:
+    def check_named_states(self, saved: named_states.SavedStates, *, with_states: bool, strict: bool = True) -> None:
         """As `check_state`, for what another number of ranks, another stage or another program saved."""
-        named_states.check(self, saved, with_states=with_states)
+        named_states.check(self, saved, with_states=with_states, strict=strict)
 
     def restore_named_states(self, saved: named_states.SavedStates, *, with_states: bool) -> None:
         """Take what `check_named_states` let pass; `weights_from_masters` is to follow."""

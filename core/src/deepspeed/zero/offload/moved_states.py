@@ -134,8 +134,9 @@ def offload_states(
     non_blocking: bool,
 ) -> None:
     """See `DeepSpeedEngine.offload_states`."""
-    if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
-        raise ConfigError(f'offload_states: device is {OffloadDeviceEnum(device).value!r}; states move to "cpu" only')
+    if device != OffloadDeviceEnum.cpu:
+        found = device.value if isinstance(device, OffloadDeviceEnum) else device
+        raise ConfigError(f'offload_states: device is {found!r}; states move to "cpu" only')
     if sharding.stage == 0:
         raise ConfigError(
             "offload_states: zero_optimization.stage is 0, where the optimizer and its states are the user's own; use "
@@ -145,9 +146,18 @@ def offload_states(
         raise StateError("offload_states: states were moved already; call engine.reload_states() first")
     if sharding.window.is_open:
         raise StateError("offload_states: found a backward that is not over; call it after the backward, or after step")
-    kinds = {_Kind(kind) for kind in (_Kind if include is None else include)}
+    kinds = _kinds(include)
     sharding.finish_before_moving()
     sharding.moved_states = MovedStates(sharding, kinds, pins=pin_memory, non_blocking=non_blocking)
+
+
+def _kinds(include: Collection[OffloadStateTypeEnum | str] | None) -> set[_Kind]:
+    if include is None:
+        return set(_Kind)
+    known = [kind.value for kind in _Kind]
+    if isinstance(include, str) or any(kind not in known for kind in include):
+        raise ConfigError(f"offload_states: include is {include!r}; give a list of any of {', '.join(known)}")
+    return {_Kind(kind) for kind in include}
 
 
 def reload_states(sharding: Sharding, *, non_blocking: bool) -> None:
