@@ -166,6 +166,8 @@ def _latest_names(root: Path) -> list[str]:
 
 def read_file(path: str | Path) -> dict[str, Any]:
     log.info("reading %s", path)
+    if Path(path).exists() and not Path(path).is_file():  # a FIFO would wait for its writer
+        raise CheckpointError(f"{path} is no regular file. Copy the file again from where it came.")
     try:
         with torch.serialization.safe_globals(DEEPSPEED_CLASSES):
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -210,7 +212,8 @@ def _check_file(
 ) -> None:
     num_bytes = file.stat().st_size if file.is_file() else None
     if num_bytes is None or entry["bytes"] not in (None, num_bytes):
-        found = "is missing" if num_bytes is None else f"is damaged: it has {num_bytes} bytes"
+        absent = "is no regular file" if file.exists() else "is missing"
+        found = absent if num_bytes is None else f"is damaged: it has {num_bytes} bytes"
         raise DamagedCheckpoint(f"{file} {found}, and was saved with {entry['bytes']}. {_ADVICE}")
     if not content or entry["crc32"] is None:
         return

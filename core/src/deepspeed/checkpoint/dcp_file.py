@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepspeed.checkpoint.dcp_metadata import METADATA_FILE, Box, Metadata, TensorMeta, overlapping
+from deepspeed.checkpoint.index import check_regular
 from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.torch_file import MemoryFile
 from deepspeed.errors import CheckpointError, first_line
@@ -94,6 +95,7 @@ class DcpFolder:
             path = self.folder / relative_path
             if Path(relative_path).name != relative_path:
                 raise CheckpointError(f"{self.folder / METADATA_FILE} names {relative_path!r}, which is not beside it")
+            check_regular(path)
             try:
                 with open(path, "rb") as file:
                     self._maps[relative_path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

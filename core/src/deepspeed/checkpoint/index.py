@@ -18,6 +18,7 @@ bytes before it. Other keys may be added under the same `format`; a reader ignor
 
 import io
 import json
+import stat
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +28,17 @@ from typing import Any
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import BLOCK_BYTES
+from deepspeed.checkpoint.location import is_remote
 from deepspeed.checkpoint.torch_file import Key, TensorRecord
 from deepspeed.errors import CheckpointError
 
 _FORMAT = 1
 _SEAL = b',\n "checksum": "crc32:'
 _SEAL_BYTES = 12  # of what follows `_SEAL`
+_KINDS = {
+    **{stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"},
+    **{stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"},
+}
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -145,6 +151,7 @@ def read_index(folder: Path) -> Index | None:
     Raises `CheckpointError` as `Index.from_bytes` does, or where the file cannot be read.
     """
     path = folder / layout.INDEX_FILE
+    check_regular(path)
     try:
         return Index.from_bytes(path.read_bytes(), path)
     except FileNotFoundError:
@@ -155,19 +162,39 @@ def read_index(folder: Path) -> Index | None:
 
 def seal_of(folder: Path) -> str | None:
     """The checksum in the last line of the index in `folder`, by which two saves differ; None where there is none."""
+    path = folder / layout.INDEX_FILE
+    check_regular(path)
     try:
-        with (folder / layout.INDEX_FILE).open("rb") as file:
+        with path.open("rb") as file:
             file.seek(0, io.SEEK_END)
             file.seek(max(0, file.tell() - _SEAL_BYTES))
             return file.read().decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise _unreadable(folder / layout.INDEX_FILE, error) from error
+        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"cannot read {path}: {error.strerror}. Correct its permissions.")
+
+
+def check_regular(path: Path) -> None:
+    """Raise `DamagedCheckpoint` where `path` is neither a file nor a link to one. A FIFO would wait for its writer.
+
+    Called before a file of a checkpoint is opened, which says what else is wrong with it.
+    """
+    if is_remote(path):
+        return
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+    except OSError:
+        return
+    if kind != stat.S_IFREG:
+        raise DamagedCheckpoint(
+            f"{path} is {_KINDS.get(kind, 'no file')}, where a regular file is expected. Remove it, and copy the file "
+            "again from where it came, or use another tag."
+        )
 
 
 def _require(condition: bool, what: str, found: Any) -> None:

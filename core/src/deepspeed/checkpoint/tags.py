@@ -5,6 +5,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
+from deepspeed.checkpoint.index import check_regular
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import logger
 
@@ -43,6 +44,7 @@ def read_latest(load_dir: Path) -> str | None:
     White space around it is an editor's, except where a folder has exactly that name.
     """
     path = load_dir / layout.LATEST_FILE
+    check_regular(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):

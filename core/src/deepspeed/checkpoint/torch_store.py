@@ -14,7 +14,7 @@ from deepspeed.checkpoint.checksum import ChecksumWriter
 from deepspeed.checkpoint.consolidate import DEEPSPEED_CLASSES
 from deepspeed.checkpoint.durable import write_file
 from deepspeed.checkpoint.folder_store import FolderStore
-from deepspeed.checkpoint.index import DamagedCheckpoint
+from deepspeed.checkpoint.index import DamagedCheckpoint, check_regular
 from deepspeed.checkpoint.tensors import compact
 from deepspeed.errors import CheckpointError, first_line
 
@@ -49,6 +49,7 @@ class TorchStore(FolderStore):
         super().discard(folder)
 
     def load(self, path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
+        check_regular(path)
         try:
             with torch.serialization.safe_globals(DEEPSPEED_CLASSES):
                 return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import BLOCK_BYTES, checksums_of
-from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry, Index
+from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry, Index, check_regular
 from deepspeed.errors import CheckpointError
 
 _ADVICE = "Copy the file again from where it came, or load another tag."
@@ -13,6 +13,7 @@ _ADVICE = "Copy the file again from where it came, or load another tag."
 
 def check_size(path: Path, entry: FileEntry) -> None:
     """Raise `DamagedCheckpoint` if the file is missing or has not as many bytes as were saved."""
+    check_regular(path)
     try:
         num_bytes = path.stat().st_size
     except FileNotFoundError:

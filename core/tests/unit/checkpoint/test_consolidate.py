@@ -202,6 +202,9 @@ def broken(folder, what):
         (folder / layout.shard_file(0, 1)).write_bytes(shard.read_bytes())
     elif what == "no model file":
         (folder / layout.model_file(0)).unlink()
+    elif what == "FIFO":
+        shard.unlink()
+        os.mkfifo(shard)
     elif what == "truncated":
         shard.write_bytes(shard.read_bytes()[:500])
     elif what == "other shapes":
@@ -224,6 +227,7 @@ def broken(folder, what):
         ("model parallel", "several model parallel ranks"),
         ("no model file", "mp_rank_00_model_states.pt is missing"),
         ("truncated", "rank_1.*cannot be read"),
+        ("FIFO", "rank_1.*is no regular file"),
         ("other shapes", "not of one checkpoint"),
         ("too short", "too early"),
         ("code", "rank_1.*was refused"),

@@ -1,6 +1,7 @@
 """A checkpoint of torch.distributed.checkpoint that is damaged, hostile or lacks something is refused by name."""
 
 import dataclasses
+import os
 import pickle
 
 import pytest
@@ -49,6 +50,9 @@ def damage(folder, what):
     files = sorted(folder.glob("*.distcp"))
     if what == "missing file":
         files[0].unlink()
+    elif what == "FIFO":
+        files[0].unlink()
+        os.mkfifo(files[0])
     elif what == "cut short":
         files[0].write_bytes(files[0].read_bytes()[:-200])
     elif what == "cut to 100 bytes":
@@ -70,6 +74,7 @@ class Code:
     ("what", "words"),
     [
         ("missing file", r"__0_0\.distcp is missing"),
+        ("FIFO", r"__0_0\.distcp is a FIFO"),
         ("cut short", r"__0_0\.distcp is cut short: it has \d+ bytes"),
         ("zeros", r"optim\.param_groups\.0\.\w+ in .* cannot be read"),
         ("metadata cut short", r"\.metadata cannot be read"),

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from deepspeed.checkpoint import Checkpointer, layout
 from deepspeed.cli.ckpt import main
+from deepspeed.errors import CheckpointError
 
 MODEL, SHARD = layout.model_file(0), layout.shard_file(0, 0)
 
@@ -83,6 +85,57 @@ def test_verify_finds_what_does_not_belong(saved, ask):
     (faults,) = (row["faults"] for row in record["tags"] if row["tag"] == "s2")
     assert "is not listed" in faults[layout.shard_file(1, 0)]
     assert "latest names 's7', which is not there" in record["latest"]
+
+
+def make_odd(path, kind):
+    path.unlink(missing_ok=True)
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        socket.socket(socket.AF_UNIX).bind(str(path))
+
+
+@pytest.fixture(params=["a FIFO", "a folder", "a socket"])
+def odd(request, saved, monkeypatch):
+    """Put what is no file in the place of one: `odd(path)`, relative to the directory; returns what messages say."""
+    monkeypatch.chdir(saved)  # the address of a socket is short
+    with socket.socket(socket.AF_UNIX) as listener:
+        make = {"a FIFO": os.mkfifo, "a folder": os.mkdir, "a socket": listener.bind}[request.param]
+
+        def put(path):
+            os.unlink(path)
+            make(path)
+            return f"{saved / path} is {request.param}, where a regular file is expected"
+
+        yield put
+
+
+@pytest.mark.parametrize("name", ["latest", "s2/index.json", f"s2/{MODEL}", f"s2/{SHARD}"])
+def test_what_is_no_regular_file_is_named_and_not_opened(saved, ask, odd, name):
+    words = odd(name)
+    code, record = ask("verify", saved)
+    assert (code, words in json.dumps(record)) == (1, True)
+    code, found = ask("show", saved)
+    assert (code, words in json.dumps(found)) == (1, True)
+    code, found = ask("prune", saved, "--keep-last", "1", "--dry-run")
+    assert code == (1 if name == "latest" else 0)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpointer().load(saved)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [MODEL, SHARD])
+def test_nor_without_an_index(saved, ask, odd, name):
+    (saved / "s2/index.json").unlink()
+    words = odd(f"s2/{name}")
+    if name == MODEL:
+        code, record = ask("show", saved, "s2")
+        assert (code, words in record["faults"]["parameters"]) == (1, True)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpointer().load(saved)
+    assert words in str(caught.value)
 
 
 def test_show_lists_tags(saved, ask):
