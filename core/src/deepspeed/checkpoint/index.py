@@ -18,6 +18,7 @@ bytes before it. Other keys may be added under the same `format`; a reader ignor
 
 import io
 import json
+import re
 import stat
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,8 @@ from deepspeed.errors import CheckpointError
 _FORMAT = 1
 _SEAL = b',\n "checksum": "crc32:'
 _SEAL_BYTES = 12  # of what follows `_SEAL`
+_TENSORS_OF_FILE = re.compile(rb',"tensors":\[.*\]\}(,?)$', re.MULTILINE)  # a file has a line
+_TENSORS = b',\n "tensors": {'
 _KINDS = {
     **{stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"},
     **{stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"},
@@ -114,8 +117,11 @@ class Index:
         return _sealed(",\n ".join(parts).encode())
 
     @classmethod
-    def from_bytes(cls, content: bytes, path: Path) -> "Index":
+    def from_bytes(cls, content: bytes, path: Path, *, with_tensors: bool = True) -> "Index":
         """Parse the content of the file `path`.
+
+        Args:
+            with_tensors: else `tensors`, of the index and of each file, are None: they are most of a large index.
 
         Raises:
             DamagedCheckpoint: it is not what was saved.
@@ -128,7 +134,7 @@ class Index:
                 "where it came, or load another tag; without this file the checkpoint loads unverified."
             )
         try:
-            known = json.loads(content)
+            known = json.loads(content if with_tensors else _without_tensors(text))
             version, block_bytes, saved = known["format"], known["block_bytes"], known["saved"]
             if (version, block_bytes) == (_FORMAT, BLOCK_BYTES):
                 return cls(tuple(map(FileEntry.parse, known["files"])), _checked(saved), _table(known.get("tensors")))
@@ -145,15 +151,18 @@ class Index:
         )
 
 
-def read_index(folder: Path) -> Index | None:
+def read_index(folder: Path, *, with_tensors: bool = True) -> Index | None:
     """The index of the tag in `folder`; None for a checkpoint that has none, as DeepSpeed's and older ones of ours.
+
+    Args:
+        with_tensors: as for `Index.from_bytes`.
 
     Raises `CheckpointError` as `Index.from_bytes` does, or where the file cannot be read.
     """
     path = folder / layout.INDEX_FILE
     check_regular(path)
     try:
-        return Index.from_bytes(path.read_bytes(), path)
+        return Index.from_bytes(path.read_bytes(), path, with_tensors=with_tensors)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -229,6 +238,12 @@ def _record(dtype: str, shape: Sequence[int], offset: int, stride: Sequence[int]
     numbers = (offset, *shape, *(stride or ()))
     _require(isinstance(dtype, str) and all(map(_is_count, numbers)), "a tensor", (dtype, *numbers))
     return TensorRecord(dtype, tuple(shape), offset, None if stride is None else tuple(stride))
+
+
+def _without_tensors(text: bytes) -> bytes:
+    """An index before its seal, as `to_bytes` wrote it, without the lists of tensors. A string holds no newline and no
+    bare quotation mark, so what is cut out is none of a string."""
+    return _TENSORS_OF_FILE.sub(rb"}\1", text.partition(_TENSORS)[0]) + b"\n}"
 
 
 def _lines(items: Iterable[Any]) -> str:

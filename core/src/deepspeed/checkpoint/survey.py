@@ -20,7 +20,7 @@ class SavedTag:
     folder: Path
     """Where its whole version lies; see `layout.whole_folder`."""
     index: Index | None
-    """None for a checkpoint without an index, or with one that cannot be read (`trouble`)."""
+    """Without the lists of tensors. None for a checkpoint that has none, or has one that cannot be read (`trouble`)."""
     trouble: str
     """Why the index cannot be read; else empty."""
 
@@ -76,7 +76,7 @@ def _look(directory: Path, name: str) -> SavedTag | None:
     if folder is None:
         return None
     try:
-        return SavedTag(name, folder, read_index(folder), "")
+        return SavedTag(name, folder, read_index(folder, with_tensors=False), "")
     except CheckpointError as error:
         has_states = any(layout.is_checkpoint_file(path.name) for path in folder.iterdir())
         return SavedTag(name, folder, None, str(error)) if has_states else None

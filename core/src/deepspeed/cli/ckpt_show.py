@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.index import read_index
 from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.checkpoint.survey import SavedTag, saved_tags
 from deepspeed.checkpoint.tags import read_latest
@@ -63,9 +64,10 @@ def run_tensors(directory: Path, name: str) -> Result:
         CheckpointError: the tag has no index, or one without tensors.
     """
     (tag,) = asked_tags(directory, [name])
-    if tag.index is None:
-        raise CheckpointError(tag.trouble or f"{tag.folder} has no {layout.INDEX_FILE}, which says where tensors are")
-    table = TensorTable(tag.index)
+    index = read_index(tag.folder)
+    if index is None:
+        raise CheckpointError(f"{tag.folder} has no {layout.INDEX_FILE}, which says where tensors are")
+    table = TensorTable(index)
     record = {"directory": str(directory), "tag": name, "tensors": [_tensor(entry) for entry in table]}
     return Result(record, lambda console: _show_tensors(record, console))
 

@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from deepspeed.checkpoint import Checkpointer, checksum, layout
 from deepspeed.checkpoint.checksum import ChecksumWriter, checksums_of
 from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry, Index, read_index
 from deepspeed.checkpoint.survey import saved_tags
+from deepspeed.checkpoint.torch_file import TensorRecord
 from deepspeed.checkpoint.verify import check_content
 from deepspeed.errors import CheckpointError
 
@@ -177,7 +179,6 @@ def change_saved(**keys):
         change_file(crc32=[0]),
         change_file(tensors=[[["module", "w"], "float32"]]),
         change_file(tensors=[[["module", "w"], "float32", [-1], 0]]),
-        lambda content: content.update(tensors={"groups": []}),
     ],
 )
 def test_what_is_no_index_fails_every_rank_and_the_last_good_tag_is_offered(
@@ -189,6 +190,24 @@ def test_what_is_no_index_fails_every_rank_and_the_last_good_tag_is_offered(
     make_ranks(2, keep_last=1).save(make_training(seed=4), folder.parent, "global_step4")
     refused(ranks.load(folder.parent, TAG), "is damaged", "'global_step4'")
     assert [tag.name for tag in saved_tags(folder.parent)] == [TAG, "global_step4"]
+
+
+def test_a_table_of_tensors_that_is_none_fails_every_rank(ranks, folder):
+    reseal(folder, lambda content: content.update(tensors={"groups": []}))
+    refused(ranks.load(folder.parent), str(folder / layout.INDEX_FILE), "is damaged", "No other tag is whole")
+
+
+@pytest.mark.parametrize("name", ["w", ',"tensors":[1]}', ',\n "tensors": {'])
+def test_the_lists_of_tensors_can_be_left_out(tmp_path, name):
+    record = TensorRecord("float32", (3,), 64)
+    files = (FileEntry(name.strip("\n"), 12, ["0" * 8], {("module", name): record}), FileEntry("b", 1, None))
+    table = {"groups": [], "entries": [{"name": name}]}
+    for tensors in (None, table):
+        index = Index(files, {"tag": name, "global_steps": 3}, tensors)
+        content = index.to_bytes()
+        assert Index.from_bytes(content, tmp_path) == index
+        bare = tuple(replace(entry, tensors=None) for entry in files)
+        assert Index.from_bytes(content, tmp_path, with_tensors=False) == Index(bare, index.saved)
 
 
 def test_a_date_may_be_absent(folder):

@@ -4,7 +4,9 @@ import os
 import shutil
 
 import pytest
-from deepspeed.checkpoint import Checkpointer, TorchStore, checkpointer, layout
+import torch
+from deepspeed.checkpoint import Checkpointer, TorchStore, checkpointer, index, layout
+from deepspeed.checkpoint.index import read_index
 from deepspeed.checkpoint.prune import plan_prune
 from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.errors import CheckpointError, ConfigError
@@ -13,7 +15,7 @@ MODEL = layout.model_file(0)
 
 
 def save(directory, *tags, **options):
-    state = {"module": {}, "dp_world_size": 1, "mp_world_size": 1}
+    state = {"module": {"w": torch.ones(2)}, "dp_world_size": 1, "mp_world_size": 1}
     save_latest = options.pop("save_latest", True)
     for tag in tags:
         Checkpointer(**options).save(directory, tag, model_state=state, shard_state=None, save_latest=save_latest)
@@ -69,6 +71,15 @@ def test_what_is_no_checkpoint_of_ours_stays(tmp_path):
     assert reasons["linked"] == "a link leads to it"
     assert reasons["mine"] == "it holds other files: notes.txt"
     assert reasons["y"] == "named by latest"
+
+
+def test_lists_of_tensors_are_not_looked_at(tmp_path, monkeypatch):
+    save(tmp_path, "a", "b", "c")
+    assert read_index(tmp_path / "a").tensors is not None
+    monkeypatch.setattr(index, "_record", lambda *values: pytest.fail("the tensors of a file were parsed"))
+    monkeypatch.setattr(index, "_table", lambda tensors: pytest.fail("the table was parsed") if tensors else None)
+    plan = plan_prune(tmp_path, 1)
+    assert ([tag.name for tag in plan.removed], list(plan.kept)) == (["a", "b"], ["c"])
 
 
 def test_an_incomplete_tag_does_not_count(tmp_path):
