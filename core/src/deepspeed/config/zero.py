@@ -35,9 +35,7 @@ class OffloadParamConfig(Section):
         "is the host's; nvme keeps them in files on any accelerator.",
     )
     nvme_path: Text | None = key(None, "Folder on a local disk; needed for nvme.")
-    buffer_count: Int = key(
-        5, "nvme: shards that are in memory at a time, read ahead or being written; at least 1.", ge=0
-    )
+    buffer_count: Int = key(5, "nvme: shards that are in memory at a time, read ahead or being written.", ge=1)
     buffer_size: Int = key(100_000_000, "nvme: elements of the largest shard, at most.", unit="elements", ge=0)
     max_in_cpu: Int = key(1_000_000_000, "nvme: elements of shards that stay in host memory.", unit="elements", ge=0)
     pin_memory: Flag = key(True, "Use page-locked host memory, which the device copies from beside its computation.")

@@ -101,6 +101,10 @@ MALFORMED = [
         {"zero_optimization": {"stage3_prefetch_bucket_size": -1}},
         "zero_optimization.stage3_prefetch_bucket_size: found -1; allowed: an integer >= 0",
     ),
+    (
+        {"zero_optimization": {"offload_param": {"device": "nvme", "buffer_count": 0}}},
+        "zero_optimization.offload_param.buffer_count: found 0; allowed: an integer >= 1",
+    ),
     ({"fp16": {"enabled": "yes"}}, "fp16.enabled: found 'yes'; allowed: true or false; write it without quotes"),
     ({"fp16": True}, "fp16: found True; allowed: an object, as in {...}"),
     ({"gradient_clipping": -1.0}, "gradient_clipping: found -1.0; allowed: a number >= 0"),

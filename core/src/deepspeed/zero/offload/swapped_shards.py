@@ -174,7 +174,7 @@ class SwappedShards(ShardHome):
         self._file = SwapFile(self._folder.path / "parameters.swap")
         staging = HostMemory(accelerator, pins=pins, key="offload_param")
         self.plain = HostMemory(accelerator, pins=False)  # for what the device does not copy
-        self._buffers = [_Buffer(staging, aio) for _ in range(max(section.buffer_count, 1))]
+        self._buffers = [_Buffer(staging, aio) for _ in range(section.buffer_count)]
         self._reads, self._writes = SwapQueue(aio), SwapQueue(aio)
         self._storing: list[_Storing] = []
         #: by first byte and end: writes that failed, and were not repeated
