@@ -6,7 +6,7 @@ step      -> what the schedule says: at a boundary sharding.reduce and the step 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -540,11 +540,13 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def _release(self) -> None:
         self._is_destroyed = True
-        self._observers.close()
-        try:
-            self.sharding.destroy()
-        finally:
-            for ranks in self.sharding.backends:
-                ranks.release()
-            self.optimizer = self.basic_optimizer = self.lr_scheduler = None
-            self._arguments.clear()  # a given optimizer holds states
+        with ExitStack() as parts:  # each is released, last to first, whatever another one raises
+            parts.callback(self._forget_states)
+            for ranks in reversed(self.sharding.backends):
+                parts.callback(ranks.release)
+            parts.callback(self.sharding.destroy)
+            parts.callback(self._observers.close)
+
+    def _forget_states(self) -> None:
+        self.optimizer = self.basic_optimizer = self.lr_scheduler = None
+        self._arguments.clear()  # a given optimizer holds states

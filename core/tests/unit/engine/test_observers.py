@@ -4,6 +4,7 @@ import csv
 import logging
 import math
 
+import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -139,6 +140,20 @@ def test_the_end_closes_the_monitors(make_engine, events):
     engine.destroy()
     engine.monitor.write_events([("late", 1, 1)])
     assert "late" not in read()
+
+
+def test_a_monitor_that_cannot_be_closed_leaves_nothing_else_open(make_engine, monkeypatch):
+    engine = make_engine(Net(), zero_optimization={"stage": 2})
+    train(engine)
+    released = []
+    for ranks in engine.sharding.backends:
+        monkeypatch.setattr(ranks, "release", lambda ranks=ranks: released.append(ranks))
+    monkeypatch.setattr(engine.monitor, "close", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.destroy()
+    assert released == engine.sharding.backends
+    assert (engine.optimizer, engine.basic_optimizer, engine.lr_scheduler) == (None, None, None)
+    deepspeed.initialize(model=engine.module, config={"train_batch_size": 1})[0].destroy()  # no hooks are left
 
 
 # ---- timers ---------------------------------------------------------------------------------------------------------
