@@ -32,6 +32,12 @@ def test_the_engine_loads_no_package_that_few_runs_need():
     assert loaded & {"psutil", "rich", "hjson", "safetensors"} == set()
 
 
+def test_the_help_of_ds_ckpt_waits_for_no_torch():
+    loaded = modules_loaded_by("from deepspeed.cli import ckpt; ckpt._parser().format_help()")
+    assert "deepspeed.checkpoint.convert" in loaded  # which says what the formats are
+    assert loaded & {"torch", "safetensors"} == set()
+
+
 @pytest.mark.parametrize("statement", ["from deepspeed.errors import ConfigError", "from deepspeed.log import logger"])
 def test_the_ground_floor_is_light_too(statement):
     assert {name.split(".")[0] for name in modules_loaded_by(statement)} & HEAVY == set()

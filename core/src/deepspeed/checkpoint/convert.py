@@ -1,14 +1,15 @@
-"""Checkpoints in other programs' formats: what `ds_ckpt convert` does. One process, in bounded memory."""
+"""Checkpoints in other programs' formats: what `ds_ckpt convert` does. One process, in bounded memory.
+
+`FORMATS` is there without torch, for the command's help.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
-from deepspeed.checkpoint import consolidate, layout
-from deepspeed.checkpoint.dcp_write import write_dcp
+from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.location import local_folder
-from deepspeed.checkpoint.saved_run import SavedRun
-from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 from deepspeed.errors import CheckpointError, ConfigError
 
 
@@ -43,29 +44,44 @@ def convert(
     source, target = local_folder(directory, "convert"), local_folder(output, "write a converted checkpoint to")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there and not empty; give a folder that is new or empty")
-    consolidate.check_files(consolidate.tag_folder(source, tag), verify, advance)
-    FORMATS[to](source, target, tag, max_shard_size)
+    from deepspeed.checkpoint.consolidate import check_files, tag_folder
+
+    check_files(tag_folder(source, tag), verify, advance)
+    FORMATS[to].write(source, target, tag, max_shard_size)
 
 
 def _to_safetensors(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
-    consolidate.convert_zero_checkpoint_to_fp32_state_dict(
+    from deepspeed.checkpoint.consolidate import convert_zero_checkpoint_to_fp32_state_dict
+
+    convert_zero_checkpoint_to_fp32_state_dict(
         directory, output, max_shard_size, safe_serialization=True, tag=tag, verify=False
     )
 
 
 def _to_torch(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
-    consolidate.convert_zero_checkpoint_to_fp32_state_dict(directory, output, max_shard_size, tag=tag, verify=False)
+    from deepspeed.checkpoint.consolidate import convert_zero_checkpoint_to_fp32_state_dict
+
+    convert_zero_checkpoint_to_fp32_state_dict(directory, output, max_shard_size, tag=tag, verify=False)
 
 
 def _to_dcp(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
+    from deepspeed.checkpoint.dcp_write import write_dcp
+    from deepspeed.checkpoint.saved_run import SavedRun
+
     write_dcp(SavedRun(directory, tag), output)
 
 
 def _to_torchtitan(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
+    from deepspeed.checkpoint.dcp_write import write_dcp
+    from deepspeed.checkpoint.saved_run import SavedRun
+
     write_dcp(SavedRun(directory, tag), output, "torchtitan")
 
 
 def _to_universal(directory: Path, output: Path, tag: str | None, max_shard_size: str) -> None:
+    from deepspeed.checkpoint.saved_run import SavedRun
+    from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
+
     run = SavedRun(directory, tag)
     folder = output / f"{layout.tag_of(run.folder)}_universal"
     output.mkdir(parents=True, exist_ok=True)
@@ -74,10 +90,20 @@ def _to_universal(directory: Path, output: Path, tag: str | None, max_shard_size
     (output / layout.LATEST_FILE).write_text(folder.name, encoding="utf-8")
 
 
-#: How to write each format.
-FORMATS: Mapping[str, Callable[[Path, Path, str | None, str], None]] = MappingProxyType(
+class Format(NamedTuple):
+    """One of another program."""
+
+    meaning: str
+    write: Callable[[Path, Path, str | None, str], None]
+    """Called with the directory, the output, the tag and the largest file of weights."""
+
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        **{"safetensors": _to_safetensors, "torch": _to_torch},
-        **{"dcp": _to_dcp, "torchtitan": _to_torchtitan, "universal": _to_universal},
+        "safetensors": Format("fp32 weights and buffers", _to_safetensors),
+        "torch": Format("the same, as pickles of torch.save", _to_torch),
+        "dcp": Format("torch.distributed.checkpoint, with the optimizer's states, for FSDP2", _to_dcp),
+        "torchtitan": Format("the same, as torchtitan names its entries", _to_torchtitan),
+        "universal": Format("DeepSpeed's universal checkpoint", _to_universal),
     }
 )

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed.checkpoint.convert import FORMATS
 from deepspeed.checkpoint.index import DamagedCheckpoint
 from deepspeed.checkpoint.location import location
 from deepspeed.cli.console import make_console
@@ -25,14 +26,6 @@ from deepspeed.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from deepspeed.cli.ckpt_result import Result
-
-_FORMATS = {
-    "safetensors": "fp32 weights and buffers",
-    "torch": "the same, as pickles of torch.save",
-    "dcp": "torch.distributed.checkpoint, with the optimizer's states, for FSDP2",
-    "torchtitan": "the same, as torchtitan names its entries",
-    "universal": "DeepSpeed's universal checkpoint",
-}
 
 _DONE, _FAULTS, _NOT_RUN = 0, 1, 2
 
@@ -69,10 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     prune = _command(commands, "prune", "remove old tags")
     prune.add_argument("--keep-last", metavar="N", type=_positive, required=True, help="how many tags stay")
     prune.add_argument("--dry-run", action="store_true", help="remove nothing")
-    convert = _command(commands, "convert", "write a tag for another program")
+    convert = _command(commands, "convert", "write a tag for another program", where="the directory")
     convert.add_argument("output", metavar="OUT", help="a new or empty folder")
-    meanings = "; ".join(f"{name}: {meaning}" for name, meaning in _FORMATS.items())
-    convert.add_argument("--to", choices=_FORMATS, required=True, help=f"the format. {meanings}")
+    meanings = "; ".join(f"{name}: {each.meaning}" for name, each in FORMATS.items())
+    convert.add_argument("--to", choices=FORMATS, required=True, help=f"the format. {meanings}")
     convert.add_argument("--no-verify", action="store_true", help="compare sizes of files only, and no checksums")
     convert.add_argument("-t", "--tag", metavar="TAG", help="default: what `latest` names")
     convert.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file of weights; 0: no limit")
@@ -80,10 +73,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, meaning: str
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    meaning: str,
+    where: str = "the directory, or URL,",
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
-    command.add_argument("directory", metavar="DIR", help="the directory, or URL, that holds the tags")
+    command.add_argument("directory", metavar="DIR", help=f"{where} that holds the tags")
     command.add_argument("--json", action="store_true", help="print the result as JSON")
     return command
 

@@ -85,6 +85,15 @@ def test_what_cannot_be_done_is_named(saved, tmp_path, capsys, flag, words):
     assert words in capsys.readouterr().err
 
 
+def test_the_help_says_what_each_format_is_and_asks_for_no_url(capsys):
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(f"{name}: {each.meaning}" in text for name, each in FORMATS.items())
+    assert "DIR the directory that holds the tags" in text
+    assert "URL" not in text
+
+
 @pytest.mark.parametrize("to", FORMATS)
 def test_damage_is_found_before_anything_is_written(saved, tmp_path, capsys, to):
     path = tmp_path / "ckpt" / "global_step1" / layout.shard_file(2, 0)
