@@ -29,11 +29,7 @@ def saved_part(param: Parameter) -> Tensor:
 
 def part_of(value: Tensor, ranks: GroupBackend) -> Tensor:
     """This rank's part of ceil(n / W) elements of a whole parameter, 1-D, padded with zeros."""
-    size = math.ceil(value.numel() / ranks.world_size)
-    part = value.new_zeros(size)
-    mine = value.reshape(-1)[size * ranks.rank : size * (ranks.rank + 1)]
-    part[: mine.numel()] = mine
-    return part
+    return part_of_parts([value], value.shape, ranks.rank, ranks.world_size)
 
 
 def part_of_parts(parts: Sequence[Tensor], shape: torch.Size, rank: int, world_size: int) -> Tensor:
