@@ -1,12 +1,14 @@
 """Swap folders and files: private, swept after a crash only, preallocated; errors that say what to do."""
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
 import stat
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -31,9 +33,46 @@ sys.stdin.read()
 """
 
 
-def start_owner(parent):
+WITH_WORKER = """
+import os, sys
+from deepspeed.zero.offload.swap_folder import SwapFolder
+folder = SwapFolder(sys.argv[1], rank=3)
+if os.fork() == 0:
+    print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+CUT_OFF = """
+import os, signal, sys
+from deepspeed.zero.offload.swap_folder import SwapFolder
+open_file = os.open
+def stop(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+def stop_at_lock(path, *arguments):
+    return stop() if str(path).endswith("owner.lock") else open_file(path, *arguments)
+name, stop_at = {"open": ("open", stop_at_lock), "rename": ("rename", stop)}[sys.argv[2]]
+setattr(os, name, stop_at)
+SwapFolder(sys.argv[1], rank=3)
+"""
+
+PAUSED = """
+import os, sys
+from deepspeed.zero.offload.swap_folder import SwapFolder
+rename = os.rename
+def pause(*names):
+    print("is making it", flush=True)
+    sys.stdin.readline()
+    rename(*names)
+os.rename = pause
+folder = SwapFolder(sys.argv[1], rank=3)
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def start_owner(parent, program=OWNER):
     process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     return process, process.stdout.readline().strip()
 
@@ -42,6 +81,13 @@ def end(process):
     process.stdin.close()
     process.wait()
     process.stdout.close()
+
+
+@contextmanager
+def open_folder(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
 
 
 @pytest.fixture
@@ -73,6 +119,39 @@ def test_only_what_dead_processes_left_is_swept(tmp_path):
     end(living)
     assert not os.path.exists(kept), "a normal exit removes it"
     own.remove()
+
+
+def test_a_forked_worker_keeps_nothing_of_a_killed_process(tmp_path):
+    killed, left = start_owner(tmp_path, WITH_WORKER)
+    assert sweep(tmp_path) == []
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert [str(path) for path in sweep(tmp_path)] == [left]  # its worker lives until its stdin is closed
+    end(killed)
+
+
+@pytest.mark.parametrize("call", ["open", "rename"])
+def test_what_a_process_left_that_was_killed_as_it_made_a_folder_is_swept(tmp_path, call):
+    assert subprocess.run([sys.executable, "-c", CUT_OFF, tmp_path, call], check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".ds_new_swap_")
+    folder = SwapFolder(tmp_path, rank=0)
+    assert list(tmp_path.iterdir()) == [folder.path]
+    folder.remove()
+
+
+def test_a_folder_that_is_being_made_is_not_swept(tmp_path):
+    maker, words = start_owner(tmp_path, PAUSED)
+    assert words == "is making it"
+    with open_folder(tmp_path) as descriptor, pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # by which others wait
+    maker.stdin.write("\n")
+    maker.stdin.flush()
+    assert maker.stdout.readline().strip() in map(str, tmp_path.iterdir())
+    folder = SwapFolder(tmp_path, rank=0)
+    folder.remove()
+    end(maker)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_host_s_folders_are_left(tmp_path):

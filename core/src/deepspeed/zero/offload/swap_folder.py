@@ -8,7 +8,8 @@ Made by the placements on NVMe, one per engine and rank, below `nvme_path`:
 
 Nothing in it outlives the run: it is removed when the engine is destroyed and at a normal exit. What a killed process
 left is removed by the next one that makes a folder at the same place on the same host: a lock that can be taken has no
-owner. A resumed run needs no old swap file; a checkpoint has everything.
+owner. A forked child, such as a worker of a DataLoader, does not keep the lock of a process that was killed. A resumed
+run needs no old swap file; a checkpoint has everything.
 """
 
 import fcntl
@@ -18,7 +19,8 @@ import shutil
 import socket
 import tempfile
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deepspeed.errors import ConfigError
@@ -26,8 +28,10 @@ from deepspeed.log import logger
 
 PREFIX = "ds_swap_"
 _LOCK = "owner.lock"
-#: of folders that have no locked lock yet; nobody sweeps them
+#: of folders that have no locked lock yet; `nvme_path` itself is locked meanwhile
 _UNFINISHED = ".ds_new_swap_"
+#: descriptors of the locks of this process
+_locks: set[int] = set()
 
 
 class SwapFolder:
@@ -79,13 +83,34 @@ def sweep(parent: Path) -> list[Path]:
 
 def _make(parent: Path, rank: int) -> tuple[Path, int]:
     """A folder with a locked lock. It gets its name when it has that, so that no sweep finds it without."""
-    unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=parent)  # mode 0700
-    lock = os.open(f"{unfinished}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    random = unfinished.rpartition(_UNFINISHED)[2]
-    path = parent / f"{PREFIX}{_host()}_{_job()}_rank{rank}_pid{os.getpid()}_{random}"
-    os.rename(unfinished, path)
+    prefix = f"{_UNFINISHED}{_host()}_"
+    with _locked(parent) as is_alone:
+        for left in parent.glob(f"{prefix}*") if is_alone else ():  # by a process that was killed in here
+            _delete(left)
+        unfinished = tempfile.mkdtemp(prefix=prefix, dir=parent)  # mode 0700
+        lock = os.open(f"{unfinished}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _locks.add(lock)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        random = unfinished.rpartition(prefix)[2]
+        path = parent / f"{PREFIX}{_host()}_{_job()}_rank{rank}_pid{os.getpid()}_{random}"
+        os.rename(unfinished, path)
     return path, lock
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """One process of this host at a time is inside. False where the file system has no locks of folders."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    is_locked = False
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            is_locked = True
+        yield is_locked
+    finally:
+        if is_locked:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough when a fork has the descriptor too
+        os.close(descriptor)
 
 
 def _take_lock(folder: Path) -> int | None:
@@ -101,10 +126,20 @@ def _take_lock(folder: Path) -> int | None:
 
 
 def _remove(path: Path, lock: int, pid: int) -> None:
-    """A child of the process has the lock and the finalizer too, and no right to the folder."""
+    """A child of the process has the finalizer too, and no right to the folder."""
     if os.getpid() == pid:
         _delete(path)
+        _locks.discard(lock)
         os.close(lock)
+
+
+def _close_locks() -> None:
+    """In a forked child: a lock is held until all have closed it."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def _delete(folder: Path) -> bool:
