@@ -10,6 +10,7 @@ from rich.console import Console
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.index import read_index
+from deepspeed.checkpoint.model_types import check_types
 from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.checkpoint.survey import SavedTag, saved_tags
 from deepspeed.checkpoint.tags import read_latest
@@ -108,6 +109,7 @@ def _parameters(tag: SavedTag) -> tuple[list[dict[str, Any]], str]:
         return [], f"{tag.folder} holds no model file (*_model_states.pt)"
     try:
         state = built_in_store(models[0]).load(models[0], mmap=True)
+        check_types(state, models[0])
     except CheckpointError as error:
         return [], str(error)
     module = {name: value for name, value in state["module"].items() if isinstance(value, torch.Tensor)}

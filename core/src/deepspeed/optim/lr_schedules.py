@@ -88,9 +88,10 @@ class Schedule:
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
         """Continue at the saved count, and write its learning rates. CheckpointError if `sd` holds no count."""
-        if "last_batch_iteration" not in sd:
+        if not isinstance(sd, Mapping) or "last_batch_iteration" not in sd:
+            found = sorted(map(str, sd)) if isinstance(sd, Mapping) else type(sd).__name__
             raise CheckpointError(
-                f"{type(self).__name__}: the saved scheduler state has {sorted(sd)}, but no last_batch_iteration; it "
+                f"{type(self).__name__}: the saved scheduler state has no last_batch_iteration (found: {found}); it "
                 "was saved by another kind of scheduler, so load with load_lr_scheduler_states=False"
             )
         self.last_batch_iteration = int(sd["last_batch_iteration"])
