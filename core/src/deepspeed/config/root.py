@@ -7,6 +7,7 @@ config.unresolved_auto()                    what Hugging Face left at "auto"
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, PrivateAttr
@@ -14,6 +15,7 @@ from pydantic import BeforeValidator, PrivateAttr
 from deepspeed.config.activation import ActivationCheckpointingConfig
 from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section, key, quiet, refused, warned
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, resolve_batch
+from deepspeed.config.bounds import brief
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.config.data import (
     AioConfig,
@@ -49,7 +51,7 @@ from deepspeed.config.supported import check_supported, shown
 from deepspeed.config.wording import validated
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.errors import ConfigError
-from deepspeed.log import log_dist
+from deepspeed.log import log_dist, warn_once
 
 
 def _steps(value: Any) -> Any:
@@ -212,6 +214,22 @@ class DeepSpeedConfig(Section):
         if batch_required:
             self._resolve_batch()
         self._check_exclusions()
+
+    @classmethod
+    def normalize(cls, value: Any) -> Any:
+        """`aio` inside `zero_optimization`, as documentation of Hugging Face has it, becomes a key of the top level."""
+        zero = value.get("zero_optimization") if isinstance(value, Mapping) else None
+        if not isinstance(zero, Mapping) or "aio" not in zero:
+            return value
+        inner, outer = zero["aio"], value.get("aio")
+        if outer not in (None, inner):
+            raise ConfigError(
+                f"zero_optimization.aio: found {brief(inner)}, but aio at the top level says {brief(outer)}; keep the "
+                "latter"
+            )
+        warn_once("zero_optimization.aio belongs to the top level: write it as aio; it is used as if it were there")
+        rest = {name: section for name, section in zero.items() if name != "aio"}
+        return {**value, "zero_optimization": rest, "aio": inner}
 
     def _resolve_batch(self) -> None:
         sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)

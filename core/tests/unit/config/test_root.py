@@ -181,6 +181,22 @@ def test_an_unknown_top_level_key_warns_once(said):
     ]
 
 
+def test_aio_below_zero_optimization_is_moved_and_said(said):
+    """As the documentation of transformers has it."""
+    zero, aio = {"stage": 3, "aio": {"queue_depth": 5}}, {"queue_depth": 5}
+    for keys in ({}, {"aio": aio}, {"aio": None}):
+        config = parse(zero_optimization=zero, **keys)
+        assert (config.zero_optimization.stage, config.aio.queue_depth) == (3, 5)
+        assert config.raw["zero_optimization"] == zero
+    assert said() == ["zero_optimization.aio belongs to the top level: write it as aio; it is used as if it were there"]
+    with pytest.raises(
+        ConfigError, match=r"^zero_optimization\.aio: found {'queue_depth': 5}, but aio at the top level"
+    ):
+        parse(zero_optimization=zero, aio={"queue_depth": 6})
+    with pytest.raises(ConfigError, match=r"^aio\.queue_depth: found 'x'; allowed: an integer"):
+        parse(zero_optimization={"aio": {"queue_depth": "x"}})
+
+
 UNKNOWN = [
     ({"bf16": {"enable": True}}, "bf16.enable: found an unknown key; did you mean 'enabled'?"),
     ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge: found an unknown key; did you mean 'stage'?"),
