@@ -12,9 +12,10 @@ with O_DIRECT, fsync included, of which the faster counts; read through the page
 O_DIRECT are slower without as many in flight.
 
 A load ends when the job's own tensors have the states, as a resume does: DCP loads into them, the others load and copy.
-"blocked" is the part of an asynchronous save in which training waits; "until whole" ends when the checkpoint can be
-loaded. "steps" are training steps of a small model on one thread: those made while states are written, beside
-undisturbed ones.
+"blocked" is the part of an asynchronous save in which training waits: in the call, and, before the first update after
+it, for the copy of the optimizer's states, which goes on during that step's forward and backward. "until whole" ends
+when the checkpoint can be loaded. "steps" are training steps of a small model on one thread: those made while states
+are written, beside undisturbed ones.
 """
 
 import argparse
@@ -34,6 +35,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from deepspeed.checkpoint import Checkpointer
 from deepspeed.checkpoint.background import BackgroundWriter
+from deepspeed.checkpoint.tensors import map_tensors
+from deepspeed.zero.pending_tensor import PendingTensor
 
 MIB = 2**20
 STEPS = "steps"
@@ -100,8 +103,9 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.batch = torch.randn(256, 512)
 
-    def step(self) -> None:
+    def step(self, before_update: Callable[[], Any] = lambda: None) -> None:
         self.model(self.batch).square().mean().backward()
+        before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -126,7 +130,10 @@ class Programs:
         return result
 
     def save(self, checkpointer: Checkpointer, name: str) -> None:
-        checkpointer.save(self.root / name, "tag", model_state=self.states[0], shard_state=self.states[1])
+        model_state, shard_state = self.states
+        if checkpointer.copies_later:  # as the engine gives master weights and moments
+            shard_state = map_tensors(shard_state, PendingTensor.of)
+        checkpointer.save(self.root / name, "tag", model_state=model_state, shard_state=shard_state)
 
     def copy(self, states: tuple[dict, dict]) -> None:
         for name, tensor in tensors_of(states).items():
@@ -136,10 +143,23 @@ class Programs:
         found = self.measure("Checkpointer.load", lambda: self.plain.load(self.root / "sync"))
         self.copy((found.model_state, found.shard_state))
 
-    def asynchronous(self, name: str, begin: Callable[[], Any], wait: Callable[[Any], Any], is_over: Any) -> None:
+    def asynchronous(
+        self,
+        name: str,
+        begin: Callable[[], Any],
+        wait: Callable[[Any], Any],
+        is_over: Any,
+        wait_for_copy: Callable[[], Any] = lambda: None,
+    ) -> None:
         """One asynchronous save, with steps until it is over."""
         start_s = time.perf_counter()
-        pending = self.measure(f"{name}, blocked", begin)
+        pending = self.measure(f"{name}, in the call", begin)
+        self.measure(
+            f"{STEPS}, the first of {name}",
+            lambda: self.training.step(lambda: self.measure(f"{name}, before the update", wait_for_copy)),
+        )
+        blocked_s = [self.times[f"{name}, {part}"][-1] for part in ("in the call", "before the update")]
+        self.times.setdefault(f"{name}, blocked", []).append(sum(blocked_s))
         while not is_over(pending):
             self.measure(f"{STEPS} during {name}", self.training.step)
         wait(pending)
@@ -186,6 +206,7 @@ class Programs:
             lambda: self.save(self.background, folder.name),
             lambda _: self.background.wait_for_save(),
             lambda _: (folder / "latest").exists() and not list(folder.glob(".*")),
+            self.background.wait_for_copy,
         )
         folder = self.clear("dcp")
         self.asynchronous(

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.orders import Orders
 from deepspeed.checkpoint.shared_memory import SharedMemory
-from deepspeed.checkpoint.torch_store import write_state
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, first_line
 from deepspeed.log import announce, logger
 
 _START = "import sys; sys.path[:] = sys.argv[1:-2]; from deepspeed.checkpoint.writer import main; main()"
@@ -40,7 +41,7 @@ class BackgroundWriter:
         self._started().ask({"do": "create", "folder": str(folder.absolute())})
 
     def stage(self, folder: Path, name: str, files: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Copy what is to be saved; when it returns, training may go on and change it.
+        """Copy what is to be saved; when it returns, training may go on and change all but held `PendingTensor`s.
 
         Args:
             name: of this rank's report, see `reports.Report`.
@@ -59,7 +60,7 @@ class BackgroundWriter:
             ) from error
 
     def write(self, staged: list[dict[str, Any]], commit: Mapping[str, Any] | None, what: str) -> None:
-        """Begin to write what was staged, and return.
+        """Begin to copy what is pending and to write what was staged, and return.
 
         Args:
             commit: on the committing rank the arguments of `Writer._commit`.
@@ -71,6 +72,7 @@ class BackgroundWriter:
     def cancel(self) -> None:
         """After a failure on any rank between `create` and `write`. What cannot be removed is left to the next save."""
         if self._process is not None:
+            self._process.memory.begin()
             with contextlib.suppress(CheckpointError):  # the failure that led here is the one to raise
                 self._process.ask({"do": "cancel"})
 
@@ -78,6 +80,11 @@ class BackgroundWriter:
         """After an interrupt in the same place, which is not to wait for other ranks."""
         if self._process is not None:
             self._process.kill()
+
+    def wait_for_copy(self) -> None:
+        """Return when the values of `PendingTensor`s may change. Whether their copy has failed, `finish` says."""
+        if self._process is not None:
+            self._process.wait_for_copy()
 
     def finish(self) -> None:
         """Wait for the save in flight, if any.
@@ -113,9 +120,19 @@ class BackgroundWriter:
         return self._process
 
 
+@dataclass(frozen=True)
+class _InFlight:
+    """An order to save."""
+
+    number: "Future[int]"  # is known when what was pending is copied and the order is given
+    what: str
+
+
 class _Process:
     """The writer process and the memory that it shares. When this object goes, and at the exit of the program, the save
-    in flight is waited for."""
+    in flight is waited for.
+
+    A thread copies what is pending, and gives the order to save; nobody else uses the pipes until it has."""
 
     def __init__(self, limit_s: float) -> None:
         self.memory = SharedMemory()
@@ -128,7 +145,8 @@ class _Process:
             start_new_session=True,
         )
         self._orders = Orders(self._process)
-        self._in_flight: list[tuple[int, str]] = []  # the order to save and what it saves, or nothing
+        self._in_flight: list[_InFlight] = []  # one, or nothing
+        self._copier = ThreadPoolExecutor(1, "ds-copy")  # completes what it has when the program ends
         parts = (self._process, self._orders, self.memory, self._in_flight, os.getpid())
         self.end: Callable[[], None] = weakref.finalize(self, _end, *parts)
 
@@ -147,24 +165,53 @@ class _Process:
             raise CheckpointError(error)
 
     def begin(self, order: Mapping[str, Any], what: str) -> None:
-        """Give an order whose answer `finish` reads."""
-        self._in_flight.append((self._orders.send(order), what))
+        """Give an order, after what is pending is copied. `finish` reads the answer."""
+        self._in_flight.append(_InFlight(self._copier.submit(_copy_and_send, self.memory, self._orders, order), what))
+
+    def wait_for_copy(self) -> None:
+        """See `BackgroundWriter.wait_for_copy`."""
+        wait([each.number for each in self._in_flight])
 
     def has_answer(self) -> bool:
         """Whether `finish` will not wait."""
-        return all(self._orders.has_answer(number) for number, _ in self._in_flight)
+        return all(_has_answer(each, self._orders) for each in self._in_flight)
 
     def finish(self) -> None:
         """See `BackgroundWriter.finish`."""
         if not self._in_flight:
             return
-        number, what = self._in_flight[0]
-        if not self._orders.has_answer(number):
-            announce(f"waiting for the asynchronous {what}")
-        error = self._orders.receive(number)
+        save = self._in_flight[0]
+        if not _has_answer(save, self._orders):
+            announce(f"waiting for the asynchronous {save.what}")
+        error = _error_of(save, self._orders)
         self._in_flight.clear()  # not before: an interrupt of the wait leaves it in flight
         if error:
-            raise _failure(what, error)
+            raise _failure(save.what, error)
+
+
+def _copy_and_send(memory: SharedMemory, orders: Orders, order: Mapping[str, Any]) -> int:
+    """In a thread. Returns the number of the order."""
+    try:
+        memory.copy_pending()
+    except BaseException:
+        orders.send({"do": "cancel"})
+        raise
+    return orders.send(order)
+
+
+def _has_answer(save: _InFlight, orders: Orders) -> bool:
+    """Whether `_error_of` will not wait."""
+    if not save.number.done():
+        return False
+    return save.number.exception() is not None or orders.has_answer(save.number.result())
+
+
+def _error_of(save: _InFlight, orders: Orders) -> str:
+    """What has failed; empty if nothing has. Waits."""
+    wait([save.number])
+    if (error := save.number.exception()) is not None:
+        return f"cannot copy this rank's states: {first_line(error)}"
+    return orders.receive(save.number.result())
 
 
 def _failure(what: str, error: str) -> CheckpointError:
@@ -175,21 +222,22 @@ def _end(
     process: "subprocess.Popen[bytes]",
     orders: Orders,
     memory: SharedMemory,
-    in_flight: list[tuple[int, str]],
+    in_flight: list[_InFlight],
     owner: int,
 ) -> None:
     """Let the writer process complete its order and end."""
     if os.getpid() != owner:
         return  # a fork of the process that started it
     if in_flight and process.poll() is None:
-        announce(f"waiting for the asynchronous {in_flight[0][1]} before the program ends")
+        announce(f"waiting for the asynchronous {in_flight[0].what} before the program ends")
+    wait([save.number for save in in_flight])
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
-    for number, what in in_flight:
-        if error := orders.receive(number):
-            logger.error("%s", _failure(what, error))
+    for save in in_flight:
+        if error := _error_of(save, orders):
+            logger.error("%s", _failure(save.what, error))
     in_flight.clear()
     process.stdout.close()
     process.wait()
@@ -199,10 +247,10 @@ def _end(
 def _copy(files: Mapping[str, Any], memory: SharedMemory) -> list[dict[str, Any]]:
     """Write each state into `memory`, over what an earlier save left; gives name, offset and bytes of each."""
     staged = []
-    memory.position = 0
+    memory.begin()
     for name, state in files.items():
         offset = memory.position
-        write_state(state, memory)
+        memory.write_state(state)
         staged.append({"name": name, "offset": offset, "bytes": memory.position - offset})
         memory.position = -(-memory.position // mmap.PAGESIZE) * mmap.PAGESIZE
     return staged

@@ -24,9 +24,11 @@ from deepspeed.checkpoint.save import describe_save, merge_client_state
 from deepspeed.checkpoint.save_steps import Save, save_here, save_in_background
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.tags import check_new_tag, check_tag, read_latest
+from deepspeed.checkpoint.tensors import with_placeholders
 from deepspeed.checkpoint.torch_store import TorchStore
 from deepspeed.errors import CheckpointError, CommError, ConfigError
 from deepspeed.log import logger
+from deepspeed.zero.pending_tensor import PendingTensor
 
 T = TypeVar("T")
 
@@ -113,6 +115,8 @@ class Checkpointer:
         Args:
             model_state: content of the model file, keys of `layout.MODEL_STATE_KEYS`; None unless `writes_model`.
             shard_state: content of this rank's `*_optim_states.pt`; None when there is none (stage 0).
+                With `background`, tensors that the caller leaves as they are until `wait_for_copy` returns may be
+                `PendingTensor`s: they are copied by a thread, after this has returned.
             client_state: the user's dict, which lies beside the own keys in the model file.
             save_latest: let `latest` name this tag.
 
@@ -134,6 +138,8 @@ class Checkpointer:
                 files[self._model_file] = merge_client_state(model_state, client_state or {})
             if shard_state is not None:
                 files[self._shard_file] = make_loadable(dict(shard_state), "the optimizer shard")
+            if self._background is None:
+                files = {name: with_placeholders(state, PendingTensor.joined) for name, state in files.items()}
             return folder, files
 
         folder, files = self.together(prepare, what)
@@ -162,6 +168,17 @@ class Checkpointer:
         if self._background is not None and self._may_be_saving:
             self.together(self._background.finish, "complete the asynchronous save")
             self._may_be_saving = False
+
+    @property
+    def copies_later(self) -> bool:
+        """Whether `save` takes `PendingTensor`s."""
+        return self._background is not None
+
+    def wait_for_copy(self) -> None:
+        """Return when the `PendingTensor`s of the save in flight are copied. This rank's own: not a collective. Raises
+        nothing: a copy that has failed is a failed save."""
+        if self._background is not None:
+            self._background.wait_for_copy()
 
     def raise_failure(self) -> None:
         """Raise what the save in flight has met, if it has failed; neither waits nor communicates."""

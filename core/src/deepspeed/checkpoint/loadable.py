@@ -20,6 +20,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.consolidate import DEEPSPEED_CLASSES
 from deepspeed.errors import ConfigError
+from deepspeed.zero.pending_tensor import PendingTensor
 
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
@@ -56,7 +57,7 @@ class _Walk:
 
     def visit(self, value: Any, place: str) -> Any:
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in _ATOMS or kind is PendingTensor:
             return value
         if kind in (Tensor, torch.nn.Parameter):
             bare = kind is Tensor and not value.requires_grad and not value.__dict__

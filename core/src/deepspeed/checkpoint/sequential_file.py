@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-_BLOCK_BYTES = 8 * 2**20  # of one write
-_NUM_BLOCKS = 3  # one is filled, one is written, one waits
+_BLOCK_BYTES = 4 * 2**20  # of one write; with more in flight the disk does not find it in the processor's cache
+_NUM_BLOCKS = 2  # one is filled, one is written
 _FLUSH_BYTES = 64 * 2**20  # between two calls of fdatasync where the page cache is used, so that the disk has work
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)

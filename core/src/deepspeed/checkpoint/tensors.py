@@ -7,25 +7,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.zero.pending_tensor import PendingTensor
+
 # A storage is saved as it is when at least this part of it is wanted: copying costs as much memory as it saves disk.
 _WORTH_SAVING_WHOLE = 0.9
 
 
-def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
-    """`item` with `change(t)` in place of each tensor `t` in dicts, lists and tuples (named ones too), rebuilt."""
-    if isinstance(item, Tensor):
+def map_tensors(item: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """`item` with `change(t)` in place of each tensor `t` in dicts, lists and tuples (named ones too), rebuilt.
+
+    Args:
+        kind: what is changed in place of tensors.
+    """
+    if isinstance(item, kind):
         return change(item)
     if isinstance(item, dict):
         mapped = copy.copy(item)  # keeps the type, and a module's `state_dict()._metadata`
         for key, value in item.items():
-            mapped[key] = map_tensors(value, change)
+            mapped[key] = map_tensors(value, change, kind)
         return mapped
     if isinstance(item, list):
-        return type(item)(map_tensors(value, change) for value in item)
+        return type(item)(map_tensors(value, change, kind) for value in item)
     if isinstance(item, tuple) and not isinstance(item, torch.Size):
-        values = [map_tensors(value, change) for value in item]
+        values = [map_tensors(value, change, kind) for value in item]
         return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
     return item
+
+
+def with_placeholders(state: Any, change: Callable[[PendingTensor], Tensor]) -> Any:
+    """`state` with `change(t)` in place of each `PendingTensor`; the very same object if it has none."""
+    found: list[PendingTensor] = []
+    map_tensors(state, found.append, PendingTensor)
+    return map_tensors(state, change, PendingTensor) if found else state
 
 
 def compact(state: Any) -> Any:

@@ -450,6 +450,7 @@ def _create_saving(config: DeepSpeedConfig, state: TrainingState, mesh: Mesh) ->
         keep_last=nebula.keep_last if section.keep_last is None else section.keep_last,
         background=BackgroundWriter(section.wait_s) if section.async_save or nebula.enabled else None,
     )
+    sharding.wait_for_copy = checkpointer.wait_for_copy
     meet = Arrivals(mesh.norm_group, section.wait_s).wait_for_all if comm.get_world_size(mesh.norm_group) > 1 else None
     return Saving(
         state,

@@ -329,8 +329,9 @@ class DeepSpeedEngine(torch.nn.Module):
             save_latest: let the file `latest` name this checkpoint.
             exclude_frozen_parameters: omit parameters without gradient.
 
-        With `"checkpoint": {"async_save": true}` it returns when every rank has copied its states; a process per rank
-        writes them meanwhile, and `latest` names the checkpoint when it is whole. A save in flight is waited for first.
+        With `"checkpoint": {"async_save": true}` it returns when every rank has copied its weights. Master weights
+        and states follow until the next update, which waits for that; a process per rank writes all meanwhile, and
+        `latest` names the checkpoint when it is whole. A save in flight is waited for first.
 
         Returns:
             True. Failures raise CheckpointError on every rank, and the former checkpoint stays. Those of an

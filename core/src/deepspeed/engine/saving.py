@@ -99,7 +99,8 @@ class Saving:
         what = f"save a checkpoint in {save_dir}"
         checkpointer.together(state.sharding.release_gathered, what)  # what is gathered would be saved whole
         name, model_state = checkpointer.together(collect, what)
-        shard_state = checkpointer.together(state.for_shard_file, what)
+        is_pending = checkpointer.copies_later and self._sub_group_size is None
+        shard_state = checkpointer.together(lambda: state.for_shard_file(is_pending=is_pending), what)
         frozen = checkpointer.together(lambda: state.frozen_parts(exclude_frozen=exclude_frozen), what)
         if model_state is not None:
             model_state["frozen_param_fragments"] = frozen

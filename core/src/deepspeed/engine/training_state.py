@@ -108,14 +108,18 @@ class TrainingState:
             or (self.sharding.stage == 3 and param.requires_grad and param not in trained)
         }
 
-    def for_shard_file(self) -> dict[str, Any] | None:
-        """The content of this rank's `*_optim_states.pt`; None without sharding, where the model file has it all."""
+    def for_shard_file(self, *, is_pending: bool) -> dict[str, Any] | None:
+        """The content of this rank's `*_optim_states.pt`; None without sharding, where the model file has it all.
+
+        Args:
+            is_pending: with `PendingTensor`s for what is in host memory.
+        """
         if self.sharding.stage == 0 or (not self.has_optimizer and self.sharding.stage < 3):
             return None
         precision = self.training.precision
         scaler = precision.loss_scaler
         optimizer_state = {
-            **self._sharded_state(),
+            **self._sharded_state(is_pending=is_pending),
             "loss_scaler": scaler.state_dict(),
             "dynamic_loss_scale": scaler.is_dynamic,
             "overflow": scaler.overflow,
@@ -128,9 +132,9 @@ class TrainingState:
             "ds_version": __version__,
         }
 
-    def _sharded_state(self) -> dict[str, Any]:
+    def _sharded_state(self, *, is_pending: bool) -> dict[str, Any]:
         with self.sharding.among_peers():
-            return self.sharding.state_dict()
+            return self.sharding.state_dict(is_pending=is_pending)
 
     @property
     def loadable_stages(self) -> tuple[int, ...]:

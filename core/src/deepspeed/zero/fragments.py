@@ -234,6 +234,7 @@ def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick
 
 
 def _write(sharding: Sharding, shard: ParamShard, name: str, pick: _Pick, new: Tensor) -> None:
+    sharding.wait_for_copy()
     target = pick(sharding, shard)
     if target is not None or shard.placement.fetches:
         shard.placement.write(shard, name, target, new)

@@ -3,6 +3,7 @@
 Legend: M numel of this rank's buffer before, T numel of it after.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -38,19 +39,44 @@ def redistribute(
         `result_T`.
     """
     values_M = values_M.detach()  # files of other programs hold parameters
+    for start, values in pieces_of([(0, values_M)], before, after, ranks):
+        result_T[start : start + values.numel()] = values
+    return result_T
+
+
+def pieces_of(
+    sources: Sequence[tuple[int, Tensor]], before: Sequence[Run], after: Sequence[Run], ranks: GroupBackend | None
+) -> list[tuple[int, Tensor]]:
+    """This rank's values in the division `after`, as `redistribute` joins them. A collective over `ranks`.
+
+    Args:
+        sources: this rank's values in the division `before`: offset and 1-D values, in this order, at least one, of one
+            dtype and on one device. A run lies in one of them.
+
+    Returns:
+        The offset of each piece and its values. Those that this rank had before are views of `sources`.
+    """
+    starts = [start for start, _ in sources]
+
+    def cut(move: _Move) -> Tensor:
+        start, values = sources[bisect_right(starts, move.source_offset) - 1]
+        return values[move.source_offset - start :][: move.numel]
+
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     moves = sorted(_moves(before, after))
+    pieces = [(move.target_offset, cut(move)) for move in moves if move.source == move.target == rank]
+    if ranks is None or world_size == 1:
+        return pieces
+    moves = [move for move in moves if move.source != move.target]
     outgoing = [[move for move in moves if move.source == rank and move.target == peer] for peer in range(world_size)]
     incoming = [[move for move in moves if move.target == rank and move.source == peer] for peer in range(world_size)]
-    sent = [values_M[move.source_offset : move.source_offset + move.numel] for each in outgoing for move in each]
-    received = torch.cat(sent) if sent else values_M.new_empty(0)
-    if ranks is not None and world_size > 1:
-        received = _all_to_all(received, _sizes(outgoing), _sizes(incoming), ranks)
+    sent = [cut(move) for each in outgoing for move in each] or [sources[0][1].new_empty(0)]
+    received = _all_to_all(torch.cat(sent), _sizes(outgoing), _sizes(incoming), ranks)
     start = 0
     for move in (move for each in incoming for move in each):
-        result_T[move.target_offset : move.target_offset + move.numel] = received[start : start + move.numel]
+        pieces.append((move.target_offset, received[start : start + move.numel]))
         start += move.numel
-    return result_T
+    return pieces
 
 
 def _all_to_all(sent: Tensor, sizes_out: list[int], sizes_in: list[int], ranks: GroupBackend) -> Tensor:

@@ -18,8 +18,9 @@ from torch import Tensor
 from deepspeed.zero.division import Run, contiguous, in_parameters
 from deepspeed.zero.layout import even_cuts, parameter_cuts
 from deepspeed.zero.param_unit import shape_of
+from deepspeed.zero.pending_tensor import PendingTensor
 from deepspeed.zero.placement import MASTER
-from deepspeed.zero.redistribute import redistribute
+from deepspeed.zero.redistribute import pieces_of, redistribute
 
 if TYPE_CHECKING:
     from deepspeed.zero.flat_group import FlatGroup, ParamShard
@@ -108,9 +109,16 @@ class SavedGroup:
         here = {run.param: run.owner for window in self.windows for run in window.here}
         return here, {run.param: run.owner for run in self.in_file}
 
-    def to_file(self, values: Iterable[Tensor | None], dtype: torch.dtype) -> Tensor:
-        """[T], from one value per shard of this rank, None for zeros; an iterator is read one by one."""
+    def to_file(self, values: Iterable[Tensor | None], dtype: torch.dtype, *, is_held: bool | None = None) -> Any:
+        """[T], from one value per shard of this rank, None for zeros; an iterator is read one by one.
+
+        Args:
+            is_held: as of a `PendingTensor`, which is returned where the values are in host memory; None: a tensor.
+        """
         device = self.shards[0].master.device if self.shards else torch.device("cpu")
+        if is_held is not None and device.type == "cpu" and not any(shard.placement.fetches for shard in self.shards):
+            pieces = list(self._pieces(iter(values), dtype))
+            return PendingTensor(torch.Size([self.numel_in_file]), dtype, pieces, is_held)
         part_T = self._sharding.placement.scratch(self.numel_in_file, dtype, device)
         remaining = iter(values)
         for window in self.windows:
@@ -121,6 +129,23 @@ class SavedGroup:
                     place.copy_(value.detach().reshape(-1))
             redistribute(flat, window.first_copy, window.in_file, part_T, self._ranks)
         return part_T
+
+    def _pieces(self, values: Iterator[Tensor | None], dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Where the elements of this rank's part of the file are, by their place in it."""
+        for window in self.windows:
+            sources, start = [], 0
+            for shard in window.shards:
+                numel, value = shard.fragment.numel, next(values)
+                found = torch.zeros(numel, dtype=dtype) if value is None else value.detach().reshape(-1)
+                sources.append((start, found.to("cpu", dtype)))
+                start += numel
+            yield from pieces_of(sources or [(0, torch.zeros(0, dtype=dtype))], window.first_copy, window.in_file,
+                                 self._ranks)  # fmt: skip
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether all master weights are other memory than the model's weights."""
+        return all(shard.has_master for shard in self.shards)
 
     def masters(self) -> Iterator[Tensor]:
         """The master weights of this rank's shards."""

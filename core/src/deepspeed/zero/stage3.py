@@ -125,6 +125,7 @@ class Stage3(Stage2):
         self.gathering.release()
 
     def weights_changed(self, params: Set[Tensor]) -> None:
+        self.wait_for_copy()
         for group in self.groups:
             if not params.isdisjoint(group.params):
                 group.take_changes()

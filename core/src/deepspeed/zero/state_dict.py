@@ -41,15 +41,23 @@ if TYPE_CHECKING:
 PER_PARAMETER = ("parameter_scalars", "parameter_states")
 
 
-def collect(sharding: Stateful) -> dict[str, Any]:
-    """The state dict of a stage. A collective, but in stage 0."""
+def collect(sharding: Stateful, *, is_pending: bool = False) -> dict[str, Any]:
+    """The state dict of a stage. A collective, but in stage 0.
+
+    Args:
+        is_pending: with `PendingTensor`s in place of tensors in host memory. Weights that the model computes with are
+            not held: users change them.
+    """
     optimizer = sharding.optimizer
     groups = [SavedGroup(sharding, index) for index in range(len(sharding.saved_groups))]
     param_groups = optimizer.param_groups if optimizer is not None else []
     count = sharding.world_size if sharding.stage > 0 else 1
     groups_in_file = [{name: value for name, value in group.items() if name != "params"} for group in param_groups]
-    masters = [group.to_file(group.masters(), torch.float32) for group in groups]
-    states = {index: _collect_states(sharding, group) for index, group in enumerate(groups)}
+    masters = [
+        group.to_file(group.masters(), torch.float32, is_held=group.has_masters if is_pending else None)
+        for group in groups
+    ]
+    states = {index: _collect_states(sharding, group, is_pending) for index, group in enumerate(groups)}
     return {
         "zero_stage": sharding.stage,
         "partition_count": count if sharding.stage == 3 else [count for _ in groups],
@@ -64,7 +72,7 @@ def masters_key(stage: int) -> str:
     return "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
 
 
-def _collect_states(sharding: Stateful, group: SavedGroup) -> dict[str, Any]:
+def _collect_states(sharding: Stateful, group: SavedGroup, is_pending: bool) -> dict[str, Any]:
     optimizer = sharding.optimizer
     if optimizer is None:
         return {}
@@ -87,7 +95,8 @@ def _collect_states(sharding: Stateful, group: SavedGroup) -> dict[str, Any]:
         dtype = next((theirs[name] for _, theirs, _ in facts if name in theirs), None)
         by_param = {int(place): value for _, _, theirs in facts for place, value in theirs.get(name, {}).items()}
         if dtype is not None:
-            flat[name] = group.to_file(group.states(name, held), getattr(torch, dtype))
+            values = group.states(name, held)
+            flat[name] = group.to_file(values, getattr(torch, dtype), is_held=is_pending or None)
         elif by_param:
             _put_scalars(flat, name, {place: _unpacked(value) for place, value in by_param.items()}, len(group.params))
         else:

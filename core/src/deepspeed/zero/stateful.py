@@ -3,7 +3,7 @@
 What it holds is in `holding.py`, what a step does with it in `strategy.py`; the form of a state is `state_dict.py`'s.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ class Stateful(Holding):
     def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
         super().__init__(options, backend, group)
         self.moved_states: MovedStates | None = None  # to host memory, for a while
+        #: returns when no `PendingTensor` is read any more; called before master weights or states change or move
+        self.wait_for_copy: Callable[[], None] = lambda: None
         self.broken_by: str | None = None  # what failed and left weights of two steps, or of two checkpoints
 
     # ---- what a stage decides -----------------------------------------------------------------------------------
@@ -59,9 +61,13 @@ class Stateful(Holding):
         """Whether no parameter is divided among ranks."""
         return self._is_whole
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's master weights and optimizer state; keys as in DeepSpeed's `*_optim_states.pt`."""
-        return states.collect(self)
+    def state_dict(self, *, is_pending: bool = False) -> dict[str, Any]:
+        """This rank's master weights and optimizer state; keys as in DeepSpeed's `*_optim_states.pt`.
+
+        Args:
+            is_pending: with `PendingTensor`s, which are copied before `wait_for_copy` returns.
+        """
+        return states.collect(self, is_pending=is_pending)
 
     def load_state_dict(self, state: dict[str, Any], *, load_optimizer_states: bool = True) -> None:
         """Take master weights and optimizer state of a run with as many ranks and the same stage."""
@@ -83,6 +89,7 @@ class Stateful(Holding):
 
     def restore_state(self, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
         """Put a state back that `check_state` let pass; `weights_from_masters` is to follow."""
+        self.wait_for_copy()
         states.restore(self, saved, load_optimizer_states=load_optimizer_states)
 
     def check_named_states(self, saved: named_states.SavedStates, *, with_states: bool, strict: bool = True) -> None:
@@ -91,10 +98,12 @@ class Stateful(Holding):
 
     def restore_named_states(self, saved: named_states.SavedStates, *, with_states: bool) -> None:
         """Take what `check_named_states` let pass; `weights_from_masters` is to follow."""
+        self.wait_for_copy()
         named_states.restore(self, saved, with_states=with_states)
 
     def masters_from_weights(self) -> None:
         """Start the master weights again after the module's weights were loaded or changed from outside."""
+        self.wait_for_copy()
         for group in self.groups:
             group.masters_from_weights()
 

@@ -442,6 +442,7 @@ class Sharding(Stateful):
     def update(self, scale: Scalar = 1.0) -> None:
         """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
         assert self._updates is not None
+        self.wait_for_copy()
         gathers: list[tuple[GroupBackend, Work]] = []
         try:
             self.release_gathered()
@@ -489,6 +490,7 @@ class Sharding(Stateful):
     def destroy(self) -> None:
         """Remove the hooks and drop all buffers and states; the module and the optimizer can then be used without the
         engine, or in another one. Idempotent."""
+        self.wait_for_copy()
         reload_states(self, non_blocking=False)
         self.reduction.remove_hooks()
         if self.optimizer is not None:
@@ -534,6 +536,7 @@ class Sharding(Stateful):
 
     def finish_before_moving(self) -> None:
         """Return when nothing is in flight that reads or writes states."""
+        self.wait_for_copy()
         self.reduction.finish()
         self.placement.settle()
         self.release_gathered()

@@ -19,13 +19,15 @@ from deepspeed.checkpoint.save_steps import save_in_background
 from deepspeed.checkpoint.shared_memory import SharedMemory
 from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.zero.pending_tensor import PendingTensor
 
 KEEP_LAST = 2
 
 
 def states(step):
     model = {"module": {"w": torch.full((500,), float(step))}, "global_steps": step}
-    shard = {"zero_stage": 1, "single_partition_of_fp32_groups": [torch.full((700,), float(step))[10:20]]}
+    parts = [torch.full((700,), float(step))[10:20], PendingTensor.of(torch.full((700,), float(step)))]
+    shard = {"zero_stage": 1, "single_partition_of_fp32_groups": parts}
     return {**model, "dp_world_size": 1, "mp_world_size": 1}, {"optimizer_state_dict": shard}
 
 
@@ -126,7 +128,7 @@ def test_a_writer_that_was_killed_is_an_error_and_the_next_save_starts_another(
 
 def test_an_interrupted_save_does_not_hinder_the_next(tmp_path, checkpointer, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(background, "write_state", interrupt)
+        patch.setattr(SharedMemory, "write_state", interrupt)
         with pytest.raises(KeyboardInterrupt):
             save(checkpointer, tmp_path, 1)
     save(checkpointer, tmp_path, 1)
@@ -187,17 +189,18 @@ def test_a_failure_that_a_peer_has_not_raised_is_raised_again_with_it(failing, c
 @pytest.mark.parametrize("order", ["create", "join", "write"])
 @pytest.mark.parametrize("is_sent", [False, True])
 def test_an_interrupted_order_is_given_up(tmp_path, checkpointer, monkeypatch, order, is_sent):
-    send = Orders.send
+    owner, name = (background._Process, "begin") if order == "write" else (Orders, "send")
+    give = getattr(owner, name)
 
-    def interrupted_send(orders, content):
+    def interrupted(self, content, *what):
         if content["do"] != order:
-            return send(orders, content)
+            return give(self, content, *what)
         if is_sent:
-            send(orders, content)
+            give(self, content, *what)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Orders, "send", interrupted_send)
+        patch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             save(checkpointer, tmp_path, 1)
     checkpointer.wait_for_save()
@@ -216,6 +219,43 @@ def test_an_answer_is_taken_for_that_of_its_own_order_only():
         assert orders.receive(orders.send({})) == ""
         process.stdin.close()
         assert "ended with exit code 0" in orders.receive(9)
+
+
+def test_a_copy_that_fails_fails_the_save(tmp_path, checkpointer, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no copy")
+
+    save(checkpointer, tmp_path, 1)
+    checkpointer.wait_for_save()
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingTensor, "copy_to", fail)
+        save(checkpointer, tmp_path, 2)
+        checkpointer.wait_for_copy()
+        with pytest.raises(CheckpointError, match="global_step2 has failed: cannot copy this rank's states: no copy"):
+            checkpointer.raise_failure()
+    checkpointer.wait_for_save()
+    assert_whole(tmp_path, "global_step1")
+    save(checkpointer, tmp_path, 3)
+    assert checkpointer.load(tmp_path).tag == "global_step3"
+    assert not layout.unfinished_in(tmp_path)
+
+
+def test_pieces_are_joined_and_what_they_leave_is_zero(tmp_path, checkpointer):
+    """In memory that another save has used, too."""
+    for step in (1, 2):
+        pieces = [(7, torch.arange(3.0)), (1, torch.full((4,), float(step)))]
+        tensors = [PendingTensor(torch.Size([12]), torch.float32, pieces, is_held) for is_held in (True, False)]
+        empty = PendingTensor(torch.Size([0]), torch.bfloat16, ())
+        whole = PendingTensor.of(torch.full((2, 3), step, dtype=torch.bfloat16))
+        model_state, _ = states(step)
+        shard_state = {"optimizer_state_dict": {"zero_stage": 1, "parts": [*tensors, empty, whole]}}
+        for which, directory in ((checkpointer, tmp_path / "async"), (Checkpointer(), tmp_path / "sync")):
+            which.save(directory, "t", model_state=model_state, shard_state=shard_state)
+            found = which.load(directory).shard_state["optimizer_state_dict"]["parts"]
+            expected = torch.tensor([0.0, *[step] * 4, 0, 0, 0, 1, 2, 0, 0])
+            assert all(torch.equal(each, expected) for each in found[:2])
+            assert (found[2].dtype, found[2].shape) == (torch.bfloat16, (0,))
+            assert torch.equal(found[3], torch.full((2, 3), step, dtype=torch.bfloat16))
 
 
 def test_memory_that_the_system_refuses_is_an_error_at_the_call(tmp_path, checkpointer, monkeypatch):
@@ -279,8 +319,9 @@ def test_another_store_is_refused():
 
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, threading
 from pathlib import Path
+from deepspeed.zero.pending_tensor import PendingTensor
 from test_background import BackgroundWriter, Checkpointer, save, writer_of
 
 directory, end = Path(sys.argv[1]), sys.argv[2]
@@ -295,11 +336,31 @@ def stopped_write(background, *order):
     begin(background, *order)
 
 
+copy, has_raised, show = PendingTensor.copy_to, threading.Event(), sys.excepthook
+
+
+def late_copy(*arguments):
+    has_raised.wait()
+    copy(*arguments)
+
+
+def show_and_go_on(*error):
+    show(*error)
+    has_raised.set()
+
+
+sys.excepthook = show_and_go_on
+
+
 if end == "kill":
     BackgroundWriter.write = stopped_write
+if "copying" in end:
+    PendingTensor.copy_to = late_copy
 save(checkpointer, directory, 2)
 print(writer_of(checkpointer), flush=True)
 if end == "kill":
+    checkpointer.wait_for_copy()
+if "kill" in end:
     os.kill(os.getpid(), signal.SIGKILL)
 raise RuntimeError("the trainer's")
 """
@@ -333,8 +394,20 @@ def test_the_writer_completes_the_save_of_a_trainer_that_was_killed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["global_step1", "global_step2", "latest", "zero_to_fp32.py"]
 
 
-def test_an_exception_of_the_trainer_ends_it_after_the_save(tmp_path):
-    with run_program(tmp_path, "raise") as program:
+def test_the_former_checkpoint_stays_when_a_trainer_was_killed_while_it_copied(tmp_path, checkpointer):
+    with run_program(tmp_path, "kill, copying") as program:
+        assert program.wait() == -signal.SIGKILL
+        assert "Error" not in program.stderr.read()
+    assert_whole(tmp_path, "global_step1")
+    assert not layout.unfinished_in(tmp_path)
+    save(checkpointer, tmp_path, 2)
+    checkpointer.wait_for_save()
+    assert_whole(tmp_path, "global_step2")
+
+
+@pytest.mark.parametrize("end", ["raise", "raise, copying"])
+def test_an_exception_of_the_trainer_ends_it_after_the_save(tmp_path, end):
+    with run_program(tmp_path, end) as program:
         output, errors = program.communicate()
         assert program.returncode == 1
     assert_whole(tmp_path, "global_step2")
