@@ -16,7 +16,7 @@ from deepspeed.checkpoint.dcp_file import is_dcp_folder
 from deepspeed.checkpoint.index import DamagedCheckpoint, seal_of
 from deepspeed.checkpoint.load import LoadedCheckpoint, Position, tag_folder_hint
 from deepspeed.checkpoint.loadable import make_loadable
-from deepspeed.checkpoint.location import is_remote, location
+from deepspeed.checkpoint.location import is_remote, location, store_failures
 from deepspeed.checkpoint.object_store import ObjectStore
 from deepspeed.checkpoint.offer import last_good_tag
 from deepspeed.checkpoint.reader import Reader
@@ -147,7 +147,8 @@ class Checkpointer:
         facts = {**describe_save(str(tag), model_state, shard_state), **ranks}
         save = Save(folder, files, facts, save_latest, self._keep_last, what)
         if self._background is None:
-            save_here(save, self._ranks, self.store_of(folder))
+            with store_failures(save_dir):
+                save_here(save, self._ranks, self.store_of(folder))
             return folder
         if is_remote(folder):
             raise ConfigError(
@@ -214,7 +215,8 @@ class Checkpointer:
         job; nothing of the caller was changed then.
         """
         self.wait_for_save()
-        name = self._agreed_tag(load_dir, tag)
+        with store_failures(load_dir):
+            name = self._agreed_tag(load_dir, tag)
         directory = location(load_dir)
         if name is None:
             logger.warning(
@@ -235,7 +237,8 @@ class Checkpointer:
             map_location=map_location,
         )
         try:
-            return self.together(lambda: reader.read(directory, name), f"load {directory / name}")
+            with store_failures(load_dir):
+                return self.together(lambda: reader.read(directory, name), f"load {directory / name}")
         except CommError:
             raise
         except Exception as error:  # raised on every rank, by `together`

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.location import is_remote
+from deepspeed.checkpoint.location import is_remote, reason_of
 from deepspeed.checkpoint.sequential_file import SequentialFile
 from deepspeed.errors import CheckpointError
 from deepspeed.log import logger
@@ -56,7 +56,8 @@ def _write_object(path: Path, write: Callable[[Any], Any]) -> int:
         return path.stat().st_size
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"cannot write {path}: {error}. Former checkpoints are untouched. Check the bucket and its permissions."
+            f"cannot write {path}: {reason_of(error)}. Former checkpoints are untouched. Check the bucket and its "
+            "permissions."
         ) from error
 
 
@@ -93,7 +94,7 @@ def disk_error(action: str, path: Path, error: BaseException) -> CheckpointError
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    reason = cause.strerror or str(cause) if isinstance(cause, OSError) else str(error)
+    reason = reason_of(cause) if isinstance(cause, OSError) else str(error)
     return CheckpointError(
         f"cannot {action} {path}: {reason}{_free_space(path)}. The former checkpoint is untouched. Make room in that "
         "folder or correct its permissions (every rank must see the same folder), then save again."

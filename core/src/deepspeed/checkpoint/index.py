@@ -29,7 +29,7 @@ from typing import Any
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import BLOCK_BYTES
-from deepspeed.checkpoint.location import is_remote
+from deepspeed.checkpoint.location import is_remote, reason_of
 from deepspeed.checkpoint.torch_file import Key, TensorRecord
 from deepspeed.errors import CheckpointError
 
@@ -185,7 +185,7 @@ def seal_of(folder: Path) -> str | None:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"cannot read {path}: {error.strerror}. Correct its permissions.")
+    return CheckpointError(f"cannot read {path}: {reason_of(error)}. Correct its permissions.")
 
 
 def check_regular(path: Path) -> None:

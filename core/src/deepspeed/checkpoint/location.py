@@ -1,10 +1,12 @@
 """Where checkpoints are: a folder, or a URL of an object store, as one kind of path. Imports no torch."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.errors import CheckpointError, ConfigError, DeepSpeedError
 
 
 def location(directory: "str | Path") -> Path:
@@ -38,6 +40,33 @@ def location(directory: "str | Path") -> Path:
 def is_remote(path: Path) -> bool:
     """Whether `location` made it of a URL: no renames and no locks are there, and a write of an object is atomic."""
     return not isinstance(path, Path)
+
+
+@contextmanager
+def store_failures(directory: object) -> Iterator[None]:
+    """Name the store where the client of an object store fails: each has errors of its own, and few say what to do.
+
+    Raises:
+        CheckpointError: in place of such an error, where `directory` is a URL.
+    """
+    try:
+        yield
+    except DeepSpeedError:
+        raise
+    except Exception as error:
+        of_client = isinstance(error, OSError) or type(error).__module__ != "builtins"
+        if "://" not in str(directory) or not of_client:
+            raise
+        raise CheckpointError(
+            f"{directory}: the store failed: {reason_of(error)}. Check its address, the credentials, the permissions "
+            "of the bucket and the network."
+        ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """What failed, in one line: stores raise `OSError`s without a number, and time-outs without a text."""
+    text = getattr(error, "strerror", None) or str(error).strip()
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}{text and f': {text}'}"
 
 
 def local_folder(path: "str | Path", what: str) -> Path:

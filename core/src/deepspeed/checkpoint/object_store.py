@@ -16,6 +16,7 @@ from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import ChecksumWriter
 from deepspeed.checkpoint.durable import write_file
 from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry, Index, read_index
+from deepspeed.checkpoint.location import reason_of
 from deepspeed.checkpoint.torch_store import TorchStore, write_state
 from deepspeed.checkpoint.verify import check_checksums, check_size
 from deepspeed.errors import CheckpointError
@@ -122,7 +123,7 @@ class ObjectStore:
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{path} is missing. Load another tag.") from error
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}, or copy it to {local}: {error}") from error
+            raise CheckpointError(f"cannot read {path}, or copy it to {local}: {reason_of(error)}") from error
         return local, target.checksums()
 
     def _delete(self, folder: Path) -> None:
@@ -137,4 +138,6 @@ class ObjectStore:
         except (FileNotFoundError, NotADirectoryError):
             return  # there is nothing of it
         except OSError as error:
-            raise CheckpointError(f"cannot remove {folder}: {error}. Check the permissions of its bucket.") from error
+            raise CheckpointError(
+                f"cannot remove {folder}: {reason_of(error)}. Check the permissions of its bucket."
+            ) from error

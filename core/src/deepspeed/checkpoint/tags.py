@@ -6,16 +6,20 @@ from pathlib import Path
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.durable import disk_error, sync_folder, write_file
 from deepspeed.checkpoint.index import check_regular
+from deepspeed.checkpoint.location import reason_of
 from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import logger
 
 _RESERVED = (layout.LATEST_FILE, layout.SCRIPT_FILE)
+_MAX_NAME_BYTES = 255  # of a folder
 _MAX_TAG_BYTES = 200  # file systems allow 255, of which `.<tag>.staging` needs some
 
 
 def check_tag(tag: object) -> str:
     """The tag as a string that can name a folder; `ConfigError` when it cannot. Called before a load."""
     name = str(tag)
+    if len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
+        raise ConfigError(f"tag: {name[:40]!r}... has {len(name)} characters, and a folder's name is shorter.")
     if not name or name.startswith(".") or name in _RESERVED or any(c in name for c in "/\\\0\n"):
         raise ConfigError(
             f"tag: {name!r} cannot name a checkpoint's folder. Use a plain name such as 'global_step100', "
@@ -50,7 +54,7 @@ def read_latest(load_dir: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}. Correct it, or pass a tag.") from error
+        raise CheckpointError(f"cannot read {path}: {reason_of(error)}. Correct it, or pass a tag.") from error
     try:
         stripped, exact = check_tag(text.strip()), text.rstrip("\n")
         return exact if exact != stripped and layout.whole_folder(load_dir / check_tag(exact)) else stripped

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed.checkpoint.convert import FORMATS
 from deepspeed.checkpoint.index import DamagedCheckpoint
-from deepspeed.checkpoint.location import location
+from deepspeed.checkpoint.location import location, store_failures
 from deepspeed.cli.console import make_console
 from deepspeed.errors import CheckpointError, ConfigError
 
@@ -34,9 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        options.directory = location(options.directory)
-        _check_directory(options.directory)
-        result = _run(options)
+        with store_failures(options.directory):
+            options.directory = location(options.directory)
+            _check_directory(options.directory)
+            result = _run(options)
     except DamagedCheckpoint as error:
         sys.stderr.write(f"ds_ckpt: {error}\n")
         return _FAULTS

@@ -199,3 +199,33 @@ def test_what_a_url_cannot_have_is_refused(memory, monkeypatch):
     monkeypatch.setitem(sys.modules, "upath", None)
     with pytest.raises(ConfigError, match=r"pip install 'ds-core\[remote\]'"):
         Checkpointer().load(memory)
+
+
+class ClientError(Exception):
+    """As botocore has them: no `OSError`."""
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (ClientError("no credentials"), "the store failed: ClientError: no credentials. Check its address, the cred"),
+        (PermissionError("denied"), ": denied"),
+        (TimeoutError(), ": TimeoutError"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_store_that_fails_is_named(memory, capsys, failure, words):
+    def fail(*_, **__):
+        raise failure
+
+    save(Checkpointer(), memory, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(location(memory).fs), "_open", fail)
+        for call in (lambda: Checkpointer().load(memory), lambda: save(Checkpointer(), memory, 2)):
+            with pytest.raises(CheckpointError) as caught:
+                call()
+            assert words in str(caught.value)
+            assert memory in str(caught.value)
+        assert main(["verify", memory]) > 0
+        assert words in "".join(capsys.readouterr())
+    assert Checkpointer().load(memory).tag == "global_step1"

@@ -10,7 +10,9 @@ from deepspeed.errors import CheckpointError, ConfigError
 from deepspeed.log import logger
 
 
-@pytest.mark.parametrize("tag", ["", ".", "..", ".hidden", "a/b", "a\\b", "latest", "zero_to_fp32.py", "a\nb", "a\0"])
+@pytest.mark.parametrize(
+    "tag", ["", ".", "..", ".hidden", "a/b", "a\\b", "latest", "zero_to_fp32.py", "a\nb", "a\0", "x" * 256]
+)
 def test_a_tag_must_be_a_plain_name(tag):
     with pytest.raises(ConfigError, match="tag: "):
         check_tag(tag)
