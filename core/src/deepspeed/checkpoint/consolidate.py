@@ -547,15 +547,16 @@ def _nbytes(weight: Any) -> int:
 
 
 def _parse_size_bytes(size: str | int | None) -> int | None:
-    if size is None or isinstance(size, int):
-        return size or None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    if size is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = (match[2].upper() or "B") if match else ""
-    if match is None or unit not in _UNITS:
+    num_bytes = float(match[1]) * _UNITS[unit] if match and unit in _UNITS else -1
+    if num_bytes != 0 and num_bytes < 1:  # which is no limit, and must not become one
         raise ValueError(
             f"max_shard_size: found {size!r}; write for example '5GB', '500MB', '2GiB', or a number of bytes."
         )
-    return int(float(match[1]) * _UNITS[unit]) or None
+    return int(num_bytes) or None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -347,15 +347,17 @@ def test_memory_holds_one_output_file(large, tmp_path, safe, most_weights):
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("5GB", 5 * 10**9), ("1.5MiB", 3 * 2**19), ("7", 7), (7, 7), (0, None), (None, None)]
+    ("text", "nbytes"),
+    [("5GB", 5 * 10**9), ("1.5MiB", 3 * 2**19), ("7", 7), (7, 7), (1e9, 10**9), (0, None), ("0GB", None), (None, None)],
 )
 def test_sizes(text, nbytes):
     assert consolidate._parse_size_bytes(text) == nbytes
 
 
-def test_a_wrong_size_is_named(saved, tmp_path):
-    with pytest.raises(ValueError, match="max_shard_size: found '5 apples'"):
-        convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size="5 apples")
+@pytest.mark.parametrize("size", ["5 apples", -3, "0.5", 1e-6, True, float("nan")])
+def test_a_wrong_size_is_named(saved, tmp_path, size):
+    with pytest.raises(ValueError, match=f"max_shard_size: found {size!r}"):
+        convert(tmp_path / "ckpt", tmp_path / "out", max_shard_size=size)
 
 
 def run_script(directory, *arguments):
