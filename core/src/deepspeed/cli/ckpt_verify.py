@@ -24,6 +24,11 @@ def run(directory: Path, names: list[str]) -> Result:
     null.
     """
     tags = asked_tags(directory, names)
+    if not tags:
+        raise CheckpointError(
+            f"{directory} holds no tag that save_checkpoint saved, so there is nothing to verify; give the directory "
+            "that save_checkpoint was given"
+        )
     with make_progress() as bar:
         task = bar.add_task("", total=sum(tag.num_bytes for tag in tags))
         rows = []

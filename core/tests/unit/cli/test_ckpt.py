@@ -199,8 +199,10 @@ def test_prune_finishes_what_a_kill_left(saved, ask, monkeypatch):
     assert sorted(os.listdir(saved)) == ["latest", "s2", "zero_to_fp32.py"]
 
 
-def test_what_cannot_be_run_is_one_line(saved, ask):
+def test_what_cannot_be_run_is_one_line(saved, ask, tmp_path):
+    (tmp_path / "empty" / "photos").mkdir(parents=True)
     for arguments, words in (
+        (["verify", tmp_path / "empty"], "holds no tag that save_checkpoint saved, so there is nothing to verify"),
         (["show", saved / "nowhere"], "there is no directory"),
         (["verify", saved / "s1"], "This is the folder of one tag"),
         (["verify", saved, "s9"], "holds no tag s9; it holds: s1, s2"),
