@@ -131,6 +131,12 @@ def forms_job():
             assert second.shape == (3, 7)
         assert torch.equal(first, plain.first.weight), "the outer context holds it"
         assert is_empty(second)
+    with GatheredParameters([first]) as outer:
+        with pytest.raises(StateError, match="this object entered already"), outer:
+            pass
+        assert first.shape == first.ds_shape
+    with outer:  # again, after it was left
+        assert first.shape == first.ds_shape
     with pytest.raises(RuntimeError, match="inside"), GatheredParameters(first):
         raise RuntimeError("inside")
     assert is_empty(first)

@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from deepspeed.comm.group_backend import group_backend
+from deepspeed.errors import StateError
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.module_hooks import EXTERNAL
 from deepspeed.zero.param_state import ZeroParamStatus
@@ -34,8 +35,9 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         TypeError: for anything else in `params`.
         ValueError: if `modifier_rank` is no rank of the job; on leaving, on a rank that has set `param.data` of a
             parameter to a value of another shape.
+        StateError: on entering, where this object is entered already.
 
-    Contexts may be nested: what an outer one gathered stays whole when an inner one ends.
+    Contexts may be nested, each an object of its own: what an outer one gathered stays whole when an inner one ends.
     """
 
     def __init__(
@@ -55,6 +57,11 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> "GatheredParameters":
+        if self._held:
+            raise StateError(
+                "GatheredParameters: found this object entered already, whose parameters the inner context would "
+                "release; make one for each with statement"
+            )
         if self.enabled:
             try:
                 for unit in self._units():
