@@ -12,8 +12,8 @@ turns with them, with as many jobs as ranks and the same engine, block size, dep
 bytes that a step has asked the disk for, over what fio moves per second, are its *disk time*. The target is 1.15 times
 the larger of the two. A step cannot reach it where both are alike and most of the states pass the disk: no update
 begins before the norm of all gradients is known. `--sub-group-numel` makes the part that stays in memory small;
-`--batch` and `--sequence` change how much is computed. The writes of an update run beside the next forward; those of
-the last one in a round are waited for, so rounds have more steps.
+`--batch` and `--sequence` change how much is computed. What an update leaves in memory is written only when its place
+is needed: where all states fit there (12.6 million elements of a rank by default), no byte passes the disk.
 
 How it measures: all variants live in the same ranks and take turns, `--steps-per-round` steps each, so that a noisy
 machine disturbs them alike; each round has another order, so that none always follows the same one, whose caches and

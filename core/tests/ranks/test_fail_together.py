@@ -19,6 +19,11 @@ def create_engine(stage, **section):
     return make_engine(model, stage, zero_optimization=section, optimizer=ADAMW)
 
 
+def on_disk(swap):
+    """Keys of `zero_optimization`: of which a rank has more sub-groups than stay in memory."""
+    return {"offload_optimizer": {"device": "nvme", "nvme_path": swap}, "sub_group_size": 16}
+
+
 def train_step(engine):
     rank = torch.distributed.get_rank()
     engine.backward(engine(torch.full((2, 8), rank + 1.0)).square().mean())
@@ -49,7 +54,7 @@ def test_a_save_that_one_rank_cannot_begin(tmp_path):
 
 
 def lose_at_the_end_of_a_load(folder, swap):
-    engine = create_engine(1, offload_optimizer={"device": "nvme", "nvme_path": swap})
+    engine = create_engine(1, **on_disk(swap))
     train_step(engine)
     engine.save_checkpoint(folder)
     sharding = engine.sharding
@@ -80,8 +85,8 @@ def test_a_load_that_one_rank_cannot_end(tmp_path):
     assert "rank 0" in peers
 
 
-def fail_in_an_update(folder):
-    engine = create_engine(2)
+def fail_in_an_update(folder, section):
+    engine = create_engine(2, **section)
     train_step(engine)
     engine.save_checkpoint(folder)
     train_step(engine)
@@ -115,6 +120,9 @@ def fail_in_an_update(folder):
     engine.destroy()
 
 
-def test_weights_of_two_steps_are_not_saved(tmp_path):
+@pytest.mark.parametrize("place", ["beside the weights", "nvme"])
+def test_weights_of_two_steps_are_not_saved(tmp_path, place):
     """A load of all states makes the run whole again."""
-    run_ranks(2, fail_in_an_update, str(tmp_path))
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    run_ranks(2, fail_in_an_update, str(tmp_path), on_disk(str(swap)) if place == "nvme" else {})

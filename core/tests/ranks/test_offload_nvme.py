@@ -47,10 +47,10 @@ def check_empty(engine):
         state = optimizer.state.get(shard.master, {})
         assert all(value.numel() == 0 or value.dim() == 0 for value in state.values())
     held = placement.held_bytes
-    num_slots, num_tensors, largest = placement._slots.count, 4, 52  # elements of the largest fragment or sub-group
+    num_slots, num_tensors, largest = placement._slots.count, 4, 4096  # bytes of a tensor of a sub-group: a page
     staging = sum(buffer.nbytes for buffer in placement._incoming._buffers if buffer is not None)
     outgoing = placement._outgoing.held_bytes
-    assert held - staging - outgoing <= num_slots * num_tensors * largest * 4
+    assert held - staging - outgoing <= num_slots * num_tensors * largest
 
 
 # ---- single parameters, checkpoints ------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def make_groups(file, count):
     groups = []
     for number in range(count):
         fp32 = {"master_dtype": torch.float32, "gradient_dtype": torch.float32}
-        group = SwappedGroup(SubGroup((), 0, NUMEL), file, **fp32, num_spares=0)
+        group = SwappedGroup(SubGroup((), 0, NUMEL), file, **fp32, num_states=0)
         for name, value in ((MASTER, number), (GRADIENT, -number)):
             values = torch.full((NUMEL,), float(value))
             SwapQueue().write(group.tensor(name, torch.float32).region, values).wait()
@@ -50,7 +50,7 @@ def make_groups(file, count):
 
 @pytest.fixture
 def moved(monkeypatch):
-    """The number of each tensor that is read or written, by action."""
+    """The number of operations on the file, by action."""
     counts = {"read": 0, "write": 0}
     begin = SwapQueue._begin
 
@@ -68,7 +68,14 @@ def update(slots, order):
     for group in order:
         slot = slots.fetch(group)
         slot.view(MASTER).add_(10.0)
-        slots.store(group, [MASTER], None)
+        slot.give_back([MASTER])
+        slots.make_room()
+
+
+def value_of(slots, group, name):
+    """In the slot that has it, else in the file."""
+    held = slots.found(group, name)
+    return in_file(group, name) if held is None else held[0].item()
 
 
 def in_file(group, name):
@@ -80,7 +87,7 @@ def in_file(group, name):
 
 @pytest.mark.parametrize("pipelines", list(product([False, True], repeat=2)))
 @pytest.mark.parametrize("num_groups", [1, 2, 5])
-def test_updates_to_and_fro_read_only_what_left(file, moved, num_groups, pipelines):
+def test_updates_to_and_fro_move_only_what_left(file, moved, num_groups, pipelines):
     groups = make_groups(file, num_groups)
     slots = SwapSlots(memory(), AioConfig(), reads_ahead=pipelines[0], writes_behind=pipelines[1])
     held = min(num_groups, slots.count)
@@ -88,13 +95,16 @@ def test_updates_to_and_fro_read_only_what_left(file, moved, num_groups, pipelin
         order = groups if step % 2 == 0 else groups[::-1]
         moved["read"] = moved["write"] = 0
         for number, group in enumerate(groups):
-            assert slots.take_gradients(group, torch.full((NUMEL,), -float(number))) is (slots.of(group) is not None)
+            assert slots.put(group, GRADIENT, torch.full((NUMEL,), -float(number))) is (slots.of(group) is not None)
         update(slots, order)
-        assert moved["write"] == num_groups
-        assert moved["read"] == 2 * (num_groups - (held if step else 0))
-    slots.settle()
-    assert [in_file(group, MASTER) for group in groups] == [number + 40.0 for number in range(num_groups)]
-    assert slots.num_bytes == held * 2 * 4 * NUMEL
+        slots.settle()
+        assert moved["write"] == num_groups - held
+        assert moved["read"] == num_groups - (held if step else 0)
+        assert {in_file(group, MASTER) for group in groups if slots.of(group) is None} <= {
+            number + 10.0 * (step + 1) for number in range(num_groups)
+        }
+    assert [value_of(slots, group, MASTER) for group in groups] == [number + 40.0 for number in range(num_groups)]
+    assert slots.num_bytes == held * groups[0].region.num_bytes
 
 
 @pytest.mark.parametrize(("count", "numel", "held"), [(0, NUMEL, 3), (4, NUMEL, 4), (0, 2 * NUMEL, 6), (0, 10, 3)])
@@ -107,11 +117,11 @@ def test_slots_are_as_many_as_their_memory_has_room_for(file, moved, count, nume
     assert slots.count == held
     update(slots, groups)
     for group in groups[-held:]:
-        assert slots.take_gradients(group, torch.zeros(NUMEL))
-    moved["read"] = 0
+        assert slots.put(group, GRADIENT, torch.zeros(NUMEL))
+    moved["read"] = moved["write"] = 0
     update(slots, groups[::-1])
-    assert moved["read"] == 2 * (len(groups) - held)
-    assert slots.num_bytes == held * 2 * 4 * NUMEL
+    assert moved == {"read": len(groups) - held, "write": len(groups) - held}
+    assert slots.num_bytes == held * groups[0].region.num_bytes
 
 
 @pytest.mark.parametrize("pipelines", [False, True])
@@ -124,7 +134,7 @@ def test_gradients_in_a_slot_outlive_its_use_by_another(file, pipelines):
     landed = []
     for number, group in enumerate(groups):
         gradients = torch.full((NUMEL,), 100.0 + number)
-        landed.append(slots.take_gradients(group, gradients))
+        landed.append(slots.put(group, GRADIENT, gradients))
         if not landed[-1]:
             SwapQueue().write(group.tensors[GRADIENT].region, gradients).wait()
     assert sum(landed) == slots.count
@@ -132,7 +142,8 @@ def test_gradients_in_a_slot_outlive_its_use_by_another(file, pipelines):
     for number, group in reversed(list(enumerate(groups))):
         assert (slots.fetch(group).view(GRADIENT) == 100.0 + number).all()
         assert (slots.of(group).view(MASTER) == number + 10.0 * (number < 3)).all()
-        slots.store(group, [MASTER], None)
+        slots.of(group).give_back([MASTER])
+        slots.make_room()
 
 
 def test_values_are_found_in_the_slot_until_they_are_dropped(file):
@@ -182,16 +193,56 @@ def fail_writes(monkeypatch):
     monkeypatch.setattr(SwapQueue, "finish", fail)
 
 
-def test_a_failed_write_is_raised_until_the_end(file, monkeypatch):
-    groups = make_groups(file, 2)
-    slots = SwapSlots(memory(), AioConfig(), reads_ahead=False, writes_behind=True)
+@pytest.mark.parametrize("writes_behind", [False, True])
+def test_what_could_not_be_written_stays_and_is_written_later(file, monkeypatch, writes_behind):
+    groups = make_groups(file, 5)
+    slots = SwapSlots(memory(), AioConfig(), reads_ahead=False, writes_behind=writes_behind)
     update(slots, groups)
-    fail_writes(monkeypatch)
-    for _ in range(2):
-        with pytest.raises(OSError, match="Input/output error"):
-            slots.settle()
-    assert (slots.found(groups[1], MASTER) == 11.0).all()
-    slots.release()
+    before = [value_of(slots, group, MASTER) for group in groups]
+    slots.begin(groups[::-1])
+    slots.fetch(groups[4]).give_back([])
+    slots.put(groups[4], MASTER, torch.full((NUMEL,), 77.0))
+    with monkeypatch.context() as patch:
+        fail_writes(patch)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                slots.of(groups[4]).clear()
+            assert (slots.found(groups[4], MASTER) == 77.0).all()
+    slots.of(groups[4]).clear()
+    assert [value_of(slots, group, MASTER) for group in groups] == [*before[:4], 77.0]
+
+
+def test_states_that_the_region_has_no_place_for(file):
+    """They are swapped all the same; those that it has a place for move with the rest."""
+    (group, *others) = make_groups(file, 5)
+    region = group.region
+    for name, dtype in (("first", torch.bfloat16), ("wide", torch.float64)):
+        assert not region.offset <= group.tensor(name, dtype).region.offset < region.stop
+    slots = SwapSlots(memory(), AioConfig(), reads_ahead=True, writes_behind=True)
+    slots.begin([group])
+    slot = slots.fetch(group)
+    for number, name in enumerate(("first", "wide")):
+        slot.view(name).fill_(number + 0.5)
+    slot.give_back([MASTER, "first", "wide"])
+    slots.make_room()
+    update(slots, others)
+    assert slots.of(group) is None
+    slots.begin([group])
+    slot = slots.fetch(group)
+    assert (slot.view("first").dtype, slot.view("wide").dtype) == (torch.bfloat16, torch.float64)
+    assert (slot.view("first") == 0.5).all()
+    assert (slot.view("wide") == 1.5).all()
+
+
+def test_one_operation_moves_a_sub_group(file):
+    kinds = {"master_dtype": torch.float32, "gradient_dtype": torch.bfloat16}
+    group = SwappedGroup(SubGroup((), 0, NUMEL), file, **kinds, num_states=2)
+    names = [MASTER, "m", "v"]
+    for name in names:
+        group.tensor(name, torch.float32)
+    assert group.runs([*names, GRADIENT]) == [group.region.part(0, group.tensors[GRADIENT].region.stop)]
+    assert group.runs(names) == [group.region.part(0, group.tensors["v"].region.stop)]
+    assert group.runs([MASTER, "v"]) == [group.tensors[name].region for name in (MASTER, "v")]
 
 
 def test_a_failed_read_leaves_no_values(file, monkeypatch):

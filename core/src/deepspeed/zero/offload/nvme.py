@@ -4,13 +4,13 @@
     bucket's sum  --- copy -->    staging buffer   --- write -->        gradients [S]      while the backward runs
                                   slot of a sub-group  <-- read ---     masters, states, gradients
                                   optimizer step                        sub-group by sub-group
-    weights       <-- copy ---    slot             --- write -->        masters, states
+    weights       <-- copy ---    slot             --- write -->        masters, states, if another needs the slot
 
 Between steps no master weight, state or reduced gradient has memory of its own: the tensor objects stay, in the
 optimizer's groups and state, and are empty. `fetch` points those of one sub-group at a slot that has its values;
-`store` empties them and writes the slot. A few sub-groups stay in the slots after the update, which need not be read by
-the next one, and whose gradients go straight there (`swap_slots.py`). States that are not one number per element
-(`step`, factored moments) stay in memory.
+`store` empties them. A few sub-groups stay in the slots after the update: the next one begins with them, their
+gradients go straight there, and the file gets their values when another sub-group needs the slot (`swap_slots.py`).
+States that are not one number per element (`step`, factored moments) stay in memory.
 
 The norm is taken where a sum is at hand, before it is written. Swap files do not outlive the run (`swap_folder.py`).
 ZeRO-Infinity: arXiv 2104.07857, sections 5.1.1 and 5.2.2.
@@ -74,7 +74,7 @@ class NvmePlacement(HostPlacement):
         aio: how files are read and written.
         pins: whether staging buffers and slots are page-locked.
         reads_ahead: read the next sub-group while one is updated.
-        writes_behind: write a sub-group while the next one is updated.
+        writes_behind: write a sub-group that leaves memory while the next one is updated.
         buffer_count: tensors of sub-groups in memory, if that is more than these take.
 
     Raises:
@@ -111,6 +111,7 @@ class NvmePlacement(HostPlacement):
         self._optimizer: Optimizer | None = None
         self._updated: Sequence[Sequence[ParamShard]] = ()  # by batch
         self._arriving: deque[_Arrival] = deque()
+        self._fetched: int | None = None  # the batch between `fetch` and `store`
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class NvmePlacement(HostPlacement):
                 self._file,
                 master_dtype=first.dtype,
                 gradient_dtype=gradient_dtype,
-                num_spares=self._num_states,
+                num_states=self._num_states,
             )
             unit.groups.append(group)
             self._slots.expect(group)
@@ -204,17 +205,17 @@ class NvmePlacement(HostPlacement):
     def _write(self, shard: ParamShard, name: str, new: Tensor) -> None:
         _, group, start = self._places[id(shard)]
         values = new.detach().reshape(-1).to("cpu").contiguous()
-        if name == GRADIENT and (held := self._slots.found(group, name)) is not None:
-            held.narrow(0, start, values.numel()).copy_(values)
-            return
-        self._slots.drop(group, name)
-        region = group.tensor(name, new.dtype).region
-        self._queue.write(region, values, start * new.dtype.itemsize).wait()
+        before = group.tensors.get(name)
+        tensor = group.tensor(name, new.dtype)
+        if tensor is not before:
+            self._slots.drop(group, name)
+        if not self._slots.put(group, name, values, start):
+            self._queue.write(tensor.region, values, start * new.dtype.itemsize).wait()
 
     def _zero_gradients(self, unit: SwappedUnit) -> None:
         for group in unit.groups:
             zeros = torch.zeros(group.numel, dtype=unit.gradient_dtype)
-            if not self._slots.take_gradients(group, zeros):
+            if not self._slots.put(group, GRADIENT, zeros):
                 self._queue.write(group.tensors[GRADIENT].region, zeros).wait()
         unit.has_sum = True
 
@@ -250,7 +251,7 @@ class NvmePlacement(HostPlacement):
         sum_S = sum_S.to(unit.gradient_dtype)
         unit.finish_writing()
         for group, part in unit.parts(sum_S):
-            if not self._slots.take_gradients(group, part):
+            if not self._slots.put(group, GRADIENT, part):
                 unit.written = self._queue.write(group.tensors[GRADIENT].region, part)
         if unit.written is not None:
             self._incoming.hold(arrival.place, unit.written)
@@ -276,6 +277,8 @@ class NvmePlacement(HostPlacement):
         for unit in self._units:
             unit.finish_writing()
         self._slots.settle()  # of the last update: an error is raised before the next one begins
+        if self._units:
+            self._file.check("update", 0, self._file.num_bytes)
 
     def norms(self, reduced: Sequence[Tensor]) -> list[Tensor]:
         return [norm for unit in self._units if unit.has_sum for norm in unit.norms]
@@ -296,6 +299,8 @@ class NvmePlacement(HostPlacement):
 
     def forget(self) -> None:
         """Gradients that are on their way are dropped, and so are errors of writing them."""
+        if self._fetched is not None:  # its update failed
+            self._give_back(self._fetched)
         for arrival in self._arriving:
             arrival.done.wait_on_host()
         self._arriving.clear()
@@ -313,12 +318,18 @@ class NvmePlacement(HostPlacement):
 
     def fetch(self, number: int) -> None:
         slot = self._slots.fetch(self._group(number))
+        self._fetched = number
         for shard, start in self._updated_of(number):
             for name, value in self._swapped(shard):
                 value.data = slot.view(name).narrow(0, start, shard.fragment.numel).view(shard.shape)
             shard.grad = slot.view(GRADIENT).narrow(0, start, shard.fragment.numel).view(shard.shape)
 
     def store(self, number: int) -> None:
+        self._give_back(number)
+        self._slots.make_room()
+
+    def _give_back(self, number: int) -> None:
+        """Take the memory of the batch away; what the optimizer has made of it is in the slot."""
         group = self._group(number)
         slot = self._slots.of(group)
         assert slot is not None
@@ -332,7 +343,8 @@ class NvmePlacement(HostPlacement):
                 names.add(name)
                 _empty(value)
             shard.grad = None
-        self._slots.store(group, names, self._sent)
+        slot.give_back(names, self._sent)
+        self._fetched = None
 
     def _group(self, number: int) -> SwappedGroup:
         return self._places[id(self._updated[number][0])].group

@@ -36,6 +36,21 @@ class Region:
     offset: int
     num_bytes: int
 
+    @property
+    def stop(self) -> int:
+        return self.offset + self.num_bytes
+
+    def part(self, start: int, num_bytes: int) -> "Region":
+        """`num_bytes` from byte `start` of it on, which is a multiple of `ALIGNMENT` too."""
+        assert start % ALIGNMENT == 0, start
+        assert start + num_bytes <= self.num_bytes, (start, num_bytes, self.num_bytes)
+        return Region(self.file, self.offset + start, num_bytes)
+
+
+def padded(num_bytes: int) -> int:
+    """What so many bytes take of a file."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
 
 class SwapFile:
     """A new file, which grows by the regions that are given out.
@@ -61,15 +76,15 @@ class SwapFile:
             OSError: the disk is full, or the file is gone; says what to do.
         """
         region = Region(self, self.num_bytes, num_bytes)
-        padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        taken = padded(num_bytes)
         self.check("allocation", region.offset, num_bytes)
-        if padded:
+        if taken:
             try:
-                _allocate(self.path, region.offset, padded)
+                _allocate(self.path, region.offset, taken)
             except OSError as error:
-                what = _text("allocation", padded, region.offset)
+                what = _text("allocation", taken, region.offset)
                 raise swap_error(error, self.path, what) from error
-        self.num_bytes += padded
+        self.num_bytes += taken
         return region
 
     def check(self, action: str, offset: int, num_bytes: int) -> None:

@@ -1,24 +1,25 @@
 """`SwapSlots`: the few sub-groups of a swapped optimizer that have memory, and what moves between it and the file.
 
-A slot has a buffer for each tensor of one sub-group at a time: master weights, states, gradients. After the update it
-is written, and keeps what it has until another sub-group needs it: whoever asks for its values meanwhile finds them
+A slot has the tensors of one sub-group at a time: master weights, states, gradients. What the update changes stays
+there, and is written only when the slot is needed for another sub-group; whoever asks for values meanwhile finds them
 there. So an update begins with the sub-groups that the one before ended with (`update.py` turns the order around),
-reads only the others, and its last writes run beside the next forward.
+and only the others pass the disk.
 
-    FREE --read--> READING --finish--> HELD --lend--> LENT --write--> WRITING --finish--> HELD
-      |                                 |                                                  any --clear--> FREE
+    FREE --read--> READING --finish--> HELD --lend--> LENT --give_back--> HELD --write--> WRITING --finish--> HELD
+      |                                 |                                                      any --clear--> FREE
       +---------- read ----<------------+   (what is missing: gradients that went to the file)
 """
 
 import enum
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from deepspeed.config.data import AioConfig
 from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.lane import Mark
-from deepspeed.zero.offload.swap_file import SwapQueue, SwapWork
+from deepspeed.zero.offload.swap_file import Region, SwapQueue, SwapWork
 from deepspeed.zero.offload.swapped import SwappedGroup
 from deepspeed.zero.placement import GRADIENT
 
@@ -29,9 +30,9 @@ MAX_READS_AHEAD = 2
 class SlotState(enum.Enum):
     FREE = enum.auto()  # holds nothing
     READING = enum.auto()  # tensors of its sub-group are on their way from the file
-    HELD = enum.auto()  # its tensors have their values; but for gradients, the file has the same
+    HELD = enum.auto()  # its tensors have their values; those that are not `dirty` have them in the file too
     LENT = enum.auto()  # the optimizer's tensors are views of it
-    WRITING = enum.auto()  # as HELD, but the file gets them at the moment
+    WRITING = enum.auto()  # as HELD; those that are dirty are on their way to the file
 
 
 #: the moves that are legal; `SwapSlot._move` is the only writer of the state
@@ -40,72 +41,108 @@ LEGAL_MOVES = {
     (SlotState.HELD, SlotState.READING),
     (SlotState.READING, SlotState.HELD),
     (SlotState.HELD, SlotState.LENT),
-    (SlotState.LENT, SlotState.WRITING),
-    (SlotState.HELD, SlotState.WRITING),  # gradients, before another sub-group takes the slot
+    (SlotState.LENT, SlotState.HELD),
+    (SlotState.HELD, SlotState.WRITING),
     (SlotState.WRITING, SlotState.HELD),
     *((state, SlotState.FREE) for state in SlotState),
 }
 
 
 class SwapSlot:
-    """Memory for one sub-group at a time: a buffer for each of its tensors, which stay allocated."""
+    """Memory for one sub-group at a time, laid out as its region of the file. It stays allocated."""
 
     def __init__(self, memory: HostMemory, queue: SwapQueue) -> None:
         self._memory = memory
         self._queue = queue  # moves what is in the slot, and nothing else
-        self._buffers: dict[str, Tensor] = {}  # bytes
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._apart: dict[int, Tensor] = {}  # bytes of tensors that are not in the sub-group's region, by offset
         self._works: list[SwapWork] = []
         self._sent: Mark | None = None  # copies of the weights to the device
         self.state = SlotState.FREE
         self.group: SwappedGroup | None = None
         self.names: set[str] = set()  # of the tensors that have their values
-        self._awaited: set[str] = set()  # of those that are being read
+        self.dirty: set[str] = set()  # of those among them that the file has other values of
+        self._moving: set[str] = set()  # of those that are being read or written
 
     def view(self, name: str) -> Tensor:
-        """[numel of the sub-group], the buffer of its tensor `name`."""
+        """[numel of the sub-group], the memory of its tensor `name`."""
         assert self.group is not None
-        dtype = self.group.tensors[name].dtype
-        num_bytes = self.group.numel * dtype.itemsize
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._buffers[name] = self._memory.aligned(num_bytes)
-        return buffer[:num_bytes].view(dtype)
+        region, dtype = self.group.tensors[name]
+        return self._bytes(region).view(dtype)
+
+    def _bytes(self, region: Region) -> Tensor:
+        assert self.group is not None
+        whole = self.group.region
+        if not whole.offset <= region.offset < whole.stop:
+            if region.offset not in self._apart:
+                self._apart[region.offset] = self._memory.aligned(region.num_bytes)
+            return self._apart[region.offset]
+        if self._buffer.numel() < whole.num_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # never both
+            self._buffer = self._memory.aligned(whole.num_bytes)
+        start = region.offset - whole.offset
+        return self._buffer[start : start + region.num_bytes]
 
     def read(self, group: SwappedGroup) -> None:
         """Begin to read what is missing of the tensors of `group`; what the slot has of another is dropped."""
         self.finish()
         if self.group is not group:
+            assert not self.dirty, self.dirty
             self._forget()
         missing = group.tensors.keys() - self.names
         if not missing:
             return
         self._move(SlotState.READING)
         self.group = group
-        for name in sorted(missing):
-            self._works.append(self._queue.read(group.tensors[name].region, self.view(name)))
-        self._awaited = missing
+        for region in group.runs(missing):
+            self._works.append(self._queue.read(region, self._bytes(region)))
+        self._moving = missing
 
     def lend(self) -> None:
-        """The tensors of the sub-group have their values, and may be changed until `write`."""
+        """The tensors of the sub-group have their values, and may be changed until `give_back`."""
         self._move(SlotState.LENT)
 
-    def write(self, names: Iterable[str], sent: Mark | None = None) -> None:
-        """Begin to write these tensors.
+    def give_back(self, changed: Iterable[str], sent: Mark | None = None) -> None:
+        """These tensors have other values now, and the gradients are not needed any more.
 
         Args:
             sent: after copies out of the slot.
         """
+        self._move(SlotState.HELD)
+        self.names.update(changed)
+        self.dirty.update(changed)
+        self.drop(GRADIENT)
+        self._sent = sent
+
+    def put(self, name: str, start: int, values: Tensor) -> None:
+        """Give elements from `start` on of the tensor `name` other values."""
+        if name in self._moving or self._sent is not None:
+            self.finish()
+        self.view(name).narrow(0, start, values.numel()).copy_(values)
+        self.names.add(name)
+        self.dirty.add(name)
+
+    def drop(self, name: str) -> None:
+        """The values of a tensor are not needed, or are in the file."""
+        self.names.discard(name)
+        self.dirty.discard(name)
+
+    def write(self) -> None:
+        """Begin to write the tensors that the file has other values of."""
+        if not self.dirty:
+            return
         assert self.group is not None
         self._move(SlotState.WRITING)
-        self._sent = sent
-        for name in sorted(names):
-            self._works.append(self._queue.write(self.group.tensors[name].region, self.view(name)))
+        for region in self.group.runs(self.dirty):
+            self._works.append(self._queue.write(region, self._bytes(region)))
+        self._moving = set(self.dirty)
 
     def finish(self) -> None:
-        """Return when nothing that is in flight uses the buffers.
+        """Return when nothing that is in flight uses the memory.
 
         Raises:
-            OSError: what was in flight failed; of a write every later call raises it again, as the file has old values.
+            OSError: what was in flight failed. What was to be written is in the slot still, and is written again when
+                the slot is needed.
         """
         try:
             for work in self._works:
@@ -113,24 +150,32 @@ class SwapSlot:
         except OSError:
             if self.state is SlotState.READING:
                 self.abandon()
+            elif self.state is SlotState.WRITING:
+                self._works, self._moving = [], set()
+                self._move(SlotState.HELD)
             raise
         self._works = []
         if self._sent is not None:
             self._sent.wait_on_host()
             self._sent = None
         if self.state is SlotState.READING:
-            self.names |= self._awaited
-            self._awaited = set()
-        if self.state in (SlotState.READING, SlotState.WRITING):
-            self._move(SlotState.HELD)
+            self.names |= self._moving
+        elif self.state is SlotState.WRITING:
+            self.dirty -= self._moving
+        else:
+            return
+        self._moving = set()
+        self._move(SlotState.HELD)
 
     def clear(self) -> None:
-        """Forget the sub-group, when nothing uses the buffers any more."""
+        """Write what the file does not have, and forget the sub-group."""
+        self.finish()
+        self.write()
         self.finish()
         self._forget()
 
     def abandon(self) -> None:
-        """As `clear`, whether or not what is in flight fails."""
+        """Forget the sub-group and what was not written, whether or not what is in flight fails."""
         self._queue.finish()
         self._works = []
         if self._sent is not None:
@@ -139,8 +184,8 @@ class SwapSlot:
 
     def _forget(self) -> None:
         self._move(SlotState.FREE)
-        self.group, self._sent = None, None
-        self.names, self._awaited = set(), set()
+        self.group, self._sent, self._apart = None, None, {}
+        self.names, self.dirty, self._moving = set(), set(), set()
 
     def _move(self, to: SlotState) -> None:
         assert (self.state, to) in LEGAL_MOVES, (self.state, to)
@@ -148,8 +193,7 @@ class SwapSlot:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return self._buffer.nbytes + sum(buffer.nbytes for buffer in self._apart.values())
 
 
 class SwapSlots:
@@ -159,7 +203,7 @@ class SwapSlots:
         memory: gives the buffers.
         aio: how the file is read and written.
         reads_ahead: read the next sub-group while one is updated.
-        writes_behind: write a sub-group while the next one is updated.
+        writes_behind: write a sub-group that leaves while the next one is updated.
     """
 
     def __init__(self, memory: HostMemory, aio: AioConfig, *, reads_ahead: bool, writes_behind: bool) -> None:
@@ -182,7 +226,7 @@ class SwapSlots:
         self.count = max(self._min_count, self._max_numel // self._largest_numel)
 
     def begin(self, order: Sequence[SwappedGroup]) -> None:
-        """An update of these sub-groups begins; `fetch` and `store` follow for each."""
+        """An update of these sub-groups begins. For each follow `fetch`, its slot's `give_back`, and `make_room`."""
         self._order = order
         self._due = {group: place for place, group in enumerate(order)}
 
@@ -191,7 +235,7 @@ class SwapSlots:
         return next((slot for slot in self._slots if slot.group is group), None)
 
     def fetch(self, group: SwappedGroup) -> SwapSlot:
-        """The slot with all tensors of the sub-group, lent until `store`; reads of those to come have begun."""
+        """The slot with all tensors of the sub-group, lent; reads of those to come have begun."""
         slot = self.of(group) or self._taken()
         slot.read(group)
         slot.finish()
@@ -203,15 +247,15 @@ class SwapSlots:
             self._read_ahead(place + 1)
         return slot
 
-    def store(self, group: SwappedGroup, names: Iterable[str], sent: Mark | None) -> None:
-        """Begin to write these tensors of a sub-group that was fetched."""
-        slot = self.of(group)
-        assert slot is not None
-        slot.names.discard(GRADIENT)
-        slot.names.update(names)
-        slot.write(names, sent)
-        if not self._writes_behind:
-            slot.finish()
+    def make_room(self) -> None:
+        """A slot was given back. Begin to write those that were used first, if others to come need their slots."""
+        num_missing = len(self._due) - sum(slot.group in self._due for slot in self._slots)
+        num_needed = num_missing - (self.count - len(self._slots)) - len(self._spare())
+        dirty = [slot for slot in self._slots if slot.state is SlotState.HELD and slot.dirty]
+        for slot in [slot for slot in dirty if slot.group not in self._due][: max(num_needed, 0)]:
+            slot.write()
+            if not self._writes_behind:
+                slot.finish()
 
     def _read_ahead(self, place: int) -> None:
         """Read the next sub-groups of which something is missing, as far as there are slots for them."""
@@ -220,7 +264,7 @@ class SwapSlots:
             slot = self.of(group)
             if slot is not None and group.tensors.keys() <= slot.names:
                 continue
-            if (slot := slot or self._spare()) is None:
+            if (slot := slot or self._free()) is None:
                 return
             if slot.state is not SlotState.READING:
                 slot.read(group)
@@ -228,11 +272,16 @@ class SwapSlots:
             if num_reads == MAX_READS_AHEAD:
                 return
 
-    def _spare(self) -> SwapSlot | None:
-        """A slot that the update does not need any more. One of those that are being written is left to that."""
+    def _spare(self) -> list[SwapSlot]:
+        """Those that the update does not need any more, and that have nothing to be written, or are being written."""
+        spare = [slot for slot in self._slots if slot.state is not SlotState.LENT and slot.group not in self._due]
+        return [slot for slot in spare if slot.state is SlotState.WRITING or not slot.dirty]
+
+    def _free(self) -> SwapSlot | None:
+        """A slot for a sub-group to come. One of those that are being written is left to that."""
         if len(self._slots) < self.count:
             return self._made()
-        spare = [slot for slot in self._slots if slot.state is not SlotState.LENT and slot.group not in self._due]
+        spare = self._spare()
         writing = [slot for slot in spare if slot.state is SlotState.WRITING]
         rest = [slot for slot in spare if slot.state is not SlotState.WRITING]
         return next(iter(rest or writing[:-1]), None)
@@ -241,11 +290,8 @@ class SwapSlots:
         """A slot for a sub-group that has none: that of the one which is needed last, or not any more."""
         if len(self._slots) < self.count:
             return self._made()
-        free = [slot for slot in self._slots if slot.state is not SlotState.LENT]
+        free = self._spare() or [slot for slot in self._slots if slot.state is not SlotState.LENT]
         slot = max(free, key=lambda slot: len(self._order) if slot.group is None else self._place(slot.group))
-        if slot.group in self._due and GRADIENT in slot.names:  # which only the slot has
-            slot.finish()
-            slot.write([GRADIENT])
         slot.clear()
         return slot
 
@@ -264,27 +310,26 @@ class SwapSlots:
         slot = self.of(group)
         return None if slot is None or name not in slot.names else slot.view(name)
 
-    def take_gradients(self, group: SwappedGroup, sum_S: Tensor) -> bool:
-        """Keep the gradients of a sub-group; False: it has no slot."""
+    def put(self, group: SwappedGroup, name: str, values: Tensor, start: int = 0) -> bool:
+        """Give elements from `start` on of the tensor `name` other values; False: the file has it."""
         slot = self.of(group)
-        if slot is None:
+        if slot is None or (name not in slot.names and values.numel() < group.numel):
             return False
-        slot.view(GRADIENT).copy_(sum_S)
-        slot.names.add(GRADIENT)
+        slot.put(name, start, values)
         return True
 
     def drop(self, group: SwappedGroup, name: str) -> None:
-        """The file gets other values of the tensor `name`."""
+        """The sub-group gets another tensor `name`."""
         slot = self.of(group)
         if slot is not None:
             slot.finish()
-            slot.names.discard(name)
+            slot.drop(name)
 
     def settle(self) -> None:
-        """Return when everything is in the file.
+        """Return when nothing is in flight.
 
         Raises:
-            OSError: it is not.
+            OSError: a write has failed.
         """
         for slot in self._slots:
             slot.finish()
@@ -292,7 +337,7 @@ class SwapSlots:
     def forget_gradients(self) -> None:
         """The gradients of the step are not needed any more."""
         for slot in self._slots:
-            slot.names.discard(GRADIENT)
+            slot.drop(GRADIENT)
 
     def release(self) -> None:
         """Drop the memory, and errors of what is in flight."""

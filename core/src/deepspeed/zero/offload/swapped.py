@@ -1,13 +1,14 @@
 """What `NvmePlacement` knows of a unit whose optimizer side is swapped out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapWork
+from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapWork, padded
 from deepspeed.zero.placement import GRADIENT, MASTER
 from deepspeed.zero.sub_groups import SubGroup
 
@@ -20,11 +21,11 @@ class SwappedTensor(NamedTuple):
 
 
 class SwappedGroup:
-    """A sub-group and its regions.
+    """A sub-group and its region: master weights, states, gradients, in that order, so that one operation moves all.
 
     Args:
         master_dtype, gradient_dtype: of its master weights and reduced gradients.
-        num_spares: regions for states of which only the number is known, so that the disk has space for them.
+        num_states: for which the region has places, of the dtype of the master weights; they get their names later.
     """
 
     def __init__(
@@ -34,30 +35,41 @@ class SwappedGroup:
         *,
         master_dtype: torch.dtype,
         gradient_dtype: torch.dtype,
-        num_spares: int,
+        num_states: int,
     ) -> None:
         self.sub_group = sub_group
         self.numel = sub_group.numel
-        self._file = file
-        self.tensors = {
-            name: SwappedTensor(file.allocate(self.numel * dtype.itemsize), dtype)
-            for name, dtype in ((GRADIENT, gradient_dtype), (MASTER, master_dtype))
-        }
-        self._spares = [file.allocate(self.numel * master_dtype.itemsize) for _ in range(num_spares)]
+        sizes = [self.numel * dtype.itemsize for dtype in (*[master_dtype] * (1 + num_states), gradient_dtype)]
+        starts = list(accumulate(map(padded, sizes), initial=0))
+        self.region = file.allocate(starts[-1])
+        master, *self._spares, gradient = map(self.region.part, starts, sizes)
+        self.tensors = {MASTER: SwappedTensor(master, master_dtype), GRADIENT: SwappedTensor(gradient, gradient_dtype)}
 
     def tensor(self, name: str, dtype: torch.dtype) -> SwappedTensor:
         """The tensor `name`; made if the group has none of that dtype."""
         found = self.tensors.get(name)
         if found is None or found.dtype != dtype:
-            found = self.tensors[name] = SwappedTensor(self._region(self.numel * dtype.itemsize), dtype)
+            found = self.tensors[name] = SwappedTensor(self._place(self.numel * dtype.itemsize), dtype)
         return found
 
-    def _region(self, num_bytes: int) -> Region:
-        fitting = [spare for spare in self._spares if spare.num_bytes == num_bytes]
-        if not fitting:
-            return self._file.allocate(num_bytes)
-        self._spares.remove(fitting[0])
-        return fitting[0]
+    def _place(self, num_bytes: int) -> Region:
+        """Of a state: in the group's region, or apart where that has no place for it."""
+        for spare in self._spares:
+            if num_bytes <= spare.num_bytes:
+                self._spares.remove(spare)
+                return spare.part(0, num_bytes)
+        return self.region.file.allocate(num_bytes)
+
+    def runs(self, names: Iterable[str]) -> list[Region]:
+        """The regions of these tensors, as few as possible: those in the group's that follow each other are one."""
+        runs: list[Region] = []
+        for region in sorted((self.tensors[name].region for name in names), key=lambda region: region.offset):
+            last = runs[-1] if runs else None
+            if last is not None and last.offset + padded(last.num_bytes) == region.offset < self.region.stop:
+                runs[-1] = Region(region.file, last.offset, region.stop - last.offset)
+            else:
+                runs.append(region)
+        return runs
 
 
 @dataclass(slots=True)
