@@ -146,7 +146,7 @@ def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> No
         if master.numel() not in (group.numel_in_file, group.numel_in_file - group.padding):
             raise CheckpointError(
                 f"optimizer state of group {index}: found a partition of {master.numel()} elements, this run has "
-                f"{group.numel_in_file}; load it with the same model and the same number of ranks"
+                f"{group.numel_in_file}; build the model of the save, or load with load_optimizer_states=False"
             )
 
 
