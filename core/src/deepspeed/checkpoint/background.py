@@ -22,6 +22,7 @@ from deepspeed.checkpoint.shared_memory import SharedMemory
 from deepspeed.errors import CheckpointError, first_line
 from deepspeed.log import announce, logger
 
+_BRIEF_S = 0.5  # a shorter wait is not announced
 _START = "import sys; sys.path[:] = sys.argv[1:-2]; from deepspeed.checkpoint.writer import main; main()"
 
 
@@ -181,7 +182,7 @@ class _Process:
         if not self._in_flight:
             return
         save = self._in_flight[0]
-        if not _has_answer(save, self._orders):
+        if not _has_answer(save, self._orders, _BRIEF_S):
             announce(f"waiting for the asynchronous {save.what}")
         error = _error_of(save, self._orders)
         self._in_flight.clear()  # not before: an interrupt of the wait leaves it in flight
@@ -199,11 +200,11 @@ def _copy_and_send(memory: SharedMemory, orders: Orders, order: Mapping[str, Any
     return orders.send(order)
 
 
-def _has_answer(save: _InFlight, orders: Orders) -> bool:
-    """Whether `_error_of` will not wait."""
-    if not save.number.done():
+def _has_answer(save: _InFlight, orders: Orders, within_s: float = 0) -> bool:
+    """Whether `_error_of` will not wait. Waits for so long itself, for each of its two steps."""
+    if not wait([save.number], within_s).done:
         return False
-    return save.number.exception() is not None or orders.has_answer(save.number.result())
+    return save.number.exception() is not None or orders.has_answer(save.number.result(), within_s)
 
 
 def _error_of(save: _InFlight, orders: Orders) -> str:

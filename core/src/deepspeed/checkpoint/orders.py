@@ -39,10 +39,10 @@ class Orders:
             self._poll(None)
         return error
 
-    def has_answer(self, number: int) -> bool:
-        """Whether `receive` will not wait."""
+    def has_answer(self, number: int, within_s: float = 0) -> bool:
+        """Whether `receive` will not wait. Waits for so long itself, for each part of an answer."""
         while self._answer(number) is None:
-            if not self._poll(0):
+            if not self._poll(int(within_s * 1000)):
                 return False
         return True
 

@@ -209,11 +209,29 @@ def test_an_interrupted_order_is_given_up(tmp_path, checkpointer, monkeypatch, o
     assert not layout.unfinished_in(tmp_path)
 
 
+@pytest.mark.parametrize("is_brief", [True, False])
+def test_only_a_wait_that_is_noticed_is_announced(tmp_path, checkpointer, monkeypatch, is_brief):
+    said, asked = [], []
+
+    def has_answer(orders, number, within_s=0):
+        asked.append(within_s)
+        return is_brief
+
+    monkeypatch.setattr(background, "announce", said.append)
+    save(checkpointer, tmp_path, 1)
+    checkpointer._background.wait_for_copy()
+    monkeypatch.setattr(Orders, "has_answer", has_answer)
+    checkpointer.wait_for_save()
+    assert asked == [background._BRIEF_S]
+    assert [text.partition(" save")[0] for text in said] == ([] if is_brief else ["waiting for the asynchronous"])
+
+
 def test_an_answer_is_taken_for_that_of_its_own_order_only():
     program = "import sys\nfor line in sys.stdin: print(line.replace('text', 'error').strip(), flush=True)"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         orders = Orders(process)
         first, second = orders.send({"text": "first"}), orders.send({"text": "second"})
+        assert orders.has_answer(second, within_s=60)
         assert [orders.receive(second), orders.receive(first), orders.receive(second)] == ["second", "first", "second"]
         orders.send({"text": "third"})
         assert orders.receive(orders.send({})) == ""
