@@ -36,6 +36,21 @@ def test_losses_and_weights_are_those_in_memory(tmp_path, world_size, precision,
     assert list(tmp_path.iterdir()) == []  # the swap files are gone with their engine
 
 
+def buffers_job(path):
+    engine = create_engine("fp32", on_disk(path, buffer_count=10**9))
+    run(engine, 1)
+    units = engine.sharding.module_units.all
+    (home,) = {unit.offloaded._home for unit in units if unit.shard_S.is_meta}
+    num_buffers = len(home._buffers)
+    engine.destroy()
+    return num_buffers, len(units)
+
+
+def test_no_more_buffers_are_made_than_shards_need(tmp_path):
+    for num_buffers, num_units in run_ranks(2, buffers_job, str(tmp_path)):
+        assert 1 < num_buffers <= num_units
+
+
 def where(path):
     """On which kinds of device shards are, and how many reads were begun before their unit was used."""
     engine = create_engine("fp32", on_disk(path, max_in_cpu=30))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.model_types import check_types
 from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.errors import CheckpointError
@@ -113,9 +114,7 @@ def find_models(folder: Path, mp_rank: int) -> list[Path]:
 
 def check_model_state(state: Any, path: Path, position: Position) -> None:
     """Refuse a model file that is none, or that another number of model-parallel ranks wrote."""
-    if not isinstance(state, dict) or "module" not in state:
-        found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(f"{path} is no model file of a checkpoint: it has no key 'module' (found: {found}).")
+    check_types(state, path)
     saved_mp = state.get("mp_world_size", position.mp_world_size)
     if saved_mp != position.mp_world_size:
         raise CheckpointError(

@@ -35,6 +35,8 @@ def check_types(state: Any, path: str | Path) -> None:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(sorted(map(str, value))[:8]) or 'nothing'}"
     is_brief = isinstance(value, str | int | float)
     return f"{value!r:.40}" if is_brief else "None" if value is None else f"a {type(value).__name__}"
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.checkpoint import Checkpointer, check_new_tag, validate_tag
-from deepspeed.checkpoint.model_types import check_types
 from deepspeed.engine.adapting import with_own_states, with_own_weights
 from deepspeed.engine.deepspeed_form import as_deepspeeds_model, as_deepspeeds_shard
 from deepspeed.engine.events import notify
@@ -177,7 +176,6 @@ class Saving:
 
         def check() -> None:
             nonlocal loaded, weights
-            check_types(loaded.model_state, loaded.path)
             loaded = with_own_weights(loaded, state, with_states=with_states)
             weights = fit_module_state(state.module, loaded.model_state)
             if custom_load_fn is None:

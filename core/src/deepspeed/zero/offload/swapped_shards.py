@@ -13,6 +13,7 @@ Legend: S numel of a shard.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -174,7 +175,9 @@ class SwappedShards(ShardHome):
         self._file = SwapFile(self._folder.path / "parameters.swap")
         staging = HostMemory(accelerator, pins=pins, key="offload_param")
         self.plain = HostMemory(accelerator, pins=False)  # for what the device does not copy
-        self._buffers = [_Buffer(staging, aio) for _ in range(section.buffer_count)]
+        self._max_buffers = section.buffer_count
+        self._new_buffer = partial(_Buffer, staging, aio)
+        self._buffers: list[_Buffer] = []  # no more than shards need at a time
         self._reads, self._writes = SwapQueue(aio), SwapQueue(aio)
         self._storing: list[_Storing] = []
         #: by first byte and end: writes that failed, and were not repeated
@@ -196,7 +199,10 @@ class SwappedShards(ShardHome):
 
     def free_buffer(self) -> _Buffer | None:
         """A buffer that no shard was read into."""
-        return next((buffer for buffer in self._buffers if buffer.owner is None), None)
+        found = next((buffer for buffer in self._buffers if buffer.owner is None), None)
+        if found is None and len(self._buffers) < self._max_buffers:
+            self._buffers.append(found := self._new_buffer())
+        return found
 
     def any_buffer(self) -> _Buffer:
         """A free buffer; if there is none, what was read ahead last is dropped."""
@@ -212,7 +218,7 @@ class SwappedShards(ShardHome):
 
     def write(self, region: Region, values: Tensor, start: int) -> None:
         """Begin to write `values` from byte `start` of the region on."""
-        if len(self._storing) >= len(self._buffers):
+        if len(self._storing) >= self._max_buffers:
             self.finish_storing()
         first = region.offset + start
         stop = first + values.nbytes
