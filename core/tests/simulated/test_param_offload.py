@@ -255,8 +255,8 @@ def reuse_of_a_buffer(path, without_waiting):
     section = {"offload_param": {"device": "nvme", "nvme_path": path, "buffer_count": 1, "max_in_cpu": 0}}
     with mock.patch.dict(os.environ, WITH_FILES):
         engine = create_engine("fp32", section)
-    first, second, *_ = engine.sharding.module_units.all
-    first.gather()
+        first, second, *_ = engine.sharding.module_units.all
+        first.gather()
     expected = first.params[0].detach().cpu()
     first.release()
     with mock.patch.object(lane.Mark, "wait_on_host") if without_waiting else contextlib.nullcontext():

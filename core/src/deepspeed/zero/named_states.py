@@ -103,9 +103,7 @@ def _names(sharding: Stateful) -> dict[int, str]:
 
 def _check_shape(saved: SavedStates, name: str, shape: torch.Size, *, with_states: bool) -> None:
     if name not in saved.shapes:
-        other = (
-            "load_optimizer_states=False" if with_states else "load_module_strict=False, so that it keeps its values"
-        )
+        other = "load_optimizer_states=False" if with_states else "load_module_strict=False"
         raise CheckpointError(
             f"optimizer state: found none of the parameter {name}, which this run trains; train the parameters "
             f"that the checkpoint's run trained, or load with {other}"
@@ -154,13 +152,9 @@ def _restore_state(
     state: dict[str, Any] = {}
     for key, dtype in saved.dtypes(name).items():
         values = saved.elements(name, key, start, numel).view(shard.shape)
-        state[key] = _copy(values, device, dtype)  # also of a parameter of no dimensions
+        state[key] = values.to(device, dtype, copy=True)  # also of a parameter of no dimensions
     rest: Mapping[str, Any] = {**scalars, **saved.others(name)}
     state.update({key: owned_copy(value, device) for key, value in rest.items() if value is not None})
     if state:
         optimizer.state[shard.master] = state
         shard.placement.put_away_state(shard, state)
-
-
-def _copy(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return values.to(device, dtype, copy=True)
