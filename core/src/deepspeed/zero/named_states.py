@@ -85,9 +85,10 @@ def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: 
             f"optimizer state: found {len(saved.param_groups)} parameter groups, this run has "
             f"{len(optimizer.param_groups)}; build the optimizer with the same groups"
         )
-    states = [{**saved.dtypes(name), **saved.scalars(name), **saved.others(name)} for name in names.values()]
+    odd = {name: saved.others(name) for name in names.values()}
+    states = [{**saved.dtypes(name), **saved.scalars(name), **its} for name, its in odd.items()]
     check_saved_state(optimizer, states, saved.param_groups)
-    others = {key for name in names.values() for key in saved.others(name)}
+    others = {key for its in odd.values() for key in its}
     if others and sharding.stage > 0 and not sharding.keeps_parameters_whole:
         raise CheckpointError(
             f"optimizer state {', '.join(sorted(others))}: found a shape that is not the parameter's, and stage "

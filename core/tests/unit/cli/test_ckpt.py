@@ -87,16 +87,6 @@ def test_verify_finds_what_does_not_belong(saved, ask):
     assert "latest names 's7', which is not there" in record["latest"]
 
 
-def make_odd(path, kind):
-    path.unlink(missing_ok=True)
-    if kind == "a FIFO":
-        os.mkfifo(path)
-    elif kind == "a folder":
-        path.mkdir()
-    else:
-        socket.socket(socket.AF_UNIX).bind(str(path))
-
-
 @pytest.fixture(params=["a FIFO", "a folder", "a socket"])
 def odd(request, saved, monkeypatch):
     """Put what is no file in the place of one: `odd(path)`, relative to the directory; returns what messages say."""
