@@ -1,0 +1,81 @@
+"""Which part of a whole parameter a rank holds where the model itself is divided: by tensor or expert parallelism.
+
+The layers that divide a parameter mark it; norms, checkpoints and consolidated weights read the mark, and know nothing
+of the layers:
+
+    mark_part(linear.weight, ModelPart(torch.Size([12, 4]), dim=0, ranges=((0, 2), (4, 6))))
+
+Here the rank holds rows 0, 1, 4 and 5 of a [12, 4] weight, in this order, as a fused query-key-value weight does. A
+parameter without a mark is whole on every rank that has one of its name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+_MARK = "ds_model_part"
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """A part of a whole parameter.
+
+    Args:
+        shape: of the whole parameter.
+        dim: along which it is divided.
+        ranges: [start, stop) along `dim` that this rank holds, in the order in which it holds them.
+        name: of the whole parameter in an undivided model, where it is not the name here: an expert is the
+            third of its layer, and the first of its rank. "": the name here.
+    """
+
+    shape: torch.Size
+    dim: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
+    name: str = ""
+
+    @property
+    def own_shape(self) -> torch.Size:
+        """Of what this rank holds."""
+        own = list(self.shape)
+        own[self.dim] = sum(stop - start for start, stop in self.ranges)
+        return torch.Size(own)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank holds all of it; other ranks hold other parameters."""
+        return self.ranges == ((0, self.shape[self.dim]),)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """What this rank holds of the whole parameter; a copy where it is several ranges."""
+        assert whole.shape == self.shape, (whole.shape, self)
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def put(self, own: Tensor, whole: Tensor) -> None:
+        """Write what this rank holds into the whole parameter."""
+        at = 0
+        for start, stop in self.ranges:
+            whole.narrow(self.dim, start, stop - start).copy_(own.narrow(self.dim, at, stop - start))
+            at += stop - start
+
+
+def mark_part(param: Tensor, part: ModelPart) -> None:
+    """Say which part of a whole parameter `param` is; the one of an expert that is whole on its rank has `part.name`."""
+    assert param.shape == part.own_shape, (param.shape, part)
+    setattr(param, _MARK, part)
+    if not part.is_whole:
+        param.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's mark, which norms read
+
+
+def part_held(param: Tensor) -> ModelPart | None:
+    """The mark of a parameter; None: it is whole here."""
+    return getattr(param, _MARK, None)
+
+
+def parts_held(module: Module) -> Mapping[str, ModelPart]:
+    """The marks of a module's parameters, by the names that these have here."""
+    marked = ((name, part_held(param)) for name, param in module.named_parameters(remove_duplicate=False))
+    return {name: part for name, part in marked if part is not None}
