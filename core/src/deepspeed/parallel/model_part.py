@@ -63,7 +63,7 @@ class ModelPart:
 
 
 def mark_part(param: Tensor, part: ModelPart) -> None:
-    """Say which part of a whole parameter `param` is; the one of an expert that is whole on its rank has `part.name`."""
+    """Say which part of a whole parameter `param` is; an expert that is whole on its rank has `part.name`."""
     assert param.shape == part.own_shape, (param.shape, part)
     setattr(param, _MARK, part)
     if not part.is_whole:
