@@ -175,7 +175,6 @@ OUT_OF_SCOPE = {
 # ds_status, ds_tensor, ds_active_sub_modules, partition_numel(), all_gather(), partition(), ds_external_parameters().
 CONFIGS_OUT_OF_SCOPE: dict[str, dict[str, Any]] = {
     "tensor parallelism": {"tensor_parallel": {"autotp_size": 2}},
-    "sequence parallelism": {"sequence_parallel_size": 2},
     "partitioned activations": {"activation_checkpointing": {"partition_activations": True}},
     "activations in host memory": {"activation_checkpointing": {"cpu_checkpointing": True}},
 }

@@ -59,6 +59,44 @@ def test_engines_with_different_meshes_train_side_by_side():
         assert run_ranks(4, side_by_side_job, stage) == [even, odd, even, odd]
 
 
+def from_config_job(keys, mesh_param=None):
+    config = {"train_micro_batch_size_per_gpu": 1, **keys}
+    try:
+        engine = deepspeed.initialize(model=Scale(), config=config, mesh_param=mesh_param)[0]
+    except ConfigError as error:
+        return str(error)
+    found = engine.train_batch_size(), {axis: engine.mesh.size(axis) for axis in ("pp", "dp", "sp", "tp")}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes"),
+    [
+        ({"mesh": {"tp": 2}}, {"dp": 2, "tp": 2}),
+        ({"mesh": {"pp": 2, "sp": 2}}, {"pp": 2, "sp": 2}),
+        ({"sequence_parallel_size": 2, "data_parallel_size": 2}, {"dp": 2, "sp": 2}),
+        ({"mesh": {"sp": 4}, "sequence_parallel_size": 4}, {"sp": 4}),
+    ],
+)
+def test_a_config_lays_the_ranks_out(keys, sizes):
+    whole = {"pp": 1, "dp": 1, "sp": 1, "tp": 1, **sizes}
+    assert run_ranks(4, from_config_job, keys) == [(whole["dp"], whole)] * 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "mesh_param", "problem"),
+    [
+        ({"mesh": {"tp": 3}}, None, "mesh.tp: pp 1 x dp 1 x sp 1 x tp 3 = 3, but the world has 4 ranks"),
+        ({"mesh": {"sp": 4}, "sequence_parallel_size": 2}, None, "sequence_parallel_size: found 2, but mesh.sp is 4"),
+        ({"mesh": {"sp": 4}}, {"sp": 2}, "mesh.sp: found 4, but initialize(mesh_param=...) has sp 2"),
+        ({"mesh": {"xp": 4}}, None, "mesh.xp"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named_on_every_rank(keys, mesh_param, problem):
+    assert all(problem in each for each in run_ranks(4, from_config_job, keys, mesh_param))
+
+
 def batch_job():
     engine = make_engine((2, 2), 0)
     engine.set_train_micro_batch_size(2)

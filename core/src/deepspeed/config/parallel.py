@@ -13,6 +13,15 @@ _TP = quiet("tensor parallelism only")
 _PIPE = quiet("read by pipeline models only")
 
 
+class MeshConfig(Section):
+    """`mesh`: how the ranks are laid out. Sizes multiply to the world; an absent dp gets the ranks that remain."""
+
+    pp: Int | None = key(None, "Pipeline stages.", unit="ranks", ge=1)
+    dp: Int | None = key(None, "Ranks that see different samples.", unit="ranks", ge=1)
+    sp: Int | None = key(None, "Ranks that share a sequence.", unit="ranks", ge=1)
+    tp: Int | None = key(None, "Ranks that share a layer.", unit="ranks", ge=1)
+
+
 class TensorParallelConfig(Section):
     """`tensor_parallel`: AutoTP, linear layers cut over ranks."""
 

@@ -41,6 +41,7 @@ from deepspeed.config.parallel import (
     CompileConfig,
     ExpertParallelConfig,
     HybridEngineConfig,
+    MeshConfig,
     PipelineConfig,
     TensorParallelConfig,
 )
@@ -73,7 +74,7 @@ class DeepSpeedConfig(Section):
     Raises ConfigError, its message beginning with the dotted key.
     """
 
-    # Absent until `_resolve_batch` has run; None afterwards only with batch_required=False.
+    # Absent until `resolve_batch` has run; None afterwards only with batch_required=False.
     train_batch_size: Int = key(None, "Samples per update, over all ranks.", unit="samples", ge=1)
     train_micro_batch_size_per_gpu: Int = key(None, "Samples per rank and forward pass.", unit="samples", ge=1)
     gradient_accumulation_steps: Int = key(
@@ -147,23 +148,14 @@ class DeepSpeedConfig(Section):
     flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig, "Operations of a step.")
     timers: TimersConfig = key(TimersConfig, "Timers.")
 
+    mesh: MeshConfig = key(MeshConfig, "Layout of the ranks; initialize(mesh_param=...) says the same.")
     tensor_parallel: TensorParallelConfig = key(TensorParallelConfig, "Tensor parallelism.")
     expert_parallel: ExpertParallelConfig = key(ExpertParallelConfig, "Expert parallelism.")
     pipeline: PipelineConfig = key(PipelineConfig, "Pipeline parallelism.")
-    sequence_parallel_size: Int = key(
-        1,
-        "Sequence-parallel degree.",
-        unit="ranks",
-        ge=1,
-        support=refused("sequence parallelism is not in this version"),
+    sequence_parallel_size: Int | None = key(
+        None, "Sequence-parallel degree, as mesh.sp. The model communicates, or is made to.", unit="ranks", ge=1
     )
-    data_parallel_size: Int | None = key(
-        None,
-        "Data-parallel degree.",
-        unit="ranks",
-        ge=1,
-        support=warned("it follows from the number of ranks and initialize(mesh_param=...) or mpu"),
-    )
+    data_parallel_size: Int | None = key(None, "Data-parallel degree, as mesh.dp.", unit="ranks", ge=1)
     use_data_before_expert_parallel_: Flag = key(
         False, "Order of expert groups.", support=refused("expert groups are not in this version")
     )
@@ -212,7 +204,7 @@ class DeepSpeedConfig(Section):
         self._auto = intake.auto
         self._world_size = _data_parallel_size(mpu, mesh_device) if world_size is None else world_size
         if batch_required:
-            self._resolve_batch()
+            self.resolve_batch(self._world_size)
         self._check_exclusions()
 
     @classmethod
@@ -231,14 +223,20 @@ class DeepSpeedConfig(Section):
         rest = {name: section for name, section in zero.items() if name != "aio"}
         return {**value, "zero_optimization": rest, "aio": inner}
 
-    def _resolve_batch(self) -> None:
+    def resolve_batch(self, world_size: int) -> None:
+        """Fill the batch sizes in for that many data-parallel ranks.
+
+        Raises:
+            ConfigError: they do not fit, or are not known.
+        """
+        self._world_size = world_size
         sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         if sizes[:2] == (None, None):
             waiting = [name for name in (TRAIN, MICRO) if name in self._auto]
             if waiting:
                 raise ConfigError(f"{waiting[0]}: found 'auto', which only Hugging Face's Trainer or Accelerate fills; "
                                   "write a number")  # fmt: skip
-        triple = resolve_batch(*sizes, self._world_size)
+        triple = resolve_batch(*sizes, world_size)
         # by __dict__, not by setattr: model_fields_set keeps to what the user wrote
         self.__dict__.update({TRAIN: triple.train, MICRO: triple.micro, STEPS: triple.steps})
         self._auto = [name for name in self._auto if name not in (TRAIN, MICRO, STEPS)]

@@ -43,6 +43,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.optim import is_elementwise, is_tested_with_zero
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import expert_sizes
+from deepspeed.parallel.layout import merge_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
@@ -114,10 +115,11 @@ def initialize(
         raise ConfigError(f"initialize: model is {type(model).__name__}; pass a torch.nn.Module")
     refuse_meta(chain(model.named_parameters(), model.named_buffers()), "initialize")
     source = _config_source(args, config, config_params)
-    _start_communication(dist_init_required, distributed_port)
-    mesh = groups.create_mesh(mpu, mesh_param)
-    settings = DeepSpeedConfig(source, world_size=mesh.size("dp"))
+    settings = DeepSpeedConfig(source, batch_required=False)
     settings.check_supported()
+    _start_communication(dist_init_required, distributed_port)
+    mesh = groups.create_mesh(mpu, mesh_param, _asked_sizes(settings))
+    settings.resolve_batch(mesh.size("dp"))
     mesh = _split_data(mesh, settings.zero_optimization)
     group = mesh.gradient_group()
     groups.view(mesh)
@@ -242,6 +244,16 @@ def _start_communication(dist_init_required: bool | None, port: int) -> None:
             "deepspeed.init_distributed() first or leave the argument out"
         )
     comm.init_distributed(distributed_port=port)
+
+
+def _asked_sizes(config: DeepSpeedConfig) -> dict[str, tuple[int, str]]:
+    """By axis of the mesh the size that the configuration asks for, and its key. 1 asks for nothing but in `mesh`."""
+    tp_size = config.tensor_parallel.autotp_size
+    given = [(f"mesh.{axis}", axis, getattr(config.mesh, axis)) for axis in ("pp", "dp", "sp", "tp")]
+    given.append(("tensor_parallel.autotp_size", "tp", tp_size if tp_size > 1 else None))
+    for name, axis in (("sequence_parallel_size", "sp"), ("data_parallel_size", "dp")):
+        given.append((name, axis, getattr(config, name)))
+    return merge_sizes(given)
 
 
 def _split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, ConfigError
 from deepspeed.parallel.expert_params import EXPERT_PREFIX
 from deepspeed.parallel.layout import grid, read_layout
 from deepspeed.parallel.mesh import Mesh, RankGrid
@@ -64,14 +64,37 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     _create_expert_and_data_parallel(ep_size)
 
 
-def create_mesh(mpu: Any = None, mesh_param: object = None) -> Mesh:
-    """The mesh of a new engine, called by `deepspeed.initialize`: from its arguments, else the user's own from here,
-    else all ranks data parallel. A collective."""
+def create_mesh(mpu: Any = None, mesh_param: object = None, asked: Mapping[str, tuple[int, str]] | None = None) -> Mesh:
+    """The mesh of a new engine, called by `deepspeed.initialize`. A collective.
+
+    Args:
+        mpu: of the caller; or
+        mesh_param: of the caller; or else the mesh that the user made here, or one of the sizes in `asked`.
+        asked: by axis the size that the configuration asks for, and its key.
+
+    Raises:
+        ConfigError: the sizes do not fit the world, or the mesh that the caller made has others than those of `asked`.
+    """
+    asked = asked or {}
     if mpu is not None:
-        return mesh_of_mpu(mpu)
+        return _checked(mesh_of_mpu(mpu), asked, f"mpu ({type(mpu).__name__})")
+    world_size = dist.get_world_group().size()
     if mesh_param is not None:
-        return Mesh(read_layout(mesh_param, dist.get_world_group().size()))
-    return _default_mesh()
+        return _checked(Mesh(read_layout(mesh_param, world_size)), asked, "initialize(mesh_param=...)")
+    own = _of_this_world(_default)
+    if own is not None and own.size("dp") < world_size:
+        return _checked(own, asked, "the mesh made through deepspeed.utils.groups")
+    if not asked:
+        return _default_mesh()
+    sizes = {axis: size for axis, (size, _) in asked.items()}
+    return Mesh(read_layout(sizes, world_size, asked_by=", ".join(key for _, key in asked.values())))
+
+
+def _checked(mesh: Mesh, asked: Mapping[str, tuple[int, str]], made_by: str) -> Mesh:
+    for axis, (size, key) in asked.items():
+        if mesh.size(axis) != size:
+            raise ConfigError(f"{key}: found {size}, but {made_by} has {axis} {mesh.size(axis)}; give the same size")
+    return mesh
 
 
 def view(mesh: Mesh) -> None:

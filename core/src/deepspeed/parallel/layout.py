@@ -5,7 +5,7 @@ each other differ in tp, so the heaviest traffic stays on one machine. `mesh.py`
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,13 +144,14 @@ def grid(
     return Layout(tuple(zip(AXES, sizes, strict=True)), tuple(range(math.prod(sizes))) if ranks is None else ranks)
 
 
-def read_layout(param: object, world_size: int) -> Layout:
+def read_layout(param: object, world_size: int, asked_by: str = "mesh_param") -> Layout:
     """The layout that the user gave as `initialize(mesh_param=...)`.
 
     Args:
         param: a pair (data parallel, sequence parallel); or a mapping of axes ("dp" or "data_parallel", ...) to sizes,
             where an absent dp gets the ranks that remain; None is all dp.
         world_size: the sizes multiply to it.
+        asked_by: where the sizes were given, for the errors.
 
     Raises:
         ConfigError: for another form, an unknown axis, or sizes that do not fit.
@@ -158,32 +159,51 @@ def read_layout(param: object, world_size: int) -> Layout:
     if param is None:
         return grid(dp=world_size)
     if isinstance(param, Mapping):
-        sizes = _from_mapping(param, world_size)
+        sizes = _from_mapping(param, world_size, asked_by)
     elif isinstance(param, tuple | list) and len(param) == 2 and all(_is_size(size) for size in param):
         sizes = {"dp": param[0], "sp": param[1]}
     else:
         raise ConfigError(
-            f"mesh_param: expected (data_parallel, sequence_parallel) or a mapping of axes to sizes, found {param!r}"
+            f"{asked_by}: expected (data_parallel, sequence_parallel) or a mapping of axes to sizes, found {param!r}"
         )
     product = math.prod(sizes.values())
     if product != world_size:
         raise ConfigError(
-            f"mesh_param: {' x '.join(f'{axis} {sizes.get(axis, 1)}' for axis in _GIVEN_AXES)} = {product}, but the "
+            f"{asked_by}: {' x '.join(f'{axis} {sizes.get(axis, 1)}' for axis in _GIVEN_AXES)} = {product}, but the "
             f"world has {world_size} ranks; the sizes must multiply to it"
         )
     return grid(**sizes, ranks=tuple(range(world_size)))
 
 
-def _from_mapping(param: Mapping[Any, object], world_size: int) -> dict[str, int]:
+def merge_sizes(asked: Iterable[tuple[str, str, int | None]]) -> dict[str, tuple[int, str]]:
+    """The size of each axis, and who asked for it, from several places that may say the same.
+
+    Args:
+        asked: (config key, axis, size or None) of every place.
+
+    Raises:
+        ConfigError: two places ask for different sizes of one axis.
+    """
+    merged: dict[str, tuple[int, str]] = {}
+    for name, axis, size in asked:
+        if size is None:
+            continue
+        other, by = merged.setdefault(axis, (size, name))
+        if other != size:
+            raise ConfigError(f"{name}: found {size}, but {by} is {other}; both are the size of the axis {axis}")
+    return merged
+
+
+def _from_mapping(param: Mapping[Any, object], world_size: int, asked_by: str) -> dict[str, int]:
     given: dict[str, int] = {}
     for name, size in param.items():
         axis = _ALIASES.get(name, name)
         if axis not in _GIVEN_AXES:
-            raise ConfigError(f"mesh_param.{name}: no such axis; the axes are {', '.join(_GIVEN_AXES)}")
+            raise ConfigError(f"{asked_by}.{name}: no such axis; the axes are {', '.join(_GIVEN_AXES)}")
         if not _is_size(size):
-            raise ConfigError(f"mesh_param.{name}: expected a positive integer, found {size!r}")
+            raise ConfigError(f"{asked_by}.{name}: expected a positive integer, found {size!r}")
         if axis in given:
-            raise ConfigError(f"mesh_param.{name}: the axis {axis} is given twice")
+            raise ConfigError(f"{asked_by}.{name}: the axis {axis} is given twice")
         given[axis] = size  # type: ignore[assignment]
     given.setdefault("dp", max(1, world_size // math.prod(given.values())))
     return given

@@ -33,7 +33,6 @@ REFUSED = [
     ("fp16.fp16_master_weights_and_grads", {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}),
     ("elasticity.enabled", {"elasticity": ON}),
     ("autotuning.enabled", {"autotuning": ON}),
-    ("sequence_parallel_size", {"sequence_parallel_size": 2}),
     ("activation_checkpointing.cpu_checkpointing", {"activation_checkpointing": {"cpu_checkpointing": True}}),
     ("sparse_attention", {"sparse_attention": {"mode": "fixed"}}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
@@ -53,10 +52,10 @@ def test_what_would_change_the_result_is_refused(where, keys):
 
 def test_the_first_refusal_names_the_others():
     with pytest.raises(ConfigError) as caught:
-        check(zero_optimization={"parameter_alignment": True}, sequence_parallel_size=2)
+        check(zero_optimization={"parameter_alignment": True}, gradient_allreduce_op="sum")
     assert str(caught.value) == (
         "zero_optimization.parameter_alignment: found true, but flat buffers are dense in this version; leave it at "
-        "false (not in this version either: sequence_parallel_size)"
+        "false (not in this version either: gradient_allreduce_op)"
     )
 
 
