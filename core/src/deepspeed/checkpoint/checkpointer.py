@@ -17,6 +17,7 @@ from deepspeed.checkpoint.index import DamagedCheckpoint, seal_of
 from deepspeed.checkpoint.load import LoadedCheckpoint, Position, tag_folder_hint
 from deepspeed.checkpoint.loadable import make_loadable
 from deepspeed.checkpoint.location import is_remote, location, store_failures
+from deepspeed.checkpoint.model_ranks import Division
 from deepspeed.checkpoint.object_store import ObjectStore
 from deepspeed.checkpoint.offer import last_good_tag
 from deepspeed.checkpoint.reader import Reader
@@ -41,6 +42,8 @@ class Checkpointer:
             rank's, in rank order. It is the only communication here. Default: one rank.
         store: where bytes go; default `TorchStore`.
         prefix: of the shard files: `"bf16_"` when the model trains in bf16, else empty.
+        division: how the run divides its model over the model parallel ranks; None where it does not know, and only
+            as many such ranks load what it saves.
         partitioned_model: every data parallel rank has a model file of its own (ZeRO stage 3).
         commits: whether this rank makes, commits and names checkpoints; default: the first rank. Exactly one does.
         verify: compare the checksums of the files that this rank loads with those in the checkpoint's index. Sizes are
@@ -61,13 +64,14 @@ class Checkpointer:
         dp_world_size: int = 1,
         mp_rank: int = 0,
         mp_world_size: int = 1,
+        division: Division | None = None,
         partitioned_model: bool = False,
         commits: bool | None = None,
         verify: bool = True,
         keep_last: int | None = None,
         background: BackgroundWriter | None = None,
     ) -> None:
-        self.position = Position(dp_rank, dp_world_size, mp_rank, mp_world_size)
+        self.position = Position(dp_rank, dp_world_size, mp_rank, mp_world_size, division)
         self.commits = (dp_rank == 0 and mp_rank == 0) if commits is None else commits
         self._ranks = Ranks(self.position, self.commits, gather)
         self.store: Store = TorchStore() if store is None else store

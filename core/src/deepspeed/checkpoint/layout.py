@@ -33,6 +33,7 @@ MODEL_STATE_KEYS = frozenset(
         "global_samples",
         "dp_world_size",
         "mp_world_size",
+        "ds_model_parallel",
         "ds_config",
         "ds_version",
     }

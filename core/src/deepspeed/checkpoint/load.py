@@ -1,6 +1,6 @@
 """Finding a checkpoint and checking that it fits this job, before anything is changed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.model_types import check_types
+from deepspeed.checkpoint.model_ranks import Division, SavedModelRank
 from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.errors import CheckpointError
@@ -57,6 +57,10 @@ class LoadedCheckpoint:
     """What another number of ranks, or another stage, saved."""
     stored: Mapping[str, StoredTensor] | None = None
     """Of another program's checkpoint: the weights and buffers, in its files. `module` is then empty."""
+    model_ranks: Sequence[SavedModelRank] = ()
+    """The files of all model-parallel ranks, where this run divides the model otherwise."""
+    states: SavedStates | None = None
+    """What `model_ranks` have of the optimizer, by the names of this run."""
     by_name: StatesByName | None = None
     """In place of `shard_state`: master weights, and the optimizer's state, to be read by range."""
 
@@ -74,6 +78,8 @@ class Position:
     dp_world_size: int
     mp_rank: int
     mp_world_size: int
+    division: Division | None = None
+    """How this run divides the model; None where it does not know."""
 
     @property
     def rank(self) -> int:
@@ -112,15 +118,24 @@ def find_models(folder: Path, mp_rank: int) -> list[Path]:
     return [folder / layout.model_file(mp_rank)]
 
 
-def check_model_state(state: Any, path: Path, position: Position) -> None:
-    """Refuse a model file that is none, or that another number of model-parallel ranks wrote."""
-    check_types(state, path)
-    saved_mp = state.get("mp_world_size", position.mp_world_size)
-    if saved_mp != position.mp_world_size:
-        raise CheckpointError(
-            f"{path} was saved by {saved_mp} model parallel ranks, this job has {position.mp_world_size}. Start the "
-            f"job with {saved_mp}: changing the number at load is not supported."
-        )
+def divides_otherwise(state: Mapping[str, Any], path: Path, position: Position) -> bool:
+    """Whether the run that wrote a model file divided its model otherwise than this one.
+
+    Raises:
+        CheckpointError: it did, and one of the two does not know which part of a parameter a rank has.
+    """
+    saved, own = Division.of_file(state, str(path)), position.division
+    saved_size = int(state.get("mp_world_size", position.mp_world_size))
+    if saved is not None and own is not None:
+        return saved.axes != own.axes or own.axes["pp"] > 1  # stages may have other layers
+    if saved_size == position.mp_world_size:
+        return False
+    who = "the run that saved it" if saved is None else "this run"
+    raise CheckpointError(
+        f"{path} was saved by {saved_size} model parallel ranks, this job has {position.mp_world_size}, and {who} did "
+        "not say which part of each parameter a rank has (it divided the model itself, without "
+        f"deepspeed.parallel.model_part.mark_part). Start the job with {saved_size}."
+    )
 
 
 def check_one_model_rank(folder: Path, position: Position) -> None:
@@ -132,26 +147,27 @@ def check_one_model_rank(folder: Path, position: Position) -> None:
         )
 
 
-def find_shards(folder: Path, position: Position, model_state: dict[str, Any], num_models: int) -> list[Path]:
-    """The shards in `folder` of this rank's model-parallel place, of all data-parallel ranks of the save, after
-    checking that none is missing. Empty where the model file has the optimizer's state, or nothing has it.
+def find_shards(folder: Path, mp_rank: int, model_state: dict[str, Any], num_models: int) -> list[Path]:
+    """The shards in `folder` of a model-parallel rank, of all data-parallel ranks of the save, after checking that none
+    is missing. Empty where the model file has the optimizer's state, or nothing has it.
 
     Args:
         model_state: of this rank.
         num_models: of stage 3, whose ranks have a model file each; else 1.
     """
     found = layout.shards_in(folder)
+    mp_world_size = int(model_state.get("mp_world_size", mp_rank + 1))
     num_ranks = max(model_state.get("dp_world_size", 1), num_models, 1 + max((dp for dp, _ in found), default=0))
     if not found and (num_models == 1 or model_state.get("optimizer")):
         return []
-    missing = [place for place in product(range(num_ranks), range(position.mp_world_size)) if place not in found]
+    missing = [place for place in product(range(num_ranks), range(mp_world_size)) if place not in found]
     if missing:
         prefix = "bf16_" if any(path.name.startswith("bf16_") for path in found.values()) else ""
         raise CheckpointError(
-            f"{folder} is incomplete: of {num_ranks * position.mp_world_size} optimizer shards {len(missing)} are "
+            f"{folder} is incomplete: of {num_ranks * mp_world_size} optimizer shards {len(missing)} are "
             f"missing ({_names(missing, prefix)}). Load another tag, or copy the missing files."
         )
-    return [found[rank, position.mp_rank] for rank in range(num_ranks)]
+    return [found[rank, mp_rank] for rank in range(num_ranks)]
 
 
 def check_has_states(folder: Path, shards: list[Path], model_state: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """`Reader`: reads what one rank needs of a tag, after verifying it. Changes nothing of the caller's."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -15,15 +15,17 @@ from deepspeed.checkpoint.load import (
     Position,
     SavedParts,
     check_has_states,
-    check_model_state,
     check_one_model_rank,
     check_shard,
+    divides_otherwise,
     find_folder,
     find_models,
     find_shards,
     split_client_state,
 )
 from deepspeed.checkpoint.location import local_folder
+from deepspeed.checkpoint.model_ranks import Division, SavedModelRank
+from deepspeed.checkpoint.model_types import check_types
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.universal import with_universal_states
 
@@ -53,9 +55,14 @@ class Reader:
             folder = local_folder(folder, "load, as a checkpoint of torch.distributed.checkpoint,")
             return load_dcp(folder, tag, needs_states=self.needs_states)
         models = find_models(folder, position.mp_rank)
+        if position.mp_rank > 0 and not any(path.exists() for path in models):  # fewer model-parallel ranks saved it
+            models = find_models(folder, 0)
         path = models[min(position.dp_rank, len(models) - 1)]
         verify = self._verifier(folder)
         own, client = split_client_state(self._model(path, verify))
+        if not layout.is_universal(folder) and divides_otherwise(own, path, position):
+            ranks = self._model_ranks(folder, int(own.get("mp_world_size", 1)), verify)
+            return LoadedCheckpoint(str(path), tag, own, None, client, SavedParts([own], []), model_ranks=ranks)
         was_divided = layout.is_partitioned(path.name)
         if layout.is_universal(folder):
             check_one_model_rank(folder, position)
@@ -65,19 +72,40 @@ class Reader:
             return LoadedCheckpoint(str(path), tag, own, None, client, SavedParts(states, []))
         if not (self.load_shard or was_divided):
             return LoadedCheckpoint(str(path), tag, own, None, client)
-        shards = find_shards(folder, position, own, len(models))
+        shards = find_shards(folder, position.mp_rank, own, len(models))
         if self.needs_states:
             check_has_states(folder, shards, own)
         if len(shards) in (0, position.dp_world_size) and was_divided == self.partitioned_model:
             shard = self._shard(shards[position.dp_rank], verify) if shards else None
             if self._can_take(shard):
                 return LoadedCheckpoint(str(path), tag, own, shard, client)
-        verify = self._of_own_share(models, shards, verify)
+        verify = self._of_own_share([models, shards], verify, position.dp_rank, position.dp_world_size)
         parts = SavedParts(
             self._models(models, own, verify),
             [as_own_shard(self._shard(each, verify), each) for each in shards],
         )
         return LoadedCheckpoint(str(path), tag, own, None, client, parts)
+
+    def _model_ranks(self, folder: Path, num_ranks: int, verify: Verify) -> list[SavedModelRank]:
+        """The files of all model-parallel ranks of the save."""
+        models = [find_models(folder, mp_rank) for mp_rank in range(num_ranks)]
+        needs_shards = self.load_shard or layout.is_partitioned(models[0][0].name)
+        firsts = [self.store.load(paths[0], self.map_location, mmap=True) for paths in models]
+        shards = [
+            find_shards(folder, mp_rank, first, len(paths)) if needs_shards else []
+            for mp_rank, (paths, first) in enumerate(zip(models, firsts, strict=True))
+        ]
+        verify = self._of_own_share([*models, *shards], verify, self.position.rank, self.position.world_size)
+        ranks = []
+        for paths, its_shards in zip(models, shards, strict=True):
+            states = [self._model(each, verify) for each in paths]
+            if self.needs_states:
+                check_has_states(folder, its_shards, states[0])
+            division = Division.of_file(states[0], str(paths[0]))
+            assert division is not None
+            owned = [as_own_shard(self._shard(each, verify), each) for each in its_shards]
+            ranks.append(SavedModelRank(states, owned, division.parts))
+        return ranks
 
     def _can_take(self, shard: dict[str, Any] | None) -> bool:
         """Whether the caller takes a shard of as many ranks as it is; None: the model file has all."""
@@ -90,7 +118,7 @@ class Reader:
     def _model(self, path: Path, verify: Verify) -> dict[str, Any]:
         verify(path)
         state = self.store.load(path, self.map_location, mmap=True)
-        check_model_state(state, path, self.position)
+        check_types(state, path)
         return cast(dict[str, Any], state)
 
     def _shard(self, path: Path, verify: Verify) -> dict[str, Any]:
@@ -99,10 +127,9 @@ class Reader:
         check_shard(state, path)
         return cast(dict[str, Any], state)
 
-    def _of_own_share(self, models: list[Path], shards: list[Path], verify: Verify) -> Verify:
-        """Every rank reads the files of all by range: each verifies some of them."""
-        rank, world_size = self.position.dp_rank, self.position.dp_world_size
-        share = {*models[rank::world_size], *shards[rank::world_size]}
+    def _of_own_share(self, files: Iterable[list[Path]], verify: Verify, rank: int, world_size: int) -> Verify:
+        """Of files that `world_size` ranks read by range, `rank` verifies some."""
+        share = {path for paths in files for path in paths[rank::world_size]}
         return lambda path: verify(path) if path in share else None
 
     def _verifier(self, folder: Path) -> Verify:

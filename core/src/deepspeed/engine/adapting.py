@@ -4,20 +4,35 @@ it. Called by `saving.py`, before anything is changed.
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.checkpoint import LoadedCheckpoint, StatesByName
+from deepspeed.checkpoint.model_ranks import AcrossRanks
 from deepspeed.checkpoint.saved_states import PARAM_NAMES, TorchStates, is_flat, states_of
 from deepspeed.engine.stored_weights import read_weights
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.engine.unnamed_states import with_names
 from deepspeed.errors import CheckpointError
+from deepspeed.parallel.model_part import parts_held
 from deepspeed.zero.named_states import SavedStates
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.parameter_parts import part_of, part_of_parts
+
+
+def with_own_parts(found: LoadedCheckpoint, state: TrainingState, elsewhere: Collection[str]) -> LoadedCheckpoint:
+    """`found` of a run that divided its model otherwise: with weights and states of the parts that this rank has.
+
+    Args:
+        elsewhere: names in the undivided model of what other ranks of this run have.
+    """
+    if not found.model_ranks:
+        return found
+    states = AcrossRanks(found.model_ranks, parts_held(state.module), elsewhere)
+    return dataclasses.replace(found, stored=states.weights(), states=states)
 
 
 def with_own_weights(found: LoadedCheckpoint, state: TrainingState, *, with_states: bool) -> LoadedCheckpoint:
@@ -74,6 +89,10 @@ def with_own_states(found: LoadedCheckpoint, state: TrainingState, *, with_state
     Raises:
         CheckpointError: they have no names, or are not whole.
     """
+    if found.states is not None:
+        if not (found.model_ranks[0].states is not None or with_states or state.sharding.stage == 3):
+            return found
+        return dataclasses.replace(found, by_name=StatesByName(found.states, found.model_ranks[0].loss_scaler))
     if with_states:
         found = with_names(found, state)
     parts, whole = found.parts, found.model_state.get("optimizer") or {}

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from deepspeed import comm, log
 from deepspeed.checkpoint import Checkpointer, create_store
 from deepspeed.checkpoint.background import BackgroundWriter
+from deepspeed.checkpoint.model_ranks import Division
 from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config import DeepSpeedConfig, read_config
@@ -45,6 +46,7 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import expert_sizes
 from deepspeed.parallel.layout import merge_sizes
 from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.model_part import division_is_known, parts_held
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
@@ -457,6 +459,7 @@ def _create_saving(config: DeepSpeedConfig, state: TrainingState, mesh: Mesh) ->
         dp_world_size=sharding.world_size,
         mp_rank=mesh.model_rank,
         mp_world_size=mesh.model_size,
+        division=_division(state.module, mesh),
         partitioned_model=sharding.stage >= 3,
         verify=section.verify,
         keep_last=nebula.keep_last if section.keep_last is None else section.keep_last,
@@ -474,6 +477,14 @@ def _create_saving(config: DeepSpeedConfig, state: TrainingState, mesh: Mesh) ->
         save_dir=nebula.save_dir,
         load_dir=nebula.load_dir,
     )
+
+
+def _division(module: torch.nn.Module, mesh: Mesh) -> Division | None:
+    """What checkpoints say of the division of the model; None where the caller divided it, without a mark."""
+    axes = {axis: mesh.size(axis) for axis in ("pp", "tp")}
+    if axes["pp"] > 1 and not getattr(module, "names_are_global", False):
+        return None
+    return Division(axes, parts_held(module)) if axes["tp"] == 1 or division_is_known(module) else None
 
 
 def _deepspeed_sub_group_size(config: DeepSpeedConfig, stage: int) -> int | None:

@@ -1,18 +1,20 @@
 """`save_checkpoint` and `load_checkpoint`: in which order values go from training to the checkpointer, and back."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.checkpoint import Checkpointer, check_new_tag, validate_tag
-from deepspeed.engine.adapting import with_own_states, with_own_weights
+from deepspeed.engine.adapting import with_own_parts, with_own_states, with_own_weights
 from deepspeed.engine.deepspeed_form import as_deepspeeds_model, as_deepspeeds_shard
 from deepspeed.engine.events import notify
 from deepspeed.engine.module_state import check_module_state, fill_module
 from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import CheckpointError, StateError, first_line
+from deepspeed.parallel.model_part import whole_names
 
 
 class Saving:
@@ -91,7 +93,9 @@ class Saving:
             if not checkpointer.writes_model:
                 return name, None
             return name, state.for_model_file(
-                mp_world_size=checkpointer.position.mp_world_size, exclude_frozen=exclude_frozen
+                mp_world_size=checkpointer.position.mp_world_size,
+                division=checkpointer.position.division,
+                exclude_frozen=exclude_frozen,
             )
 
         # in three calls: shards are collected by collectives, which need every rank, so no rank may have failed before
@@ -133,6 +137,12 @@ class Saving:
                 f"{', '.join(f'rank {rank}: {each}' for rank, each in enumerate(given))}. Pass the same on every rank."
             )
 
+    def _names_elsewhere(self) -> frozenset[str]:
+        """The names, in the undivided model, of the weights and buffers that other ranks of this run have. A
+        collective."""
+        own = whole_names(self._state.module)
+        return frozenset(name for each in self._gather(json.dumps(own)) for name in json.loads(each)) - set(own)
+
     def _in_form(
         self, model_state: dict[str, Any] | None, shard_state: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -172,10 +182,12 @@ class Saving:
         if found is None:
             return None, None
         loaded = found
+        elsewhere = self._names_elsewhere() if found.model_ranks else frozenset()
         weights: dict[str, Any] = {}
 
         def check() -> None:
             nonlocal loaded, weights
+            loaded = with_own_parts(loaded, state, elsewhere)
             loaded = with_own_weights(loaded, state, with_states=with_states)
             weights = fit_module_state(state.module, loaded.model_state)
             if custom_load_fn is None:

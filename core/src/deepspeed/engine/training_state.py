@@ -8,6 +8,7 @@ import torch
 
 from deepspeed._version import __version__
 from deepspeed.checkpoint import LoadedCheckpoint
+from deepspeed.checkpoint.model_ranks import DIVISION, Division
 from deepspeed.checkpoint.saved_states import PARAM_NAMES
 from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.config import redacted
@@ -47,7 +48,7 @@ class TrainingState:
         """Whether the optimizer's own state dict is the engine's, with master weights."""
         return self.training.optimizer is not self.training.basic_optimizer
 
-    def for_model_file(self, *, mp_world_size: int, exclude_frozen: bool) -> dict[str, Any]:
+    def for_model_file(self, *, mp_world_size: int, division: Division | None, exclude_frozen: bool) -> dict[str, Any]:
         """The content of `mp_rank_XX_model_states.pt`, keys of `checkpoint.MODEL_STATE_KEYS`."""
         module, sharding, progress = self.module, self.sharding, self.training.progress
         lr_scheduler = self.training.lr_scheduler
@@ -77,6 +78,7 @@ class TrainingState:
             "global_samples": progress.global_samples,
             "dp_world_size": sharding.world_size,
             "mp_world_size": mp_world_size,
+            **({} if division is None else {DIVISION: division.to_state()}),
             "ds_config": redacted(self.config),
             "ds_version": __version__,
         }

@@ -79,3 +79,18 @@ def parts_held(module: Module) -> Mapping[str, ModelPart]:
     """The marks of a module's parameters, by the names that these have here."""
     marked = ((name, part_held(param)) for name, param in module.named_parameters(remove_duplicate=False))
     return {name: part for name, part in marked if part is not None}
+
+
+def whole_names(module: Module) -> list[str]:
+    """The names, in the undivided model, of what is in the module's state dict."""
+    parts = parts_held(module)
+    return [parts[name].name or name if name in parts else name for name in module.state_dict(keep_vars=True)]
+
+
+def division_is_known(module: Module) -> bool:
+    """Whether the marks say what a tensor-parallel rank has of each parameter: layers of the user's own may have no
+    mark, or Megatron's alone."""
+    marks = [part_held(param) for param in module.parameters()]
+    megatron = (bool(getattr(param, "tensor_model_parallel", False)) for param in module.parameters())
+    named = all(mark is not None for mark, is_divided in zip(marks, megatron, strict=True) if is_divided)
+    return named and any(mark is not None and not mark.is_whole for mark in marks)

@@ -1,0 +1,336 @@
+"""A checkpoint of a divided model, read by a run that divides the model otherwise: another tp, pp or ep.
+
+Each model-parallel rank of the save has files of its own, and in them the part that it held of each parameter
+(`parallel.model_part`). A rank of the run that loads reads by range, of all these files, what makes up its own parts.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.saved_states import states_of
+from deepspeed.checkpoint.stored_tensor import StoredTensor, elements_of
+from deepspeed.errors import CheckpointError
+from deepspeed.parallel.model_part import ModelPart
+from deepspeed.zero.named_states import SavedStates
+
+Read = Callable[[int, int], Tensor]
+
+#: The key of a model file that says how its run divided the model; absent where the run did not know.
+DIVISION = "ds_model_parallel"
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a run divides its model.
+
+    Args:
+        axes: ranks along "pp" and "tp".
+        parts: what this model-parallel rank holds of parameters that it does not have whole, by name.
+    """
+
+    axes: Mapping[str, int]
+    parts: Mapping[str, ModelPart]
+
+    def to_state(self) -> dict[str, Any]:
+        """As plain values, for a file."""
+        parts = {
+            name: {"shape": list(part.shape), "dim": part.dim, "ranges": [*map(list, part.ranges)], "name": part.name}
+            for name, part in self.parts.items()
+        }
+        return {"axes": dict(self.axes), "parts": parts}
+
+    @classmethod
+    def of_file(cls, model_state: Mapping[str, Any], path: str) -> "Division | None":
+        """What a model file says; None if nothing.
+
+        Raises:
+            CheckpointError: what it says is of another form.
+        """
+        state = model_state.get(DIVISION)
+        if state is None:
+            return cls({"pp": 1, "tp": 1}, {}) if int(model_state.get("mp_world_size", 1)) == 1 else None
+        try:
+            axes = {str(axis): int(size) for axis, size in state["axes"].items()}
+            return cls(axes, {str(name): _part(value) for name, value in state["parts"].items()})
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{path} is damaged: {DIVISION} is no description of a divided model") from error
+
+
+def _part(value: Mapping[str, Any]) -> ModelPart:
+    shape, dim = torch.Size(value["shape"]), int(value["dim"])
+    ranges = tuple((int(start), int(stop)) for start, stop in value["ranges"])
+    if any(not 0 <= start <= stop <= shape[dim] for start, stop in ranges):
+        raise ValueError(ranges)
+    return ModelPart(shape, dim, ranges, str(value["name"]))
+
+
+class SavedModelRank:
+    """The files of one model-parallel rank.
+
+    Args:
+        model_states: content of its model files: of each data-parallel rank in stage 3, else one.
+        shard_states: `optimizer_state_dict` of each data-parallel rank.
+        parts: see `Division`.
+    """
+
+    def __init__(
+        self,
+        model_states: Sequence[Mapping[str, Any]],
+        shard_states: Sequence[Mapping[str, Any]],
+        parts: Mapping[str, ModelPart],
+    ) -> None:
+        own = model_states[0]
+        self.parts = parts
+        self.states = states_of(own, shard_states, own["module"])
+        saved = shard_states[0] if shard_states else own.get("optimizer") or {}
+        self.loss_scaler: Any = saved.get("loss_scaler")
+        self._weights = {name: value for name, value in own["module"].items() if isinstance(value, Tensor)}
+        self._fragments = [state.get("frozen_param_fragments") or {} for state in model_states]
+        groups = [*(own.get("param_shapes") or []), own.get("frozen_param_shapes") or {}]
+        shapes = {name: torch.Size(shape) for group in groups for name, shape in group.items()}
+        aliases = own.get("shared_params") or {}
+        self._names = {name: aliases.get(name, name) for name in self._weights}
+        self.shapes = {
+            name: shapes.get(self._names[name], value.shape) if value.numel() == 0 else value.shape
+            for name, value in self._weights.items()
+        }
+
+    def part(self, name: str) -> ModelPart:
+        """What this rank has of a weight."""
+        return self.parts.get(name) or _all_of(self.shapes[name])
+
+    def trained(self, name: str) -> tuple[SavedStates, str] | None:
+        """The states of a weight, and its name among them; None: no optimizer had it."""
+        found = self._names[name]
+        return (self.states, found) if self.states is not None and found in self.states.trained else None
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._weights[name].dtype
+
+    def weight(self, name: str, start: int, numel: int) -> Tensor:
+        """[numel] elements of the module's value from `start` on. Of a parameter that was sharded, from the shards."""
+        value = self._weights[name]
+        if value.numel() == self.shapes[name].numel():
+            return elements_of(value, start, numel)
+        name = self._names[name]
+        if name in self._fragments[0]:
+            return _joined([each[name].reshape(-1) for each in self._fragments], start, numel)
+        assert self.states is not None
+        return self.states.master(name, start, numel).to(value.dtype)
+
+
+def _joined(parts: Sequence[Tensor], start: int, numel: int) -> Tensor:
+    """[numel] elements from `start` on of the concatenation of `parts`."""
+    pieces, at = [], 0
+    for part in parts:
+        first, stop = max(start - at, 0), min(start + numel - at, part.numel())
+        if first < stop:
+            pieces.append(part[first:stop])
+        at += part.numel()
+    return torch.cat(pieces) if pieces else torch.zeros(0)
+
+
+class Source:
+    """Where the whole value of a parameter, or of a state of it, lies: what each of several ranks has of it.
+
+    Args:
+        held: of each rank its part and what reads it, [numel] elements from an element of the part on.
+        what: how messages call it.
+
+    Raises:
+        CheckpointError: the parts do not make up the whole, or are of different wholes.
+    """
+
+    def __init__(self, held: Sequence[tuple[ModelPart, Read]], what: str) -> None:
+        self.shape = held[0][0].shape
+        whole = [each for each in held if each[0].is_whole]
+        self._held = whole[:1] or list(held)
+        dims = {part.dim for part, _ in self._held}
+        if len({part.shape for part, _ in held}) > 1 or len(dims) > 1:
+            raise CheckpointError(f"{what}: the model-parallel ranks of the save hold parts of different parameters")
+        self._dim = dims.pop()
+        end = 0
+        for start, stop in sorted(each for part, _ in self._held for each in part.ranges):
+            if start > end:
+                break
+            end = max(end, stop)
+        if end < self.shape[self._dim]:
+            raise CheckpointError(
+                f"{what}: found nothing of number {end} of the {self.shape[self._dim]} along dimension {self._dim} in "
+                "the files of any model-parallel rank of the save; files are missing"
+            )
+
+    def read(self, part: ModelPart, start: int, numel: int) -> Tensor:
+        """[numel] elements of `part` from `start` on, in its row-major order. Reads whole rows of the files."""
+        own = part.own_shape
+        row = own.numel() // own[0] if own.numel() else 1
+        first, stop = start // row, -(-(start + numel) // row)
+        flat = self._rows_of(part, first, stop).reshape(-1)
+        return flat[start - first * row : start - first * row + numel]
+
+    def _rows_of(self, part: ModelPart, first: int, stop: int) -> Tensor:
+        """Rows [first, stop) of a part."""
+        if part.dim > 0:
+            rows = self._rows(first, stop)
+            pieces = [rows.narrow(part.dim, start, end - start) for start, end in part.ranges]
+            return torch.cat(pieces, part.dim)
+        pieces, at = [], 0
+        for start, end in part.ranges:
+            low, high = max(first, at), min(stop, at + end - start)
+            if low < high:
+                pieces.append(self._rows(start + low - at, start + high - at))
+            at += end - start
+        return torch.cat(pieces) if pieces else torch.zeros(0)
+
+    def _rows(self, first: int, stop: int) -> Tensor:
+        """Rows [first, stop) of the whole, along its first dimension."""
+        result: Tensor | None = None
+        for part, read in self._held:
+            for low, high, values in self._held_rows(part, read, first, stop):
+                if result is None:
+                    result = values.new_empty((stop - first, *self.shape[1:]))
+                if self._dim == 0:
+                    result[low - first : high - first] = values.view(high - low, *self.shape[1:])
+                else:
+                    _put_columns(part, values.view(stop - first, *part.own_shape[1:]), result)
+        assert result is not None
+        return result
+
+    def _held_rows(self, part: ModelPart, read: Read, first: int, stop: int) -> Iterable[tuple[int, int, Tensor]]:
+        """What a rank has of rows [first, stop): of a division of rows, rows [low, high) with their values."""
+        own = part.own_shape
+        if own.numel() == 0:
+            return
+        row = own.numel() // own[0]
+        if self._dim > 0:
+            yield first, stop, read(first * row, (stop - first) * row)
+            return
+        at = 0
+        for start, end in part.ranges:
+            low, high = max(first, start), min(stop, end)
+            if low < high:
+                yield low, high, read((at + low - start) * row, (high - low) * row)
+            at += end - start
+
+
+def _put_columns(part: ModelPart, values: Tensor, result: Tensor) -> None:
+    at = 0
+    for start, end in part.ranges:
+        result.narrow(part.dim, start, end - start).copy_(values.narrow(part.dim, at, end - start))
+        at += end - start
+
+
+class _OwnTensor(StoredTensor):
+    """The part that this run holds of a parameter that others divided otherwise."""
+
+    def __init__(self, source: Source, part: ModelPart, shape: torch.Size, dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self._source, self._part = source, part
+
+    def read(self, start: int, numel: int) -> Tensor:
+        return self._source.read(self._part, start, numel).to(self.dtype, copy=True)
+
+
+class AcrossRanks(SavedStates):
+    """The states, and the weights, that a run which divides its model otherwise loads, by its own names.
+
+    Args:
+        ranks: that saved.
+        own: see `Division`; of the run that loads.
+        elsewhere: names in the undivided model of the weights, buffers included, that other ranks of this run have.
+    """
+
+    def __init__(
+        self, ranks: Sequence[SavedModelRank], own: Mapping[str, ModelPart], elsewhere: Collection[str] = ()
+    ) -> None:
+        self._own = own
+        here = {part.name: name for name, part in own.items() if part.name}
+        held: dict[str, list[tuple[SavedModelRank, str]]] = {}
+        for rank in ranks:
+            for name in rank.shapes:
+                whole = rank.part(name).name or name
+                if whole in here or whole not in elsewhere:
+                    held.setdefault(here.get(whole, whole), []).append((rank, name))
+        self._held = held
+        self._states = [rank.states for rank in ranks if rank.states is not None]
+        self.shapes = {name: self._shape(name) for name in held}
+        self.trained = frozenset(name for name in held if self._holders(name))
+        self.param_groups = self._states[0].param_groups if self._states else []
+        names = {local: name for name, its in held.items() for _, local in its}
+        self.names = [
+            list(dict.fromkeys(names[each] for states in self._states for each in states.names[index] if each in names))
+            for index in range(len(self.param_groups))
+        ]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a file has the optimizer's side."""
+        return bool(self._states)
+
+    def weights(self) -> dict[str, StoredTensor]:
+        """The module's values, by the names here."""
+        return {
+            name: _OwnTensor(self._weight(name), self._own_part(name), self.shapes[name], its[0][0].dtype(its[0][1]))
+            for name, its in self._held.items()
+        }
+
+    def master(self, name: str, start: int, numel: int) -> Tensor:
+        if name not in self.trained:
+            return self._weight(name).read(self._own_part(name), start, numel).float()
+        return self._read(name, "master weights", lambda states, local: partial(states.master, local), start, numel)
+
+    def dtypes(self, name: str) -> Mapping[str, torch.dtype]:
+        return next((states.dtypes(local) for _, states, local in self._holders(name)), {})
+
+    def elements(self, name: str, state: str, start: int, numel: int) -> Tensor:
+        return self._read(name, state, lambda states, local: partial(states.elements, local, state), start, numel)
+
+    def scalars(self, name: str) -> Mapping[str, Any]:
+        return next((states.scalars(local) for _, states, local in self._holders(name)), {})
+
+    def others(self, name: str) -> Mapping[str, Tensor]:
+        for part, states, local in self._holders(name):
+            found = states.others(local)
+            if found and not (part.is_whole and self._own_part(name).is_whole):
+                raise CheckpointError(
+                    f"optimizer state {', '.join(sorted(found))} of {name}: found a shape that is not the parameter's, "
+                    "and the parameter is divided over model-parallel ranks; load it with the layout of the save"
+                )
+            return found
+        return {}
+
+    def _shape(self, name: str) -> torch.Size:
+        rank, local = self._held[name][0]
+        is_same = self._own_part(name).is_whole and rank.part(local).is_whole
+        return rank.shapes[local] if is_same else self._own_part(name).own_shape
+
+    def _own_part(self, name: str) -> ModelPart:
+        """What this run holds, of the shape of the save: a model of another shape is refused by whoever compares."""
+        rank, local = self._held[name][0]
+        shape, part = rank.part(local).shape, self._own.get(name)
+        return part if part is not None and part.shape == shape else _all_of(shape)
+
+    def _holders(self, name: str) -> list[tuple[ModelPart, SavedStates, str]]:
+        """What each rank whose optimizer had the parameter has of it, and the name there."""
+        return [
+            (rank.part(local), *found) for rank, local in self._held[name] if (found := rank.trained(local)) is not None
+        ]
+
+    def _weight(self, name: str) -> Source:
+        held = [(rank.part(local), partial(rank.weight, local)) for rank, local in self._held[name]]
+        return Source(held, f"{name}, weight")
+
+    def _read(self, name: str, what: str, reader: Callable[[SavedStates, str], Read], start: int, numel: int) -> Tensor:
+        held = [(part, reader(states, local)) for part, states, local in self._holders(name)]
+        return Source(held, f"{name}, {what}").read(self._own_part(name), start, numel)
+
+
+def _all_of(shape: torch.Size) -> ModelPart:
+    """Everything; a parameter of no dimensions as one of one element."""
+    shape = shape or torch.Size([1])
+    return ModelPart(shape, 0, ((0, shape[0]),))
