@@ -37,7 +37,7 @@ DOCUMENTED = """
     deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine
     deepspeed.runtime.pipe.topology:PipeModelDataParallelTopology
     deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF
-    deepspeed.sequence.layer:DistributedAttention
+    deepspeed.sequence.fpdt_layer:FPDT_Attention
     deepspeed:DeepSpeedTransformerConfig
     deepspeed:PipelineModule
     deepspeed:init_inference

@@ -317,7 +317,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.PipelineModule", N, "`deepspeed.pipe` imports; building one is refused."),
         ("deepspeed.moe.layer.MoE", N, "`deepspeed.moe.utils` answers that a model has no experts."),
         ("deepspeed.moe.utils.has_moe_layers", W, "`(False, 0)`."),
-        ("deepspeed.sequence.layer.DistributedAttention", N, "Ulysses attention neither."),
+        (
+            "deepspeed.sequence.layer.DistributedAttention",
+            W,
+            "Uneven and grouped heads too; `sp_stream` is accepted without effect.",
+        ),
         ("deepspeed.tp_model_init", N, "Raises `ConfigError`."),
         ("deepspeed.init_inference", N, "Raises `ConfigError`."),
         ("deepspeed.DeepSpeedHybridEngine", N, "Raises `ConfigError`."),

@@ -1,0 +1,185 @@
+"""All-to-alls that change what is divided among the ranks: the sequence or the heads (arXiv 2309.14509, section 3).
+
+    q, k, v = scatter_heads(backend, (q, k, v), parts, sequence_dim=1, head_dim=2)   # all tokens, own heads
+    y = gather_heads(backend, y, parts_of_y, sequence_dim=1, head_dim=2)             # own tokens, all heads
+
+Both are differentiable; each is the other's backward. All tensors of a call travel in one collective.
+
+Bytes that a rank sends, of P ranks with N tokens in all, for a tensor of n heads of width d and e bytes: the part of
+its N/P tokens that others compute, (n - own heads) * N/P * d * e, which is N * n * d * e * (P - 1) / P**2 for even
+heads: `sent_bytes` says it for a call. A layer with as many KV as query heads sends four such tensors in the forward
+and four in the backward.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.sequence.heads import Range
+
+#: by rank, its half-open range of the heads of one tensor
+Parts = Sequence[Range]
+
+
+def scatter_heads(
+    backend: GroupBackend,
+    tensors: Sequence[torch.Tensor],
+    parts: Sequence[Parts],
+    *,
+    sequence_dim: int,
+    head_dim: int,
+) -> tuple[torch.Tensor, ...]:
+    """Bring together all tokens of the heads that this rank computes.
+
+    Args:
+        backend: of the ranks that share the sequence; called by all of them together.
+        tensors: each with this rank's part of the tokens and all heads; of one dtype and device, and of equal shapes on
+            all ranks.
+        parts: for each tensor, the heads of every rank; ranges may overlap, and then their gradients are added.
+        sequence_dim: of all tensors.
+        head_dim: of all tensors.
+
+    Returns:
+        the tensors, contiguous, with all tokens in rank order and the heads of this rank's range.
+    """
+    return _ScatterHeads.apply(backend, parts, (sequence_dim, head_dim), *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gather_heads(
+    backend: GroupBackend, tensor: torch.Tensor, parts: Parts, *, sequence_dim: int, head_dim: int
+) -> torch.Tensor:
+    """Bring together all heads of this rank's tokens; the reverse of `scatter_heads` for one tensor.
+
+    Args:
+        backend: as there.
+        tensor: all tokens, in W equal parts, and the heads `parts[backend.rank]`.
+        parts: the heads of every rank; ranges do not overlap.
+        sequence_dim: of the tensor.
+        head_dim: of the tensor.
+
+    Raises:
+        ValueError: if the number of tokens is no multiple of the number of ranks.
+    """
+    return _GatherHeads.apply(backend, parts, (sequence_dim, head_dim), tensor)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def sent_bytes(
+    tensors: Sequence[torch.Tensor], parts: Sequence[Parts], rank: int, *, sequence_dim: int, head_dim: int
+) -> int:
+    """Bytes that `scatter_heads` of these tensors sends to other ranks; its backward receives as many."""
+    total = 0
+    for tensor, ranges in zip(tensors, parts, strict=True):
+        row_bytes = tensor.numel() // tensor.shape[head_dim] * tensor.element_size()
+        total += sum((stop - start) * row_bytes for peer, (start, stop) in enumerate(ranges) if peer != rank)
+    return total
+
+
+class _ScatterHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, backend: GroupBackend, parts: Sequence[Parts], dims: tuple[int, int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.backend, ctx.parts, ctx.dims = backend, parts, dims
+        ctx.num_heads = [tensor.shape[dims[1]] for tensor in tensors]
+        return _scatter(backend, tensors, parts, dims)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return (None, None, None, *_gather(ctx.backend, grads, ctx.parts, ctx.num_heads, ctx.dims))
+
+
+class _GatherHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, backend: GroupBackend, parts: Parts, dims: tuple[int, int], tensor: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.backend, ctx.parts, ctx.dims = backend, parts, dims
+        return _gather(backend, (tensor,), (parts,), [parts[-1][1]], dims)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return (None, None, None, *_scatter(ctx.backend, (grad,), (ctx.parts,), ctx.dims))
+
+
+def _scatter(
+    backend: GroupBackend, tensors: Sequence[torch.Tensor], parts: Sequence[Parts], dims: tuple[int, int]
+) -> tuple[torch.Tensor, ...]:
+    sequence_dim, head_dim = dims
+    pairs = list(zip(tensors, parts, strict=True))
+    sent = [
+        [tensor.narrow(head_dim, start, stop - start) for tensor, ranges in pairs for start, stop in (ranges[rank],)]
+        for rank in range(backend.world_size)
+    ]
+    own = [tensor.narrow(head_dim, 0, ranges[backend.rank][1] - ranges[backend.rank][0]) for tensor, ranges in pairs]
+    received = _swap(backend, sent, [[each.shape for each in own]] * backend.world_size, tensors[0])
+    return tuple(torch.cat(pieces, dim=sequence_dim) for pieces in zip(*received, strict=True))
+
+
+def _gather(
+    backend: GroupBackend,
+    tensors: Sequence[torch.Tensor],
+    parts: Sequence[Parts],
+    num_heads: Sequence[int],
+    dims: tuple[int, int],
+) -> tuple[torch.Tensor, ...]:
+    sequence_dim, head_dim = dims
+    num_tokens = tensors[0].shape[sequence_dim]
+    if num_tokens % backend.world_size:
+        raise ValueError(
+            f"sequence parallelism: {num_tokens} tokens are to be divided among {backend.world_size} ranks; give a "
+            "number of tokens that is a multiple of the ranks, padded if it must be"
+        )
+    size = num_tokens // backend.world_size
+    sent = [
+        [tensor.narrow(sequence_dim, rank * size, size) for tensor in tensors] for rank in range(backend.world_size)
+    ]
+    shapes = [
+        [_resized(tensor.shape, {sequence_dim: size, head_dim: ranges[rank][1] - ranges[rank][0]})
+         for tensor, ranges in zip(tensors, parts, strict=True)]
+        for rank in range(backend.world_size)
+    ]  # fmt: skip
+    received = _swap(backend, sent, shapes, tensors[0])
+    return tuple(
+        _joined(pieces, ranges, heads, head_dim)
+        for pieces, ranges, heads in zip(zip(*received, strict=True), parts, num_heads, strict=True)
+    )
+
+
+def _joined(pieces: Sequence[torch.Tensor], ranges: Parts, num_heads: int, head_dim: int) -> torch.Tensor:
+    """The heads of all ranks; where ranges overlap, the sum in rank order."""
+    if all(stop == start for (_, stop), (start, _) in itertools.pairwise(ranges)):
+        return torch.cat(tuple(pieces), dim=head_dim)
+    whole = pieces[0].new_zeros(_resized(pieces[0].shape, {head_dim: num_heads}))
+    for piece, (start, stop) in zip(pieces, ranges, strict=True):
+        whole.narrow(head_dim, start, stop - start).add_(piece)
+    return whole
+
+
+def _swap(
+    backend: GroupBackend,
+    sent: Sequence[Sequence[torch.Tensor]],
+    shapes: Sequence[Sequence[Sequence[int]]],
+    like: torch.Tensor,
+) -> list[list[torch.Tensor]]:
+    """Send `sent[r]` to rank r in one collective; returns what each rank sent here, of `shapes[r]`."""
+    if backend.world_size == 1:
+        return [list(sent[0])]
+    input_N = torch.cat([tensor.reshape(-1) for tensors in sent for tensor in tensors])
+    numels = [[torch.Size(shape).numel() for shape in theirs] for theirs in shapes]
+    output_numels = [sum(each) for each in numels]
+    output_N = backend.allocate(sum(output_numels), like.dtype, like.device)
+    input_numels = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+    backend.all_to_all(output_N, input_N, output_numels, input_numels, tag="sequence").wait()
+    pieces = iter(output_N.split([numel for each in numels for numel in each]))
+    return [[next(pieces).view(torch.Size(shape)) for shape in theirs] for theirs in shapes]
+
+
+def _resized(shape: Sequence[int], sizes: dict[int, int]) -> list[int]:
+    """`shape` with other sizes of some dims."""
+    resized = list(shape)
+    for dim, size in sizes.items():
+        resized[dim] = size
+    return resized
