@@ -69,6 +69,10 @@ COLLECTIONS = {
         "move_to_device": "data.placement:move_to_device",
         "see_memory_usage": "profiling.memory:see_memory_usage",
     },
+    "runtime.sequence_parallel.ulysses_sp": {
+        "UlyssesSPAttentionHF": "sequence.hugging_face:UlyssesSPAttentionHF",
+        "UlyssesSPDataLoaderAdapter": "sequence.batches:UlyssesSPDataLoaderAdapter",
+    },
     "runtime.zero.config": {
         "DeepSpeedZeroConfig": "config.zero:ZeroConfig",
         "ZERO_OPTIMIZATION": "config.constants:ZERO_OPTIMIZATION",

@@ -93,6 +93,24 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("deepspeed.ops.adam:DeepSpeedCPUAdam", (ANY,), {"lr": ANY, "weight_decay": ANY, "adamw_mode": ANY}),
     ("deepspeed.ops.adagrad:DeepSpeedCPUAdagrad", (ANY,), {"lr": ANY, "weight_decay": ANY}),
     ("deepspeed.ops.lion:DeepSpeedCPULion", (ANY,), {"lr": ANY, "weight_decay": ANY}),
+    (
+        "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers",
+        (),
+        {
+            "model_name_or_path": ANY,
+            "sequence_parallel_size": 2,
+            "seq_length": 64,
+            "seq_length_is_variable": True,
+            "core_attn_implementation": "sdpa",
+            "micro_batch_size": 1,
+            "disable_in_eval": True,
+        },
+    ),
+    (
+        "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter",
+        (ANY,),
+        {"sp_rank": 0, "sp_group": ANY, "sp_world_size": 2, "device": ANY},
+    ),
     ("deepspeed.zero:GatheredParameters", (ANY,), {"modifier_rank": None, "fwd_module": None, "enabled": True}),
     ("deepspeed.utils:set_z3_leaf_modules", (ANY, ANY), {}),
     # lightning
@@ -164,8 +182,6 @@ ENGINE_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 # ---- not in this version --------------------------------------------------------------------------------------------
 
 OUT_OF_SCOPE = {
-    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF": "Ulysses sequence parallelism",
-    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter": "Ulysses sequence parallelism",
     "deepspeed:PipelineModule": "pipeline parallelism",
     "deepspeed.runtime.pipe:PipelineModule": "pipeline parallelism",
     "deepspeed.moe.layer:MoE": "mixture of experts",

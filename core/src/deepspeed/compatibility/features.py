@@ -46,7 +46,6 @@ FEATURES = {
     ),
     "tensor parallelism": Feature("tensor parallelism", "use data parallelism, or torch.distributed.tensor.parallel"),
     "transformer layer": Feature("the fused transformer layer", "use torch.nn.TransformerEncoderLayer"),
-    "Ulysses": Feature("Ulysses sequence parallelism", "leave the sequence whole on each rank"),
     "universal checkpoints": Feature(
         "universal checkpoints", "load_checkpoint takes checkpoints of any number of ranks and any stage as they are"
     ),

@@ -231,11 +231,6 @@ MODULES = {
     ),
     "runtime.progressive_layer_drop": _absent("layer drop", "ProgressiveLayerDrop"),
     "runtime.quantize": _absent("weight quantization", "Quantizer"),
-    "runtime.sequence_parallel.ulysses_sp": _absent(
-        "Ulysses",
-        "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter SequenceTiledCompute TiledMLP TiledFusedLogitsLoss",
-        "sequence_tiled_compute",
-    ),
     "runtime.sparse_tensor": _absent("sparse gradient tensors", "SparseTensor"),
     "runtime.state_dict_factory": _absent("inference", "MegatronSDLoader SDLoaderBase SDLoaderFactory"),
     "runtime.swap_tensor": _absent("nvme"),

@@ -322,6 +322,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             W,
             "Uneven and grouped heads too; `sp_stream` is accepted without effect.",
         ),
+        (
+            "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF",
+            D,
+            "`register_with_transformers` and `unregister_from_transformers`, on the CPU too; sdpa, eager and flash "
+            "attention, sliding windows and padding. Packed documents and linear attention are refused.",
+        ),
+        ("deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter", W, "As documented."),
         ("deepspeed.tp_model_init", N, "Raises `ConfigError`."),
         ("deepspeed.init_inference", N, "Raises `ConfigError`."),
         ("deepspeed.DeepSpeedHybridEngine", N, "Raises `ConfigError`."),

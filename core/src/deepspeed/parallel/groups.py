@@ -103,6 +103,11 @@ def view(mesh: Mesh) -> None:
     _viewed = mesh
 
 
+def viewed_mesh() -> Mesh:
+    """The mesh that the functions below answer from."""
+    return _mesh()
+
+
 def reset() -> None:
     """Forget the mesh; for tests."""
     global _viewed, _default
