@@ -50,6 +50,18 @@ COLLECTIONS = {
         "TensorBoardConfig": "config.monitor:TensorBoardConfig",
         "WandbConfig": "config.monitor:WandbConfig",
     },
+    "moe.utils": {
+        "has_moe_layers": "moe.layer:has_moe_layers",
+        **{
+            name: f"parallel.expert_params:{name}"
+            for name in (
+                *("configure_moe_param_groups", "is_moe_param", "is_moe_param_group"),
+                "split_params_grads_into_shared_and_expert_params",
+                "split_params_into_different_moe_groups_for_optimizer",
+                "split_params_into_shared_and_expert_params",
+            )
+        },
+    },
     "runtime.base_optimizer": {
         "DeepSpeedOptimizer": "zero.optimizer:DeepSpeedOptimizer",
         "ZeROOptimizer": "zero.optimizer:ZeroOptimizer",

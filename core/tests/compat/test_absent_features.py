@@ -24,9 +24,7 @@ DOCUMENTED = """
     deepspeed.linear:LoRAConfig
     deepspeed.linear:OptimizedLinear
     deepspeed.module_inject:replace_transformer_layer
-    deepspeed.moe.experts:Experts
-    deepspeed.moe.layer:MoE
-    deepspeed.moe.sharded_moe:TopKGate
+    deepspeed.moe.sharded_moe:top1gating
     deepspeed.ops.sparse_attention:SparseSelfAttention
     deepspeed.ops.transformer:DeepSpeedTransformerLayer
     deepspeed.pipe:LayerSpec
@@ -74,22 +72,25 @@ def test_importing_all_of_them_loads_no_torch():
 
 
 def test_a_class_can_be_asked_about_and_subclassed():
-    from deepspeed.moe.layer import MoE
+    from deepspeed.linear import OptimizedLinear
 
     model = torch.nn.Linear(2, 2)
-    assert not isinstance(model, MoE)
-    assert not issubclass(torch.nn.Linear, MoE)
-    assert isinstance(MoE, type)
+    assert not isinstance(model, OptimizedLinear)
+    assert not issubclass(torch.nn.Linear, OptimizedLinear)
+    assert isinstance(OptimizedLinear, type)
 
-    class Mine(MoE, torch.nn.Module):
+    class Mine(OptimizedLinear, torch.nn.Module):
         pass
 
-    with pytest.raises(ConfigError, match=r"deepspeed\.moe\.layer\.MoE: mixture of experts is not in this version"):
+    with pytest.raises(
+        ConfigError, match=r"deepspeed\.linear.*OptimizedLinear: deepspeed.linear is not in this version"
+    ):
         Mine(8)
 
 
 def test_a_name_is_one_object_wherever_it_is_imported_from():
     assert deepspeed.PipelineModule is deepspeed.pipe.PipelineModule is deepspeed.runtime.pipe.module.PipelineModule
+    assert deepspeed.linear is importlib.import_module("deepspeed.linear")
     assert deepspeed.moe.layer is importlib.import_module("deepspeed.moe.layer")
 
 
@@ -109,8 +110,8 @@ def test_errors_can_be_caught():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match=r"module 'deepspeed\.moe\.layer' has no attribute 'Nonsense'"):
-        importlib.import_module("deepspeed.moe.layer").Nonsense
+    with pytest.raises(AttributeError, match=r"module 'deepspeed\.moe\.mappings' has no attribute 'Nonsense'"):
+        importlib.import_module("deepspeed.moe.mappings").Nonsense
     with pytest.raises(ImportError):
         importlib.import_module("deepspeed.moe.nonsense")
 
@@ -144,17 +145,6 @@ def test_parameter_groups_without_experts_stay_as_they_are(wrap):
     group = {"params": list(torch.nn.Linear(2, 2).parameters()), "lr": 0.1}
     (found,) = split(wrap([group]))
     assert found is group
-
-
-def test_an_expert_parameter_is_refused():
-    from deepspeed.moe import utils
-
-    param = torch.nn.Parameter(torch.ones(1))
-    param.allreduce = False
-    assert utils.is_moe_param(param)
-    message = "found 1 parameters with allreduce=False: mixture of experts is not in this version"
-    with pytest.raises(ConfigError, match=message):
-        utils.split_params_into_different_moe_groups_for_optimizer([{"params": [param]}])
 
 
 def test_elasticity_is_enabled_or_not():

@@ -184,7 +184,6 @@ ENGINE_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 OUT_OF_SCOPE = {
     "deepspeed:PipelineModule": "pipeline parallelism",
     "deepspeed.runtime.pipe:PipelineModule": "pipeline parallelism",
-    "deepspeed.moe.layer:MoE": "mixture of experts",
 }
 
 # What libraries probe on parameters of stage 3 is in test_contract_stage3.py: ds_id, ds_shape, ds_numel,

@@ -5,6 +5,7 @@ from deepspeed.compatibility.records import Feature
 FEATURES = {
     "1-bit optimizers": Feature("1-bit Adam and LAMB", "use the optimizer AdamW or Lamb"),
     "autotuning": Feature("autotuning", "choose the stage and the micro-batch by hand"),
+    "capacity masks": Feature("gating by capacity masks", "call TopKGate.route(logits)"),
     "checkpoint engines": Feature(
         "another checkpoint engine",
         "save_checkpoint writes through engine.checkpointer.store, which a plugin can replace",
@@ -24,9 +25,6 @@ FEATURES = {
     "kernel injection": Feature("replacement of a model's layers", "use the model as it is"),
     "layer drop": Feature("progressive layer drop", "drop layers in the model's own forward"),
     "LoRA": Feature("deepspeed.linear", "use torch.nn.Linear, or peft for LoRA"),
-    "mixture of experts": Feature(
-        "mixture of experts", "use a model without expert parameters, or replicate the experts"
-    ),
     "Nebula": Feature("the Nebula service", 'set "nebula": {"enabled": true}, which saves asynchronously to a folder'),
     "nvme": Feature(
         "the classes that swap tensors", 'set "offload_optimizer" or "offload_param" to {"device": "nvme", ...}'

@@ -29,11 +29,6 @@ _SPARSITY_CONFIGS = (
     "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
     "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig"
 )
-_MOE_FUNCTIONS = (
-    "has_moe_layers is_moe_param is_moe_param_group split_params_into_shared_and_expert_params "
-    "split_params_grads_into_shared_and_expert_params "
-    "split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups"
-)
 _FLOPS_FORMATS = (
     "number_to_string macs_to_string flops_to_string bytes_to_string params_to_string duration_to_string "
     "get_module_flops get_module_macs get_module_duration"
@@ -149,12 +144,12 @@ MODULES = {
         "kernel injection", "HFBertLayerPolicy HFGPT2LayerPolicy HFGPTJLayerPolicy BLOOMLayerPolicy"
     ),
     "module_inject.tp_training": _absent("tensor parallelism", functions="tp_model_init"),
-    "moe": _absent("mixture of experts"),
-    "moe.experts": _absent("mixture of experts", "Experts"),
-    "moe.layer": _absent("mixture of experts", "MoE"),
-    "moe.mappings": _absent("mixture of experts", functions="drop_tokens gather_tokens"),
-    "moe.sharded_moe": _absent("mixture of experts", "MOELayer TopKGate", "top1gating top2gating topkgating"),
-    "moe.utils": _absent("mixture of experts", forwards={"parallel.expert_params": _MOE_FUNCTIONS}),
+    "moe.mappings": _absent("tensor parallelism", functions="drop_tokens gather_tokens"),
+    "moe.sharded_moe": _absent(
+        "capacity masks",
+        functions="top1gating top2gating topkgating",
+        forwards={"moe.gate": "TopKGate", "moe.layer": "MOELayer"},
+    ),
     "nebula": _absent("Nebula"),
     "nebula.config": _absent("Nebula", "DeepSpeedNebulaConfig"),
     "ops.fp_quantizer": _absent("fp8 quantizer", "FP_Quantize Quantizer"),

@@ -315,8 +315,6 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
     ],
     "Parallelism and inference": [
         ("deepspeed.PipelineModule", N, "`deepspeed.pipe` imports; building one is refused."),
-        ("deepspeed.moe.layer.MoE", N, "`deepspeed.moe.utils` answers that a model has no experts."),
-        ("deepspeed.moe.utils.has_moe_layers", W, "`(False, 0)`."),
         (
             "deepspeed.sequence.layer.DistributedAttention",
             W,
@@ -329,6 +327,14 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "attention, sliding windows and padding. Packed documents and linear attention are refused.",
         ),
         ("deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter", W, "As documented."),
+        (
+            "deepspeed.moe.layer.MoE",
+            W,
+            "Dispatch by sorting, without capacity masks; `expert` may be a function that makes one. Random choices "
+            "(`use_rts`, `top2_2nd_expert_sampling`) are made in training only; `use_tutel` warns.",
+        ),
+        ("deepspeed.moe.sharded_moe.TopKGate", D, "Returns a `Routing`, not masks; the gating functions are refused."),
+        ("deepspeed.moe.utils", W, "`has_moe_layers` gives the number of experts of the first layer."),
         ("deepspeed.tp_model_init", N, "Raises `ConfigError`."),
         ("deepspeed.init_inference", N, "Raises `ConfigError`."),
         ("deepspeed.DeepSpeedHybridEngine", N, "Raises `ConfigError`."),

@@ -14,6 +14,7 @@ import torch
 from deepspeed import comm
 from deepspeed.config.precision import FP16Config, torch_dtype
 from deepspeed.config.zero import OffloadOptimizerConfig
+from deepspeed.moe.layer import has_moe_layers, moe_layers
 
 Engine = TypeVar("Engine", bound=type)
 
@@ -216,7 +217,8 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "local_rank": lambda engine: engine._arguments.get("local_rank", 0),
     "mp_world_size": lambda engine: engine.mesh.size("tp"),
     "seq_parallel_group": lambda engine: engine.mesh.group("sp") if engine.mesh.size("sp") > 1 else None,
-    "has_moe_layers": lambda engine: False,
+    "has_moe_layers": lambda engine: has_moe_layers(engine.module)[0],
+    "num_experts": lambda engine: [layer.num_experts for layer in moe_layers(engine.module)],
     "pipeline_parallelism": lambda engine: False,
     "mpu": lambda engine: engine._arguments.get("mpu"),
     "training_data": lambda engine: engine._arguments.get("training_data"),

@@ -40,6 +40,7 @@ from deepspeed.engine.start_line import start_line
 from deepspeed.engine.training import Training
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import ConfigError
+from deepspeed.moe.layer import connect_moe_layers
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.optim import is_elementwise, is_tested_with_zero
 from deepspeed.parallel import groups
@@ -158,6 +159,7 @@ def initialize(
     leaf = zero.leaf_module
     mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
     units = unit_groups(mesh, module, _copies(zero))
+    connect_moe_layers(module, mesh)
     sharding = _create_sharding(settings, precision, basic_optimizer, mesh, units, placement, shard_home, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     training = Training(

@@ -1,7 +1,6 @@
 """Which parameters belong to experts: those with the attribute `allreduce` set to False, as documented.
 
-This is `deepspeed.moe.utils`. The layers of a mixture of experts are not in this version, so a model has experts only
-if its author marked them:
+`deepspeed.moe.utils` has these functions. The layers of `deepspeed.moe` mark their experts; so may any other layer:
 
     param.allreduce = False
     param.group_name = "ep_size_2"      # the experts are divided over two ranks
@@ -15,18 +14,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from deepspeed.compatibility import FEATURES
 from deepspeed.errors import ConfigError
 
 ParamGroup = dict[str, Any]
 
 #: a group of experts is named by the number of ranks over which they are divided
 EXPERT_PREFIX = "ep_size_"
-
-
-def has_moe_layers(module: Module) -> tuple[bool, int]:
-    """Whether the module has mixture-of-experts layers, and the experts of each: never in this version."""
-    return False, 0
 
 
 def is_moe_param(param: Tensor) -> bool:
@@ -85,38 +78,67 @@ def split_params_grads_into_shared_and_expert_params(group: Iterable[Tensor]) ->
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: ParamGroup | Sequence[ParamGroup], max_group_size: int | float = 178956971
 ) -> list[ParamGroup]:
-    """The optimizer's groups, with experts apart; without experts they are returned as they are.
+    """The optimizer's groups, with experts in groups of their own after them.
+
+    A group of experts has the options of the group that they were in, `moe: True`, and the `name` of the ranks over
+    which they are divided ("ep_size_2"). Groups without experts are returned as they are, and a given group loses its
+    experts.
 
     Args:
         param_groups: one group or several.
-        max_group_size: elements of a group of experts, at most.
-
-    Raises:
-        ConfigError: if there are experts, since their groups are not in this version.
+        max_group_size: elements of a group of experts, at most; a single larger parameter is a group of its own.
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-    _refuse_experts("split_params_into_different_moe_groups_for_optimizer", groups)
-    return groups
+    found: list[ParamGroup] = []
+    for group in groups:
+        group["params"] = _listed(group["params"])
+        shared, experts = split_params_into_shared_and_expert_params(group["params"])
+        if not experts:
+            continue
+        options = {key: value for key, value in group.items() if key != "params"}
+        group["params"] = shared
+        for name in dict.fromkeys(str(expert_group_of(param)) for param in experts):
+            own = [param for param in experts if expert_group_of(param) == name]
+            found += [{**options, "name": name, "moe": True, "params": part} for part in _cut(own, max_group_size)]
+    return groups + found
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
-    """Parameters or groups of them, with experts apart; without experts they are returned as they are.
+    """Parameters, or groups of them, for an optimizer: with experts in groups of their own, if there are any.
+
+    Groups of which one is marked as experts' (`moe`) are returned as they are, as are parameters without experts.
 
     Raises:
-        ConfigError: if there are experts, since their groups are not in this version.
+        ConfigError: for something else than a list.
     """
-    groups = [each if isinstance(each, dict) else {"params": [each]} for each in model_parameters]
-    _refuse_experts("configure_moe_param_groups", groups)
-    return model_parameters
+    if not isinstance(model_parameters, list):
+        raise ConfigError(f"configure_moe_param_groups: found {type(model_parameters).__name__}; give a list")
+    if all(isinstance(each, Tensor) for each in model_parameters):
+        if not any(map(is_moe_param, model_parameters)):
+            return model_parameters
+        return split_params_into_different_moe_groups_for_optimizer(
+            {"params": model_parameters, "name": "dense-params"}
+        )
+    if any(is_moe_param_group(group) for group in model_parameters):
+        return model_parameters
+    return split_params_into_different_moe_groups_for_optimizer(model_parameters)
 
 
-def _refuse_experts(asked: str, groups: list[ParamGroup]) -> None:
-    num_experts = 0
-    for group in groups:
-        params = group["params"]
-        params = [params] if isinstance(params, Tensor) else params
-        group["params"] = params if isinstance(params, list) else list(params)  # a generator can be read only once
-        num_experts += sum(map(is_moe_param, group["params"]))
-    if num_experts:
-        found = f"{asked}: found {num_experts} parameters with allreduce=False"
-        raise ConfigError(FEATURES["mixture of experts"].explain(found))
+def _listed(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(params, Tensor):
+        return [params]
+    return params if isinstance(params, list) else list(params)  # a generator can be read only once
+
+
+def _cut(params: Iterable[Tensor], max_numel: int | float) -> list[list[Tensor]]:
+    """Consecutive parameters together, as long as they have at most `max_numel` elements."""
+    parts: list[list[Tensor]] = []
+    room: int | float = 0
+    for param in params:
+        numel = getattr(param, "ds_numel", param.numel())
+        if not parts or numel > room:
+            parts.append([])
+            room = max_numel
+        parts[-1].append(param)
+        room -= numel
+    return parts

@@ -39,6 +39,8 @@ class ModelPart:
     @property
     def own_shape(self) -> torch.Size:
         """Of what this rank holds."""
+        if self.is_whole:
+            return self.shape
         own = list(self.shape)
         own[self.dim] = sum(stop - start for start, stop in self.ranges)
         return torch.Size(own)
@@ -46,27 +48,38 @@ class ModelPart:
     @property
     def is_whole(self) -> bool:
         """Whether the rank holds all of it; other ranks hold other parameters."""
-        return self.ranges == ((0, self.shape[self.dim]),)
+        return not self.shape or self.ranges == ((0, self.shape[self.dim]),)
 
     def take(self, whole: Tensor) -> Tensor:
         """What this rank holds of the whole parameter; a copy where it is several ranges."""
         assert whole.shape == self.shape, (whole.shape, self)
+        if self.is_whole:
+            return whole
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def put(self, own: Tensor, whole: Tensor) -> None:
         """Write what this rank holds into the whole parameter."""
+        if self.is_whole:
+            whole.copy_(own)
+            return
         at = 0
         for start, stop in self.ranges:
             whole.narrow(self.dim, start, stop - start).copy_(own.narrow(self.dim, at, stop - start))
             at += stop - start
 
 
-def mark_part(param: Tensor, part: ModelPart) -> None:
-    """Say which part of a whole parameter `param` is; an expert that is whole on its rank has `part.name`."""
-    assert param.shape == part.own_shape, (param.shape, part)
+def mark_part(param: Tensor, part: ModelPart, *, over: str = "tp") -> None:
+    """Say which part of a whole parameter `param` is.
+
+    Args:
+        over: the axis over which it is divided: "tp", or "ep" for experts. One that is whole on its rank, among
+            others elsewhere, has `part.name`.
+    """
+    shape = getattr(param, "ds_shape", param.shape)  # that of stage 3 is empty now
+    assert shape == part.own_shape, (shape, part)
     setattr(param, _MARK, part)
-    if not part.is_whole:
+    if over == "tp" and not part.is_whole:
         param.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's mark, which norms read
 
 

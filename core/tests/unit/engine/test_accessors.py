@@ -264,6 +264,7 @@ def test_attributes(make_engine, monkeypatch):
         "local_rank": 0,
         "mp_world_size": 1,
         "mpu": None,
+        "num_experts": [],
         "pipeline_parallelism": False,
         "seq_parallel_group": None,
         "training_data": data,

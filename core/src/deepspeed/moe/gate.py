@@ -1,0 +1,200 @@
+"""Which experts a token goes to, with what weight, and what the choice costs: `TopKGate`.
+
+A gate computes the probabilities `p_TE = softmax(x_TH @ wg_EH.T)` in fp32 and chooses k experts per token. An expert
+takes at most `capacity` choices of a rank's tokens; further ones are dropped, and add nothing to the token's output:
+
+    k = 1   GShard and Switch: the likeliest expert, weight p. Which of too many tokens stay is drawn (`use_rts`).
+    k = 2   GShard: weights p1 / (p1 + p2) among the choices that stay. All first choices come before second ones.
+    k > 2   weights as for 2. The likeliest choices of an expert stay.
+
+Losses: load balance, E * sum over e of mean(p_e) * f_e, where f_e is the share of tokens whose first choice is e
+(k > 2: the share of all choices); Shazeer's z loss, mean(logsumexp(logits)**2).
+
+Sources: GShard, arXiv 2006.16668, section 2.2 and algorithm 1; Switch Transformer, arXiv 2101.03961, section 2.2;
+random token selection, arXiv 2109.10465, section 3; z loss, ST-MoE, arXiv 2202.08906, section 3.3.
+
+Shape legend: T tokens, E experts, K choices of a token (k), H hidden size.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from deepspeed.errors import ConfigError
+
+NOISE_POLICIES = (None, "Jitter", "RSample")
+#: inputs of the gate are multiplied by a uniform number from 1 - this to 1 + this (Switch, section 2.2)
+JITTER = 1e-2
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of a rank go.
+
+    Args:
+        experts: [T, K], int64; a token's experts, the first choice first.
+        weights: [T, K], fp32, differentiable; 0 where `kept` is False.
+        kept: [T, K], bool; False for a choice over capacity, or of a token that is not used.
+        counts: [E], int64; choices of every expert before any was dropped.
+        loss: scalar, fp32, differentiable: load balance, and the z loss times its coefficient.
+        capacity: choices that an expert takes at most; None: all.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor
+    counts: Tensor
+    loss: Tensor
+    capacity: int | None
+
+
+class TopKGate(nn.Module):
+    """The gate of a layer of experts, whose weights are `wg.weight`, [E, H].
+
+    Args:
+        model_dim: H.
+        num_experts: E.
+        k: experts per token.
+        capacity_factor: capacity in training, in units of k * T / E; see `capacity_of`.
+        eval_capacity_factor: the same in evaluation.
+        min_capacity: at least so many.
+        noisy_gate_policy: in training: "Jitter" multiplies the gate's inputs by `1 +- JITTER`; "RSample" (k = 1) adds
+            Gumbel noise to the logits that choose.
+        drop_tokens: False: experts take whatever comes.
+        use_rts: for k = 1 in training, draw which of too many tokens an expert takes; otherwise the first.
+        ep_group: has no effect; ranks need not agree on a capacity.
+        top2_2nd_expert_sampling: for k = 2 in training, draw the second expert: the likeliest after Gumbel noise.
+        z_loss_coefficient: of the z loss; 0: none.
+
+    Raises:
+        ConfigError: for arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: ProcessGroup | None = None,
+        top2_2nd_expert_sampling: bool = True,
+        z_loss_coefficient: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if not 1 <= k <= num_experts:
+            raise ConfigError(f"MoE: found k {k} with num_experts {num_experts}; give a k from 1 to {num_experts}")
+        if noisy_gate_policy not in NOISE_POLICIES:
+            raise ConfigError(
+                f"MoE: found noisy_gate_policy {noisy_gate_policy!r}; give one of "
+                f"{', '.join(map(repr, NOISE_POLICIES))}"
+            )
+        if min(capacity_factor, eval_capacity_factor) <= 0:
+            raise ConfigError(
+                f"MoE: found capacity_factor {capacity_factor} and eval_capacity_factor {eval_capacity_factor}; give "
+                "positive numbers, or drop_tokens=False for no limit"
+            )
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.num_experts = num_experts
+        self.k = k
+        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.noisy_gate_policy = noisy_gate_policy
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+        self.z_loss_coefficient = z_loss_coefficient
+
+    def forward(self, x_TH: Tensor, used_token: Tensor | None = None) -> Routing:
+        """Route tokens.
+
+        Args:
+            x_TH: of any float dtype; the gate computes in fp32.
+            used_token: [T], 0 for tokens (padding) that go to no expert; None: all are used.
+        """
+        with torch.autocast(x_TH.device.type, enabled=False):
+            x_TH = x_TH.float()
+            if self.training and self.noisy_gate_policy == "Jitter":
+                x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - JITTER, 1 + JITTER)
+            logits_TE = F.linear(x_TH, self.wg.weight.float())
+            return self.route(logits_TE, None if used_token is None else used_token.reshape(-1) != 0)
+
+    def route(self, logits_TE: Tensor, used_T: Tensor | None = None) -> Routing:
+        """Route tokens by their logits, fp32; `used_T` is bool."""
+        num_tokens, num_experts = logits_TE.shape
+        gates_TE = F.softmax(logits_TE, dim=-1)
+        experts_TK = self._choose(logits_TE.detach())
+        used_TK = torch.ones_like(experts_TK, dtype=torch.bool)
+        if used_T is not None:
+            used_TK = used_T[:, None].expand_as(experts_TK)
+        chosen_TK = torch.where(used_TK, experts_TK, num_experts)  # E: none
+        capacity, kept_TK = None, used_TK
+        if self.drop_tokens:
+            factor = self.capacity_factor if self.training else self.eval_capacity_factor
+            capacity = capacity_of(num_tokens, num_experts, self.k, factor, self.min_capacity)
+            kept_TK = used_TK & self._within(capacity, chosen_TK, gates_TE.detach())
+        weights_TK = gates_TE.gather(1, experts_TK) * kept_TK
+        if self.k > 1:
+            least = torch.finfo(torch.float32).eps
+            weights_TK = weights_TK / weights_TK.sum(1, keepdim=True).clamp(min=least)
+        loss = _balance_loss(gates_TE, chosen_TK if self.k > 2 else chosen_TK[:, :1])
+        if self.z_loss_coefficient:
+            loss = loss + self.z_loss_coefficient * logits_TE.logsumexp(-1).square().mean()
+        return Routing(experts_TK, weights_TK, kept_TK, _counts(chosen_TK, num_experts), loss, capacity)
+
+    def _choose(self, logits_TE: Tensor) -> Tensor:
+        if self.k == 1 and self.training and self.noisy_gate_policy == "RSample":
+            return (logits_TE + _gumbel(logits_TE)).argmax(1, keepdim=True)
+        if self.k == 2 and self.training and self.top2_2nd_expert_sampling:
+            first_T1 = logits_TE.argmax(1, keepdim=True)
+            others_TE = (logits_TE + _gumbel(logits_TE)).scatter(1, first_T1, -math.inf)
+            return torch.cat([first_T1, others_TE.argmax(1, keepdim=True)], 1)
+        return logits_TE.topk(self.k, dim=1).indices
+
+    def _within(self, capacity: int, chosen_TK: Tensor, gates_TE: Tensor) -> Tensor:
+        """Whether an expert takes a choice, by the order in which choices come to it."""
+        num_tokens, k = chosen_TK.shape
+        chosen_N = chosen_TK.T.reshape(-1)  # N = K * T: all first choices, then all second ones
+        if k == 1 and self.training and self.use_rts:
+            order_N = torch.randperm(num_tokens, device=chosen_TK.device)
+        elif k > 2:
+            likely_TK = gates_TE.gather(1, chosen_TK.clamp(max=self.num_experts - 1))
+            order_N = likely_TK.T.reshape(-1).argsort(descending=True, stable=True)
+        else:
+            order_N = torch.arange(len(chosen_N), device=chosen_TK.device)
+        by_expert_N = order_N[chosen_N[order_N].argsort(stable=True)]
+        counts = _counts(chosen_TK, self.num_experts + 1)
+        starts_E = counts.cumsum(0) - counts
+        place_N = torch.empty_like(chosen_N)
+        place_N[by_expert_N] = torch.arange(len(chosen_N), device=chosen_N.device) - starts_E[chosen_N[by_expert_N]]
+        return (place_N < capacity).view(k, num_tokens).T
+
+
+def capacity_of(num_tokens: int, num_experts: int, k: int, factor: float, least: int) -> int:
+    """Choices that an expert takes at most: ceil(k * T / E * factor), and no fewer than `least`."""
+    exact = k * num_tokens / num_experts * factor
+    return max(math.ceil(exact * (1 - 1e-7)), least)  # 1.1 * 10 is 11, not the next number
+
+
+def _balance_loss(gates_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    num_experts = gates_TE.shape[1]
+    share_E = _counts(chosen_TK, num_experts).to(gates_TE.dtype) / max(chosen_TK.numel(), 1)
+    return num_experts * torch.dot(gates_TE.sum(0) / max(len(gates_TE), 1), share_E)
+
+
+def _counts(chosen_TK: Tensor, num_experts: int) -> Tensor:
+    """Choices of each expert; those of experts from `num_experts` on are left out."""
+    return torch.bincount(chosen_TK.reshape(-1), minlength=num_experts)[:num_experts]
+
+
+def _gumbel(like: Tensor) -> Tensor:
+    """Samples of the standard Gumbel distribution: -log(Exp(1))."""
+    return -torch.empty_like(like).exponential_().log()
