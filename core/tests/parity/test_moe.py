@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.stacked import ExpertMLP, StackedExperts
 from deepspeed.parallel.model_part import part_held
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
@@ -73,20 +74,27 @@ class EinsumMoE(nn.Module):
         self.deepspeed_moe.gate = nn.Module()
         self.deepspeed_moe.gate.wg = copy.deepcopy(gate.wg)
         self.deepspeed_moe.experts = nn.Module()
-        self.deepspeed_moe.experts.deepspeed_experts = copy.deepcopy(experts.deepspeed_experts)
+        self.deepspeed_moe.experts.deepspeed_experts = copy.deepcopy(getattr(experts, "deepspeed_experts", None))
+        if isinstance(experts, StackedExperts):
+            self.deepspeed_moe.experts.up, self.deepspeed_moe.experts.down = map(copy.deepcopy, experts.parameters())
         if moe.use_residual:
             self.mlp, self.coefficient = copy.deepcopy(moe.mlp), copy.deepcopy(moe.coefficient)
         self.use_residual = moe.use_residual
 
     def forward(self, x):
         x_TH = x.reshape(-1, x.shape[-1])
-        num_experts = len(self.deepspeed_moe.experts.deepspeed_experts)
+        num_experts = len(self.deepspeed_moe.gate.wg.weight)
         capacity = max(math.ceil(self.k * len(x_TH) / num_experts * self.factor), self.least)
         logits_TE = self.deepspeed_moe.gate.wg(x_TH)
         combine_TEC, loss, counts_E = masks(logits_TE, self.k, capacity if self.drops else len(x_TH))
         rows_ECH = torch.einsum("tec,th->ech", (combine_TEC != 0).float(), x_TH)
-        experts = self.deepspeed_moe.experts.deepspeed_experts
-        out_ECH = torch.stack([expert(rows) for expert, rows in zip(experts, rows_ECH, strict=True)])
+        experts = self.deepspeed_moe.experts
+        if experts.deepspeed_experts is None:
+            inner_ECF = F.gelu(torch.einsum("ech,efh->ecf", rows_ECH, experts.up))
+            out_ECH = torch.einsum("ecf,ehf->ech", inner_ECF, experts.down)
+        else:
+            parts = zip(experts.deepspeed_experts, rows_ECH, strict=True)
+            out_ECH = torch.stack([expert(rows) for expert, rows in parts])
         y = torch.einsum("tec,ech->th", combine_TEC, out_ECH).view_as(x)
         if self.use_residual:
             share = self.coefficient(x).softmax(-1)
@@ -101,10 +109,10 @@ def expert():
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
 
-def layer(**arguments):
+def layer(stacked=False, **arguments):
     arguments = {"k": 1, "use_rts": False, "top2_2nd_expert_sampling": False, "min_capacity": 1, **arguments}
     torch.manual_seed(3)
-    return MoE(WIDTH, expert, EXPERTS, **arguments)
+    return MoE(WIDTH, (lambda: ExpertMLP(WIDTH, 2 * WIDTH)) if stacked else expert, EXPERTS, **arguments)
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -203,7 +211,8 @@ def train_job(stage, arguments, accumulation, checkpoints):
     weights = {}
     for name, param in engine.module.named_parameters():
         part = part_held(param)
-        weights[part.name if part else name] = safe_get_full_fp32_param(param).clone()
+        start, stop = part.ranges[0] if part else (0, len(param))
+        weights[part.name if part else name, start, stop] = safe_get_full_fp32_param(param).clone()
     engine.destroy()
     return losses, norms, weights
 
@@ -212,15 +221,16 @@ def check(world, stage, arguments, accumulation=1, checkpoints=False):
     losses, norms, weights = train_reference(world, arguments, accumulation)
     found = run_ranks(world, train_job, stage, arguments, accumulation, checkpoints)
     expected = torch.cat(losses)  # [steps * accumulation, world]
-    seen = set()
+    seen = {}
     for rank, (own_losses, own_norms, own_weights) in enumerate(found):
         torch.testing.assert_close(torch.tensor(own_losses), expected[:, rank], rtol=1e-5, atol=1e-6)
         assert own_norms == pytest.approx(norms, rel=1e-4)
-        seen |= own_weights.keys()
-        for name, weight in own_weights.items():
-            difference = (weight - weights[name]).abs().max() / weights[name].abs().max()
+        for (name, start, stop), weight in own_weights.items():
+            expected_part = weights[name][start:stop] if "experts" in name else weights[name]
+            difference = (weight - expected_part).abs().max() / expected_part.abs().max()
             assert difference < 1e-5, (name, difference)
-    assert seen == weights.keys()  # the ranks together have every expert
+            seen.setdefault(name, set()).update(range(start, stop) if "experts" in name else range(len(weights[name])))
+    assert {name: len(rows) for name, rows in seen.items()} == {name: len(whole) for name, whole in weights.items()}
 
 
 TIGHT = {"capacity_factor": 0.8}
@@ -231,10 +241,11 @@ SHAPES = {
     "k2-all-residual": {"k": 2, "drop_tokens": False, "use_residual": True},
     "k1-residual": {"k": 1, "use_residual": True, **TIGHT},
     "k3": {"k": 3, **TIGHT},
+    "k2-stacked": {"k": 2, "stacked": True, **TIGHT},
 }
 
 
-@pytest.mark.parametrize("shape", swept(SHAPES, lambda shape: shape in ("k1", "k2-all-residual", "k3")))
+@pytest.mark.parametrize("shape", swept(SHAPES, lambda shape: shape in ("k1", "k2-all-residual", "k3", "k2-stacked")))
 def test_experts_over_two_ranks(shape):
     check(2, 0, {"ep_size": 2, **SHAPES[shape]})
 
@@ -251,6 +262,7 @@ def test_experts_over_four_ranks(shape):
         (1, "k1", 1, False),
         (2, "k2-all-residual", 1, True),
         (3, "k2", 1, False),
+        (3, "k2-stacked", 1, False),
         (3, "k1", 2, True),
     ],
 )

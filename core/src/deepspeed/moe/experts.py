@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from deepspeed.moe.stacked import ExpertMLP, StackedExperts
 from deepspeed.parallel.expert_params import EXPERT_PREFIX
+from deepspeed.parallel.model_part import ModelPart, mark_part
 
 #: a module, of which every expert is a copy; or a function that makes one, called once for each expert of the layer
 ExpertSource = nn.Module | Callable[[], nn.Module]
@@ -36,6 +38,14 @@ class Experts(nn.Module):
         outputs = [_first(expert(part)) for expert, part in zip(self.deepspeed_experts, parts, strict=True)]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
+    def mark(self, path: str, part: int, num_parts: int) -> None:
+        """Say that these are part `part` of the experts of the layer, whose name is `path`."""
+        for number, expert in enumerate(self.deepspeed_experts, part * self.num_local_experts):
+            for name, param in expert.named_parameters():
+                shape = torch.Size(getattr(param, "ds_shape", param.shape))
+                whole = ((0, shape[0]),) if shape else ()
+                mark_part(param, ModelPart(shape, ranges=whole, name=f"{path}.deepspeed_experts.{number}.{name}"))
+
 
 def make_experts(source: ExpertSource, num_experts: int, held: range) -> list[nn.Module]:
     """The experts `held` of `num_experts`.
@@ -51,6 +61,12 @@ def make_experts(source: ExpertSource, num_experts: int, held: range) -> list[nn
         if index in held:
             made.append(expert)
     return made
+
+
+def hold_experts(experts: list[nn.Module], ep_size: int) -> Experts | StackedExperts:
+    """This rank's experts: stacked where they are `ExpertMLP`s, else one by one."""
+    stackable = [expert for expert in experts if type(expert) is ExpertMLP]
+    return StackedExperts(stackable, ep_size) if len(stackable) == len(experts) else Experts(experts, ep_size)
 
 
 def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:

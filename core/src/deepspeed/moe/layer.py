@@ -17,13 +17,13 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.moe.dispatch import dispatch
-from deepspeed.moe.experts import Experts, ExpertSource, make_experts
+from deepspeed.moe.experts import Experts, ExpertSource, hold_experts, make_experts
 from deepspeed.moe.gate import TopKGate
+from deepspeed.moe.stacked import StackedExperts
 from deepspeed.moe.token_ranks import token_ranks
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import EXPERT_PREFIX
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.model_part import ModelPart, mark_part
 
 
 class MOELayer(nn.Module):
@@ -34,7 +34,7 @@ class MOELayer(nn.Module):
         exp_counts: choices of each expert in the last forward, [E], int64, of this rank's tokens.
     """
 
-    def __init__(self, gate: TopKGate, experts: Experts, ep_size: int, made_for: int | None) -> None:
+    def __init__(self, gate: TopKGate, experts: Experts | StackedExperts, ep_size: int, made_for: int | None) -> None:
         super().__init__()
         self.gate, self.experts = gate, experts
         self.ep_size = ep_size
@@ -76,13 +76,7 @@ class MOELayer(nn.Module):
                 "deepspeed.utils.groups.set_mesh(...) before the model is built"
             )
         self.ranks = token_ranks(mesh, self.ep_size, data_before_expert=data_before_expert)
-        first = part * self.experts.num_local_experts
-        for number, expert in enumerate(self.experts.deepspeed_experts, first):
-            for name, param in expert.named_parameters():
-                shape = getattr(param, "ds_shape", param.shape)
-                whole = ((0, shape[0]),) if shape else ()
-                own = f"{path}.experts.deepspeed_experts.{number}.{name}".lstrip(".")
-                mark_part(param, ModelPart(torch.Size(shape), ranges=whole, name=own))
+        self.experts.mark(f"{path}.experts".lstrip("."), part, self.ep_size)
 
 
 class MoE(nn.Module):
@@ -91,7 +85,7 @@ class MoE(nn.Module):
     Args:
         hidden_size: H, width of inputs and outputs.
         expert: a module from [n, H] to [n, H], of which every expert is a copy; or a function that makes such a module,
-            for experts that differ from the start.
+            for experts that differ from the start. `ExpertMLP`s of `stacked.py` are computed together.
         num_experts: E, of the layer, on all ranks together.
         ep_size: ranks over which they are divided.
         k: experts per token.
@@ -161,7 +155,7 @@ class MoE(nn.Module):
         part = None if isinstance(expert, nn.Module) else _ep_rank(ep_size)
         first = (part or 0) * self.num_local_experts
         experts = make_experts(expert, num_experts, range(first, first + self.num_local_experts))
-        self.deepspeed_moe = MOELayer(gate, Experts(experts, ep_size), ep_size, part)
+        self.deepspeed_moe = MOELayer(gate, hold_experts(experts, ep_size), ep_size, part)
         if use_residual:
             (self.mlp,) = make_experts(expert, 1, range(1))
             self.coefficient = nn.Linear(hidden_size, 2)
