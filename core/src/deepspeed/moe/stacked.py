@@ -92,8 +92,9 @@ class StackedExperts(nn.Module):
         for name, param in self.named_parameters():
             shape = getattr(param, "ds_shape", param.shape)
             whole = torch.Size((shape[0] * num_parts, *shape[1:]))
-            mark_part(param, ModelPart(whole, 0, ((part * shape[0], (part + 1) * shape[0]),), f"{path}.{name}"))
-            param.tensor_model_parallel = False  # type: ignore[attr-defined]  # tensor-parallel ranks hold the same
+            mark_part(
+                param, ModelPart(whole, 0, ((part * shape[0], (part + 1) * shape[0]),), f"{path}.{name}"), over="ep"
+            )
 
 
 def grouped_linear(rows_NI: Tensor, weight_LOI: Tensor, counts: Sequence[int]) -> Tensor:

@@ -103,7 +103,5 @@ def whole_names(module: Module) -> list[str]:
 def division_is_known(module: Module) -> bool:
     """Whether the marks say what a tensor-parallel rank has of each parameter: layers of the user's own may have no
     mark, or Megatron's alone."""
-    marks = [part_held(param) for param in module.parameters()]
-    megatron = (bool(getattr(param, "tensor_model_parallel", False)) for param in module.parameters())
-    named = all(mark is not None for mark, is_divided in zip(marks, megatron, strict=True) if is_divided)
-    return named and any(mark is not None and not mark.is_whole for mark in marks)
+    divided = [param for param in module.parameters() if getattr(param, "tensor_model_parallel", False)]
+    return bool(divided) and all(part_held(param) is not None for param in divided)
