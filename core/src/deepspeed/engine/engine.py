@@ -24,6 +24,7 @@ from deepspeed.engine.observers import Observers
 from deepspeed.engine.saving import Saving
 from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.training import Training
+from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
 from deepspeed.errors import CommError, ConfigError, StateError
 from deepspeed.log import warn_once
 from deepspeed.parallel.mesh import Mesh
@@ -483,16 +484,10 @@ class DeepSpeedEngine(torch.nn.Module):
             nothing was saved.
 
         Raises:
-            ConfigError: if the caller divided the model over ranks (pipeline, tensor or expert parallelism): no rank
-                has whole weights.
+            ConfigError: if the caller divided the model over ranks, and parameters do not say which part a rank has.
         """
         self.sharding.require_states("save_16bit_model", weights_only=True)
-        self.sharding.unit_groups.refuse_divided_experts("save_16bit_model")
-        if self.mesh.model_size > 1:
-            raise ConfigError(
-                f"save_16bit_model: the model is divided over {self.mesh.model_size} ranks (pp x tp), and each has a "
-                "part of the weights; use save_checkpoint(), which saves every part"
-            )
+        refuse_unknown_division("save_16bit_model", self.module, self.mesh)
         if self.sharding.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
             warn_once(
                 "save_16bit_model: nothing is saved, because the weights are sharded; set "
@@ -500,26 +495,36 @@ class DeepSpeedEngine(torch.nn.Module):
             )
             return False
         path = location(save_dir) / save_filename
-        export.save_weights(self.module, path, self.checkpointer, exclude_frozen=exclude_frozen_parameters)
+        weights = self._whole_weights(everywhere=False, exclude_frozen=exclude_frozen_parameters)
+        export.save_weights(weights if self.checkpointer.commits else None, path, self.checkpointer)
         return True
 
     save_fp16_model = save_16bit_model  # the documented older name
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        self.sharding.unit_groups.refuse_divided_experts("_consolidated_16bit_state_dict")
-        return export.consolidated(self.module, exclude_frozen=exclude_frozen_parameters)
+        refuse_unknown_division("_consolidated_16bit_state_dict", self.module, self.mesh)
+        weights = self._whole_weights(everywhere=True, exclude_frozen=exclude_frozen_parameters)
+        assert weights is not None
+        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in weights.items()}
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights of a sharded model on the first rank, None on others; libraries call it when the stage is 3. A
         collective."""
-        self.sharding.unit_groups.refuse_divided_experts("_zero3_consolidated_16bit_state_dict")
         if self.sharding.stage == 3:
-            return export.gathered(
-                self.module, keeps=self.checkpointer.commits, exclude_frozen=exclude_frozen_parameters
-            )
+            refuse_unknown_division("_zero3_consolidated_16bit_state_dict", self.module, self.mesh)
+            weights = self._whole_weights(everywhere=False, exclude_frozen=exclude_frozen_parameters)
+            return weights if self.checkpointer.commits else None
         raise ConfigError(
             f"_zero3_consolidated_16bit_state_dict: zero_optimization.stage is {self.sharding.stage}, nothing is "
             "partitioned; use module.state_dict()"
+        )
+
+    def _whole_weights(self, *, everywhere: bool, exclude_frozen: bool) -> dict[str, Any] | None:
+        if self.mesh.model_size == 1 and not self.sharding.unit_groups.divides_experts:
+            keeps = everywhere or self.checkpointer.commits
+            return export.gathered(self.module, keeps=keeps, exclude_frozen=exclude_frozen)
+        return whole_weights(
+            self.module, self.mesh, everywhere=everywhere, exclude_frozen=exclude_frozen, device=self.device
         )
 
     def destroy(self) -> None:

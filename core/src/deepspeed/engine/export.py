@@ -1,6 +1,7 @@
 """Weights for use elsewhere: state dicts and 16-bit model files. Called by the engine's methods."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +42,14 @@ def load_module(module: torch.nn.Module, weights: dict[str, Any], *, strict: boo
     fill_module(module, weights, strict=strict, custom_load_fn=custom_load_fn)
 
 
-def save_weights(module: torch.nn.Module, path: Path, checkpointer: Checkpointer, *, exclude_frozen: bool) -> None:
-    """Write the module's whole weights, in its own dtype, on the first rank; all ranks call it, and fail together."""
-    weights = gathered(module, keeps=checkpointer.commits, exclude_frozen=exclude_frozen)
+def save_weights(weights: Mapping[str, Any] | None, path: Path, checkpointer: Checkpointer) -> None:
+    """Write whole weights, which one rank has; all ranks call it, and fail together."""
 
     def write() -> None:
         if weights is not None:
             save_state_dict_file(weights, path)
 
     checkpointer.together(write, f"save {path.name} in {path.parent}")
-
-
-def consolidated(module: torch.nn.Module, *, exclude_frozen: bool) -> dict[str, Tensor]:
-    """Whole weights on the host, on every rank. A collective where they are sharded."""
-    weights = gathered(module, keeps=True, exclude_frozen=exclude_frozen)
-    assert weights is not None
-    return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in weights.items()}
 
 
 def gathered(module: torch.nn.Module, *, keeps: bool, exclude_frozen: bool) -> dict[str, Any] | None:
