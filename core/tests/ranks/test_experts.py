@@ -253,7 +253,7 @@ def refused_job(folder):
     with pytest.raises(ConfigError, match="do not say which part a rank has"):
         engine.save_16bit_model(folder)
     for save in (engine.save_checkpoint, engine.load_checkpoint):
-        with pytest.raises(ConfigError, match=r"group_name is ep_size_2.* not in this version"):
+        with pytest.raises(ConfigError, match=r"group_name is ep_size_2.* do not say which experts"):
             save(folder)
     engine.destroy()
     model = Marked(0)

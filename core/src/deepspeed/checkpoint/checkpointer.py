@@ -92,7 +92,10 @@ class Checkpointer:
         self._background = background
         self._may_be_saving = False  # the same on all ranks
         self._partitioned_model = partitioned_model
+        self.writes_experts = not partitioned_model and division is not None and division.is_first_holder(dp_rank)
         self._model_file = layout.model_file(mp_rank, dp_rank if partitioned_model else None)
+        if self.writes_experts and dp_rank > 0:
+            self._model_file = layout.expert_file(mp_rank, dp_rank)
         self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
 
     def store_of(self, path: Path) -> Store:
@@ -101,8 +104,9 @@ class Checkpointer:
 
     @property
     def writes_model(self) -> bool:
-        """Whether `save` takes a `model_state` from this rank: the first data parallel rank, or all in stage 3."""
-        return self.position.dp_rank == 0 or self._partitioned_model
+        """Whether `save` takes a `model_state` from this rank: the first data parallel rank, or all in stage 3, and the
+        first of those with the same experts."""
+        return self.position.dp_rank == 0 or self._partitioned_model or self.writes_experts
 
     def save(
         self,

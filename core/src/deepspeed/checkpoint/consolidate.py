@@ -55,6 +55,10 @@ DEEPSPEED_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (Attributes, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
+_LOAD_ELSEWHERE = (
+    "This program does not join them: load the checkpoint with engine.load_checkpoint() on any number of ranks, and "
+    "call engine.save_16bit_model()."
+)
 _ADVICE = "Copy the file again from where it came, or take another tag."
 _LOADED_BYTES = 256 * 2**20  # of weights at a time, into a model
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -252,7 +256,7 @@ def _read_shards(folder: Path) -> list[dict[str, Any]]:
             "zero_pp_rank_0_mp_rank_00_optim_states.pt. Move it elsewhere."
         )
     if len({_rank_order(path)[1] for path in files}) > 1:
-        raise CheckpointError(f"{folder} was saved by several model parallel ranks, which this program does not join.")
+        raise CheckpointError(f"{folder} was saved by several model parallel ranks. {_LOAD_ELSEWHERE}")
     ranks = [_rank_order(path)[0] for path in files]
     if ranks != list(range(len(ranks))):
         raise CheckpointError(f"{folder} is incomplete or mixed: it holds the optimizer shards of ranks {ranks}.")
@@ -339,6 +343,15 @@ def _from_module(tensor: torch.Tensor) -> LazyTensor:
     return LazyTensor([tensor], tensor.shape, torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 
+def _refuse_divided(folder: Path, model: Mapping[str, Any]) -> None:
+    """Parts of parameters are not joined here: each model parallel rank has files of its own, and each expert rank."""
+    num_ranks = int(model.get("mp_world_size") or 1)
+    if num_ranks > 1:
+        raise CheckpointError(f"{folder} was saved by several model parallel ranks ({num_ranks}). {_LOAD_ELSEWHERE}")
+    if (model.get("ds_model_parallel") or {}).get("experts"):
+        raise CheckpointError(f"{folder} holds experts that are divided over ranks. {_LOAD_ELSEWHERE}")
+
+
 def lazy_state_dict(folder: Path, exclude_frozen_parameters: bool) -> dict[str, Any]:
     shards = _read_shards(folder)
     if not shards and (folder / "zero").is_dir():
@@ -352,6 +365,7 @@ def lazy_state_dict(folder: Path, exclude_frozen_parameters: bool) -> dict[str, 
         names = [Path(first).name.replace("rank_0_", f"rank_{rank}_", 1) for rank in range(1, len(shards))]
         models += [read_file(folder / name) for name in names]
     model = models[0]
+    _refuse_divided(folder, model)
     if not shards and "single_partition_of_fp32_groups" in (model.get("optimizer") or {}):
         shards = [model["optimizer"]]  # stage 0 with masters
     module, param_shapes = model["module"], model.get("param_shapes") or []

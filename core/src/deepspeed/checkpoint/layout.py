@@ -44,7 +44,8 @@ DEEPSPEED_KEYS = frozenset({"checkpoint_parallel_dimensions"})
 
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|pruned|lock|latest|writers)")
 _PARTITIONED = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_\d+_model_states\.pt")
-_RANKS = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_")
+_EXPERTS = re.compile(r"expert_rank_(?P<dp>\d+)_mp_rank_\d+_model_states\.pt")
+_RANKS = re.compile(r"(?:bf16_)?(?:(?:zero_pp|expert)_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_")
 _SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 
 
@@ -52,6 +53,16 @@ def model_file(mp_rank: int, dp_rank: int | None = None) -> str:
     """Name of a model file; with `dp_rank`, of the one that each data parallel rank writes under ZeRO stage 3."""
     plain = f"mp_rank_{mp_rank:02d}_model_states.pt"
     return plain if dp_rank is None else f"zero_pp_rank_{dp_rank}_{plain}"
+
+
+def expert_file(mp_rank: int, dp_rank: int) -> str:
+    """Name of the model file of experts that the first data parallel rank does not have, in stages 0 to 2."""
+    return f"expert_rank_{dp_rank}_{model_file(mp_rank)}"
+
+
+def expert_models_in(folder: Path) -> set[int]:
+    """The data parallel ranks with such a file in `folder`."""
+    return {int(match["dp"]) for path in folder.iterdir() if (match := _EXPERTS.fullmatch(path.name))}
 
 
 def shard_file(dp_rank: int, mp_rank: int, prefix: str = "") -> str:

@@ -127,7 +127,8 @@ def divides_otherwise(state: Mapping[str, Any], path: Path, position: Position) 
     saved, own = Division.of_file(state, str(path)), position.division
     saved_size = int(state.get("mp_world_size", position.mp_world_size))
     if saved is not None and own is not None:
-        return saved.axes != own.axes or own.axes["pp"] > 1  # stages may have other layers
+        has_others = saved.axes["pp"] > 1 or bool(saved.experts or own.experts)  # stages may have other layers
+        return saved.axes != own.axes or has_others
     if saved_size == position.mp_world_size:
         return False
     who = "the run that saved it" if saved is None else "this run"

@@ -5,7 +5,7 @@ Each model-parallel rank of the save has files of its own, and in them the part 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,16 +25,35 @@ DIVISION = "ds_model_parallel"
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Experts of one rank.
+
+    Args:
+        holders: the data-parallel ranks that have them, in their order.
+        names: of their parameters, on these ranks.
+    """
+
+    holders: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Division:
     """How a run divides its model.
 
     Args:
         axes: ranks along "pp" and "tp".
         parts: what this model-parallel rank holds of parameters that it does not have whole, by name.
+        experts: what this data-parallel rank holds of experts that are divided over ranks, by `param.group_name`.
     """
 
     axes: Mapping[str, int]
     parts: Mapping[str, ModelPart]
+    experts: Mapping[str, Experts] = field(default_factory=dict)
+
+    def is_first_holder(self, dp_rank: int) -> bool:
+        """Whether the rank saves experts: of those that have the same ones it is the first."""
+        return any(each.holders[0] == dp_rank for each in self.experts.values())
 
     def to_state(self) -> dict[str, Any]:
         """As plain values, for a file."""
@@ -42,7 +61,8 @@ class Division:
             name: {"shape": list(part.shape), "dim": part.dim, "ranges": [*map(list, part.ranges)], "name": part.name}
             for name, part in self.parts.items()
         }
-        return {"axes": dict(self.axes), "parts": parts}
+        experts = {name: [list(each.holders), list(each.names)] for name, each in self.experts.items()}
+        return {"axes": dict(self.axes), "parts": parts, "experts": experts}
 
     @classmethod
     def of_file(cls, model_state: Mapping[str, Any], path: str) -> "Division | None":
@@ -56,7 +76,12 @@ class Division:
             return cls({"pp": 1, "tp": 1}, {}) if int(model_state.get("mp_world_size", 1)) == 1 else None
         try:
             axes = {str(axis): int(size) for axis, size in state["axes"].items()}
-            return cls(axes, {str(name): _part(value) for name, value in state["parts"].items()})
+            parts = {str(name): _part(value) for name, value in state["parts"].items()}
+            experts = {
+                str(name): Experts(tuple(map(int, holders)), tuple(map(str, names)))
+                for name, (holders, names) in state.get("experts", {}).items()
+            }
+            return cls(axes, parts, experts)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{path} is damaged: {DIVISION} is no description of a divided model") from error
 
@@ -70,34 +95,48 @@ def _part(value: Mapping[str, Any]) -> ModelPart:
 
 
 class SavedModelRank:
-    """The files of one model-parallel rank.
+    """The files of one model-parallel rank; of experts that are divided over ranks, of those that hold the same ones.
 
     Args:
-        model_states: content of its model files: of each data-parallel rank in stage 3, else one.
+        model_states: content of its model files, by data-parallel rank: of each in stage 3, else of the first one and
+            of those that save experts.
         shard_states: `optimizer_state_dict` of each data-parallel rank.
-        parts: see `Division`.
+        division: what the file of `dp_rank` says.
+        dp_rank: 0 for what all have and its own experts, or another rank that saves experts, for these.
     """
 
     def __init__(
         self,
-        model_states: Sequence[Mapping[str, Any]],
+        model_states: Mapping[int, Mapping[str, Any]],
         shard_states: Sequence[Mapping[str, Any]],
-        parts: Mapping[str, ModelPart],
+        division: Division,
+        dp_rank: int = 0,
     ) -> None:
-        own = model_states[0]
-        self.parts = parts
-        self.states = states_of(own, shard_states, own["module"])
+        own = model_states[dp_rank]
+        self.parts = division.parts
+        held = {name: each for each in division.experts.values() for name in each.names}
+        is_here = {name for name, each in held.items() if each.holders[0] == dp_rank}
+        weights = {name: value for name, value in own["module"].items() if isinstance(value, Tensor)}
+        self._weights = {
+            name: value for name, value in weights.items() if (name in is_here if name in held else dp_rank == 0)
+        }
+        groups = [*(own.get("param_shapes") or []), own.get("frozen_param_shapes") or {}]
+        holders = [_holders_of(group, held, len(shard_states)) for group in own.get("param_shapes") or []]
+        self.states = states_of(own, shard_states, own["module"], holders)
         saved = shard_states[0] if shard_states else own.get("optimizer") or {}
         self.loss_scaler: Any = saved.get("loss_scaler")
-        self._weights = {name: value for name, value in own["module"].items() if isinstance(value, Tensor)}
-        self._fragments = [state.get("frozen_param_fragments") or {} for state in model_states]
-        groups = [*(own.get("param_shapes") or []), own.get("frozen_param_shapes") or {}]
         shapes = {name: torch.Size(shape) for group in groups for name, shape in group.items()}
         aliases = own.get("shared_params") or {}
         self._names = {name: aliases.get(name, name) for name in self._weights}
         self.shapes = {
             name: shapes.get(self._names[name], value.shape) if value.numel() == 0 else value.shape
             for name, value in self._weights.items()
+        }
+        ranks = {name: held[name].holders if name in held else sorted(model_states) for name in self._weights}
+        self._fragments = {
+            name: [model_states[rank]["frozen_param_fragments"][name] for rank in ranks[name]]
+            for name, value in self._weights.items()
+            if name in (own.get("frozen_param_fragments") or {}) and value.numel() < self.shapes[name].numel()
         }
 
     def part(self, name: str) -> ModelPart:
@@ -118,10 +157,15 @@ class SavedModelRank:
         if value.numel() == self.shapes[name].numel():
             return elements_of(value, start, numel)
         name = self._names[name]
-        if name in self._fragments[0]:
-            return _joined([each[name].reshape(-1) for each in self._fragments], start, numel)
+        if name in self._fragments:
+            return _joined([each.reshape(-1) for each in self._fragments[name]], start, numel)
         assert self.states is not None
         return self.states.master(name, start, numel).to(value.dtype)
+
+
+def _holders_of(group: Mapping[str, Any], held: Mapping[str, Experts], num_ranks: int) -> Sequence[int]:
+    """The data-parallel ranks whose files divide a group of parameters, which are of the same experts, or of none."""
+    return next((held[name].holders for name in group if name in held), range(num_ranks))
 
 
 def _joined(parts: Sequence[Tensor], start: int, numel: int) -> Tensor:

@@ -87,25 +87,37 @@ class Reader:
         return LoadedCheckpoint(str(path), tag, own, None, client, parts)
 
     def _model_ranks(self, folder: Path, num_ranks: int, verify: Verify) -> list[SavedModelRank]:
-        """The files of all model-parallel ranks of the save."""
-        models = [find_models(folder, mp_rank) for mp_rank in range(num_ranks)]
-        needs_shards = self.load_shard or layout.is_partitioned(models[0][0].name)
-        firsts = [self.store.load(paths[0], self.map_location, mmap=True) for paths in models]
-        shards = [
-            find_shards(folder, mp_rank, first, len(paths)) if needs_shards else []
-            for mp_rank, (paths, first) in enumerate(zip(models, firsts, strict=True))
-        ]
-        verify = self._of_own_share([*models, *shards], verify, self.position.rank, self.position.world_size)
+        """The files of all model-parallel ranks of the save, and of all that saved experts."""
+        files = [self._files_of(folder, mp_rank) for mp_rank in range(num_ranks)]
+        verify = self._of_own_share(
+            [paths for models, shards in files for paths in (list(models.values()), shards)],
+            verify,
+            self.position.rank,
+            self.position.world_size,
+        )
         ranks = []
-        for paths, its_shards in zip(models, shards, strict=True):
-            states = [self._model(each, verify) for each in paths]
+        for models, shards in files:
+            states = {rank: self._model(path, verify) for rank, path in models.items()}
             if self.needs_states:
-                check_has_states(folder, its_shards, states[0])
-            division = Division.of_file(states[0], str(paths[0]))
-            assert division is not None
-            owned = [as_own_shard(self._shard(each, verify), each) for each in its_shards]
-            ranks.append(SavedModelRank(states, owned, division.parts))
+                check_has_states(folder, shards, states[0])
+            owned = [as_own_shard(self._shard(each, verify), each) for each in shards]
+            for rank, path in models.items():
+                division = Division.of_file(states[rank], str(path))
+                assert division is not None
+                if rank == 0 or division.is_first_holder(rank):
+                    ranks.append(SavedModelRank(states, owned, division, rank))
         return ranks
+
+    def _files_of(self, folder: Path, mp_rank: int) -> tuple[dict[int, Path], list[Path]]:
+        """The model files of a model-parallel rank, by data-parallel rank, and its shards."""
+        models = dict(enumerate(find_models(folder, mp_rank)))
+        is_partitioned, num_models = layout.is_partitioned(models[0].name), len(models)
+        for rank in sorted(layout.expert_models_in(folder)):
+            models[rank] = folder / layout.expert_file(mp_rank, rank)
+        if not (self.load_shard or is_partitioned):
+            return models, []
+        first = self.store.load(models[0], self.map_location, mmap=True)
+        return models, find_shards(folder, mp_rank, first, num_models)
 
     def _can_take(self, shard: dict[str, Any] | None) -> bool:
         """Whether the caller takes a shard of as many ranks as it is; None: the model file has all."""

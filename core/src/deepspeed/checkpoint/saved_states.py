@@ -32,18 +32,25 @@ class DividedStates(SavedStates):
     """Args:
     parts: `optimizer_state_dict` of each data-parallel rank; one of all parameters for stage 0 with master weights.
     groups: shapes of the parameters of each group, in the order of the file.
+    holders: of each group the ranks whose parts divide it; None: all ranks.
 
     Raises:
         CheckpointError: the parts have not as many elements as the parameters.
     """
 
-    def __init__(self, parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+        holders: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.shapes = {name: torch.Size(shape) for group in groups for name, shape in group.items()}
         self.trained = frozenset(self.shapes)
         self.param_groups = parts[0]["base_optimizer_state"]["param_groups"]
         self._parts = parts
         self._key = masters_key(int(parts[0]["zero_stage"]))
-        if self._key == masters_key(3):
+        self._holders = holders
+        if self._key == masters_key(3) and (holders is None or all(len(each) == len(parts) for each in holders)):
             groups = _by_buffer(groups, [buffer.numel() for buffer in parts[0][self._key]], len(parts))
         self.names = names_by_group(self.param_groups, groups)
         self._steps = {
@@ -55,11 +62,15 @@ class DividedStates(SavedStates):
         self._groups = {name: (index, place) for index, group in enumerate(groups) for place, name in enumerate(group)}
         self._runs = [_by_param(self._divide(index, group)) for index, group in enumerate(groups)]
 
+    def _parts_of(self, index: int) -> Sequence[Mapping[str, Any]]:
+        """Of the ranks that divide a group."""
+        return self._parts if self._holders is None else [self._parts[rank] for rank in self._holders[index]]
+
     def _divide(self, index: int, group: Mapping[str, Any]) -> list[Run]:
         numels = [self.shapes[name].numel() for name in group]
         if any(len(part[self._key]) != len(self._parts[0][self._key]) for part in self._parts):
             raise CheckpointError("optimizer state: the files of its ranks hold different numbers of parameter groups")
-        sizes = [part[self._key][index].numel() for part in self._parts]
+        sizes = [part[self._key][index].numel() for part in self._parts_of(index)]
         by_parameter = self._key == masters_key(3)
         cuts = [0, *accumulate(sizes)]
         runs = in_parameters(numels, len(sizes)) if by_parameter else contiguous(numels, cuts)
@@ -75,12 +86,12 @@ class DividedStates(SavedStates):
 
     def _read(self, name: str, start: int, numel: int, buffer: Callable[[Mapping[str, Any]], Tensor]) -> Tensor:
         index, place = self._groups[name]
-        pieces = []
+        pieces, parts = [], self._parts_of(index)
         for run in self._runs[index].get(place, ()):
             first, stop = max(run.start, start), min(run.start + run.numel, start + numel)
             if first < stop:
                 offset = run.offset + first - run.start
-                pieces.append(buffer(self._parts[run.owner]).view(-1)[offset : offset + stop - first])
+                pieces.append(buffer(parts[run.owner]).view(-1)[offset : offset + stop - first])
         return torch.cat(pieces) if pieces else torch.zeros(0)
 
     def master(self, name: str, start: int, numel: int) -> Tensor:
@@ -91,8 +102,12 @@ class DividedStates(SavedStates):
         index, _ = self._groups[name]
         return part["base_optimizer_state"]["state"].get(index, {})  # type: ignore[no-any-return]
 
+    def _first(self, name: str) -> Mapping[str, Any]:
+        index, _ = self._groups[name]
+        return self._parts_of(index)[0]
+
     def dtypes(self, name: str) -> dict[str, torch.dtype]:
-        state = self._state(name, self._parts[0])
+        state = self._state(name, self._first(name))
         scalars = state.get("parameter_scalars", {})
         return {
             key: value.dtype
@@ -104,7 +119,7 @@ class DividedStates(SavedStates):
         return self._read(name, start, numel, lambda part: self._state(name, part)[state])
 
     def scalars(self, name: str) -> dict[str, Any]:
-        state, by_element = self._state(name, self._parts[0]), self.dtypes(name)
+        state, by_element = self._state(name, self._first(name)), self.dtypes(name)
         _, place = self._groups[name]
         single = state.get("parameter_scalars", {})
         values = {
@@ -117,9 +132,9 @@ class DividedStates(SavedStates):
         return {} if any(value is None for value in values.values()) else values
 
     def others(self, name: str) -> dict[str, Tensor]:
-        _, place = self._groups[name]
+        index, place = self._groups[name]
         found = {}
-        for part in self._parts:
+        for part in self._parts_of(index):
             for key, values in self._state(name, part).get("parameter_states", {}).items():
                 if values.get(place) is not None:
                     found[key] = values[place]
@@ -205,7 +220,10 @@ class TorchStates(SavedStates):
 
 
 def states_of(
-    model_state: Mapping[str, Any], shard_states: Sequence[Mapping[str, Any]], weights: Mapping[str, Any]
+    model_state: Mapping[str, Any],
+    shard_states: Sequence[Mapping[str, Any]],
+    weights: Mapping[str, Any],
+    holders: Sequence[Sequence[int]] | None = None,
 ) -> SavedStates | None:
     """What a checkpoint has of the parameters that were trained; None where it has no names of them.
 
@@ -213,11 +231,12 @@ def states_of(
         model_state: content of a model file.
         shard_states: `optimizer_state_dict` of each data-parallel rank; empty where the model file has all.
         weights: by name, where the model file has the state of an optimizer without master weights.
+        holders: of each group the ranks whose `shard_states` divide it; None: all.
     """
     groups = model_state.get("param_shapes") or []
     whole = model_state.get("optimizer") or {}
     if shard_states:
-        return DividedStates(shard_states, groups)
+        return DividedStates(shard_states, groups, holders)
     if is_flat(whole):
         return DividedStates([whole], groups)
     return TorchStates(weights, whole, whole[PARAM_NAMES]) if PARAM_NAMES in whole else None

@@ -40,13 +40,13 @@ _STATES = ("base_optimizer_state", "optimizer_state_dict")  # the second in file
 
 
 def tensor_table(entries: Sequence[FileEntry]) -> dict[str, Any] | None:
-    """The table of a save, as JSON; None where the content of a file is not known.
+    """The table of a save, as JSON; None where the content of a file is not known, or experts are divided over ranks.
 
     Args:
         entries: in the order of the index, `sorted_entries`.
     """
-    if any(entry.tensors is None for entry in entries):
-        return None
+    if any(entry.tensors is None or (entry.parameters or {}).get("has_experts") for entry in entries):
+        return None  # of divided experts the ranks of a group have other parameters
     groups: list[dict[str, Key]] = []
     rows: list[dict[str, Any]] = []
     by_rank: dict[int, list[tuple[int, FileEntry]]] = {}
@@ -244,6 +244,7 @@ def parameters_in(model_state: Any) -> dict[str, Any] | None:
         "frozen": _shapes(model_state.get("frozen_param_shapes") or {}),
         "shared": {_text(alias): _text(name) for alias, name in (model_state.get("shared_params") or {}).items()},
         "numbers": numbers,
+        "has_experts": bool((model_state.get("ds_model_parallel") or {}).get("experts")),
     }
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from deepspeed import comm, log
 from deepspeed.checkpoint import Checkpointer, create_store
 from deepspeed.checkpoint.background import BackgroundWriter
-from deepspeed.checkpoint.model_ranks import Division
+from deepspeed.checkpoint.model_ranks import Division, Experts
 from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config import DeepSpeedConfig, read_config
@@ -44,7 +44,7 @@ from deepspeed.moe.layer import connect_moe_layers
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.optim import is_elementwise, is_tested_with_zero
 from deepspeed.parallel import groups
-from deepspeed.parallel.expert_params import expert_sizes
+from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.layout import merge_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import division_is_known, parts_held
@@ -483,10 +483,21 @@ def _create_saving(config: DeepSpeedConfig, state: TrainingState, mesh: Mesh) ->
 
 def _division(module: torch.nn.Module, mesh: Mesh) -> Division | None:
     """What checkpoints say of the division of the model; None where the caller divided it, without a mark."""
-    axes = {axis: mesh.size(axis) for axis in ("pp", "tp")}
+    axes, parts = {axis: mesh.size(axis) for axis in ("pp", "tp")}, parts_held(module)
     if axes["pp"] > 1 and not getattr(module, "names_are_global", False):
         return None
-    return Division(axes, parts_held(module)) if axes["tp"] == 1 or division_is_known(module) else None
+    if axes["tp"] > 1 and not division_is_known(module):
+        return None
+    experts = {}
+    for group_name, ep_size in expert_sizes(module).items():
+        names = [name for name, param in module.named_parameters() if expert_group_of(param) == group_name]
+        if ep_size > 1:
+            places = mesh.ranks("dp", "sp")
+            holders = [places.index(rank) for rank in mesh.experts(ep_size).ranks("edp")]
+            experts[group_name] = Experts(tuple(holders), tuple(names))
+    if any(name not in parts for each in experts.values() for name in each.names):
+        return None
+    return Division(axes, parts, experts)
 
 
 def _deepspeed_sub_group_size(config: DeepSpeedConfig, stage: int) -> int | None:

@@ -84,7 +84,7 @@ class Saving:
         """See `DeepSpeedEngine.save_checkpoint`."""
         save_dir = self._save_dir or save_dir
         state, checkpointer = self._state, self.checkpointer
-        state.sharding.unit_groups.refuse_divided_experts("save_checkpoint")
+        self._refuse_unknown_experts("save_checkpoint")
         self._begin("save_checkpoint", exclude_frozen_parameters=exclude_frozen)
         checkpointer.wait_for_save()  # before the states are collected, which takes memory
 
@@ -95,6 +95,7 @@ class Saving:
             return name, state.for_model_file(
                 mp_world_size=checkpointer.position.mp_world_size,
                 division=checkpointer.position.division,
+                only_experts=checkpointer.writes_experts and checkpointer.position.dp_rank > 0,
                 exclude_frozen=exclude_frozen,
             )
 
@@ -137,6 +138,11 @@ class Saving:
                 f"{', '.join(f'rank {rank}: {each}' for rank, each in enumerate(given))}. Pass the same on every rank."
             )
 
+    def _refuse_unknown_experts(self, asked: str) -> None:
+        division = self.checkpointer.position.division
+        if division is None or not division.experts:
+            self._state.sharding.unit_groups.refuse_divided_experts(asked)
+
     def _names_elsewhere(self) -> frozenset[str]:
         """The names, in the undivided model, of the weights and buffers that other ranks of this run have. A
         collective."""
@@ -169,7 +175,7 @@ class Saving:
         """See `DeepSpeedEngine.load_checkpoint`."""
         load_dir = self._load_dir or load_dir
         state, sharding = self._state, self._state.sharding
-        sharding.unit_groups.refuse_divided_experts("load_checkpoint")
+        self._refuse_unknown_experts("load_checkpoint")
         self._begin("load_checkpoint", load_optimizer_states=with_optimizer, load_module_only=module_only)
         with_states = with_optimizer and not module_only and state.has_optimizer
         found = self.checkpointer.load(

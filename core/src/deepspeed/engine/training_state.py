@@ -1,6 +1,6 @@
 """What a checkpoint holds of training, as plain values, and how training takes it back. Called by `saving.py`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,17 +48,29 @@ class TrainingState:
         """Whether the optimizer's own state dict is the engine's, with master weights."""
         return self.training.optimizer is not self.training.basic_optimizer
 
-    def for_model_file(self, *, mp_world_size: int, division: Division | None, exclude_frozen: bool) -> dict[str, Any]:
-        """The content of `mp_rank_XX_model_states.pt`, keys of `checkpoint.MODEL_STATE_KEYS`."""
+    def for_model_file(
+        self, *, mp_world_size: int, division: Division | None, only_experts: bool, exclude_frozen: bool
+    ) -> dict[str, Any]:
+        """The content of `mp_rank_XX_model_states.pt`, keys of `checkpoint.MODEL_STATE_KEYS`.
+
+        Args:
+            only_experts: of the weights those of experts that are divided over ranks; the first rank saves the others.
+        """
         module, sharding, progress = self.module, self.sharding, self.training.progress
         lr_scheduler = self.training.lr_scheduler
         named = list(module.named_parameters())
         untrained = self._untrained(exclude_frozen=exclude_frozen)
         names = {id(param): name for name, param in named}
+        weights = module_state_dict(module, exclude_frozen=exclude_frozen)
+        optimizer = self._whole_optimizer_state(names) if sharding.stage == 0 else None
+        if only_experts and division is not None:
+            own = {name for each in division.experts.values() for name in each.names}
+            weights = {name: value for name, value in weights.items() if name in own}
+            optimizer = _states_of(own, optimizer)
         return {
-            "module": module_state_dict(module, exclude_frozen=exclude_frozen),
+            "module": weights,
             "buffer_names": [name for name, _ in module.named_buffers()],
-            "optimizer": self._whole_optimizer_state(names) if sharding.stage == 0 else None,
+            "optimizer": optimizer,
             "param_shapes": [
                 {names[id(param)]: shape_of(param) for param in params} for params in sharding.saved_parameters()
             ],
@@ -202,3 +214,14 @@ class TrainingState:
         training.schedule.micro_steps = training.progress.global_steps * training.schedule.num_steps
         if with_scheduler and training.lr_scheduler is not None and state.get("lr_scheduler") is not None:
             training.lr_scheduler.load_state_dict(state["lr_scheduler"])
+
+
+def _states_of(names: Collection[str], optimizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A state dict of torch's optimizer with the states of some parameters; another form as it is."""
+    if optimizer is None or PARAM_NAMES not in optimizer:
+        return optimizer
+    by_group = zip(optimizer["param_groups"], optimizer[PARAM_NAMES], strict=True)
+    kept = {
+        number for group, its in by_group for number, name in zip(group["params"], its, strict=True) if name in names
+    }
+    return {**optimizer, "state": {number: state for number, state in optimizer["state"].items() if number in kept}}

@@ -53,20 +53,22 @@ class SavedGroup:
 
     def __init__(self, sharding: Stateful, index: int) -> None:
         self._sharding = sharding
-        self._ranks = None if sharding.stage == 0 else sharding.backend
         self.params = sharding.saved_groups[index]  # attached indices, in the order of the file
+        #: whose files divide the group: all that hold its parameters
+        self.ranks = sharding.unit_groups.of(sharding.params[self.params[0]]).everyone
+        self._ranks = None if sharding.stage == 0 else self.ranks
         self.place = {param: position for position, param in enumerate(self.params)}
         self.shapes = [shape_of(sharding.params[param]) for param in self.params]
         self.numels = [shape.numel() for shape in self.shapes]
         self.in_file, self.numel_in_file = self._divide_for_file()
-        rank = sharding.rank if sharding.stage > 0 else 0
+        rank = self.ranks.rank if sharding.stage > 0 else 0
         own = sum(run.numel for run in self.in_file if run.owner == rank)
         self.padding = self.numel_in_file - own  # elements of this rank's part that belong to no parameter
         self.windows = list(self._divide_in_windows())
         self.shards = [shard for window in self.windows for shard in window.shards]  # of this rank
 
     def _divide_for_file(self) -> tuple[list[Run], int]:
-        sharding, world_size = self._sharding, self._sharding.world_size
+        sharding, world_size = self._sharding, self.ranks.world_size
         if sharding.stage == 3:
             size = sum(math.ceil(numel / world_size) for numel in self.numels)
             return in_parameters(self.numels, world_size), size
@@ -74,7 +76,7 @@ class SavedGroup:
             return contiguous(self.numels, (0, sum(self.numels))), sum(self.numels)
         cut = parameter_cuts if sharding.keeps_parameters_whole else even_cuts
         cuts = cut(self.numels, world_size)
-        return contiguous(self.numels, cuts), cuts[sharding.rank + 1] - cuts[sharding.rank]
+        return contiguous(self.numels, cuts), cuts[self.ranks.rank + 1] - cuts[self.ranks.rank]
 
     def _divide_in_windows(self) -> Iterator[Window]:
         in_file: dict[int, list[Run]] = {}
@@ -84,7 +86,7 @@ class SavedGroup:
         for group in self._sharding.groups:
             if group.first_index in self.place:
                 numel = sum(group.layout.numels)
-                if window.numel and window.numel + numel > _WINDOW_NUMEL * self._sharding.world_size:
+                if window.numel and window.numel + numel > _WINDOW_NUMEL * self.ranks.world_size:
                     yield window
                     window, used = Window(), {}
                 self._add(group, window, used, in_file)

@@ -51,7 +51,7 @@ def collect(sharding: Stateful, *, is_pending: bool = False) -> dict[str, Any]:
     optimizer = sharding.optimizer
     groups = [SavedGroup(sharding, index) for index in range(len(sharding.saved_groups))]
     param_groups = optimizer.param_groups if optimizer is not None else []
-    count = sharding.world_size if sharding.stage > 0 else 1
+    counts = [group.ranks.world_size if sharding.stage > 0 else 1 for group in groups]
     groups_in_file = [{name: value for name, value in group.items() if name != "params"} for group in param_groups]
     masters = [
         group.to_file(group.masters(), torch.float32, is_held=group.has_masters if is_pending else None)
@@ -60,7 +60,7 @@ def collect(sharding: Stateful, *, is_pending: bool = False) -> dict[str, Any]:
     states = {index: _collect_states(sharding, group, is_pending) for index, group in enumerate(groups)}
     return {
         "zero_stage": sharding.stage,
-        "partition_count": count if sharding.stage == 3 else [count for _ in groups],
+        "partition_count": sharding.world_size if sharding.stage == 3 else counts,
         "group_paddings": [group.padding for group in groups],
         masters_key(sharding.stage): masters,
         "base_optimizer_state": {"state": states, "param_groups": groups_in_file},
@@ -89,7 +89,7 @@ def _collect_states(sharding: Stateful, group: SavedGroup, is_pending: bool) -> 
             scalars[name] = {str(place): _packed(value) for place, value in present.items()}
         else:
             odd[name] = present
-    facts = _gathered(sharding, [names, dtypes, scalars])
+    facts = _gathered(sharding, group, [names, dtypes, scalars])
     flat: dict[str, Any] = {}
     for name in dict.fromkeys(name for theirs, _, _ in facts for name in theirs):
         dtype = next((theirs[name] for _, theirs, _ in facts if name in theirs), None)
@@ -228,7 +228,7 @@ def _move_by_parameter(
             "parameters; save it with stage 0"
         )
     mine = {str(place): [list(value.shape), dtype_name(value.dtype)] for place, value in values.items()}
-    known = {int(place): what for theirs in _gathered(sharding, mine) for place, what in theirs.items()}
+    known = {int(place): what for theirs in _gathered(sharding, group, mine) for place, what in theirs.items()}
     here, in_file = group.owners()
     source, target = (here, in_file) if to_file else (in_file, here)
     moved: dict[int, Any] = {}
@@ -237,17 +237,17 @@ def _move_by_parameter(
         value = values.get(place)
         flat = value.reshape(-1).contiguous() if value is not None else torch.empty(0, dtype=dtype)
         before, after = [Run(0, 0, shape.numel(), owner[place], 0) for owner in (source, target)]
-        is_mine = target[place] == sharding.rank
+        is_mine = target[place] == group.ranks.rank
         result = flat.new_zeros(shape.numel() if is_mine else 0)
-        redistribute(flat, [before], [after], result, sharding.backend)
+        redistribute(flat, [before], [after], result, group.ranks)
         if is_mine:
             moved[place] = (flat if source[place] == target[place] else result).view(shape)
     return moved
 
 
-def _gathered(sharding: Stateful, value: Any) -> list[Any]:
-    """The values of all ranks that have other parts; in stage 0 every rank has all."""
-    return [value] if sharding.stage == 0 else all_gather_values(value, sharding.group)
+def _gathered(sharding: Stateful, group: SavedGroup, value: Any) -> list[Any]:
+    """The values of all ranks that have other parts of a group; in stage 0 every rank has all."""
+    return [value] if sharding.stage == 0 else all_gather_values(value, group.ranks.group)
 
 
 def _packed(value: Any) -> list[Any]:

@@ -55,7 +55,7 @@ class UnitGroups:
         return self.dense.replicas is None or self.dense.replicas.rank == 0
 
     def refuse_divided_experts(self, asked: str) -> None:
-        """Called before a save or a load, which knows no experts yet.
+        """Called before a save or a load of experts that no mark of `parallel.model_part` describes.
 
         Raises:
             ConfigError: if ranks hold different experts.
@@ -63,7 +63,8 @@ class UnitGroups:
         if self.divides_experts:
             raise ConfigError(
                 f"{asked}: the experts of the model are divided over ranks (param.group_name is "
-                f"{', '.join(self.experts)}), and saving such a model is not in this version; save the "
+                f"{', '.join(self.experts)}), and their parameters do not say which experts of the model they are; "
+                "mark them with deepspeed.parallel.model_part.mark_part, as deepspeed.moe's layers do, or save the "
                 "module's own state_dict() on every rank, in stage 3 after engine.destroy()"
             )
 

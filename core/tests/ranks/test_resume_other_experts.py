@@ -1,0 +1,130 @@
+"""A checkpoint of experts that are divided over ranks loads where others divide them, and training goes on."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.errors import CheckpointError
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.stacked import ExpertMLP
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.testing.distributed import run_ranks
+
+STEPS = 2
+
+
+def linear_expert():
+    return torch.nn.Linear(8, 8)
+
+
+def stacked_expert():
+    return ExpertMLP(8, 12)
+
+
+EXPERTS = {"copies": linear_expert, "stacked": stacked_expert}
+
+
+class Net(torch.nn.Module):
+    """Every rank trains on the same samples, so that the number of ranks changes no loss."""
+
+    def __init__(self, expert, ep_size):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = torch.nn.Linear(6, 8)
+        self.moe = MoE(8, EXPERTS[expert], 4, ep_size=ep_size, k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
+        self.last = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden, loss, _ = self.moe(self.first(x.to(self.first.weight.dtype)))
+        return self.last(hidden).square().mean() + 0.01 * loss
+
+
+def make_engine(expert, ep_size, stage, dtype):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8},
+        "gradient_clipping": 0.5,
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    model = Net(expert, ep_size)
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters())})
+    return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
+def train(engine, first):
+    losses = []
+    for step in range(first, first + STEPS):
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save_job(folder, *args):
+    deepspeed.init_distributed()
+    engine = make_engine(*args)
+    train(engine, 0)
+    engine.save_checkpoint(folder, tag="a")
+    engine.destroy()
+
+
+def resume_job(folder, *args):
+    deepspeed.init_distributed()
+    engine = make_engine(*args)
+    if folder is None:
+        train(engine, 0)
+    else:
+        with torch.no_grad():
+            for param in engine.module.parameters():
+                param.zero_()
+        engine.load_checkpoint(folder, tag="a")
+    losses = train(engine, STEPS)
+    engine.destroy()
+    return losses
+
+
+COVERING = [
+    # experts; of the save and of the load: ranks, ep_size, stage; dtype
+    ("copies", (2, 2, 0), (1, 1, 0), "fp32"),
+    ("copies", (2, 2, 1), (2, 2, 1), "bf16"),
+    ("stacked", (4, 2, 2), (2, 2, 3), "fp32"),
+    ("stacked", (2, 2, 3), (1, 1, 1), "bf16"),
+    ("copies", (1, 1, 2), (2, 2, 3), "fp32"),
+    ("stacked", (4, 4, 1), (2, 2, 0), "fp32"),
+    ("copies", (4, 4, 3), (4, 2, 3), "fp32"),
+]
+PLACES = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
+EVERY = [
+    pytest.param(expert, (*source, saved), (*target, loaded), "fp32", marks=pytest.mark.sweep)
+    for expert in EXPERTS
+    for source in PLACES
+    for target in PLACES
+    for saved, loaded in ((0, 3), (1, 2), (2, 0), (3, 1), (3, 3))
+]
+
+
+@pytest.mark.parametrize(("expert", "source", "target", "dtype"), [*COVERING, *EVERY])
+def test_experts_resume_on_other_ranks(tmp_path, expert, source, target, dtype):
+    run_ranks(source[0], save_job, tmp_path, expert, *source[1:], dtype)
+    unbroken = run_ranks(1, resume_job, None, expert, 1, 0, dtype)[0]
+    for losses in run_ranks(target[0], resume_job, tmp_path, expert, *target[1:], dtype):
+        assert losses == pytest.approx(unbroken, rel=1e-5 if dtype == "fp32" else 2e-2)
+
+
+def test_a_save_holds_dense_weights_once(tmp_path):
+    run_ranks(4, save_job, tmp_path, "copies", 2, 1, "fp32")
+    files = {path.name: torch.load(path, weights_only=True) for path in (tmp_path / "a").glob("*_model_states.pt")}
+    assert sorted(files) == ["expert_rank_1_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"]
+    assert "first.weight" in files["mp_rank_00_model_states.pt"]["module"]
+    assert all("experts" in name for name in files["expert_rank_1_mp_rank_00_model_states.pt"]["module"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_consolidating_divided_experts_is_refused(tmp_path, stage):
+    run_ranks(2, save_job, tmp_path, "copies", 2, stage, "fp32")
+    with pytest.raises(CheckpointError, match="experts that are divided over ranks"):
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "a")
