@@ -128,6 +128,7 @@ class Mesh(RankGrid):
     def __init__(self, layout: Layout, given: Mapping[tuple[str, ...], ProcessGroup] | None = None) -> None:
         super().__init__(layout, given)
         self._experts: dict[int, RankGrid] = {}
+        self._tied: dict[tuple[int, ...], ProcessGroup] = {}
         for axes in (("dp",), ("dp", "sp"), ("dp_shard", "sp"), ("pp", "tp"), layout.axes):
             self._connect(*axes)
 
@@ -152,6 +153,15 @@ class Mesh(RankGrid):
         """Ranks that hold the same shard, one in each copy: dp_replicate. One rank alone if there is one copy, as
         there is of experts."""
         return self.group("dp_replicate") if ep_size == 1 else self.group()
+
+    def tied_group(self, stages: tuple[int, ...]) -> ProcessGroup:
+        """The peers of this rank in these stages, which hold copies of a parameter. The first call is a collective of
+        them."""
+        if stages not in self._tied:
+            members = self.ranks("pp")
+            is_all = len(stages) == len(members)
+            self._tied[stages] = self.group("pp") if is_all else group_of_members([members[at] for at in stages])
+        return self._tied[stages]
 
     @property
     def norm_group(self) -> ProcessGroup:

@@ -206,6 +206,10 @@ class Holding:
 
     def _hold_units(self, index: int, params: Sequence[Parameter]) -> None:
         """Lay out parameters of one dtype that the same ranks share."""
+        if self.unit_groups.of(params[0]).is_tied:  # other stages hold other parameters beside them
+            for param in params:
+                self._hold([param], index)
+            return
         numels = [param.numel() for param in params]
         positions = [self._positions.get(id(param), 0) for param in params]
         for run in divide_into_units(numels, positions, self._unit_numel(params)):

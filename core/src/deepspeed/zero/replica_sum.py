@@ -1,4 +1,5 @@
-"""`ReplicaSum`: gradients of a step summed over the copies of the weights (MiCS). Called by `strategy.py`.
+"""`ReplicaSum`: gradients of a step summed over the copies of the weights: those of MiCS, and parameters of several
+pipeline stages. Called by `strategy.py`.
 
 A bucket is reduce-scattered in the shard group after every backward. The shards are summed over the replicas once per
 step, which moves the fewest bytes between shard groups (the two hops of MiCS, arXiv 2205.00119).
@@ -35,7 +36,7 @@ class ReplicaSum:
             if replicas is None:
                 continue
             wire_S = gradients_S.to(group.device, self._wire_dtype or gradients_S.dtype)
-            self._in_flight.append((replicas, replicas.all_reduce(wire_S, tag=group.first_index)))
+            self._in_flight.append((replicas, replicas.all_reduce(wire_S, tag=wire_S.numel())))
             if wire_S is not gradients_S:  # a copy; the next one reuses its memory
                 self._wait()
                 gradients_S.copy_(wire_S)

@@ -16,10 +16,11 @@ class Stage0(Sharding):
 
     def _norm_part(self) -> list[Tensor]:
         units = self._reduced_units()
-        return [grads.tensor_split(group.ranks.world_size)[group.ranks.rank] for group, grads in units]
+        own = ((group, grads.tensor_split(group.ranks.world_size)[group.ranks.rank]) for group, grads in units)
+        return [group.ranks.counted(grads) for group, grads in own]
 
     def _counts(self, group: FlatGroup) -> bool:
-        return group.ranks.rank == 0
+        return group.ranks.rank == 0 and super()._counts(group)
 
     def _after_launch(self) -> None:
         """Wait, so that `param.grad` can be read, and clipped, when the backward is over."""

@@ -70,6 +70,25 @@ class StepFacts:
         squares, flags = self._sum(norms, [*self._slots.spread(used), *map(float, late)])
         return squares, self._slots.own(flags), flags[self._slots.count :]
 
+    def agree_over_stages(self, used: Sequence[bool], ranks: Sequence[UnitRanks]) -> list[bool]:
+        """By parameter whether some rank has used it, in any of the pipeline stages that hold it. A collective of these
+        stages; `used` is agreed on within each.
+
+        Args:
+            ranks: of each parameter.
+        """
+        agreed = list(used)
+        by_group: dict[GroupBackend, list[int]] = {}
+        for index, each in enumerate(ranks):
+            if each.is_tied and each.replicas is not None:
+                by_group.setdefault(each.replicas, []).append(index)
+        for group, indices in by_group.items():
+            flags_N = torch.tensor([float(used[index]) for index in indices], device=self._device)
+            group.all_reduce(flags_N).wait()
+            for index, flag in zip(indices, flags_N.tolist(), strict=True):
+                agreed[index] = flag > 0
+        return agreed
+
     def sum_squares(self, norms: Sequence[Tensor]) -> Scalar:
         """Sum of the squares of `norms` over the ranks. A collective."""
         if self._on_host:

@@ -47,6 +47,7 @@ from deepspeed.zero.shown_gradients import ShownGradients
 from deepspeed.zero.stateful import Stateful
 from deepspeed.zero.step_facts import StepFacts
 from deepspeed.zero.touched_rows import TouchedRows
+from deepspeed.zero.unit_ranks import UnitRanks
 from deepspeed.zero.update import OptimizerUpdate, multiply, takes_one_pass
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -87,6 +88,7 @@ class Sharding(Stateful):
         super().__init__(options, backend, group)
         self.window = BackwardWindow(self._begin_backward, self._end_backward, self._abort_backward)
         self._used_anywhere: list[bool] = []  # by parameter: some rank has a gradient for this step
+        self._ranks_by_param: list[UnitRanks] = []
         self._adds_up = False  # there are gradients of an earlier backward of this step
         self._shown = ShownGradients()
         self._replica_sum = ReplicaSum(options.wire_dtype)
@@ -174,10 +176,10 @@ class Sharding(Stateful):
 
     def _prepare_placement(self, optimizer: Optimizer) -> None:
         key = 'zero_optimization.offload_optimizer.device: found "nvme"'
-        if self.placement.fetches and self.unit_groups.dense.replicas is not None:
+        if self.placement.fetches and self.unit_groups.has_replicas:
             raise ConfigError(
-                f"{key} with mics_shard_size, which adds up gradients of several copies of the weights in memory; set "
-                'device to "cpu", or omit mics_shard_size'
+                f"{key} with mics_shard_size, or with modules that pipeline stages share: gradients of several copies "
+                'of the weights are added up in memory; set device to "cpu", or omit mics_shard_size'
             )
         if self.placement.fetches and takes_only_sparse(optimizer):
             raise ConfigError(
@@ -224,7 +226,8 @@ class Sharding(Stateful):
         for param in self.params:
             param.grad = None  # of a backward before the engine knew it
         if self.groups:
-            self._facts.attach((group.ranks for group in self.groups for _ in group.params), self.groups[0].device)
+            self._ranks_by_param = [group.ranks for group in self.groups for _ in group.params]
+            self._facts.attach(self._ranks_by_param, self.groups[0].device)
         managed.register(self)
         if takes_only_sparse(self.optimizer) and self.params:
             everyone = [self.unit_groups.of(param).everyone for param in self.params]
@@ -382,13 +385,13 @@ class Sharding(Stateful):
             reduction.finish()
             self.placement.settle()
             squares, used, late = self._facts.agree(self._local_norms(), reduction.used, reduction.late)
-            self._used_anywhere[:] = used
+            self._used_anywhere[:] = self._facts.agree_over_stages(used, self._ranks_by_param)
             if not any(late):
                 break
             reduction.launch_late(late)
         if self._rows is not None:
             self._rows.add_up()
-        if self.unit_groups.dense.replicas is not None and any(used):
+        if self.unit_groups.tied or (self.unit_groups.dense.replicas is not None and any(used)):
             self._replica_sum.add_up(self._reduced_units())
             self.placement.gradients_changed()
             squares = self._facts.sum_squares(self._local_norms())

@@ -14,8 +14,10 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.libraries import serves
 from deepspeed.parallel.expert_params import expert_group_of
+from deepspeed.parallel.tied_params import tied_stages
 from deepspeed.zero.agreement import check_same, described
 from deepspeed.zero.param_unit import unit_of
+from deepspeed.zero.unit_groups import UnitGroups
 
 #: tensors below this many bytes travel together
 _SMALL_BYTES = 2**20
@@ -50,6 +52,14 @@ def synchronize_module(
         ranks = group_backend(members)
         ranks.connect()
         _synchronize(tensors, ranks)
+
+
+def synchronize_tied(module: torch.nn.Module, units: UnitGroups) -> None:
+    """Broadcast the parameters that several pipeline stages hold from the first of these."""
+    for stages, ranks in units.tied.items():
+        assert ranks.replicas is not None
+        ranks.replicas.connect()
+        _synchronize([param.data for param in module.parameters() if tied_stages(param) == stages], ranks.replicas)
 
 
 def _synchronize(tensors: list[Tensor], ranks: GroupBackend) -> None:

@@ -15,6 +15,7 @@ from deepspeed.comm.group_backend import group_backend
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.tied_params import tied_stages
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.unit_ranks import UnitRanks
 
@@ -34,15 +35,24 @@ class UnitGroups:
     Args:
         dense: of parameters that all ranks of the data group hold.
         experts: of parameters of experts, by `param.group_name`.
+        tied: of parameters that several pipeline stages hold, by these stages.
     """
 
     dense: UnitRanks
     experts: Mapping[str, UnitRanks] = field(default_factory=dict)
+    tied: Mapping[tuple[int, ...], UnitRanks] = field(default_factory=dict)
 
     def of(self, param: Tensor) -> UnitRanks:
         """The groups of the unit of a parameter."""
+        if stages := tied_stages(param):
+            return self.tied[stages]
         name = expert_group_of(param)
         return self.dense if name is None else self.experts[name]
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether shards of some unit are held by several ranks, which sum their gradients."""
+        return self.dense.replicas is not None or bool(self.tied)
 
     @property
     def divides_experts(self) -> bool:
@@ -73,7 +83,7 @@ class UnitGroups:
         return list(dict.fromkeys(self._all()))
 
     def _all(self) -> Iterator[GroupBackend]:
-        for ranks in (self.dense, *self.experts.values()):
+        for ranks in (self.dense, *self.experts.values(), *self.tied.values()):
             groups = (ranks.everyone, ranks.shards, ranks.replicas, ranks.near)
             yield from (each for each in groups if each is not None)
 
@@ -93,7 +103,14 @@ def unit_groups(mesh: Mesh, module: Module, copies: Copies) -> UnitGroups:
         dense = _in_copies(mesh, dense.everyone)
     elif copies is Copies.WEIGHTS and mesh.size("dp_replicate") > 1:
         dense = replace(dense, near=group_backend(mesh.shard_group()))
-    return UnitGroups(dense, {name: _of_experts(mesh, size, dense) for name, size in sizes.items()})
+    stages = sorted({found for param in module.parameters() if (found := tied_stages(param))})
+    if stages and copies is not Copies.NONE:
+        raise ConfigError(
+            "initialize: found modules that pipeline stages share, with mics_shard_size or zero_hpz_partition_size; "
+            "omit the key, or share no module"
+        )
+    tied = {each: replace(dense, replicas=group_backend(mesh.tied_group(each)), is_tied=True) for each in stages}
+    return UnitGroups(dense, {name: _of_experts(mesh, size, dense) for name, size in sizes.items()}, tied)
 
 
 def _in_copies(mesh: Mesh, everyone: GroupBackend) -> UnitRanks:

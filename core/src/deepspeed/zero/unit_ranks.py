@@ -5,13 +5,15 @@
     of all ranks, MiCS      shard group          replicate group    None           data group
     of all ranks, hpZ       data group           None               shard group    data group
     of experts              expert data group    None               None           expert data group
+    of several stages       data group           their peers        None           data group
 
 The data group is dp x sp of the mesh (`mesh.gradient_group()`), the expert data group the ranks that hold the same
 experts (`mesh.gradient_group(ep_size)`).
 
 [Note: the average] A gradient is the sum over `everyone` divided by the size of the *data group*, also that of an
 expert. Experts get the tokens of all ranks, whose losses are averaged over the data group: so this is the gradient of
-the mean loss, and does not depend on `ep_size`.
+the mean loss, and does not depend on `ep_size`. The gradient of a parameter that several pipeline stages hold is the
+sum over the stages, as in a model on one rank that uses it several times.
 
 MiCS: arXiv 2205.00119. hpZ: ZeRO++, arXiv 2306.10209, section 3.2.
 """
@@ -35,6 +37,7 @@ class UnitRanks:
         replicas: hold the same shard, one in each copy; None: there is one copy.
         near: hold a second copy of the weights together (hpZ); None: there is none.
         copies: by copy and shard, the rank of its holder within `everyone`; empty: one copy, in the order of ranks.
+        is_tied: the replicas are other pipeline stages, which use the parameter in other layers.
         part: which of `num_parts` sets of parameters this rank holds; experts of other ranks are other parameters.
     """
 
@@ -45,6 +48,7 @@ class UnitRanks:
     copies: tuple[tuple[int, ...], ...] = ()
     part: int = 0
     num_parts: int = 1
+    is_tied: bool = False
 
     @classmethod
     def over(cls, ranks: GroupBackend, *, part: int = 0, num_parts: int = 1) -> "UnitRanks":
