@@ -1,0 +1,96 @@
+"""`PointToPoint`: messages between single ranks of a group, such as those of neighboring pipeline stages.
+
+Messages from one rank to another with one tag arrive in the order in which they were sent. Nothing here waits for a
+peer but `Work.wait` and `connect`.
+"""
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
+
+from deepspeed.comm.backend import Work
+from deepspeed.comm.issued import Collective
+from deepspeed.comm.libraries import library_by_device
+from deepspeed.comm.own_group import own_group
+from deepspeed.comm.watch import Watch
+
+
+class PointToPoint:
+    """Args:
+    group: this process is a member of it.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.rank = torch_dist.get_rank(group)
+        self._own = group
+        self._watch = Watch(group)
+        self._is_connected = False
+
+    @property
+    def completes_on_host(self) -> bool:
+        """Whether messages move while the host computes, and `wait` blocks the host; else streams do both."""
+        return set(library_by_device(self.group).values()) == {"gloo"}
+
+    def connect(self) -> None:
+        """Create the process group of the messages, where the library needs one. Called by all ranks together."""
+        if not self._is_connected:
+            self._is_connected = True
+            self._own = self._watch.group = own_group(self.group)
+
+    def send(self, tensor: torch.Tensor, peer: int, *, tag: int = 0) -> Work:
+        """Start to send a contiguous tensor; it is neither written nor freed before `wait()`.
+
+        Args:
+            peer: rank within the group.
+            tag: as the receive has it.
+        """
+        return self._start("a send to", tensor, peer, tag)
+
+    def receive(self, tensor: torch.Tensor, peer: int, *, tag: int = 0) -> Work:
+        """Start to receive into a contiguous tensor of the shape and dtype that is sent."""
+        return self._start("a receive from", tensor, peer, tag)
+
+    def abandon(self) -> None:
+        """This rank failed, and leaves its messages unfinished: peers that wait for it raise, and name it. Waits for
+        nobody."""
+        self._watch.abandon([], failed=True, others_finished=self._is_connected and self._own is not self.group)
+
+    def _start(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        self.connect()
+        ranks = torch_dist.get_process_group_ranks(self.group)
+        message = Collective(f"{kind} rank {ranks[peer]}", tensor.numel(), tensor.dtype, "")
+        try:
+            if kind.startswith("a send"):
+                work = torch_dist.isend(tensor, group=self._own, tag=tag, group_dst=peer)
+            else:
+                work = torch_dist.irecv(tensor, group=self._own, tag=tag, group_src=peer)
+        except RuntimeError as error:
+            raise self._watch.explained(error, message) from error
+        assert work is not None
+        return _Message(work, self._watch, message)
+
+
+class _Message:
+    """A send or a receive in flight."""
+
+    __slots__ = ("_message", "_watch", "_work")
+
+    def __init__(self, work: torch_dist.Work, watch: Watch, message: Collective) -> None:
+        self._work: torch_dist.Work | None = work
+        self._watch = watch
+        self._message = message
+
+    def poll(self) -> bool:
+        """Whether it is complete; an error is for `wait` to raise."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        """Wait; a failure names the rank that failed first."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._watch.explained(error, self._message) from error
