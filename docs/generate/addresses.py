@@ -13,6 +13,10 @@ ALIASES = {
     "runtime.engine": "engine.engine",
     "runtime.fp16.loss_scaler": "precision.loss_scaler",
     "runtime.lr_schedules": "optim.lr_schedules",
+    "runtime.pipe.engine": "engine.pipeline",
+    "runtime.pipe.module": "pipe.module",
+    "runtime.pipe.schedule": "pipe.schedule",
+    "runtime.pipe.topology": "pipe.topology",
     "runtime.zero.partition_parameters": "zero.construct",
     "runtime.zero.tiling": "zero.tiling",
     "utils.groups": "parallel.groups",
@@ -156,6 +160,12 @@ COLLECTIONS = {
 
 # Old package -> names it has beside its modules. Packages that only hold modules are not listed.
 PACKAGES = {
+    "runtime.pipe": {
+        "LayerSpec": "pipe.layer_spec:LayerSpec",
+        "PipelineModule": "pipe.module:PipelineModule",
+        "ProcessTopology": "pipe.topology:ProcessTopology",
+        "TiedLayerSpec": "pipe.layer_spec:TiedLayerSpec",
+    },
     "runtime.zero": {
         "GatheredParameters": "zero.gather:GatheredParameters",
         "Init": "zero.construct:Init",

@@ -27,16 +27,11 @@ DOCUMENTED = """
     deepspeed.moe.sharded_moe:top1gating
     deepspeed.ops.sparse_attention:SparseSelfAttention
     deepspeed.ops.transformer:DeepSpeedTransformerLayer
-    deepspeed.pipe:LayerSpec
-    deepspeed.pipe:PipelineModule
-    deepspeed.pipe:TiedLayerSpec
     deepspeed.profiling.flops_profiler:FlopsProfiler
     deepspeed.profiling.flops_profiler:get_model_profile
     deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine
-    deepspeed.runtime.pipe.topology:PipeModelDataParallelTopology
     deepspeed.sequence.fpdt_layer:FPDT_Attention
     deepspeed:DeepSpeedTransformerConfig
-    deepspeed:PipelineModule
     deepspeed:init_inference
     deepspeed:tp_model_init
 """

@@ -181,11 +181,6 @@ ENGINE_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 
 # ---- not in this version --------------------------------------------------------------------------------------------
 
-OUT_OF_SCOPE = {
-    "deepspeed:PipelineModule": "pipeline parallelism",
-    "deepspeed.runtime.pipe:PipelineModule": "pipeline parallelism",
-}
-
 # What libraries probe on parameters of stage 3 is in test_contract_stage3.py: ds_id, ds_shape, ds_numel,
 # ds_status, ds_tensor, ds_active_sub_modules, partition_numel(), all_gather(), partition(), ds_external_parameters().
 CONFIGS_OUT_OF_SCOPE: dict[str, dict[str, Any]] = {
@@ -291,12 +286,6 @@ def test_what_is_not_here_says_so() -> None:
         _ = deepspeed.nonsense
     with pytest.raises(ValueError, match="tp_model_init: tensor parallelism is not in this version"):
         deepspeed.tp_model_init(model=None, tp_size=2, dtype=None, config=None)
-
-
-@pytest.mark.parametrize("address", OUT_OF_SCOPE)
-def test_not_in_this_version(address: str) -> None:
-    with pytest.raises(ValueError, match=f"{OUT_OF_SCOPE[address]} is not in this version"):
-        find(address)()
 
 
 @pytest.mark.parametrize("feature", CONFIGS_OUT_OF_SCOPE)

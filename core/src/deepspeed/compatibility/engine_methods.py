@@ -22,7 +22,7 @@ _INSTEAD = {
     "checkpoint_engine": "save_checkpoint writes through engine.checkpointer.store",
     "clip_fp32_gradients": 'set "gradient_clipping" in the configuration',
     "create_deepcompile_backend": _COMPILE,
-    "eval_batch": "it belongs to pipeline parallelism; call engine.eval() and the engine itself",
+    "eval_batch": "it belongs to the engine of a PipelineModule; call engine.eval() and the engine itself",
     "generate": "it belongs to inference and the hybrid engine; call engine.module.generate",
     "launch_compile_passes": _COMPILE,
     "load_moe_state_dict": "it belongs to mixture of experts; call load_checkpoint",
@@ -35,7 +35,7 @@ _INSTEAD = {
     "sparse_allreduce": _SPARSE,
     "sparse_allreduce_bucket": _SPARSE,
     "sparse_allreduce_no_retain": _SPARSE,
-    "train_batch": "it belongs to pipeline parallelism; call the engine, backward and step",
+    "train_batch": "it belongs to the engine of a PipelineModule; call the engine, backward and step",
     "update_optimizer_step": "load_checkpoint restores the step counts of the optimizer",
 }
 

@@ -33,7 +33,6 @@ FEATURES = {
         "one optimizer class per precision",
         "use deepspeed.runtime.base_optimizer.ZeROOptimizer, the class of all of them",
     ),
-    "pipeline parallelism": Feature("pipeline parallelism", "pass a torch.nn.Module to deepspeed.initialize"),
     "sequence parallelism": Feature("sequence parallelism", "leave the sequence whole on each rank"),
     "sparse attention": Feature("sparse attention", "use torch.nn.attention.flex_attention"),
     "linear layers of stage 3": Feature(

@@ -21,10 +21,6 @@ def _absent(
     )
 
 
-_INSTRUCTIONS = (
-    "PipeInstruction OptimizerStep ReduceGrads ReduceTiedGrads BufferOpInstruction LoadMicroBatch "
-    "ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad"
-)
 _SPARSITY_CONFIGS = (
     "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
     "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig"
@@ -164,7 +160,6 @@ MODULES = {
             "inference.config": "DeepSpeedInferenceConfig",
         },
     ),
-    "pipe": _absent("pipeline parallelism", forwards={"runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec"}),
     "profiling.flops_profiler": _absent(
         "flops profiler",
         forwards={"profiling.flops_profiler.profiler": f"FlopsProfiler get_model_profile {_FLOPS_FORMATS}"},
@@ -208,22 +203,6 @@ MODULES = {
     "runtime.fp16.onebit.lamb": _absent("1-bit optimizers", "OnebitLamb"),
     "runtime.fp16.onebit.zoadam": _absent("1-bit optimizers", "ZeroOneAdam"),
     "runtime.hybrid_engine": _absent("hybrid engine", "DeepSpeedHybridEngine"),
-    "runtime.pipe": _absent(
-        "pipeline parallelism",
-        forwards={
-            "runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
-            "runtime.pipe.topology": "ProcessTopology",
-        },
-    ),
-    "runtime.pipe.engine": _absent("pipeline parallelism", "PipelineEngine"),
-    "runtime.pipe.module": _absent("pipeline parallelism", "LayerSpec PipelineModule TiedLayerSpec"),
-    "runtime.pipe.schedule": _absent(
-        "pipeline parallelism", f"PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule {_INSTRUCTIONS}"
-    ),
-    "runtime.pipe.topology": _absent(
-        "pipeline parallelism",
-        "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
-    ),
     "runtime.progressive_layer_drop": _absent("layer drop", "ProgressiveLayerDrop"),
     "runtime.quantize": _absent("weight quantization", "Quantizer"),
     "runtime.sparse_tensor": _absent("sparse gradient tensors", "SparseTensor"),

@@ -10,7 +10,7 @@ W, D, N = State.WORKS, State.DIFFERS, State.NOT_YET
 
 _AREAS: dict[str, list[tuple[str, State, str]]] = {
     "Setup and launcher": [
-        ("deepspeed.initialize", D, "A `PipelineModule` is refused; models that divide themselves need `mpu`."),
+        ("deepspeed.initialize", D, "Models that divide themselves need `mpu`."),
         ("deepspeed.init_distributed", W, "gloo and the accelerator's library; MPI discovery with the extra `mpi`."),
         ("deepspeed.add_config_arguments", W, "`--deepspeed`, `--deepspeed_config`."),
         ("deepspeed.add_tuning_arguments", W, "The arguments of the learning rate schedules."),
@@ -314,7 +314,15 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.ops.sparse_attention", N, "Use torch.nn.attention.flex_attention."),
     ],
     "Parallelism and inference": [
-        ("deepspeed.PipelineModule", N, "`deepspeed.pipe` imports; building one is refused."),
+        (
+            "deepspeed.PipelineModule",
+            W,
+            "Parameters are named by the number of their layer. All parameters of a module that stages share are tied, "
+            "not only `tied_weight_attr`. Also `interleave`, and `profile` with `sample_inputs`.",
+        ),
+        ("deepspeed.PipelineEngine", W, "ZeRO 0 to 3. All ranks agree on a batch before its first micro-batch runs."),
+        ("deepspeed.runtime.pipe.schedule", W, "Also interleaved and zero-bubble schedules: `pipeline.schedule`."),
+        ("deepspeed.runtime.pipe.topology", W, "Axes of a pipeline's topology are pipe, data and model."),
         (
             "deepspeed.sequence.layer.DistributedAttention",
             W,

@@ -4,7 +4,7 @@ Nothing here is acted on yet but the pipeline section, which only a PipelineModu
 mistake is named and a request is refused, never ignored.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from deepspeed.config.base import AUTO, Flag, Free, Int, Section, key, quiet, refused, warned
 
@@ -81,12 +81,14 @@ class ExpertParallelConfig(Section):
 
 
 class PipelineConfig(Section):
-    """`pipeline`: how a PipelineModule is cut."""
+    """`pipeline`: how a PipelineModule is run. How it is cut are arguments of PipelineModule."""
+
+    schedule: Literal["1f1b", "interleaved", "zero_bubble"] = key("1f1b", "In which order stages run micro-batches.")
 
     stages: Int | str = key(AUTO, "Number of stages.", support=_PIPE)
     partition: str = key("best", "How layers are spread over stages.", support=_PIPE)
     seed_layers: Flag = key(False, "Seed each layer by its index.", support=_PIPE)
-    activation_checkpoint_interval: Int = key(0, "Layers between checkpoints; 0: off.", ge=0, support=_PIPE)
+    activation_checkpoint_interval: Int = key(0, "Layers between checkpoints; 0: that of PipelineModule.", ge=0)
     pipe_partitioned: Flag = key(True, "Send activations partitioned.", support=_PIPE)
     grad_partitioned: Flag = key(True, "Send gradients partitioned.", support=_PIPE)
     use_reentrant: Flag = key(True, "Checkpoint activations in the reentrant way.", support=_PIPE)

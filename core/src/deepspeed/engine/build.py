@@ -34,6 +34,7 @@ from deepspeed.engine.optimizers import (
     choose_scheduler,
     trainable,
 )
+from deepspeed.engine.pipeline import PipelineEngine, mesh_of_pipeline
 from deepspeed.engine.saving import Saving
 from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.start_line import start_line
@@ -48,6 +49,7 @@ from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.layout import merge_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import division_is_known, parts_held
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
@@ -68,7 +70,7 @@ from deepspeed.zero.stage1 import Stage1
 from deepspeed.zero.stage2 import Stage2
 from deepspeed.zero.stage3 import Stage3
 from deepspeed.zero.strategy import Sharding
-from deepspeed.zero.synchronize import synchronize_module
+from deepspeed.zero.synchronize import synchronize_module, synchronize_tied
 from deepspeed.zero.unit_groups import Copies, UnitGroups, unit_groups
 
 
@@ -121,7 +123,10 @@ def initialize(
     settings = DeepSpeedConfig(source, batch_required=False)
     settings.check_supported()
     _start_communication(dist_init_required, distributed_port)
-    mesh = groups.create_mesh(mpu, mesh_param, _asked_sizes(settings))
+    if isinstance(model, PipelineModule):
+        mesh = mesh_of_pipeline(model, mpu, mesh_param, _asked_sizes(settings))
+    else:
+        mesh = groups.create_mesh(mpu, mesh_param, _asked_sizes(settings))
     settings.resolve_batch(mesh.size("dp"))
     mesh = _split_data(mesh, settings.zero_optimization)
     group = mesh.gradient_group()
@@ -172,6 +177,7 @@ def initialize(
     )
     experts = {name: mesh.gradient_group(size) for name, size in expert_sizes(module).items()}
     synchronize_module(module, group, experts)
+    synchronize_tied(module, units)
     sharding.attach(
         module,
         basic_optimizer,
@@ -185,7 +191,12 @@ def initialize(
     state = TrainingState(
         module=module, training=training, config=settings.raw, sparse_tensor_module_names=sparse_names
     )
-    engine = DeepSpeedEngine(
+    engine_type: Callable[..., DeepSpeedEngine] = DeepSpeedEngine
+    if isinstance(module, PipelineModule):
+        engine_type = partial(PipelineEngine, pipeline=settings.pipeline)
+        interval = settings.pipeline.activation_checkpoint_interval
+        module.activation_checkpoint_interval = interval or module.activation_checkpoint_interval
+    engine = engine_type(
         module,
         device=device,
         mesh=mesh,

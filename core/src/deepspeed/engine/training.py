@@ -60,19 +60,42 @@ class Training:
         tensors, gradients = backward_roots(loss, gradient)
         if self.schedule.num_steps > 1 and not is_divided:
             tensors = [tensor / self.schedule.num_steps for tensor in tensors]
-        window, phase = self.sharding.window, self.observers.phase
-        window.abort_if_left()
+        self.sharding.window.abort_if_left()
         if self.schedule.num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
             self.sharding.take_unseen()  # they have another factor
-        with phase("backward"):
-            with window.opened(), phase("backward_inner"):
-                torch.autograd.backward([self.precision.scale(tensor) for tensor in tensors], gradients, **kwargs)
-            with phase("backward_allreduce"):
-                window.close()
+        with self.observers.phase("backward"):
+            self._run_backward([self.precision.scale(tensor) for tensor in tensors], gradients, **kwargs)
+            self.end_backward()
         for tensor, grad in zip(tensors, gradients, strict=True):
             if grad is None:
                 self.observers.saw_loss(tensor)
         return tensors[0] if isinstance(loss, Tensor) else tensors
+
+    def backward_part(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None, *, ends: bool) -> None:
+        """The backward of one stage of a pipeline.
+
+        Args:
+            tensors: where it begins; none: nothing is left to do.
+            gradients: of `tensors`, scaled and divided as these are; None: they are a scaled loss.
+            ends: it is the last one of a step. Then `end_backward` is to follow, which may wait for other stages.
+        """
+        self.sharding.window.abort_if_left()
+        with self.observers.phase("backward"):
+            self._run_backward(tensors, gradients)
+            if not ends:
+                self.end_backward()
+
+    def _run_backward(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, **kwargs: Any
+    ) -> None:
+        with self.sharding.window.opened(), self.observers.phase("backward_inner"):
+            if tensors:
+                torch.autograd.backward(tensors, gradients, **kwargs)
+
+    def end_backward(self) -> None:
+        """The gradients of a backward are there; reduce them if the schedule says so."""
+        with self.observers.phase("backward_allreduce"):
+            self.sharding.window.close()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as the user's own `.backward()` needs it."""

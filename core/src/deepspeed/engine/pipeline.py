@@ -1,0 +1,399 @@
+"""`PipelineEngine`: what `initialize` returns for a `PipelineModule`. A batch is one call; `pipe/stage.py` runs it.
+
+train_batch -> take_batch (all ranks agree), Stage.run: forward, backward -> training.py, messages; step
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.point_to_point import PointToPoint
+from deepspeed.comm.values import all_gather_values
+from deepspeed.config.parallel import PipelineConfig
+from deepspeed.data import RepeatingLoader
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.observers import Observers
+from deepspeed.engine.training import Training
+from deepspeed.errors import ConfigError
+from deepspeed.parallel import groups
+from deepspeed.parallel.mesh import Mesh
+from deepspeed.pipe.batch import Batch, take_batch
+from deepspeed.pipe.errors import PipelineError
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.schedule import (
+    DataParallelSchedule,
+    InferenceSchedule,
+    InterleavedSchedule,
+    PipeSchedule,
+    TrainSchedule,
+    ZeroBubbleSchedule,
+)
+from deepspeed.pipe.stage import Stage
+from deepspeed.pipe.topology import PipelineParallelGrid, layout_of
+
+__all__ = ["PipelineEngine", "PipelineError"]
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Trains the stages of a `PipelineModule`, one batch of `gradient_accumulation_steps` micro-batches per call.
+
+    The first and the last stage take micro-batches `(inputs, labels)` from their iterators; the others need none. All
+    ranks call each method together.
+
+    Args:
+        pipeline: section `pipeline` of the configuration.
+        **parts: as for `DeepSpeedEngine`.
+    """
+
+    def __init__(self, module: PipelineModule, *, pipeline: PipelineConfig, **parts: Any) -> None:
+        super().__init__(module, **parts)
+        mesh = self.mesh
+        self.grid = PipelineParallelGrid(mesh=mesh)
+        module.use_grid(self.grid)
+        self.num_stages, self.stage_id = mesh.size("pp"), mesh.rank("pp")
+        self._schedule_type = _schedule_type(pipeline.schedule, module, self.sharding.stage)
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self._iterator: Iterator[Any] | None = None
+        #: mean loss of the last batch, over micro-batches and data-parallel ranks
+        self.agg_train_loss: Tensor | None = None
+        self._losses = group_backend(mesh.norm_group)
+        self._losses.connect()
+        peers = PointToPoint(mesh.group("pp"))
+        if self.num_stages > 1:
+            peers.connect()
+        self._compute = _Compute(self._training, self._observers, module, self._step)
+        self._stage = Stage(
+            self._compute,
+            peers,
+            stage_id=self.stage_id,
+            num_stages=self.num_stages,
+            num_chunks=module.interleave,
+            device=self.device,
+        )
+        if self.training_dataloader is not None:
+            self.set_dataloader(self.training_dataloader)
+
+    # ---- a batch ------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on one batch: forward and backward of all its micro-batches, and a step.
+
+        Args:
+            data_iter: gives micro-batches on the first and the last stage; default: that of `set_dataiterator`,
+                `set_dataloader` or `initialize(training_data=...)`.
+
+        Returns:
+            0-D, fp32, on every rank: the mean loss over micro-batches and data-parallel ranks.
+
+        Raises:
+            StateError: on every rank: an iterator ended early.
+            ConfigError: on every rank: the first and the last stage were given different shapes.
+        """
+        if not torch.is_grad_enabled():
+            raise PipelineError("train_batch: found gradients disabled; call it outside of torch.no_grad()")
+        self.sharding.require_states("train_batch")
+        num_micros = self.schedule.num_steps
+        batch = self._take("train_batch", data_iter, num_micros)
+        self.module.train()
+        self._observers.tput_timer.start()
+        schedule = self._schedule_type(num_micros, self.num_stages, self.stage_id)
+        results = self._run(schedule, batch, lambda: self._stage.run(schedule, batch))
+        del results
+        assert self.agg_train_loss is not None
+        return self.agg_train_loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Run one batch forward, in the module's `eval()` mode and without gradients.
+
+        Args:
+            data_iter: as for `train_batch`; the iterator of training stays as it is.
+            return_logits: return the outputs of the micro-batches too, a list on the last stage, None on others.
+            compute_loss: False: return outputs in place of losses, on the last stage.
+            reduce_output: "avg": the mean over micro-batches and data-parallel ranks; None: a list, of the own ones.
+            bcast_loss: return losses on every rank; else only the last stage has them, and others None.
+            num_micro_batches: default: `gradient_accumulation_steps`.
+
+        Returns:
+            the loss; with `return_logits` a pair (loss, outputs).
+        """
+        if reduce_output not in ("avg", None):
+            raise ConfigError(f'eval_batch: found reduce_output {reduce_output!r}; use "avg" or None')
+        num_micros = self.schedule.num_steps if num_micro_batches is None else num_micro_batches
+        batch = self._take("eval_batch", data_iter, num_micros)
+        was_training = self.module.training
+        self.module.eval()
+        schedule = InferenceSchedule(num_micros, self.num_stages, self.stage_id)
+        keeps_outputs = return_logits or not compute_loss
+        with torch.no_grad():
+            results = self._run(
+                schedule,
+                batch,
+                lambda: self._stage.run(schedule, batch, keeps_outputs=keeps_outputs, keeps_loss=compute_loss),
+            )
+            self.module.train(was_training)
+            if compute_loss:
+                value = self._losses_of(results.losses, num_micros, reduce_output, is_shared=bcast_loss)
+            else:
+                value = self._reduced(results.outputs, reduce_output) if self.is_last_stage() else None
+        return (value, results.outputs if self.is_last_stage() else None) if return_logits else value
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Take micro-batches from a loader, which starts again at its end."""
+        self.training_dataloader = loader  # type: ignore[assignment]
+        self._iterator = iter(RepeatingLoader(loader))
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Take micro-batches from an iterator."""
+        self.training_dataloader = None
+        self._iterator = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Call `fn` on what an iterator gives; it returns (inputs, labels)."""
+        self._batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Does nothing: the shapes between stages are sent with every batch."""
+
+    # ---- where this rank is -------------------------------------------------------------------------------------
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank's stage takes inputs."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank's stage computes the loss."""
+        return self.stage_id == self.num_stages - 1
+
+    def is_pipe_parallel(self) -> bool:
+        """Whether there are several stages."""
+        return self.num_stages > 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per batch."""
+        return self.schedule.num_steps
+
+    # ---- refused ------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a rank has one stage."""
+        self._refuse("forward")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a rank has one stage."""
+        self._refuse("backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: `train_batch` makes the step."""
+        self._refuse("step")
+
+    def no_sync(self) -> NoReturn:
+        """Refused: gradients are reduced once per batch."""
+        self._refuse("no_sync")
+
+    def _refuse(self, asked: str) -> NoReturn:
+        raise PipelineError(
+            f"{asked}: this rank has stage {self.stage_id} of {self.num_stages}, and a micro-batch passes all of them "
+            "in one call; use train_batch(data_iter) or eval_batch(data_iter) on every rank"
+        )
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _take(self, call: str, data_iter: Iterator[Any] | None, num_micros: int) -> Batch:
+        iterator = self._iterator if data_iter is None else data_iter
+        loads = self.is_first_stage() or self.is_last_stage()
+        if loads and iterator is None:
+            iterator = iter(())
+        return take_batch(
+            iterator if loads else None,
+            num_micros,
+            call=call,
+            group=self.mesh.norm_group,
+            pipeline=self.mesh.rank("dp", "sp") * self.mesh.size("tp") + self.mesh.rank("tp"),
+            stage=self.stage_id,
+            batch_fn=self._batch_fn,
+            shapes_vary=self.module.dynamic_shape,  # type: ignore[arg-type]
+        )
+
+    def _run(self, schedule: PipeSchedule, batch: Batch, run: Callable[[], Any]) -> Any:
+        self._compute.begin(schedule.num_micro_batches)
+        try:
+            return run()
+        except BaseException:
+            self.sharding.abandon()
+            raise
+        finally:
+            self._compute.end()
+
+    def _step(self, losses: Sequence[Tensor]) -> None:
+        """The end of a batch: its loss on all ranks, and the update."""
+        loss = self._losses_of(losses, self.schedule.num_steps, "avg", is_shared=True)
+        self.agg_train_loss = loss
+        self._observers.saw_loss(loss)
+        self._training.step()
+        self.schedule.micro_steps += self.schedule.num_steps - 1  # `step` counts one
+        self.checkpointer.raise_failure()
+
+    def _losses_of(self, losses: Sequence[Tensor], num_micros: int, how: str | None, *, is_shared: bool) -> Any:
+        """Losses of the last stage's micro-batches, on all ranks if they are shared."""
+        mesh = self.mesh
+        if how is None:
+            if not is_shared:
+                return list(losses) or None
+            values = torch.zeros(num_micros, dtype=torch.float32, device=self.device)
+            if losses:
+                values.copy_(torch.stack([loss.float() for loss in losses]))
+            group_backend(mesh.group("pp")).all_reduce(values).wait()
+            return list(values)
+        mean = torch.zeros(1, dtype=torch.float32, device=self.device)
+        if losses:
+            mean += torch.stack([loss.float() for loss in losses]).mean() / mesh.size("dp", "sp", "tp")
+        self._losses.all_reduce(mean).wait()
+        return mean[0] if is_shared or self.is_last_stage() else None
+
+    def _reduced(self, outputs: Sequence[Any], how: str | None) -> Any:
+        """Outputs of the last stage."""
+        if how is None:
+            return list(outputs)
+        if not all(isinstance(each, Tensor) and each.shape == outputs[0].shape for each in outputs):
+            raise ConfigError(
+                "eval_batch: compute_loss=False found outputs that are no tensors of one shape, of which there is no "
+                "mean; pass reduce_output=None"
+            )
+        mean = torch.stack([each.float() for each in outputs]).mean(0)
+        group_backend(self.mesh.gradient_group()).all_reduce(mean.view(-1)).wait()
+        return mean / self.mesh.size("dp", "sp")
+
+
+class _Compute:
+    """What the instructions of a stage do with this engine's parts; see `pipe.stage.Compute`."""
+
+    def __init__(
+        self, training: Training, observers: Observers, module: PipelineModule, step: Callable[[Sequence[Tensor]], None]
+    ) -> None:
+        self._training, self._observers, self._module = training, observers, module
+        self._step = step
+        self._losses: list[Tensor] = []
+        self._num_micros = 1
+
+    def begin(self, num_micros: int) -> None:
+        """A batch begins."""
+        self._num_micros = num_micros
+        self._losses = []
+
+    def end(self) -> None:
+        """The batch is over, or was left."""
+        self._training.schedule.set_boundary(None)  # type: ignore[attr-defined]
+        self._losses = []
+
+    def forward(self, inputs: Any, chunk: int) -> Any:
+        training = self._training
+        training.sharding.require_states("forward", weights_only=True)
+        training.sharding.window.begin_forward()
+        (inputs,), _ = training.precision.cast_inputs((inputs,), {})
+        with self._observers.phase("forward"), training.precision.forward_context():
+            return self._module(inputs, chunk)
+
+    def loss(self, outputs: Any, labels: Any) -> Tensor:
+        if self._module.loss_fn is None:
+            if not isinstance(outputs, Tensor) or outputs.numel() != 1:
+                found = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs)
+                raise ConfigError(
+                    f"PipelineModule: loss_fn is missing, and the last layer returned {found}, which is no loss; pass "
+                    "loss_fn=, or return a scalar"
+                )
+            loss = outputs
+        else:
+            with self._training.precision.forward_context():
+                loss = self._module.loss_fn(outputs, labels)
+        self._losses.append(loss.detach())
+        return loss
+
+    def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None, *, ends: bool) -> None:
+        training = self._training
+        training.schedule.set_boundary(ends)  # type: ignore[attr-defined]
+        if gradients is None:
+            tensors = [training.precision.scale(loss / self._num_micros) for loss in tensors]
+        training.backward_part(tensors, gradients, ends=ends)
+
+    def reduce(self) -> None:
+        self._training.end_backward()
+
+    def step(self) -> None:
+        self._step(self._losses)
+
+
+def mesh_of_pipeline(
+    module: PipelineModule, mpu: Any, mesh_param: object, asked: Mapping[str, tuple[int, str]]
+) -> Mesh:
+    """The mesh of an engine: from the arguments of `initialize` or the configuration, else from the module's topology.
+    A collective.
+
+    Args:
+        module: built for some number of stages.
+        mpu, mesh_param, asked: as `groups.create_mesh` takes them.
+
+    Raises:
+        ConfigError: on every rank: they place ranks in other stages than the module, or a stage has nothing to train.
+    """
+    if mpu is None and mesh_param is None and not asked:
+        mesh = Mesh(layout_of(module.topology()))
+    else:
+        mesh = groups.create_mesh(mpu, mesh_param, {"pp": (module.num_stages, "PipelineModule.num_stages"), **asked})
+        _check_stages(module, mesh)
+    _check_trains(module, mesh)
+    return mesh
+
+
+def _check_stages(module: PipelineModule, mesh: Mesh) -> None:
+    own = {"built": [module.stage_id, module.num_stages], "asked": [mesh.rank("pp"), mesh.size("pp")]}
+    for rank, theirs in enumerate(all_gather_values(own)):
+        if theirs["built"] != theirs["asked"]:
+            raise ConfigError(
+                f"initialize: the mesh has rank {rank} in stage {theirs['asked'][0]} of {theirs['asked'][1]}, and "
+                f"PipelineModule has built stage {theirs['built'][0]} of {theirs['built'][1]} there; give both the "
+                "same number of stages"
+            )
+
+
+def _check_trains(module: PipelineModule, mesh: Mesh) -> None:
+    trains = any(param.requires_grad for param in module.parameters())
+    idle = {stage for stage, has in all_gather_values([mesh.rank("pp"), trains], mesh.norm_group) if not has}
+    if idle:
+        raise ConfigError(
+            f"PipelineModule: found no parameters that train on stage {', '.join(map(str, sorted(idle)))}; its cuts "
+            f"are {module.parts}, so use fewer stages, or another partition_method"
+        )
+
+
+def _schedule_type(name: str, module: PipelineModule, zero_stage: int) -> Callable[[int, int, int], PipeSchedule]:
+    key = f'pipeline.schedule: found "{name}"'
+    if (name == "interleaved") != (module.interleave > 1) and module.num_stages > 1:
+        raise ConfigError(
+            f'{key}, and PipelineModule was built with interleave={module.interleave}; "interleaved" needs 2 or more '
+            "parts per stage, and the other schedules 1"
+        )
+    if module.num_stages == 1:
+        return DataParallelSchedule
+    if name == "interleaved":
+        return partial(InterleavedSchedule, num_chunks=module.interleave)
+    if name == "zero_bubble":
+        if zero_stage == 3:
+            raise ConfigError(
+                f"{key} with zero_optimization.stage 3, which releases weights before their gradients are computed; "
+                'use "1f1b", or stage 2'
+            )
+        return ZeroBubbleSchedule
+    return TrainSchedule

@@ -1,0 +1,126 @@
+"""The micro-batches of one batch: taken from the iterators of the first and the last stage, and agreed on by all ranks.
+
+An iterator that ends early, or two that disagree, would leave other stages waiting. So all micro-batches are taken, and
+what was found is compared, before the first of them is computed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import deepspeed.comm as dist
+from deepspeed.comm.values import all_gather_values
+from deepspeed.errors import ConfigError, DeepSpeedError, StateError, first_line
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a stage has of a batch.
+
+    Args:
+        micro_batches: (inputs, labels) of each; none on stages that load nothing.
+        shapes_vary: between stages shapes may change from micro-batch to micro-batch.
+    """
+
+    micro_batches: list[tuple[Any, Any]] = field(default_factory=list)
+    shapes_vary: bool = False
+
+
+def take_batch(
+    iterator: Iterator[Any] | None,
+    num_micro_batches: int,
+    *,
+    call: str,
+    group: ProcessGroup,
+    pipeline: int,
+    stage: int,
+    batch_fn: Callable[[Any], Any] | None,
+    shapes_vary: bool,
+) -> Batch:
+    """Take the micro-batches of one batch. A collective of `group`.
+
+    Args:
+        iterator: None on stages that load nothing.
+        num_micro_batches: to take.
+        call: names the engine's method, for errors.
+        group: all ranks of the engine.
+        pipeline: which of the pipelines this rank is in; the first and the last stage of each see the same samples.
+        stage: of this rank.
+        batch_fn: makes (inputs, labels) of what the iterator gives.
+        shapes_vary: whatever the shapes of the inputs.
+
+    Raises:
+        StateError: on every rank: an iterator ended early, or failed.
+        ConfigError: on every rank: it gives something else than pairs, or the stages have different shapes.
+    """
+    taken, problem = [], ""
+    if iterator is not None:
+        try:
+            taken = _take(iterator, num_micro_batches, batch_fn)
+        except (StateError, ConfigError) as error:
+            problem = f"{type(error).__name__}: {error}"
+    shapes = [[_shape(inputs), _shape(labels)] for inputs, labels in taken]
+    shapes = shapes[:1] if all(each == shapes[0] for each in shapes) else shapes
+    found = all_gather_values({"pipeline": pipeline, "stage": stage, "problem": problem, "shapes": shapes}, group)
+    for rank, theirs in zip(dist.get_all_ranks_from_group(group), found, strict=True):
+        if theirs["problem"]:
+            kind, _, text = theirs["problem"].partition(": ")
+            kinds: dict[str, type[DeepSpeedError]] = {"ConfigError": ConfigError, "StateError": StateError}
+            raise kinds[kind](f"{call}: the data iterator of rank {rank} (stage {theirs['stage']}) {text}")
+    _compare(found, call)
+    return Batch(taken, shapes_vary or any(len(theirs["shapes"]) > 1 for theirs in found))
+
+
+def _take(
+    iterator: Iterator[Any], num_micro_batches: int, batch_fn: Callable[[Any], Any] | None
+) -> list[tuple[Any, Any]]:
+    taken: list[tuple[Any, Any]] = []
+    for number in range(num_micro_batches):
+        try:
+            each = next(iterator)
+        except StopIteration:
+            raise StateError(
+                f"ended after {number} of {num_micro_batches} micro-batches; each call takes "
+                f"gradient_accumulation_steps ({num_micro_batches}) of them, so wrap the loader in "
+                "deepspeed.utils.RepeatingLoader, or stop the loop before"
+            ) from None
+        except Exception as error:
+            raise StateError(f"failed at micro-batch {number}: {type(error).__name__}: {first_line(error)}") from error
+        each = each if batch_fn is None else batch_fn(each)
+        if not isinstance(each, tuple | list) or len(each) != 2:
+            found = f"{type(each).__name__} of {len(each)}" if isinstance(each, tuple | list) else type(each).__name__
+            raise ConfigError(
+                f"gave a {found}; a micro-batch is a pair (inputs, labels), so return one, or make one of it with "
+                "engine.set_batch_fn"
+            )
+        taken.append((each[0], each[1]))
+    return taken
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return list(value.shape)
+    return [_shape(each) for each in value] if isinstance(value, tuple | list) else None
+
+
+def _compare(found: list[dict[str, Any]], call: str) -> None:
+    """The first and the last stage of a pipeline take the same batch; None stands for what one of them leaves out."""
+    first: dict[int, dict[str, Any]] = {}
+    for theirs in found:
+        if not theirs["shapes"]:
+            continue
+        other = first.setdefault(theirs["pipeline"], theirs)
+        if other["stage"] == theirs["stage"]:
+            continue
+        for number in range(max(len(other["shapes"]), len(theirs["shapes"]))):
+            one, two = (each["shapes"][min(number, len(each["shapes"]) - 1)] for each in (other, theirs))
+            for name, mine, yours in zip(("inputs", "labels"), one, two, strict=True):
+                if mine is not None and yours is not None and mine != yours:
+                    raise ConfigError(
+                        f"{call}: micro-batch {number} has {name} of shape {mine} on stage {other['stage']} and "
+                        f"{yours} on stage {theirs['stage']}; the first and the last stage take the same batches, so "
+                        "give both an iterator over the same data in the same order"
+                    )

@@ -1,0 +1,179 @@
+"""The messages of one stage: an inbox for activations, one for gradients, and what is being sent.
+
+Where the library moves messages while the host computes, the next receive is posted as soon as the one before it has
+come, so that it arrives during the computation. Where streams do both, receives are posted where the schedule has them:
+two stages whose sends wait for each other's receives would wait for ever.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.backend import Work
+from deepspeed.comm.libraries import host_or_device
+from deepspeed.comm.point_to_point import PointToPoint
+from deepspeed.pipe.values import HEADER_NUMEL, ValueSpec, read_header
+
+_ACTIVATIONS, _GRADIENTS, _HEADERS = 1, 2, 3
+
+Received = tuple[ValueSpec, list[Tensor]]
+
+
+class _Receiver:
+    """At most one value on its way from a stage.
+
+    Args:
+        peers: the ranks of the pipeline, by stage.
+        source: the sender.
+        device: where values go.
+    """
+
+    def __init__(self, peers: PointToPoint, source: int, device: torch.device, tag: int) -> None:
+        self._peers, self._source, self._device, self._tag = peers, source, device, tag
+        self._posted: tuple[Received, list[Work]] | None = None
+
+    @property
+    def is_posted(self) -> bool:
+        return self._posted is not None
+
+    def post(self, spec: ValueSpec) -> None:
+        tensors = [each.empty(self._device) for each in spec.tensors]
+        filled = (tensor for tensor in tensors if tensor.numel())
+        works = [self._peers.receive(tensor, self._source, tag=self._tag) for tensor in filled]
+        self._posted = ((spec, tensors), works)
+
+    def wait(self) -> Received:
+        assert self._posted is not None
+        received, works = self._posted
+        self._posted = None
+        for work in works:
+            work.wait()
+        return received
+
+    def forget(self) -> None:
+        self._posted = None
+
+
+class ActivationInbox:
+    """The inputs of a stage's parts. The first message for each part has a header, or all have."""
+
+    def __init__(self, peers: PointToPoint, source: int, device: torch.device) -> None:
+        self._peers, self._source = peers, source
+        self._header_device = host_or_device(peers.group)
+        self._receiver = _Receiver(peers, source, device, _ACTIVATIONS)
+        self._expected: deque[int] = deque()
+        self._known: dict[int, ValueSpec] = {}
+        self._all_have_headers = False
+
+    def begin(self, chunks: Sequence[int], *, all_have_headers: bool) -> None:
+        """A batch begins.
+
+        Args:
+            chunks: the part that each message is for, in order.
+            all_have_headers: shapes may change from message to message.
+        """
+        self._receiver.forget()
+        self._expected = deque(chunks)
+        self._known = {}
+        self._all_have_headers = all_have_headers
+
+    def post(self) -> None:
+        """Begin to receive the next message, where that is possible now."""
+        if not self._receiver.is_posted and self._expected:
+            spec = self._known.get(self._expected[0])
+            if spec is not None:
+                self._expected.popleft()
+                self._receiver.post(spec)
+            elif not self._peers.completes_on_host:
+                self._post_described()
+
+    def take(self) -> Received:
+        """The next message, when it has come."""
+        if not self._receiver.is_posted:
+            self._post_described()
+        received = self._receiver.wait()
+        if self._peers.completes_on_host:
+            self.post()
+        return received
+
+    def _post_described(self) -> None:
+        chunk = self._expected.popleft()
+        spec = self._known.get(chunk)
+        if spec is None:
+            header = torch.empty(HEADER_NUMEL, dtype=torch.int64, device=self._header_device)
+            self._peers.receive(header, self._source, tag=_HEADERS).wait()
+            spec = read_header(header)
+            if not self._all_have_headers:
+                self._known[chunk] = spec
+        self._receiver.post(spec)
+
+
+class GradientInbox:
+    """The gradients of what a stage has sent, in the order in which they come."""
+
+    def __init__(self, peers: PointToPoint, source: int, device: torch.device) -> None:
+        self._peers = peers
+        self._receiver = _Receiver(peers, source, device, _GRADIENTS)
+        self._expected: deque[ValueSpec] = deque()
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._receiver.forget()
+        self._expected.clear()
+
+    def expect(self, spec: ValueSpec) -> None:
+        """One more message will come."""
+        self._expected.append(spec)
+        if self._peers.completes_on_host:
+            self.post()
+
+    def post(self) -> None:
+        """Begin to receive the next message."""
+        if not self._receiver.is_posted and self._expected:
+            self._receiver.post(self._expected.popleft())
+
+    def take(self) -> list[Tensor]:
+        """The next message, when it has come."""
+        self.post()
+        _, tensors = self._receiver.wait()
+        if self._peers.completes_on_host:
+            self.post()
+        return tensors
+
+
+class Outbox:
+    """What is being sent; each tensor is kept until it has left."""
+
+    def __init__(self, peers: PointToPoint) -> None:
+        self._peers = peers
+        self._header_device = host_or_device(peers.group)
+        self._in_flight: deque[tuple[Tensor, Work]] = deque()
+
+    def send_activations(self, spec: ValueSpec, tensors: Sequence[Tensor], to: int, *, with_header: bool) -> None:
+        """Start to send the inputs of the part after this one."""
+        if with_header:
+            self._send([spec.header().to(self._header_device)], to, _HEADERS)
+        self._send(tensors, to, _ACTIVATIONS)
+
+    def send_gradients(self, tensors: Sequence[Tensor], to: int) -> None:
+        """Start to send gradients to the part before this one."""
+        self._send(tensors, to, _GRADIENTS)
+
+    def finish(self) -> None:
+        """Return when all has left."""
+        while self._in_flight:
+            self._in_flight.popleft()[1].wait()
+
+    def forget(self) -> None:
+        """Keep nothing; `PointToPoint.abandon` has ended the messages."""
+        self._in_flight.clear()
+
+    def _send(self, tensors: Sequence[Tensor], to: int, tag: int) -> None:
+        while self._in_flight and self._in_flight[0][1].poll():
+            self._in_flight.popleft()[1].wait()
+        for tensor in tensors:
+            if tensor.numel():
+                sent = tensor.detach().contiguous()
+                self._in_flight.append((sent, self._peers.send(sent, to, tag=tag)))

@@ -1,0 +1,299 @@
+"""`PipelineModule`: a model as a list of layers, of which each rank builds those of its stage.
+
+    layers = [LayerSpec(torch.nn.Linear, 16, 64), torch.relu, LayerSpec(torch.nn.Linear, 64, 4)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.cross_entropy)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    loss = engine.train_batch(data_iter)
+
+A layer takes one argument, a tensor or a tuple of tensors, and returns what the next layer takes. Parameters are named
+by the number of their layer in the whole list ("2.weight"), and those of shared modules by their key
+("tied_modules.embed.weight"), so that a name means the same parameter for any number of stages.
+
+[Note: parts] With `interleave` v the list is cut into v parts per stage, and stage s holds the parts s, s + S,
+s + 2 S, ... of S stages.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleDict
+
+import deepspeed.comm as dist
+from deepspeed.activation import checkpointing
+from deepspeed.errors import ConfigError
+from deepspeed.parallel.tied_params import mark_tied
+from deepspeed.pipe.errors import PipelineError
+from deepspeed.pipe.layer_spec import LayerSpec, TiedLayerSpec, count_parameters
+from deepspeed.pipe.partition import check_method, partition_balanced, partition_uniform, type_weights
+from deepspeed.pipe.profile import times_of_layers
+from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology, check_world
+
+__all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
+
+Layer = LayerSpec | Module | Callable[[Any], Any]
+
+
+class PipelineModule(Module):
+    """Args:
+        layers: specs, modules or functions, in order; also a `torch.nn.Sequential`. `torch.distributed` is initialized.
+        num_stages: default: that of `topology`.
+        topology: places all ranks; default: `num_stages` stages, and data parallelism over the ranks that remain.
+        loss_fn: called as `loss_fn(outputs, labels)` on the last stage; without it the last layer returns the loss.
+        seed_layers: seed the random generators with `base_seed` plus the layer's number before each layer is built, so
+            that first weights do not depend on the number of stages.
+        seed_fn: called with that seed, in place of `torch.manual_seed`.
+        base_seed: of layer 0.
+        partition_method: "parameters": equal numbers of parameters that train; "uniform": of layers; "type:REGEX": of
+            layers whose class name matches; "profile": equal times, measured with `sample_inputs`.
+        activation_checkpoint_interval: recompute the activations of so many layers at a time in the backward; 0: keep.
+        activation_checkpoint_func: called as `func(run, *inputs)`; default `deepspeed.checkpointing.checkpoint`.
+        checkpointable_layers: names of classes; only runs of such layers are recomputed. Default: all with parameters.
+        dynamic_shape: the shapes between stages differ between micro-batches of one batch although those of their
+            inputs do not.
+        interleave: parts per stage; see [Note: parts]. `"pipeline": {"schedule": "interleaved"}` wants 2 or more.
+        sample_inputs: of the first layer, for "profile".
+
+    Raises:
+        ConfigError: the stages do not fit the layers or the ranks, or an unknown method.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        interleave: int = 1,
+        sample_inputs: Any = None,
+    ) -> None:
+        super().__init__()
+        self._specs = list(layers)
+        self._topology = _topology(num_stages, topology)
+        self.num_stages = max(1, self._topology.get_dim("pipe"))
+        self.interleave = interleave if self.num_stages > 1 else 1
+        coord = self._topology.get_coord(dist.get_rank())
+        self.stage_id = int(getattr(coord, "pipe", 0))
+        self.loss_fn = loss_fn
+        self.seed_layers, self.base_seed = seed_layers, base_seed
+        self.seed_fn = seed_fn or torch.manual_seed
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = checkpointable_layers
+        self.dynamic_shape = dynamic_shape
+        self._grid: PipelineParallelGrid | None = None
+        self._check()
+        #: cuts between the parts, in layers
+        self.parts = self._partition(check_method(partition_method), sample_inputs)
+        self.tied_modules = ModuleDict()
+        #: by chunk, the own layers as functions of one argument, with the layer's module where it has one
+        self._chunks = [self._build(part) for part in range(self.stage_id, self.num_parts, self.num_stages)]
+        self._mark_tied()
+        order = [key for key in self.tied_stages() if key in self.tied_modules]  # the same on all stages
+        self.tied_modules = ModuleDict({key: self.tied_modules[key] for key in order})
+
+    # ---- what is where ------------------------------------------------------------------------------------------
+
+    @property
+    def num_parts(self) -> int:
+        """Number of stages times parts per stage."""
+        return self.num_stages * self.interleave
+
+    def topology(self) -> ProcessTopology:
+        """The places of all ranks."""
+        return self._topology
+
+    def mpu(self) -> PipelineParallelGrid:
+        """The grid of this pipeline; the first call is a collective of all ranks, if no engine was built before."""
+        if self._grid is None:
+            self._grid = PipelineParallelGrid(self._topology)
+        return self._grid
+
+    def use_grid(self, grid: PipelineParallelGrid) -> None:
+        """`mpu()` returns this one from now on; called when an engine is built."""
+        self._grid = grid
+
+    def num_pipeline_stages(self) -> int:
+        """Number of stages."""
+        return self.num_stages
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that has a layer.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        if not 0 <= layer_idx < len(self._specs):
+            raise ValueError(f"stage_owner: found layer {layer_idx}; there are layers 0 to {len(self._specs) - 1}")
+        part = next(index for index, stop in enumerate(self.parts[1:]) if layer_idx < stop)
+        return part % self.num_stages
+
+    def tied_stages(self) -> dict[str, tuple[int, ...]]:
+        """By key of the shared modules, the stages that hold one, in order."""
+        stages: dict[str, set[int]] = {}
+        for index, spec in enumerate(self._specs):
+            if isinstance(spec, TiedLayerSpec):
+                stages.setdefault(spec.key, set()).add(self.stage_owner(index))
+        return {key: tuple(sorted(found)) for key, found in stages.items()}
+
+    # ---- running ------------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: Any, chunk: int = 0) -> Any:
+        """Run one of the own parts.
+
+        Args:
+            inputs: of its first layer, a tensor or a tuple of tensors.
+            chunk: number of the part among the own ones.
+        """
+        layers, interval = self._chunks[chunk], self.activation_checkpoint_interval
+        if interval <= 0 or not torch.is_grad_enabled():
+            return _run(layers, inputs)
+        for start in range(0, len(layers), interval):
+            group = layers[start : start + interval]
+            if self._is_checkpointable(group):
+                given = inputs if isinstance(inputs, tuple) else (inputs,)
+                inputs = self.activation_checkpoint_func(_as_function(group), *given)
+            else:
+                inputs = _run(group, inputs)
+        return inputs
+
+    def _is_checkpointable(self, layers: Sequence["_Layer"]) -> bool:
+        if self.checkpointable_layers is not None:
+            return all(layer.name in self.checkpointable_layers for layer in layers)
+        return any(layer.module is not None and any(True for _ in layer.module.parameters()) for layer in layers)
+
+    # ---- building -----------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self.interleave < 1:
+            raise ConfigError(f"PipelineModule: found interleave {self.interleave}; give 1 or more parts per stage")
+        if self.num_parts > len(self._specs):
+            parts = f" x {self.interleave} parts" if self.interleave > 1 else ""
+            raise ConfigError(
+                f"PipelineModule: found {self.num_stages} stages{parts} for {len(self._specs)} layers; each needs a "
+                f"layer, so use at most {max(1, len(self._specs) // self.interleave)} stages"
+            )
+        for index, spec in enumerate(self._specs):
+            if not callable(spec) and not isinstance(spec, LayerSpec):
+                raise ConfigError(
+                    f"PipelineModule: layer {index} is {type(spec).__name__}; give a LayerSpec, a module or a function"
+                )
+
+    def _partition(self, method: str, sample_inputs: Any) -> list[int]:
+        if method == "uniform":
+            return partition_uniform(len(self._specs), self.num_parts)
+        if method == "parameters":
+            weights: Sequence[float] = [_num_parameters(spec) for spec in self._specs]
+        elif method == "profile":
+            weights = self._measure(sample_inputs)
+        else:
+            weights = type_weights(method, [_name(spec) for spec in self._specs])
+            if sum(weights) < self.num_parts:
+                raise ConfigError(
+                    f"partition_method: {method!r} matches {sum(weights)} of the layers "
+                    f"{', '.join(map(_name, self._specs))}, and there are {self.num_parts} parts, each of which needs "
+                    "one; use another expression"
+                )
+        return partition_balanced(weights, self.num_parts)
+
+    def _measure(self, inputs: Any) -> list[float]:
+        if inputs is None:
+            raise ConfigError('partition_method: "profile" runs the layers; pass sample_inputs=, those of the first')
+        built = [spec.build() if isinstance(spec, LayerSpec) else spec for spec in self._specs]
+        return times_of_layers([_Layer(spec, each) for spec, each in zip(self._specs, built, strict=True)], inputs)
+
+    def _build(self, part: int) -> list["_Layer"]:
+        return [self._build_layer(index) for index in range(self.parts[part], self.parts[part + 1])]
+
+    def _build_layer(self, index: int) -> "_Layer":
+        spec = self._specs[index]
+        if self.seed_layers:
+            self.seed_fn(self.base_seed + index)
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in self.tied_modules:
+                self.tied_modules[spec.key] = spec.build()
+                spec.check(self.tied_modules[spec.key])
+            return _Layer(spec, self.tied_modules[spec.key])
+        built = spec.build() if isinstance(spec, LayerSpec) else spec
+        if isinstance(built, Module):
+            self.add_module(str(index), built)
+        return _Layer(spec, built)
+
+    def _mark_tied(self) -> None:
+        for key, stages in self.tied_stages().items():
+            if len(stages) > 1 and key in self.tied_modules:
+                for param in self.tied_modules[key].parameters():
+                    mark_tied(param, stages)
+
+
+class _Layer:
+    """One layer as a function of one argument."""
+
+    def __init__(self, spec: Layer, built: Module | Callable[[Any], Any]) -> None:
+        self.name = _name(spec)
+        self.module = built if isinstance(built, Module) else None
+        self._forward = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
+        self._function = built
+
+    def __call__(self, inputs: Any) -> Any:
+        if self._forward is not None:
+            return self._forward(self.module, inputs)  # type: ignore[arg-type]
+        return self._function(inputs)
+
+
+def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+    world_size = dist.get_world_group().size()
+    if topology is not None:
+        check_world(topology, world_size)
+        if num_stages not in (None, topology.get_dim("pipe")):
+            raise ConfigError(
+                f"PipelineModule: found num_stages {num_stages}, and a topology with {topology.get_dim('pipe')}; give "
+                "one of them"
+            )
+        return topology
+    if num_stages is None:
+        raise ConfigError("PipelineModule: found neither num_stages nor topology; give one of them")
+    if num_stages < 1 or world_size % num_stages:
+        allowed = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        raise ConfigError(
+            f"PipelineModule: found {num_stages} stages for {world_size} ranks, which must divide evenly among them; "
+            f"use {allowed}"
+        )
+    return PipeDataParallelTopology(num_stages, world_size // num_stages)
+
+
+def _run(layers: Sequence[_Layer], inputs: Any) -> Any:
+    for layer in layers:
+        inputs = layer(inputs)
+    return inputs
+
+
+def _as_function(layers: Sequence[_Layer]) -> Callable[..., Any]:
+    """What a checkpoint function runs: the inputs are its arguments."""
+
+    def run(*inputs: Any) -> Any:
+        return _run(layers, inputs if len(inputs) > 1 else inputs[0])
+
+    return run
+
+
+def _name(spec: Layer) -> str:
+    if isinstance(spec, LayerSpec):
+        return spec.typename.__name__
+    return type(spec).__name__ if isinstance(spec, Module) else getattr(spec, "__name__", type(spec).__name__)
+
+
+def _num_parameters(spec: Layer) -> int:
+    if isinstance(spec, LayerSpec):
+        return spec.num_parameters()
+    return count_parameters(spec) if isinstance(spec, Module) else 0

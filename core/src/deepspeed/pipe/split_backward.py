@@ -1,0 +1,116 @@
+"""`DeferredWeights`: the gradients of weights computed later than those of activations (arXiv 2401.10241, section 2).
+
+    deferred = DeferredWeights()
+    with deferred.in_forward():
+        outputs = module(inputs)
+    with deferred.in_backward():
+        torch.autograd.backward(outputs, gradients)      # gradients of the inputs
+    weights, gradients = deferred.take()                 # those of the weights, computed now
+
+Deferred are the weights and biases of linear layers: for a product X W^T with the gradient Y of its result, the
+gradient of X is Y W and that of W is Y^T X, of as much work each. All other gradients come with those of the inputs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+
+class DeferredWeights:
+    """The weight gradients of one micro-batch in one part."""
+
+    def __init__(self) -> None:
+        self._products: list[tuple[Parameter, Parameter | None, Tensor, Tensor]] = []
+        self._defers = False
+
+    @contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Linear layers that run inside can be deferred."""
+        with _LinearMode(self):
+            yield
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """A backward inside leaves the gradients of these layers."""
+        self._defers = True
+        try:
+            yield
+        finally:
+            self._defers = False
+
+    def take(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The weights and biases, each once, and their gradients."""
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for weight, bias, inputs, outputs in self._products:
+            for param, grad in _gradients(weight, bias, inputs, outputs):
+                before = found.get(id(param))
+                found[id(param)] = (param, grad if before is None else before[1] + grad)
+        self._products.clear()
+        return [param for param, _ in found.values()], [grad for _, grad in found.values()]
+
+    def keep(self, weight: Parameter, bias: Parameter | None, inputs: Tensor, outputs: Tensor) -> bool:
+        """Called in a backward with the inputs of a layer and the gradient of its outputs: whether it is deferred."""
+        if self._defers:
+            self._products.append((weight, bias, inputs, outputs))
+        return self._defers
+
+
+class _LinearMode(TorchFunctionMode):
+    """Inside, `torch.nn.functional.linear` with a trained weight is a `_Linear`."""
+
+    def __init__(self, deferred: DeferredWeights) -> None:
+        super().__init__()
+        self._deferred = deferred
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear and torch.is_grad_enabled():
+            call = _linear_call(*args, **(kwargs or {}))
+            if call is not None:
+                return _Linear.apply(self._deferred, *call)
+        return func(*args, **(kwargs or {}))
+
+
+def _linear_call(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Parameter, Parameter | None] | None:
+    """The arguments of a call of `linear` that can be deferred: of one dtype, with parameters that train."""
+    trains = isinstance(weight, Parameter) and weight.requires_grad and weight.dim() == 2
+    has_bias = bias is None or (isinstance(bias, Parameter) and bias.requires_grad)
+    if not trains or not has_bias or torch.is_autocast_enabled(input.device.type) or input.dtype != weight.dtype:
+        return None
+    return input, weight, bias  # type: ignore[return-value]
+
+
+class _Linear(torch.autograd.Function):
+    """X W^T + b, whose backward asks whether the gradients of W and b are wanted now."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: DeferredWeights, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.deferred, ctx.bias = deferred, bias
+        return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, outputs: Tensor) -> Any:  # type: ignore[override]
+        inputs, weight = ctx.saved_tensors
+        of_inputs = outputs @ weight if ctx.needs_input_grad[1] else None
+        if ctx.deferred.keep(weight, ctx.bias, inputs.detach(), outputs):
+            return None, of_inputs, None, None
+        grads = [grad for _, grad in _gradients(weight, ctx.bias, inputs, outputs)]
+        return None, of_inputs, grads[0], grads[1] if ctx.bias is not None else None
+
+
+def _gradients(weight: Tensor, bias: Tensor | None, inputs: Tensor, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of the weight, and of the bias where there is one."""
+    rows = outputs.reshape(-1, outputs.shape[-1])
+    yield weight, rows.T @ inputs.reshape(-1, inputs.shape[-1])
+    if bias is not None:
+        yield bias, rows.sum(0)

@@ -1,0 +1,138 @@
+"""When each stage does what: schedules run on paper, with a time for each pass. For pictures, plans and tests.
+
+passes = timeline([TrainSchedule(4, 2, stage) for stage in range(2)])
+idle_share(passes)                                  # 0.2
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from deepspeed.pipe.instructions import (
+    BackwardInput,
+    BackwardPass,
+    BackwardWeight,
+    ForwardPass,
+    PipeInstruction,
+    RecvActivation,
+    RecvGrad,
+    SendActivation,
+    SendGrad,
+)
+from deepspeed.pipe.schedule import PipeSchedule
+
+#: of a stage: a backward takes twice the time of a forward, and each of its halves as long as one
+DEFAULT_COSTS: Mapping[str, float] = {"ForwardPass": 1, "BackwardPass": 2, "BackwardInput": 1, "BackwardWeight": 1}
+
+_COMPUTES = (ForwardPass, BackwardPass, BackwardInput, BackwardWeight)
+
+
+class Pass(NamedTuple):
+    """One computation, from `start` to `stop` in the unit of the costs."""
+
+    stage: int
+    name: str
+    micro: int
+    chunk: int
+    start: float
+    stop: float
+
+
+class Deadlock(RuntimeError):
+    """Every stage that is not done waits for a message that nobody sends."""
+
+
+def timeline(schedules: Sequence[PipeSchedule], costs: Mapping[str, float] | None = None) -> list[Pass]:
+    """The passes of all stages, each as early as its messages and the passes before it allow; messages take no time.
+
+    Args:
+        schedules: one per stage, in order.
+        costs: time of a pass by the name of its instruction; default: `DEFAULT_COSTS`. With several chunks each is a
+            share of it.
+
+    Raises:
+        Deadlock: a message that a stage waits for is never sent, or another one comes before it.
+    """
+    run = _Run(schedules, costs or DEFAULT_COSTS)
+    while any(run.queues):
+        if not any(run.advance(stage) for stage in range(len(schedules))):
+            waits = ", ".join(f"stage {stage} at {queue[0]}" for stage, queue in enumerate(run.queues) if queue)
+            raise Deadlock(f"every stage waits: {waits}")
+    return sorted(run.passes, key=lambda each: (each.start, each.stage))
+
+
+def idle_share(passes: Sequence[Pass]) -> float:
+    """Share of all stages' time, from the first start to the last stop, in which they compute nothing."""
+    num_stages = 1 + max(each.stage for each in passes)
+    span = max(each.stop for each in passes) - min(each.start for each in passes)
+    return 1 - sum(each.stop - each.start for each in passes) / (span * num_stages)
+
+
+def peer(instruction: PipeInstruction, stage: int, num_stages: int) -> int:
+    """The stage with which a send or a receive of `stage` is."""
+    is_next = isinstance(instruction, SendActivation | RecvGrad)
+    return (stage + (1 if is_next else -1)) % num_stages
+
+
+class _Run:
+    """All stages, each at its next instruction."""
+
+    def __init__(self, schedules: Sequence[PipeSchedule], costs: Mapping[str, float]) -> None:
+        self.queues = [deque(instruction for step in schedule for instruction in step) for schedule in schedules]
+        self.passes: list[Pass] = []
+        self._clocks = [0.0] * len(schedules)
+        self._costs = costs
+        self._num_chunks = max(getattr(schedule, "num_chunks", 1) for schedule in schedules)
+        # by kind, sender and receiver: micro-batch, chunk and time of each message that is not received yet
+        self._sent: dict[tuple[str, int, int], deque[tuple[int, int, float]]] = {}
+
+    def advance(self, stage: int) -> bool:
+        """Let a stage go on until it waits for a message; False if it could not."""
+        queue = self.queues[stage]
+        before = len(queue)
+        while queue and not self._waits(queue[0], stage):
+            self._do(queue.popleft(), stage)
+        return len(queue) < before
+
+    def _waits(self, instruction: PipeInstruction, stage: int) -> bool:
+        is_receive = isinstance(instruction, RecvActivation | RecvGrad)
+        return is_receive and not self._sent.get(self._channel(instruction, stage))
+
+    def _do(self, instruction: PipeInstruction, stage: int) -> None:
+        clock = self._clocks[stage]
+        if isinstance(instruction, _COMPUTES):
+            self._clocks[stage] = clock + self._costs[instruction.name] / self._num_chunks
+            done = Pass(stage, instruction.name, instruction.micro, instruction.chunk, clock, self._clocks[stage])
+            self.passes.append(done)
+        elif isinstance(instruction, SendActivation | SendGrad):
+            part = instruction.chunk * len(self.queues) + stage + (1 if isinstance(instruction, SendActivation) else -1)
+            message = (instruction.micro, part // len(self.queues), clock)
+            self._sent.setdefault(self._channel(instruction, stage), deque()).append(message)
+        elif isinstance(instruction, RecvActivation | RecvGrad):
+            micro, chunk, at = self._sent[self._channel(instruction, stage)].popleft()
+            if (micro, chunk) != (instruction.micro, instruction.chunk):
+                raise Deadlock(f"stage {stage}: {instruction} gets micro-batch {micro} of chunk {chunk}")
+            self._clocks[stage] = max(clock, at)
+
+    def _channel(self, instruction: PipeInstruction, stage: int) -> tuple[str, int, int]:
+        other = peer(instruction, stage, len(self.queues))
+        kind = "activation" if isinstance(instruction, SendActivation | RecvActivation) else "grad"
+        is_send = isinstance(instruction, SendActivation | SendGrad)
+        return (kind, stage, other) if is_send else (kind, other, stage)
+
+
+def shown(passes: Sequence[Pass]) -> Iterator[str]:
+    """A line of text per stage; a column per unit of time. F2 is the forward of micro-batch 2, B2 its backward, W2 that
+    of its weights."""
+    letters = {"ForwardPass": "F", "BackwardPass": "B", "BackwardInput": "B", "BackwardWeight": "W"}
+    unit = min(each.stop - each.start for each in passes)
+    width = 2 + len(str(max(each.micro for each in passes)))
+    num_columns = round(max(each.stop for each in passes) / unit)
+    for stage in range(1 + max(each.stage for each in passes)):
+        cells = ["." + " " * (width - 1)] * num_columns
+        for each in passes:
+            if each.stage == stage:
+                first, last = round(each.start / unit), round(each.stop / unit)
+                text = f"{letters[each.name]}{each.micro}"
+                cells[first:last] = [text.ljust(width), *(["-" * (width - 1) + " "] * (last - first - 1))]
+        yield f"stage {stage}  {''.join(cells).rstrip()}"

@@ -1,0 +1,222 @@
+"""Pipelines train as one rank with the whole model does in plain torch: fp32, 1e-5 after 20 steps."""
+
+from functools import partial
+
+import deepspeed
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.testing.distributed import run_ranks
+from torch import nn
+
+VOCABULARY, WIDTH, LENGTH = 11, 8, 5
+STEPS, MICROS, MICRO_BATCH, LR = 20, 4, 2, 0.02
+SEED = 7
+
+
+class Block(nn.Module):
+    """(hidden, mask) -> (hidden, mask): a float with a gradient, and a boolean without."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = scale
+
+    def forward(self, inputs):
+        hidden, mask = inputs
+        update = self.second(F.gelu(self.first(self.norm(hidden))))
+        return hidden + self.scale * update * mask.unsqueeze(-1), mask
+
+
+class Embedding(nn.Embedding):
+    def forward(self, tokens):
+        return super().forward(tokens), tokens > 0
+
+
+def drop_mask(inputs):
+    return inputs[0]
+
+
+def as_logits(embedding, inputs):
+    return inputs[0] @ embedding.weight.T
+
+
+def embed(embedding, tokens):
+    return embedding(tokens)
+
+
+def layers_of(kind):
+    blocks = [LayerSpec(Block, 0.5 + 0.1 * at) for at in range(6)]
+    if kind == "tied":
+        tied = partial(TiedLayerSpec, "embed", Embedding, VOCABULARY, WIDTH, tied_weight_attr="weight")
+        return [tied(), *blocks, tied(forward_fn=as_logits)]
+    return [LayerSpec(Embedding, VOCABULARY, WIDTH), *blocks, drop_mask, LayerSpec(nn.Linear, WIDTH, VOCABULARY)]
+
+
+def loss_fn(logits, tokens):
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def batches(dp_rank, *, varies=False, steps=STEPS):
+    """Micro-batches of one data-parallel rank."""
+    generator = torch.Generator().manual_seed(100 + dp_rank)
+    for number in range(steps * MICROS):
+        length = LENGTH + number % 3 if varies else LENGTH
+        tokens = torch.randint(0, VOCABULARY, (MICRO_BATCH, length), generator=generator)
+        yield tokens, tokens.roll(1, 1)
+
+
+class Whole(nn.Module):
+    """All layers on one rank; shared modules are one module."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
+        self.calls = []
+        for index, spec in enumerate(layers):
+            torch.manual_seed(SEED + index)
+            if isinstance(spec, TiedLayerSpec):
+                if spec.key not in self.tied:
+                    self.tied[spec.key] = spec.build()
+                module = self.tied[spec.key]
+                self.calls.append(partial(spec.forward_fn, module) if spec.forward_fn else module)
+            elif isinstance(spec, LayerSpec):
+                self.layers[str(index)] = spec.build()
+                self.calls.append(self.layers[str(index)])
+            else:
+                self.calls.append(spec)
+
+    def forward(self, inputs):
+        for call in self.calls:
+            inputs = call(inputs)
+        return inputs
+
+    def named(self):
+        yield from self.layers.named_parameters()
+        yield from self.tied.named_parameters(prefix="tied_modules")
+
+
+def reference(kind, dp, *, clip=0.0, varies=False):
+    """Losses of the steps, the last norm, and weights by the names of PipelineModule."""
+    model = Whole(layers_of(kind))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    data = [batches(rank, varies=varies) for rank in range(dp)]
+    losses, norm = [], None
+    for _ in range(STEPS):
+        total = 0.0
+        for _ in range(MICROS):
+            for each in data:
+                tokens, labels = next(each)
+                loss = loss_fn(model(tokens), labels) / (MICROS * dp)
+                loss.backward()
+                total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, norm.item(), {name: param.detach() for name, param in model.named()}
+
+
+def config_of(stage, **keys):
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": MICROS,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **keys,
+    }
+
+
+def create(kind, stages, stage, module_keys=None, **keys):
+    model = PipelineModule(
+        layers_of(kind), num_stages=stages, loss_fn=loss_fn, seed_layers=True, base_seed=SEED, **(module_keys or {})
+    )
+    return deepspeed.initialize(model=model, config=config_of(stage, **keys))[0]
+
+
+def train_job(kind, stages, stage, varies, module_keys, keys):
+    engine = create(kind, stages, stage, module_keys, **keys)
+    data = batches(engine.mesh.rank("dp"), varies=varies)
+    ends = engine.is_first_stage() or engine.is_last_stage()
+    losses = [engine.train_batch(data if ends else None).item() for _ in range(STEPS)]
+    norm = float(engine.get_global_grad_norm())
+    engine.destroy()
+    weights = {name: param.detach().clone().float() for name, param in engine.module.named_parameters()}
+    return losses, norm, weights, engine.global_steps, engine.micro_steps
+
+
+def check(world, kind, stages, stage, *, varies=False, module_keys=None, clip=0.0, tolerance=1e-5, **keys):
+    if clip:
+        keys["gradient_clipping"] = clip
+    losses, norm, weights = reference(kind, world // stages, clip=clip, varies=varies)
+    found = run_ranks(world, train_job, kind, stages, stage, varies, module_keys, keys)
+    for own_losses, own_norm, own, steps, micro_steps in found:
+        assert own_losses == pytest.approx(losses, abs=tolerance, rel=tolerance)
+        assert own_norm == pytest.approx(norm, rel=10 * tolerance)
+        for name, weight in own.items():
+            torch.testing.assert_close(weight, weights[name], atol=tolerance, rtol=tolerance)
+        assert (steps, micro_steps) == (STEPS, STEPS * MICROS)
+    assert {name for _, _, own, _, _ in found for name in own} == set(weights)
+
+
+sweep = partial(pytest.param, marks=pytest.mark.sweep)
+SPLIT = {"pipeline": {"schedule": "zero_bubble"}}
+INTERLEAVED = {"pipeline": {"schedule": "interleaved"}}
+TWICE = {"interleave": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "keys", "module_keys"),
+    [
+        ("tied", 0, {}, None),
+        sweep("plain", 0, {}, None),
+        ("plain", 1, SPLIT, {"partition_method": "uniform"}),
+        sweep("tied", 2, SPLIT, None),
+        ("tied", 2, INTERLEAVED, TWICE),
+        sweep("plain", 3, INTERLEAVED, TWICE),
+        sweep("tied", 0, INTERLEAVED, TWICE),
+        ("plain", 3, {}, {"activation_checkpoint_interval": 2}),
+        sweep("tied", 3, {}, {"partition_method": "type:block"}),
+    ],
+)
+def test_two_stages(kind, stage, keys, module_keys):
+    check(2, kind, 2, stage, module_keys=module_keys, **keys)
+
+
+def test_three_stages_with_shapes_that_change():
+    check(3, "plain", 3, 1, varies=True, clip=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "keys"),
+    [
+        ("tied", 1, {}),
+        sweep("plain", 0, SPLIT),
+        sweep("plain", 2, {}),
+        sweep("tied", 3, {}),
+        sweep("tied", 2, SPLIT),
+    ],
+)
+def test_four_stages(kind, stage, keys):
+    check(4, kind, 4, stage, clip=0.1, **keys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "clip", "keys"),
+    [
+        sweep("tied", 0, 0.1, {}),
+        sweep("tied", 1, 0.1, SPLIT),
+        ("tied", 2, 0.1, SPLIT),
+        ("tied", 3, 0.1, {}),
+        sweep("plain", 1, 0.0, {}),
+        sweep("plain", 3, 0.1, {}),
+    ],
+)
+def test_two_stages_on_two_data_parallel_ranks(kind, stage, clip, keys):
+    check(4, kind, 2, stage, clip=clip, **keys)
+
+
+def test_one_stage():
+    check(2, "tied", 1, 1)

@@ -1,0 +1,379 @@
+"""Pipelines beyond the plain loop: evaluation, precision, loaders, and wrong uses, which raise on every rank."""
+
+import re
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.errors import DeepSpeedError
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.testing.distributed import run_ranks
+from torch import nn
+
+IN, HIDDEN, OUT, MICRO_BATCH, MICROS = 4, 8, 3, 2, 2
+
+
+def mlp(**keys):
+    layers = [LayerSpec(nn.Linear, IN, HIDDEN), torch.tanh, LayerSpec(nn.Linear, HIDDEN, HIDDEN), torch.tanh]
+    layers += [LayerSpec(nn.Linear, HIDDEN, OUT)]
+    keys = {"num_stages": 2, "loss_fn": F.cross_entropy, "seed_layers": True, **keys}
+    return PipelineModule(keys.pop("layers", layers), **keys)
+
+
+def whole():
+    layers = []
+    for index, layer in enumerate([(IN, HIDDEN), None, (HIDDEN, HIDDEN), None, (HIDDEN, OUT)]):
+        torch.manual_seed(1234 + index)
+        layers.append(nn.Linear(*layer) if layer else nn.Tanh())
+    return nn.Sequential(*layers)
+
+
+def create(model=None, initialize=None, **keys):
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": MICROS,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_allow_untested_optimizer": True,
+        **keys,
+    }
+    return deepspeed.initialize(model=model or mlp(), config=config, **(initialize or {}))[0]
+
+
+def samples(seed=0, count=100, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        inputs = torch.randn(MICRO_BATCH, IN, generator=generator).to(dtype)
+        yield inputs, torch.randint(0, OUT, (MICRO_BATCH,), generator=generator)
+
+
+# ---- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def eval_job():
+    engine = create()
+    last = engine.is_last_stage()
+    found = {
+        "loss": engine.eval_batch(samples()).item(),
+        "own": engine.eval_batch(samples(), bcast_loss=False),
+        "list": [loss.item() for loss in engine.eval_batch(samples(), reduce_output=None)],
+        "with logits": engine.eval_batch(samples(), return_logits=True),
+        "outputs": engine.eval_batch(samples(), compute_loss=False, reduce_output=None),
+        "three": engine.eval_batch(samples(), num_micro_batches=3).item(),
+        "steps": engine.global_steps,
+        "training": engine.module.training,
+    }
+    trained = engine.train_batch(samples()).item()
+    engine.destroy()
+    return last, found, trained
+
+
+def test_evaluation_is_that_of_the_whole_model():
+    model = whole()
+    data = [(inputs, labels) for inputs, labels in samples(count=3)]
+    losses = [F.cross_entropy(model(inputs), labels).item() for inputs, labels in data]
+    outputs = [model(inputs).detach() for inputs, _ in data[:2]]
+    for last, found, trained in run_ranks(2, eval_job):
+        assert found["loss"] == trained == pytest.approx(sum(losses[:2]) / 2, rel=1e-6)
+        assert found["list"] == pytest.approx(losses[:2], rel=1e-6)
+        assert found["three"] == pytest.approx(sum(losses) / 3, rel=1e-6)
+        assert (found["steps"], found["training"]) == (0, True)
+        loss, logits = found["with logits"]
+        assert loss.item() == found["loss"]
+        if last:
+            assert found["own"].item() == found["loss"]
+            for own, each, want in zip(logits, found["outputs"], outputs, strict=True):
+                torch.testing.assert_close(own, want)
+                torch.testing.assert_close(each, want)
+        else:
+            assert (found["own"], logits, found["outputs"]) == (None, None, None)
+
+
+# ---- precision ------------------------------------------------------------------------------------------------------
+
+
+def low_precision_job(keys, stage):
+    engine = create(**keys, zero_optimization={"stage": stage})
+    data = samples(dtype=torch.bfloat16 if "bf16" in keys else torch.float32)
+    losses = [engine.train_batch(data).item() for _ in range(6)]
+    dtypes = {param.dtype for param in engine.module.parameters()}
+    engine.destroy()
+    return losses, dtypes
+
+
+@pytest.mark.parametrize(
+    ("keys", "stage"),
+    [({"bf16": {"enabled": True}}, 1), ({"fp16": {"enabled": True, "initial_scale_power": 8, "auto_cast": True}}, 2)],
+)
+def test_low_precision_stays_near_fp32(keys, stage):
+    model = whole()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data, wanted = samples(), []
+    for _ in range(6):
+        total = 0.0
+        for _ in range(MICROS):
+            inputs, labels = next(data)
+            loss = F.cross_entropy(model(inputs), labels) / MICROS
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(total)
+    for losses, dtypes in run_ranks(2, low_precision_job, keys, stage):
+        assert losses == pytest.approx(wanted, rel=0.02)
+        assert dtypes == {torch.bfloat16 if "bf16" in keys else torch.float16}
+
+
+def overflow_job():
+    engine = create(fp16={"enabled": True, "initial_scale_power": 8, "auto_cast": True})
+    before = [param.detach().clone() for param in engine.module.parameters()]
+
+    def data():
+        for inputs, labels in samples():
+            yield inputs * float("inf"), labels
+
+    engine.train_batch(data())
+    same = all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+    skipped = engine.skipped_steps
+    engine.train_batch(samples())
+    moved = not all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+    result = same, skipped, moved, engine.skipped_steps
+    engine.destroy()
+    return result
+
+
+def test_all_stages_skip_a_step_that_overflows():
+    assert run_ranks(2, overflow_job) == [(True, 1, True, 1)] * 2
+
+
+# ---- data, grid, checkpoint -----------------------------------------------------------------------------------------
+
+
+def loader_job():
+    dataset = [sample for inputs, labels in samples(count=4) for sample in zip(inputs, labels, strict=True)]
+    engine = create(initialize={"training_data": dataset})
+    first = [engine.train_batch().item() for _ in range(4)]  # two epochs
+    engine.set_batch_fn(lambda pair: (pair["x"], pair["y"]))
+    engine.set_dataiterator({"x": x, "y": y} for x, y in samples())
+    second = engine.train_batch().item()
+    engine.destroy()
+    return first, second
+
+
+def test_loaders_start_again_and_batches_are_made_by_a_function():
+    (first, second), other = run_ranks(2, loader_job)
+    assert (first, second) == other
+    assert first[2] < first[0]
+
+
+def grid_job():
+    model = mlp(topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1), num_stages=None)
+    engine = create(model)
+    grid = model.mpu()
+    assert isinstance(grid, PipelineParallelGrid)
+    found = (
+        grid.get_stage_id(),
+        grid.get_pipe_parallel_world_size(),
+        grid.get_slice_parallel_rank(),
+        grid.get_data_parallel_world_size(),
+        grid.get_model_parallel_world_size(),
+        [grid.stage_to_global(stage) for stage in range(2)],
+        dist.get_all_ranks_from_group(grid.get_pipe_parallel_group()),
+        grid.get_global_rank(),
+    )
+    loss = engine.train_batch(samples()).item()
+    engine.destroy()
+    return found, loss
+
+
+def test_a_grid_with_tensor_parallel_ranks():
+    found = run_ranks(4, grid_job)
+    for rank, (place, _) in enumerate(found):
+        stage, slice_rank = divmod(rank, 2)
+        peers = [slice_rank, slice_rank + 2]
+        assert place == (stage, 2, slice_rank, 1, 4, peers, peers, rank)
+    assert len({loss for _, loss in found}) == 1
+
+
+def resume_job(folder, stage):
+    engine = create(zero_optimization={"stage": stage})
+    data = samples()
+    engine.train_batch(data)
+    engine.save_checkpoint(folder)
+    going_on = [engine.train_batch(data).item() for _ in range(3)]
+    engine.destroy()
+    engine = create(mlp(base_seed=5), zero_optimization={"stage": stage})
+    engine.load_checkpoint(folder)
+    data = samples()
+    for _ in range(MICROS):
+        next(data)
+    resumed = [engine.train_batch(data).item() for _ in range(3)]
+    engine.destroy()
+    return going_on, resumed
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.sweep), 2])
+def test_a_checkpoint_resumes(tmp_path, stage):
+    for going_on, resumed in run_ranks(2, resume_job, str(tmp_path), stage):
+        assert resumed == going_on
+
+
+# ---- wrong uses -----------------------------------------------------------------------------------------------------
+
+
+def outcome(call):
+    """What this rank raised."""
+    try:
+        call()
+    except DeepSpeedError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def wrong_module_job(name):
+    cases = {
+        "stages over layers": lambda: mlp(layers=[LayerSpec(nn.Linear, IN, OUT)]),
+        "stages over ranks": lambda: mlp(num_stages=3),
+        "method": lambda: mlp(partition_method="best"),
+        "type": lambda: mlp(partition_method="type:conv"),
+        "profile": lambda: mlp(partition_method="profile"),
+        "neither": lambda: mlp(num_stages=None),
+        "topology": lambda: mlp(num_stages=None, topology=PipeDataParallelTopology(2, 2)),
+        "interleave": lambda: create(pipeline={"schedule": "interleaved"}),
+        "split": lambda: create(pipeline={"schedule": "zero_bubble"}, zero_optimization={"stage": 3}),
+        "mesh": lambda: create(initialize={"mesh_param": {"pp": 1, "dp": 2}}),
+        "idle": lambda: create(mlp(layers=[LayerSpec(nn.Linear, IN, OUT), torch.tanh], partition_method="uniform")),
+        "attribute": lambda: mlp(layers=[TiedLayerSpec("e", nn.Linear, IN, IN, tied_weight_attr="wait")] * 2),
+        "layer": lambda: mlp(layers=[3, 4]),
+        "schedule": lambda: create(pipeline={"schedule": "gpipe"}),
+    }
+    return outcome(cases[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("stages over layers", "found 2 stages for 1 layers.*use at most 1 stages"),
+        ("stages over ranks", "found 3 stages for 2 ranks.*use 1, 2"),
+        ("method", "found 'best'; use one of parameters, uniform, type:REGEX, profile"),
+        ("type", "'type:conv' matches 0 of the layers Linear, tanh.*there are 2 parts"),
+        ("profile", "pass sample_inputs="),
+        ("neither", "neither num_stages nor topology"),
+        ("topology", "pipe 2 x data 2 = 4, but there are 2 ranks"),
+        ("interleave", "built with interleave=1"),
+        ("split", 'zero_bubble" with zero_optimization.stage 3.*use "1f1b"'),
+        ("mesh", "found 2, but .* has pp 1"),
+        ("idle", "no parameters that train on stage 1; its cuts are .0, 1, 2."),
+        ("attribute", "Linear has no tensor 'wait'; its parameters are weight, bias"),
+        ("layer", "layer 0 is int"),
+        ("schedule", "pipeline.schedule"),
+    ],
+)
+def test_wrong_modules_are_refused_on_every_rank(name, message):
+    for kind, text in run_ranks(2, wrong_module_job, name):
+        assert kind == "ConfigError", text
+        assert re.search(message, text), text
+
+
+def wrong_batch_job(name):
+    engine = create()
+    first = engine.is_first_stage()
+    short = samples(count=1)
+
+    def fails():
+        yield next(samples())
+        raise OSError("the disk is gone")
+
+    batches = {
+        "ends on the first stage": short if first else samples(),
+        "ends on the last stage": samples() if first else short,
+        "absent": None,
+        "fails": fails() if first else samples(),
+        "no pairs": (inputs for inputs, _ in samples()),
+        "other shapes": samples() if first else ((x[:1], y[:1]) for x, y in samples()),
+    }
+    result = outcome(lambda: engine.train_batch(batches[name]))
+    loss = engine.train_batch(samples()).item()  # nothing was computed, so the engine goes on
+    engine.destroy()
+    return result, loss
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("ends on the first stage", "StateError", r"rank 0 \(stage 0\) ended after 1 of 2 micro-batches"),
+        ("ends on the last stage", "StateError", r"rank 1 \(stage 1\) ended after 1 of 2 micro-batches"),
+        ("absent", "StateError", r"rank 0 \(stage 0\) ended after 0 of 2 micro-batches"),
+        ("fails", "StateError", "failed at micro-batch 1: OSError: the disk is gone"),
+        ("no pairs", "ConfigError", r"gave a Tensor; a micro-batch is a pair \(inputs, labels\)"),
+        ("other shapes", "ConfigError", r"inputs of shape \[2, 4\] on stage 0 and \[1, 4\] on stage 1"),
+    ],
+)
+def test_wrong_batches_are_refused_on_every_rank_before_they_run(name, kind, message):
+    found = run_ranks(2, wrong_batch_job, name)
+    for (raised, text), loss in found:
+        assert raised == kind, text
+        assert re.search(message, text), text
+        assert loss == found[0][1]
+
+
+def failing_stage_job(name):
+    def fails(x):
+        raise ValueError("no such layer")
+
+    models = {
+        "layer": lambda: mlp(layers=[LayerSpec(nn.Linear, IN, IN), LayerSpec(nn.Linear, IN, OUT), fails]),
+        "loss": lambda: mlp(loss_fn=None),
+        "value": lambda: mlp(
+            layers=[LayerSpec(nn.Linear, IN, IN), lambda x: {"x": x}, LayerSpec(nn.Linear, IN, OUT)],
+            partition_method="type:linear|lambda",
+        ),
+    }
+    engine = create(models[name]())
+    try:
+        engine.train_batch(samples())
+    except (DeepSpeedError, ValueError) as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize(
+    ("name", "failed", "message"),
+    [
+        ("layer", "ValueError", "no such layer"),
+        ("loss", "ConfigError", r"loss_fn is missing, and the last layer returned a tensor of shape \[2, 3\]"),
+    ],
+)
+def test_a_stage_that_fails_is_named_by_the_others(name, failed, message):
+    first, last = run_ranks(2, failing_stage_job, name)
+    assert last[0] == failed
+    assert re.search(message, last[1]), last
+    assert first[0] == "PeerFailed"
+    assert re.search(f"rank 1 failed with {failed}: .*{message}", first[1]), first
+
+
+def refused_calls_job():
+    engine = create()
+    calls = {
+        "forward": lambda: engine(torch.zeros(2, IN)),
+        "backward": lambda: engine.backward(torch.zeros(1)),
+        "step": engine.step,
+        "no_sync": engine.no_sync,
+    }
+    found = {name: outcome(call) for name, call in calls.items()}
+    with torch.no_grad():
+        found["train_batch"] = outcome(lambda: engine.train_batch(samples()))
+    engine.destroy()
+    return found
+
+
+def test_calls_that_a_pipeline_cannot_answer():
+    for found in run_ranks(2, refused_calls_job):
+        for name in ("forward", "backward", "step", "no_sync"):
+            assert found[name][0] == "PipelineError"
+            assert found[name][1].startswith(f"{name}: this rank has stage ")
+        assert found["train_batch"] == (
+            "PipelineError", "train_batch: found gradients disabled; call it outside of torch.no_grad()"
+        )  # fmt: skip
