@@ -131,7 +131,11 @@ def config_of(stage, **keys):
 
 def create(kind, stages, stage, module_keys=None, **keys):
     model = PipelineModule(
-        layers_of(kind), num_stages=stages, loss_fn=loss_fn, seed_layers=True, base_seed=SEED, **(module_keys or {})
+        layers_of(kind),
+        num_stages=stages,
+        loss_fn=loss_fn,
+        seed_layers=True,
+        **{"base_seed": SEED, **(module_keys or {})},
     )
     return deepspeed.initialize(model=model, config=config_of(stage, **keys))[0]
 
@@ -216,6 +220,46 @@ def test_four_stages(kind, stage, keys):
 )
 def test_two_stages_on_two_data_parallel_ranks(kind, stage, clip, keys):
     check(4, kind, 2, stage, clip=clip, **keys)
+
+
+def save_job(folder, kind, stages, stage, keys):
+    engine = create(kind, stages, stage, **keys)
+    data = batches(engine.mesh.rank("dp"))
+    for _ in range(2):
+        engine.train_batch(data)
+    engine.save_checkpoint(folder)
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    engine.destroy()
+    return losses
+
+
+def load_job(folder, kind, stages, stage, module_keys):
+    engine = create(kind, stages, stage, {"base_seed": 99, **module_keys})
+    engine.load_checkpoint(folder)
+    data = batches(engine.mesh.rank("dp"))
+    for _ in range(2 * MICROS):
+        next(data)
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "worlds", "stage", "module_keys"),
+    [
+        ("plain", (4, 2), (4, 2), 1, {"partition_method": "uniform"}),
+        sweep("plain", (1, 3), (1, 3), 3, {}),
+        sweep("plain", (2, 4), (2, 4), 2, {}),
+        ("tied", (2, 3), (2, 3), 2, {}),
+        sweep("tied", (4, 1), (4, 1), 0, {}),
+    ],
+)
+def test_a_checkpoint_loads_at_another_number_of_stages(tmp_path, kind, stages, worlds, stage, module_keys):
+    folder = str(tmp_path)
+    saved = run_ranks(worlds[0], save_job, folder, kind, stages[0], stage, {})
+    loaded = run_ranks(worlds[1], load_job, folder, kind, stages[1], stage, module_keys)
+    for losses in loaded:
+        assert losses == pytest.approx(saved[0], rel=1e-5)
 
 
 def test_one_stage():

@@ -59,6 +59,9 @@ class PipelineModule(Module):
         ConfigError: the stages do not fit the layers or the ranks, or an unknown method.
     """
 
+    #: a name means the same parameter for any number of stages; checkpoints ask
+    names_are_global = True
+
     def __init__(
         self,
         layers: Iterable[Layer],
