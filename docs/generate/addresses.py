@@ -44,6 +44,9 @@ COLLECTIONS = {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": "comm.start:DEFAULT_PORT",
         "default_pg_timeout": "comm.start:DEFAULT_TIMEOUT",
     },
+    "module_inject.tp_training": {
+        "tp_model_init": "tensor_parallel.entry:tp_model_init",
+    },
     "profiling.config": {
         "DeepSpeedFlopsProfilerConfig": "config.monitor:FlopsProfilerConfig",
     },

@@ -61,7 +61,7 @@ _NAMES = {
     "revert_transformer_layer": "deepspeed.module_inject.replace_module:revert_transformer_layer",
     "runtime": "deepspeed.runtime",
     "sequence": "deepspeed.sequence",
-    "tp_model_init": "deepspeed.module_inject.tp_training:tp_model_init",
+    "tp_model_init": "deepspeed.tensor_parallel.entry:tp_model_init",
     "utils": "deepspeed.utils",
     "zero": "deepspeed.zero",
 }

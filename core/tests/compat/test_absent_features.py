@@ -23,6 +23,7 @@ DOCUMENTED = """
     deepspeed.inference.engine:InferenceEngine
     deepspeed.linear:LoRAConfig
     deepspeed.linear:OptimizedLinear
+    deepspeed.module_inject.auto_tp:AutoTP
     deepspeed.module_inject:replace_transformer_layer
     deepspeed.moe.sharded_moe:top1gating
     deepspeed.ops.sparse_attention:SparseSelfAttention
@@ -33,7 +34,6 @@ DOCUMENTED = """
     deepspeed.sequence.fpdt_layer:FPDT_Attention
     deepspeed:DeepSpeedTransformerConfig
     deepspeed:init_inference
-    deepspeed:tp_model_init
 """
 
 

@@ -184,7 +184,6 @@ ENGINE_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 # What libraries probe on parameters of stage 3 is in test_contract_stage3.py: ds_id, ds_shape, ds_numel,
 # ds_status, ds_tensor, ds_active_sub_modules, partition_numel(), all_gather(), partition(), ds_external_parameters().
 CONFIGS_OUT_OF_SCOPE: dict[str, dict[str, Any]] = {
-    "tensor parallelism": {"tensor_parallel": {"autotp_size": 2}},
     "partitioned activations": {"activation_checkpointing": {"partition_activations": True}},
     "activations in host memory": {"activation_checkpointing": {"cpu_checkpointing": True}},
 }
@@ -284,8 +283,8 @@ def test_the_constructor_wrapper_places_and_casts() -> None:
 def test_what_is_not_here_says_so() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = deepspeed.nonsense
-    with pytest.raises(ValueError, match="tp_model_init: tensor parallelism is not in this version"):
-        deepspeed.tp_model_init(model=None, tp_size=2, dtype=None, config=None)
+    with pytest.raises(ValueError, match="Autotuner: autotuning is not in this version"):
+        importlib.import_module("deepspeed.autotuning").Autotuner()
 
 
 @pytest.mark.parametrize("feature", CONFIGS_OUT_OF_SCOPE)

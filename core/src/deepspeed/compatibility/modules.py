@@ -130,8 +130,8 @@ MODULES = {
             "module_inject.replace_policy": "HFBertLayerPolicy HFGPT2LayerPolicy HFGPTJLayerPolicy BLOOMLayerPolicy",
         },
     ),
-    "module_inject.auto_tp": _absent("tensor parallelism", "AutoTP"),
-    "module_inject.layers": _absent("tensor parallelism", "EmbeddingLayer LinearAllreduce LinearLayer Normalize"),
+    "module_inject.auto_tp": _absent("AutoTP's classes", "AutoTP"),
+    "module_inject.layers": _absent("AutoTP's classes", "EmbeddingLayer LinearAllreduce LinearLayer Normalize"),
     "module_inject.policy": _absent("kernel injection", "DSPolicy TransformerPolicy"),
     "module_inject.replace_module": _absent(
         "kernel injection", functions="replace_transformer_layer revert_transformer_layer replace_module"
@@ -139,8 +139,7 @@ MODULES = {
     "module_inject.replace_policy": _absent(
         "kernel injection", "HFBertLayerPolicy HFGPT2LayerPolicy HFGPTJLayerPolicy BLOOMLayerPolicy"
     ),
-    "module_inject.tp_training": _absent("tensor parallelism", functions="tp_model_init"),
-    "moe.mappings": _absent("tensor parallelism", functions="drop_tokens gather_tokens"),
+    "moe.mappings": _absent("tensor-parallel experts", functions="drop_tokens gather_tokens"),
     "moe.sharded_moe": _absent(
         "capacity masks",
         functions="top1gating top2gating topkgating",
@@ -212,7 +211,9 @@ MODULES = {
     "runtime.swap_tensor.partitioned_param_swapper": _absent(
         "nvme", "AsyncPartitionedParameterSwapper PartitionedParamStatus"
     ),
-    "runtime.tensor_parallel": _absent("tensor parallelism", "TPTrainingConfig TpTrainingManager"),
+    "runtime.tensor_parallel": _absent(
+        "AutoTP's classes", "TpTrainingManager", forwards={"config.parallel": "TensorParallelConfig"}
+    ),
     "runtime.weight_quantizer": _absent("weight quantization", "WeightQuantization"),
     "runtime.zero.linear": _absent(
         "linear layers of stage 3", "LinearFunctionForZeroStage3 LinearModuleForZeroStage3", "zero3_linear_wrap"

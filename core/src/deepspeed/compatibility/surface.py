@@ -343,7 +343,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ),
         ("deepspeed.moe.sharded_moe.TopKGate", D, "Returns a `Routing`, not masks; the gating functions are refused."),
         ("deepspeed.moe.utils", W, "`has_moe_layers` gives the number of experts of the first layer."),
-        ("deepspeed.tp_model_init", N, "Raises `ConfigError`."),
+        ("deepspeed.tp_model_init", W, "Also uneven heads, and stage 3."),
+        (
+            "tensor_parallel: autotp_size, tp, preset_model, partition_config, tp_grain_size, vocab_parallel_lm_head",
+            D,
+            "`preset_model` is a model type of transformers; `tp_overlap_comm` is accepted without effect.",
+        ),
         ("deepspeed.init_inference", N, "Raises `ConfigError`."),
         ("deepspeed.DeepSpeedHybridEngine", N, "Raises `ConfigError`."),
         (

@@ -1,15 +1,15 @@
 """Parallelism beyond data: tensor, expert, pipeline; compile, inference and the hybrid engine.
 
-Nothing here is acted on yet but the pipeline section, which only a PipelineModule reads. The keys are known so that a
-mistake is named and a request is refused, never ignored.
+Of what is not acted on yet the keys are known, so that a mistake is named and a request is refused, never ignored.
 """
 
 from typing import Any, ClassVar, Literal
 
 from deepspeed.config.base import AUTO, Flag, Free, Int, Section, key, quiet, refused, warned
+from deepspeed.errors import ConfigError
 
 _OFF = quiet("see enabled")
-_TP = quiet("tensor parallelism only")
+_TP = quiet("the model is divided where it is, in its own type")
 _PIPE = quiet("read by pipeline models only")
 
 
@@ -25,26 +25,47 @@ class MeshConfig(Section):
 class TensorParallelConfig(Section):
     """`tensor_parallel`: AutoTP, linear layers cut over ranks."""
 
-    autotp_size: Int = key(
-        0,
-        "Tensor-parallel degree; 0 or 1: off.",
-        unit="ranks",
-        ge=0,
-        support=refused("tensor parallelism is not in this version", off=(0, 1)),
-    )
-    preset_model: str | None = key(None, "Built-in partition rules, by model family.", support=_TP)
+    autotp_size: Int = key(0, "Ranks that hold the parts of one model; 0 or 1: off.", unit="ranks", ge=0)
+    preset_model: str | None = key(None, "Plan of a model family, by transformers' model type.")
     tp_overlap_comm: Flag = key(False, "Overlap its reductions with computation.", support=_TP)
-    vocab_parallel_lm_head: Flag = key(False, "Keep the output vocabulary partitioned.", support=_TP)
-    partition_config: Free | None = key(None, "Partition rules of your own.", support=_TP)
-    tensor_parallel: Free | None = key(
-        None, "Degree and groups, in the older form.", support=refused("tensor parallelism is not in this version")
-    )
-    tp_grain_size: Int = key(1, "Shards are multiples of this.", unit="elements", ge=1, support=_TP)
+    vocab_parallel_lm_head: Flag = key(False, "Keep logits divided by vocabulary; the loss is taken from the parts.")
+    partition_config: Free | None = key(None, "A plan of your own: `layer_specs` with patterns.")
+    tensor_parallel: Free | None = key(None, "The older form of the degree: `tp_size` and `tp_grain_size`.")
+    tp_grain_size: Int = key(1, "Features are divided in multiples of this.", unit="elements", ge=1)
     dtype: Any = key(None, "Type of the partitioned weights.", support=_TP)
-    injection_policy_tuple: Any = key(None, "Partition rules in the form of init_inference.", support=_TP)
+    injection_policy_tuple: Any = key(
+        None,
+        "Partition rules in the form of init_inference.",
+        support=refused("they are not in this version; use partition_config"),
+    )
     keep_module_on_host: Flag = key(False, "Partition in host memory.", support=_TP)
 
     moved: ClassVar[dict[str, tuple[str, str]]] = {"tp": ("tensor_parallel", "same")}
+
+    @property
+    def size(self) -> int:
+        """Ranks over which the engine divides the model; 1: none.
+
+        Raises:
+            ConfigError: if the older form has other keys, or another size.
+        """
+        older = self.tensor_parallel or {}
+        if unknown := set(older) - {"tp_size", "tp_grain_size"}:
+            raise ConfigError(
+                f"tensor_parallel.tp: found the keys {', '.join(sorted(unknown))}; it has tp_size and tp_grain_size. "
+                "Pass groups of your own as initialize(mpu=...)"
+            )
+        sizes = {max(1, int(size)) for size in (self.autotp_size, older.get("tp_size", 1))} - {1}
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"tensor_parallel: found autotp_size {self.autotp_size} and tp.tp_size {older['tp_size']}; give one"
+            )
+        return max(sizes, default=1)
+
+    @property
+    def grain(self) -> int:
+        """Features are divided in multiples of this."""
+        return int((self.tensor_parallel or {}).get("tp_grain_size", self.tp_grain_size))
 
 
 class ExpertParallelConfig(Section):

@@ -55,6 +55,7 @@ from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.throughput import ThroughputTimer
+from deepspeed.tensor_parallel.entry import divide_over
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.holding import ShardingOptions
@@ -105,7 +106,8 @@ def initialize(
         collate_fn: for the loader.
         config: path, dict, JSON, hjson or base64; `config_params` is its older name.
         mesh_param: sizes (data parallel, sequence parallel), or a mapping of axes ("dp", "sp", "tp", "pp") to sizes,
-            which multiply to the number of ranks. Gradients are averaged over dp x sp; the caller divides the model.
+            which multiply to the number of ranks. Gradients are averaged over dp x sp; the caller divides the model,
+            unless the configuration has `tensor_parallel.autotp_size`.
 
     Returns:
         engine, optimizer, training dataloader, learning rate scheduler; None for each that is absent.
@@ -127,6 +129,7 @@ def initialize(
         mesh = mesh_of_pipeline(model, mpu, mesh_param, _asked_sizes(settings))
     else:
         mesh = groups.create_mesh(mpu, mesh_param, _asked_sizes(settings))
+    _count_samples_once(settings, mesh)
     settings.resolve_batch(mesh.size("dp"))
     mesh = _split_data(mesh, settings.zero_optimization)
     group = mesh.gradient_group()
@@ -140,6 +143,8 @@ def initialize(
     zero = settings.zero_optimization
     shard_home = _choose_shard_home(settings, device)
     _refuse_quantized(zero)
+    if settings.tensor_parallel.size > 1:
+        divide_over(model, mesh, settings.tensor_parallel)
     module = _move(model, device, zero.stage)
     precision = _create_precision(settings, device)
     placement = choose_placement(
@@ -263,12 +268,22 @@ def _start_communication(dist_init_required: bool | None, port: int) -> None:
 
 def _asked_sizes(config: DeepSpeedConfig) -> dict[str, tuple[int, str]]:
     """By axis of the mesh the size that the configuration asks for, and its key. 1 asks for nothing but in `mesh`."""
-    tp_size = config.tensor_parallel.autotp_size
+    tp_size = config.tensor_parallel.size
     given = [(f"mesh.{axis}", axis, getattr(config.mesh, axis)) for axis in ("pp", "dp", "sp", "tp")]
     given.append(("tensor_parallel.autotp_size", "tp", tp_size if tp_size > 1 else None))
     for name, axis in (("sequence_parallel_size", "sp"), ("data_parallel_size", "dp")):
         given.append((name, axis, getattr(config, name)))
     return merge_sizes(given)
+
+
+def _count_samples_once(config: DeepSpeedConfig, mesh: Mesh) -> None:
+    """Correct the batch size of Trainer and Accelerate, who also count the ranks that get the same samples."""
+    sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if config.tensor_parallel.size == 1 or None in sizes:
+        return
+    train, micro, steps = sizes
+    if train == micro * steps * mesh.size("dp") * mesh.size("tp"):
+        config.train_batch_size = train // mesh.size("tp")
 
 
 def _split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:

@@ -97,6 +97,11 @@ def _checked(mesh: Mesh, asked: Mapping[str, tuple[int, str]], made_by: str) -> 
     return mesh
 
 
+def keep(mesh: Mesh) -> None:
+    """Use `mesh` for engines built later that are given no other, as `set_mesh` does for the one that it makes."""
+    _choose(mesh)
+
+
 def view(mesh: Mesh) -> None:
     """Answer from `mesh` from now on; called when an engine is built."""
     global _viewed

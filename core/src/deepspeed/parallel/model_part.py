@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 _MARK = "ds_model_part"
+_COUNTED = "ds_counted_numel"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,17 @@ def mark_part(param: Tensor, part: ModelPart, *, over: str = "tp") -> None:
     setattr(param, _MARK, part)
     if over == "tp" and not part.is_whole:
         param.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's mark, which norms read
+
+
+def mark_counted(param: Tensor, numel: int) -> None:
+    """Say that norms count only the first `numel` elements of `param` here: an earlier rank holds the others, too, as
+    where ranks share a key and value head."""
+    setattr(param, _COUNTED, numel)
+
+
+def counted_numel(param: Tensor) -> int | None:
+    """How many elements of `param` norms count here, from its first; None: all."""
+    return getattr(param, _COUNTED, None)
 
 
 def part_held(param: Tensor) -> ModelPart | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.parallel.model_part import counted_numel
 from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.placement import GRADIENT, exact_norm
 
@@ -28,9 +29,15 @@ def norms_of_own_parts(shards: Iterable[ParamShard], params: Sequence[Tensor]) -
     Args:
         params: all attached ones; a shard knows the index of its own.
     """
-    own = (shard for shard in shards if is_tensor_parallel(params[shard.index]))
-    parts = (shard.placement.read(shard, GRADIENT, shard.grad) for shard in own)
-    return [exact_norm(grad) for grad in parts if grad is not None]
+    own = [shard for shard in shards if is_tensor_parallel(params[shard.index])]
+    parts = ((shard, shard.placement.read(shard, GRADIENT, shard.grad)) for shard in own)
+    return [exact_norm(_counted(grad, shard, params[shard.index])) for shard, grad in parts if grad is not None]
+
+
+def _counted(grad: Tensor, shard: ParamShard, param: Tensor) -> Tensor:
+    """What of a shard's gradient no earlier tensor-parallel rank has."""
+    numel = counted_numel(param)
+    return grad if numel is None else grad.reshape(-1)[: max(0, numel - shard.fragment.param_start)]
 
 
 def sum_over_model(square_sum: Scalar, model_ranks: Sequence[GroupBackend], device: torch.device) -> Scalar:

@@ -20,7 +20,7 @@ REFUSED = [
         "zero_optimization.offload_param.ratio",
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "ratio": 0.5}}},
     ),
-    ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),
+    ("tensor_parallel.injection_policy_tuple", {"tensor_parallel": {"injection_policy_tuple": ["o_proj"]}}),
     ("curriculum_learning.enabled", {"curriculum_learning": ON}),
     ("data_efficiency.enabled", {"data_efficiency": ON}),
     (

@@ -1,0 +1,156 @@
+"""Which ranges of a weight a rank holds, by what lies along its divided dim."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from deepspeed.errors import ConfigError
+from deepspeed.parallel.model_part import ModelPart, mark_counted, mark_part, part_held
+from deepspeed.tensor_parallel.plans import Along, Rule
+from deepspeed.tensor_parallel.ranks import TensorRanks
+from deepspeed.tensor_parallel.shares import HeadShare, Range, scaled, spread
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one rank holds of a dim.
+
+    Args:
+        total: elements of the whole dim.
+        ranges: of this rank.
+        shared: this many of the last elements may be on other ranks, too: key and value heads fewer than ranks.
+        share: of the heads, where the dim has heads.
+    """
+
+    total: int
+    ranges: tuple[Range, ...]
+    shared: int = 0
+    share: HeadShare | None = None
+
+    @property
+    def size(self) -> int:
+        """Elements of this rank."""
+        return sum(stop - start for start, stop in self.ranges)
+
+
+def cut_dim(
+    rule: Rule, total: int, where: str, shares: Sequence[HeadShare], *, num_ranks: int, grain: int
+) -> list[Cut]:
+    """What each rank holds of a dim of `total` elements.
+
+    Args:
+        where: path of the module, for errors.
+        shares: the heads of each rank; (): the model has none.
+        grain: features are cut at multiples of this.
+
+    Raises:
+        ConfigError: if a rank would hold nothing, or the elements do not divide into heads.
+    """
+    if rule.along is Along.FEATURES:
+        return _cut_features(rule, total, where, num_ranks=num_ranks, grain=grain)
+    if not shares:
+        raise ConfigError(f"{where}: its plan divides {rule.along.value}, but model.config has no number of heads")
+    num_heads, num_kv_heads = shares[0].num_heads, shares[0].num_kv_heads
+    units = {Along.QUERIES: num_heads, Along.KEYS: num_kv_heads}.get(rule.along, num_heads + 2 * num_kv_heads)
+    if total % units:
+        raise ConfigError(
+            f"{where}: found {total} features along the divided dim, which are not {units} heads of equal size "
+            f"({num_heads} query heads, {num_kv_heads} key heads and as many value heads, of which it has "
+            f"{rule.along.value})"
+        )
+    return [_cut_heads(rule.along, share, total, total // units) for share in shares]
+
+
+def _cut_features(rule: Rule, total: int, where: str, *, num_ranks: int, grain: int) -> list[Cut]:
+    blocks = (total // rule.blocks,) * rule.blocks if isinstance(rule.blocks, int) else rule.blocks
+    if sum(blocks) != total:
+        raise ConfigError(f"{where}: found {total} features, which are not the blocks {rule.blocks} of its plan")
+    if min(blocks) < num_ranks * grain - (grain - 1):
+        raise ConfigError(
+            f"{where}: found {min(blocks)} features to divide over {num_ranks} tensor-parallel ranks in multiples of "
+            f"{grain}; use at most {-(-min(blocks) // grain)} ranks, or a plan that keeps this layer whole"
+        )
+    ranges: list[list[Range]] = [[] for _ in range(num_ranks)]
+    start = 0
+    for size in blocks:
+        for rank, (a, b) in enumerate(spread(size, num_ranks, grain)):
+            ranges[rank].append((start + a, start + b))
+        start += size
+    return [Cut(total, tuple(theirs)) for theirs in ranges]
+
+
+def _cut_heads(along: Along, share: HeadShare, total: int, size: int) -> Cut:
+    """`size`: of a head."""
+    shared = 2 * share.num_keys * size if share.is_crowded else 0
+    if along is Along.QUERIES:
+        return Cut(total, scaled([share.queries], size), 0, share)
+    if along is Along.KEYS:
+        return Cut(total, scaled([share.keys], size), shared // 2, share)
+    if along is Along.QKV_BLOCKS:
+        keys_at, values_at = share.num_heads * size, (share.num_heads + share.num_kv_heads) * size
+        keys, values = scaled([share.keys], size, keys_at), scaled([share.keys], size, values_at)
+        return Cut(total, (*scaled([share.queries], size), *keys, *values), shared, share)
+    per_key = share.num_heads // share.num_kv_heads
+    if not share.is_crowded:
+        return Cut(total, scaled([share.keys], (per_key + 2) * size), 0, share)
+    group_at = share.keys[0] * (per_key + 2) * size
+    first = share.keys[0] * per_key
+    queries = (share.queries[0] - first, share.queries[1] - first)
+    return Cut(total, scaled([queries, (per_key, per_key + 2)], size, group_at), shared, share)
+
+
+def hold_part(param: Parameter, dim: int, cut: Cut, where: str) -> None:
+    """Keep this rank's part of a whole parameter, in place, so that optimizers and tied weights keep the parameter.
+
+    Raises:
+        ConfigError: if it is tied to a parameter that was divided in another way.
+    """
+    known = part_held(param)
+    part = ModelPart(known.shape if known else param.shape, dim, cut.ranges)
+    if known is not None:
+        if (known.shape, known.dim, known.ranges) != (part.shape, part.dim, part.ranges):
+            raise ConfigError(
+                f"{where}: its weight is tied to another layer's, which holds the ranges {known.ranges} of dim "
+                f"{known.dim}, and its own plan says {part.ranges} of dim {part.dim}; divide both alike or neither"
+            )
+        return
+    with torch.no_grad():
+        param.grad = None
+        param.data = part.take(param.data).clone()
+    mark_part(param, part)
+
+
+def sum_shared_gradient(param: Parameter, cut: Cut, ranks: TensorRanks) -> None:
+    """Have the gradient of the rows that several ranks hold summed over those: each has it of its own query heads.
+
+    The last `cut.shared` rows of `param` are those of one key head, and of its value head where both are fused.
+    """
+    share = cut.share
+    assert share is not None
+    assert share.num_keys == 1, share
+    own = slice(param.shape[0] - cut.shared, param.shape[0])
+    place, num_places = share.keys[0], share.num_kv_heads
+
+    def sum_rows(grad: Tensor) -> Tensor:
+        rows = grad[own]
+        of_all = rows.new_zeros((num_places, *rows.shape))
+        of_all[place] = rows
+        grad = grad.clone()
+        grad[own] = ranks.sum_in_place(of_all)[place]
+        return grad
+
+    param.register_hook(sum_rows)
+    if not share.counts_keys:
+        mark_counted(param, own.start * param[0].numel())
+
+
+def sum_whole_gradient(param: Parameter, ranks: TensorRanks) -> None:
+    """Have the gradient of a parameter that all ranks have, and of which each sees a part, summed over the ranks."""
+
+    def sum_all(grad: Tensor) -> Tensor:
+        return ranks.sum_in_place(grad.clone(memory_format=torch.contiguous_format))
+
+    param.register_hook(sum_all)

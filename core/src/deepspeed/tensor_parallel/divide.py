@@ -1,0 +1,234 @@
+"""`divide_model`: replace the layers that a plan names by this rank's parts of them, in place.
+
+All ranks of the tensor-parallel group call it together, on models of equal structure; the weights are those of the
+group's first rank. Nothing is changed if a layout does not fit.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from deepspeed.comm.values import all_gather_values
+from deepspeed.errors import ConfigError
+from deepspeed.tensor_parallel.cuts import Cut, cut_dim, hold_part, sum_shared_gradient, sum_whole_gradient
+from deepspeed.tensor_parallel.inputs import check_first_inputs, cut_inputs_of_all_heads
+from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan
+from deepspeed.tensor_parallel.ranks import TensorRanks
+from deepspeed.tensor_parallel.shares import HeadShare, share_heads
+from deepspeed.tensor_parallel.vocabulary import divide_vocabulary
+
+#: set on a divided model
+_MARK = "ds_tensor_ranks"
+# attributes of attention modules that count heads, as models name them: these are fixed to the rank's own
+_COUNTS_OF_QUERIES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
+_COUNTS_OF_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_SIZES_OF_QUERIES = ("embed_dim", "split_size", "all_head_size", "inner_dim", "hidden_size")
+_QUERIES_PER_KEY = ("num_key_value_groups", "n_rep")
+
+
+@dataclass(frozen=True)
+class _Division:
+    """A module that is to be divided."""
+
+    path: str
+    module: nn.Module
+    rule: Rule
+    cuts: list[Cut]  # by rank; [] of a module that stays whole
+
+
+def ranks_of(model: nn.Module) -> TensorRanks | None:
+    """The ranks over which `divide_model` divided the model; None: it is whole."""
+    return getattr(model, _MARK, None)
+
+
+def divide_model(
+    model: nn.Module, ranks: TensorRanks, plan: TensorPlan, *, grain: int = 1, keeps_logits_divided: bool = False
+) -> None:
+    """Divide the model over `ranks`, in place.
+
+    Args:
+        plan: which layers; see `choose.py`.
+        grain: features are cut at multiples of this.
+        keeps_logits_divided: the output layer gives this rank's part of the vocabulary, and the model's loss is taken
+            from the parts.
+
+    Raises:
+        ConfigError: if the plan does not fit the model or the number of ranks; nothing was changed then.
+    """
+    _check_dividable(model, ranks)
+    divisions = _find(model, ranks, plan, grain)
+    _copy_from_first(model, ranks)
+    ranks.agree_on_random_state()
+    ranks.has_dropout = _has_dropout(model)
+    for each in divisions:
+        _divide(model, each, ranks)
+    for each in divisions:
+        _fix_counts(model, each, ranks, in_config=plan.counts_in_config)
+    if plan.inputs_of_all_heads:
+        cut_inputs_of_all_heads(model, plan.inputs_of_all_heads, _own_share(divisions, ranks))
+    divide_vocabulary(model, ranks, keeps_logits_divided=keeps_logits_divided)
+    model.register_forward_pre_hook(lambda *_: ranks.leave())
+    check_first_inputs(model, ranks)
+    object.__setattr__(model, _MARK, ranks)
+
+
+def _check_dividable(model: nn.Module, ranks: TensorRanks) -> None:
+    for path, param in model.named_parameters():
+        if hasattr(param, "ds_id"):
+            raise ConfigError(
+                f"tensor parallelism: parameter {path} is sharded already, by zero.Init; build the model "
+                "outside of it: the parts of a rank are sharded by deepspeed.initialize"
+            )
+        if param.is_meta:
+            raise ConfigError(f"tensor parallelism: parameter {path} is on the meta device; give it values first")
+    shapes = [f"{path} {tuple(param.shape)}" for path, param in model.named_parameters()]
+    theirs = all_gather_values(shapes, ranks.group)
+    for rank, of_rank in enumerate(theirs):
+        if of_rank != theirs[0]:
+            one, other = next(
+                (a, b) for a, b in zip([*theirs[0], "nothing"], [*of_rank, "nothing"], strict=False) if a != b
+            )
+            raise ConfigError(
+                f"tensor parallelism: rank 0 of the group has the parameter {one} where rank {rank} has {other}; build "
+                "the same model on all ranks"
+            )
+
+
+def _find(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, grain: int) -> list[_Division]:
+    matched = [(path, module, rule) for path, module in model.named_modules() if (rule := plan.rule_for(path))]
+    if not any(rule.weight != Replicate() for _, _, rule in matched):
+        raise ConfigError(
+            f"tensor parallelism: no layer of {type(model).__name__} is named as the plan {plan.name!r} expects "
+            f"({', '.join(rule.path for rule in plan.rules[:4])} ...); describe its layers in "
+            "tensor_parallel.partition_config"
+        )
+    num_ranks = ranks.world_size
+    shares: list[HeadShare] = []
+    if plan.heads is not None and any(rule.along is not Along.FEATURES for _, _, rule in matched):
+        shares = share_heads(*plan.heads(model.config), num_ranks, f"the attention of {type(model).__name__}")
+    cut = partial(cut_dim, shares=shares, num_ranks=num_ranks, grain=grain)
+    divisions = []
+    for path, module, rule in matched:
+        cuts = [] if rule.weight == Replicate() else cut(rule, _dim_size(module, rule, path), path)
+        divisions.append(_Division(path, module, rule, cuts))
+    return divisions
+
+
+def _dim_size(module: nn.Module, rule: Rule, path: str) -> int:
+    """Elements of the whole weight along the divided dim."""
+    assert isinstance(rule.weight, Shard)
+    if type(module) is nn.Embedding:
+        return module.weight.shape[rule.weight.dim]
+    return _weight(module, path).shape[_dim_of(module, rule)]
+
+
+def _dim_of(module: nn.Module, rule: Rule) -> int:
+    """The divided dim of the weight as it lies in memory."""
+    assert isinstance(rule.weight, Shard)
+    return 1 - rule.weight.dim if _is_transposed(module) else rule.weight.dim
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"  # transformers' own, of GPT-2
+
+
+def _weight(module: nn.Module, path: str) -> Tensor:
+    is_linear = isinstance(module, nn.Linear) and (
+        type(module).forward is nn.Linear.forward or type(module).__name__ == "FalconLinear"
+    )
+    if not is_linear and not _is_transposed(module):
+        raise ConfigError(
+            f"{path}: found a {type(module).__name__}, and only linear layers can be divided; divide the model before "
+            "its layers are replaced by others, or keep this one whole"
+        )
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _copy_from_first(model: nn.Module, ranks: TensorRanks) -> None:
+    for tensor in [*model.parameters(), *model.buffers()]:
+        ranks.copy_from_first(tensor.data)
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Whether a forward may draw random numbers, by the modules and the attributes that are named after dropout."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        if any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
+            return True
+    return False
+
+
+def _divide(model: nn.Module, each: _Division, ranks: TensorRanks) -> None:
+    module, rule = each.module, each.rule
+    if rule.sums_gradient:
+        for param in module.parameters(recurse=False):
+            sum_whole_gradient(param, ranks)
+    if not each.cuts:
+        return
+    cut = each.cuts[ranks.rank]
+    weight, bias = module.weight, getattr(module, "bias", None)
+    assert isinstance(weight, nn.Parameter)
+    assert isinstance(rule.weight, Shard)
+    if type(module) is nn.Embedding:
+        hold_part(weight, rule.weight.dim, cut, each.path)
+        module.num_embeddings, module.embedding_dim = weight.shape
+        return
+    hold_part(weight, _dim_of(module, rule), cut, each.path)
+    is_transposed = _is_transposed(module)
+    new: nn.Module
+    if rule.weight.dim == 0:
+        if bias is not None:
+            hold_part(bias, 0, cut, each.path)
+        if cut.shared:
+            assert not is_transposed, each.path
+            sum_shared_gradient(weight, cut, ranks)
+            if bias is not None:
+                sum_shared_gradient(bias, cut, ranks)
+        sizes = tuple(theirs.size for theirs in each.cuts) if rule.gathers else ()
+        block = "" if rule.gathers else f"{each.path.rpartition('.')[0]}."
+        new = ColumnParallelLinear(weight, bias, ranks, block=block, transposed=is_transposed, gathered_sizes=sizes)
+    else:
+        new = RowParallelLinear(weight, bias, ranks, transposed=is_transposed)
+    model.set_submodule(each.path, new.train(module.training))
+
+
+def _fix_counts(model: nn.Module, each: _Division, ranks: TensorRanks, *, in_config: bool) -> None:
+    """Give the attention module around a column-parallel layer of heads the counts of this rank."""
+    if not each.cuts or each.rule.along in (Along.FEATURES, Along.KEYS) or each.rule.weight != Shard(0):
+        return
+    cut = each.cuts[ranks.rank]
+    share = cut.share
+    assert share is not None
+    units = share.num_heads + (2 * share.num_kv_heads if each.rule.along is not Along.QUERIES else 0)
+    size = cut.total // units
+    changes = {
+        **dict.fromkeys(_COUNTS_OF_QUERIES, (share.num_heads, share.num_queries)),
+        **dict.fromkeys(_COUNTS_OF_KEYS, (share.num_kv_heads, share.num_keys)),
+        **dict.fromkeys(_SIZES_OF_QUERIES, (share.num_heads * size, share.num_queries * size)),
+        **dict.fromkeys(_QUERIES_PER_KEY, (share.num_heads // share.num_kv_heads, share.num_queries // share.num_keys)),
+    }
+    module = model.get_submodule(each.path.rpartition(".")[0])
+    _set_counts(module, changes)
+    if in_config:
+        module.config = copy.copy(module.config)
+        _set_counts(module.config, changes)
+
+
+def _set_counts(module: object, changes: Mapping[str, tuple[int, int]]) -> None:
+    """Change attributes from the whole value to this rank's, where they have the whole value."""
+    for name, (whole, own) in changes.items():
+        if vars(module).get(name) == whole:
+            setattr(module, name, own)
+
+
+def _own_share(divisions: list[_Division], ranks: TensorRanks) -> HeadShare:
+    shares = (each.cuts[ranks.rank].share for each in divisions if each.cuts)
+    return next(share for share in shares if share is not None)

@@ -1,0 +1,76 @@
+"""`deepspeed.tp_model_init`, and what `deepspeed.initialize` does with the section `tensor_parallel`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import deepspeed.comm as dist
+from deepspeed.config.parallel import TensorParallelConfig
+from deepspeed.errors import ConfigError
+from deepspeed.parallel import groups
+from deepspeed.parallel.mesh import Mesh
+from deepspeed.tensor_parallel.choose import choose_plan
+from deepspeed.tensor_parallel.divide import divide_model, ranks_of
+from deepspeed.tensor_parallel.ranks import TensorRanks
+from deepspeed.tensor_parallel.vocabulary import check_loss
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **_: Any
+) -> nn.Module:
+    """Divide a model's layers over tensor-parallel ranks, in place. A collective of all ranks.
+
+    Engines that are built later, and are given no other mesh, use the same ranks.
+
+    Args:
+        model: whole, on every rank; the weights of the first rank of each group count.
+        tp_size: ranks over which it is divided; 1: it stays whole.
+        dtype: of its floating-point parameters and buffers; None: as they are.
+        config: the engine's configuration as a dict, with the keys of its section `tensor_parallel`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: if the size does not divide the world, or the model cannot be divided so.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"tp_model_init: model is {type(model).__name__}; pass a torch.nn.Module")
+    if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
+        raise ConfigError(f"tp_model_init: found tp_size {tp_size!r}; give the number of ranks that share a model")
+    dist.init_distributed()
+    section = config.get("tensor_parallel") if isinstance(config, Mapping) else None
+    mesh = groups.create_mesh(asked={"tp": (tp_size, "tp_model_init: tp_size")})
+    if tp_size > 1:
+        groups.keep(mesh)
+        divide_over(model, mesh, TensorParallelConfig(**(section or {})))
+    return model.to(dtype) if dtype is not None else model
+
+
+def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig) -> None:
+    """Divide `model` over the axis "tp" of `mesh`, unless it is divided already. A collective of that axis.
+
+    Raises:
+        ConfigError: if the model is divided over other ranks, or cannot be divided so.
+    """
+    size = mesh.size("tp")
+    known = ranks_of(model)
+    if known is not None:
+        if known.group is not mesh.group("tp"):
+            raise ConfigError(
+                f"tensor parallelism: the model is divided over {known.world_size} ranks already, by tp_model_init, "
+                f"and those are not the {size} of the engine's mesh; give both the same mesh"
+            )
+        return
+    if section.vocab_parallel_lm_head:
+        check_loss(model)
+    plan = choose_plan(model, preset_model=section.preset_model, partition_config=section.partition_config)
+    divide_model(
+        model,
+        TensorRanks(mesh.group("tp")),
+        plan,
+        grain=section.grain,
+        keeps_logits_divided=section.vocab_parallel_lm_head,
+    )

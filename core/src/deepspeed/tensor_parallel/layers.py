@@ -1,0 +1,121 @@
+"""Divided layers: column- and row-parallel linear, vocabulary-parallel embedding (arXiv 1909.08053, section 3).
+
+They take over the parameters of the layers that they replace, which `divide.py` has cut: names, optimizers and tied
+weights keep them. Y = X A with A = [A_1, A_2] is column-parallel, with X = [X_1, X_2] and A over A_1, A_2 row-parallel.
+
+Shape legend: I input features, O output features of the whole layer, i and o those of this rank.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, sum_gradient, sum_over
+
+
+class ColumnParallelLinear(Module):
+    """This rank's output features of a linear layer.
+
+    Args:
+        weight: [o, I], or [I, o] if `transposed`, as transformers' Conv1D has it.
+        bias: [o].
+        block: that it begins, the same for all layers that do; see [Note: a divided block] in `ranks.py`. "": none.
+        gathered_sizes: output features of every rank; then the output is whole. (): it stays divided.
+    """
+
+    bias: Parameter | None
+
+    def __init__(
+        self,
+        weight: Parameter,
+        bias: Parameter | None,
+        ranks: TensorRanks,
+        *,
+        block: str = "",
+        transposed: bool = False,
+        gathered_sizes: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.ranks, self.block, self.transposed, self.gathered_sizes = ranks, block, transposed, gathered_sizes
+        self.out_features, self.in_features = weight.shape[::-1] if transposed else weight.shape
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., I] -> [..., o], or [..., O] if it gathers."""
+        if self.block:
+            input = self.ranks.enter(input, self.block, training=self.training)
+        else:
+            input = sum_gradient(input, self.ranks)
+        output = self._linear(input)
+        return gather_last_dim(output, self.gathered_sizes, self.ranks) if self.gathered_sizes else output
+
+    def _linear(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.t() if self.transposed else self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return _shown(self, "column")
+
+
+class RowParallelLinear(Module):
+    """This rank's part of the sum over the input features of a linear layer; ends a divided block.
+
+    Args:
+        weight: [O, i], or [i, O] if `transposed`.
+        bias: [O], added once, after the sum.
+    """
+
+    bias: Parameter | None
+
+    def __init__(
+        self, weight: Parameter, bias: Parameter | None, ranks: TensorRanks, *, transposed: bool = False
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.ranks, self.transposed = ranks, transposed
+        self.out_features, self.in_features = weight.shape[::-1] if transposed else weight.shape
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., i] -> [..., O], equal on all ranks."""
+        self.ranks.leave()
+        part = F.linear(input, self.weight.t() if self.transposed else self.weight)
+        total = sum_over(part, self.ranks)
+        return total if self.bias is None else total + self.bias
+
+    def extra_repr(self) -> str:
+        return _shown(self, "row")
+
+
+class VocabParallelEmbedding(Module):
+    """Rows [start, start + n) of an embedding; tokens of other ranks add zeros to the sum over the ranks.
+
+    Args:
+        weight: [n, I].
+        start: the first token that this rank holds.
+        padding_idx: the token whose row gets no gradient.
+    """
+
+    def __init__(self, weight: Parameter, ranks: TensorRanks, *, start: int, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.ranks, self.start, self.padding_idx = ranks, start, padding_idx
+        self.num_embeddings, self.embedding_dim = weight.shape
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Tokens [...], integers -> [..., I], equal on all ranks."""
+        own = input - self.start
+        is_elsewhere = (own < 0) | (own >= self.num_embeddings)
+        padding = None if self.padding_idx is None else self.padding_idx - self.start
+        if padding is not None and not 0 <= padding < self.num_embeddings:
+            padding = None
+        rows = F.embedding(own.masked_fill(is_elsewhere, 0), self.weight, padding)
+        return sum_over(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.ranks)
+
+    def extra_repr(self) -> str:
+        return f"tokens [{self.start}, {self.start + self.num_embeddings}), {self.embedding_dim} features"
+
+
+def _shown(layer: ColumnParallelLinear | RowParallelLinear, kind: str) -> str:
+    ranks = layer.ranks
+    return f"{layer.in_features} -> {layer.out_features}, {kind} part {ranks.rank} of {ranks.world_size}"

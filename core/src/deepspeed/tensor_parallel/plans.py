@@ -1,0 +1,222 @@
+"""`TensorPlan`: which layer of a model is divided how. Declared tables for the families of transformers.
+
+Placements are DTensor's, and say along which dim of a linear layer's [out, in] weight it is divided: `Shard(0)` is
+column-parallel, `Shard(1)` row-parallel, `Replicate()` whole. What lies along that dim (features, heads, fused query,
+key and value) says where it may be cut.
+"""
+
+import enum
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from deepspeed.errors import ConfigError
+
+
+class Along(enum.Enum):
+    """What lies along the divided dim of a weight. Legend: H query heads, G key and value heads."""
+
+    FEATURES = "features"
+    QUERIES = "query heads"
+    KEYS = "key and value heads"
+    QKV_BLOCKS = "all query heads, all key heads, all value heads"
+    QKV_GROUPS = "per key head its query heads, itself, its value head"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the modules at a place are divided.
+
+    Args:
+        path: the end of the module's path; "*" is any one name.
+        weight: the placement of its weight, as an [out, in] matrix. Of an embedding Shard(1) divides its features.
+        along: what lies along that dim.
+        blocks: of features only: sizes of what was fused, each of which is divided by itself, or how many equal ones.
+        gathers: the output of a column-parallel layer is made whole.
+        sums_gradient: a whole parameter between divided layers, of whose gradient each rank has a part.
+    """
+
+    path: str
+    weight: Placement
+    along: Along = Along.FEATURES
+    blocks: int | tuple[int, ...] = 1
+    gathers: bool = False
+    sums_gradient: bool = False
+
+    def matches(self, path: str) -> bool:
+        """Whether the module at `path` is meant."""
+        words = "".join("[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", self.path))
+        return re.search(rf"(^|\.){words}$", path) is not None
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Which layers of a model are divided.
+
+    Args:
+        name: for errors.
+        rules: the first that matches a module counts.
+        heads: (H, G) from the model's config; None: there is no attention.
+        inputs_of_all_heads: end of the path of modules whose inputs `alibi` and `attention_mask` are made for all
+            heads, and must be cut; "": none.
+        counts_in_config: attention reads its numbers of heads from `self.config`, and gets a config of its own.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    heads: Callable[[Any], tuple[int, int]] | None = None
+    inputs_of_all_heads: str = ""
+    counts_in_config: bool = False
+
+    def rule_for(self, path: str) -> Rule | None:
+        """The rule of the module at `path`, if it has one."""
+        return next((rule for rule in self.rules if rule.matches(path)), None)
+
+
+def column(paths: str, along: Along = Along.FEATURES, **options: Any) -> tuple[Rule, ...]:
+    """Rules of column-parallel layers, from their paths with spaces between."""
+    return tuple(Rule(path, Shard(0), along, **options) for path in paths.split())
+
+
+def row(paths: str, along: Along = Along.FEATURES) -> tuple[Rule, ...]:
+    """Rules of row-parallel layers, from their paths with spaces between."""
+    return tuple(Rule(path, Shard(1), along) for path in paths.split())
+
+
+def partial_gradient(paths: str) -> tuple[Rule, ...]:
+    """Rules of whole modules between divided layers, such as a norm of each head."""
+    return tuple(Rule(path, Replicate(), sums_gradient=True) for path in paths.split())
+
+
+def heads_of_config(config: Any) -> tuple[int, int]:
+    """(H, G) as transformers' configs name them."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    num_heads = int(config.num_attention_heads)
+    return num_heads, int(getattr(config, "num_key_value_heads", None) or num_heads)
+
+
+def heads_of_model(model: Any) -> Callable[[Any], tuple[int, int]] | None:
+    """`heads_of_config`, if the model's config has numbers of heads."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return heads_of_config if isinstance(getattr(config, "num_attention_heads", None), int) else None
+
+
+def _heads_of_falcon(config: Any) -> tuple[int, int]:
+    num_heads = int(config.num_attention_heads)
+    if config.new_decoder_architecture:
+        return num_heads, int(config.num_kv_heads)
+    return num_heads, 1 if config.multi_query else num_heads
+
+
+def _attention(prefix: str, query: str, keys: str, output: str) -> tuple[Rule, ...]:
+    """Rules of attention with a weight for each of query, key and value."""
+    return (
+        *column(f"{prefix}{query}", Along.QUERIES),
+        *column(" ".join(f"{prefix}{key}" for key in keys.split()), Along.KEYS),
+        *row(output, Along.QUERIES),
+    )
+
+
+_NORMS_OF_HEADS = partial_gradient("self_attn.q_norm self_attn.k_norm self_attn.q_layernorm self_attn.k_layernorm")
+_LLAMA = (
+    *_attention("self_attn.", "q_proj", "k_proj v_proj", "self_attn.o_proj"),
+    *_NORMS_OF_HEADS,
+    *column("mlp.gate_proj mlp.up_proj"),
+    *row("mlp.down_proj"),
+)
+_PHI = (
+    *_attention("self_attn.", "q_proj", "k_proj v_proj", "self_attn.dense"),
+    *_NORMS_OF_HEADS,
+    *column("mlp.fc1"),
+    *row("mlp.fc2"),
+)
+_PHI3 = (
+    *column("self_attn.qkv_proj", Along.QKV_BLOCKS),
+    *row("self_attn.o_proj", Along.QUERIES),
+    *column("mlp.gate_up_proj", blocks=2),
+    *row("mlp.down_proj"),
+)
+_GPT2 = (
+    *column("attn.c_attn", Along.QKV_BLOCKS),
+    *row("attn.c_proj", Along.QUERIES),
+    *column("mlp.c_fc"),
+    *row("mlp.c_proj"),
+)
+_GPT_NEOX = (
+    *column("attention.query_key_value", Along.QKV_GROUPS),
+    *row("attention.dense", Along.QUERIES),
+    *column("mlp.dense_h_to_4h"),
+    *row("mlp.dense_4h_to_h"),
+)
+_BLOOM = (
+    *column("self_attention.query_key_value", Along.QKV_GROUPS),
+    *row("self_attention.dense", Along.QUERIES),
+    *column("mlp.dense_h_to_4h"),
+    *row("mlp.dense_4h_to_h"),
+)
+_OPT = (
+    *_attention("self_attn.", "q_proj", "k_proj v_proj", "self_attn.out_proj"),
+    *column("fc1"),
+    *row("fc2"),
+)
+_T5 = (
+    *_attention("SelfAttention.", "q", "k v", "SelfAttention.o"),
+    *_attention("EncDecAttention.", "q", "k v", "EncDecAttention.o"),
+    Rule("relative_attention_bias", Shard(1), Along.QUERIES),
+    *column("DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1"),
+    *row("DenseReluDense.wo"),
+)
+_BERT = (
+    *_attention("self.", "query", "key value", "attention.output.dense"),
+    *row("crossattention.output.dense", Along.QUERIES),
+    *column("intermediate.dense"),
+    *row("output.dense"),
+)
+
+
+def _falcon(config: Any) -> TensorPlan:
+    along = Along.QKV_BLOCKS if config.multi_query and not config.new_decoder_architecture else Along.QKV_GROUPS
+    rules = (*column("self_attention.query_key_value", along), *_BLOOM[1:])
+    return TensorPlan("falcon", rules, _heads_of_falcon, inputs_of_all_heads="self_attention")
+
+
+def _table(name: str, rules: Iterable[Rule], **options: Any) -> Callable[[Any], TensorPlan]:
+    plan = TensorPlan(name, tuple(rules), heads_of_config, **options)
+    return lambda _: plan
+
+
+#: by transformers' `model_type`: the plan of a model, from its config
+PLANS: Mapping[str, Callable[[Any], TensorPlan]] = {
+    **{name: _table(name, _LLAMA) for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")},
+    "phi": _table("phi", _PHI),
+    "phi3": _table("phi3", _PHI3, counts_in_config=True),
+    "gpt2": _table("gpt2", _GPT2),
+    "gpt_neox": _table("gpt_neox", _GPT_NEOX),
+    "bloom": _table("bloom", _BLOOM, inputs_of_all_heads="self_attention"),
+    "falcon": _falcon,
+    "opt": _table("opt", _OPT),
+    **{name: _table(name, _T5) for name in ("t5", "mt5")},
+    **{name: _table(name, _BERT) for name in ("bert", "roberta")},
+}
+
+
+def preset_plan(name: str, config: Any) -> TensorPlan:
+    """The plan that `tensor_parallel.preset_model` names.
+
+    Args:
+        config: of the model, with its numbers of heads.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    if name not in PLANS:
+        raise ConfigError(
+            f"tensor_parallel.preset_model: found {name!r}; the presets are {', '.join(sorted(PLANS))}. Omit it to "
+            "have the plan chosen by the model, or describe the layers in tensor_parallel.partition_config"
+        )
+    return PLANS[name](config)

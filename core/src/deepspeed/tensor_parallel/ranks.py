@@ -1,0 +1,170 @@
+"""`TensorRanks`: the collectives of divided layers, and what they share while one block runs.
+
+[Note: a divided block] A column-parallel layer begins it and a row-parallel one ends it; between them each rank has
+other features. Two things hold for a whole block:
+
+- Layers that read the same input (query, key and value) read one copy of it, so that its gradient is summed over the
+  ranks once.
+- Dropout inside is to differ between ranks, whose heads differ, and dropout outside is to agree. The ranks have the
+  same random state outside; inside each has its own, seeded by a number drawn from the common one. So a block that is
+  computed again by activation checkpointing, which restores the common state, gets the same numbers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.libraries import serves
+
+
+class TensorRanks:
+    """The ranks over which the layers of a model are divided.
+
+    Made once per model, by all ranks of the group together; every divided layer has it.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.backend = group_backend(group)
+        self.backend.connect()
+        self.rank, self.world_size = self.backend.rank, self.backend.world_size
+        self.has_dropout = False  # set when a model is divided: whether blocks need random states of their own
+        self._block: str | None = None  # that runs now
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._common_state: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorRanks":
+        return self  # a copy of the model is divided over the same ranks
+
+    def enter(self, x: Tensor, block: str, *, training: bool) -> Tensor:
+        """The input of a column-parallel layer, whose gradient is summed over the ranks; see [Note: a divided block].
+
+        Args:
+            x: any shape, equal on all ranks.
+            block: the same for the layers that begin one block.
+        """
+        if self._block != block:
+            # One that did not end was left by an exception: the caller's, or that of activation checkpointing, which
+            # computes no further than it needs and restores the random state itself.
+            self._copies.clear()
+            self._block, self._common_state = block, None
+            if training and self.has_dropout:
+                self._use_own_random_state()
+        if not torch.is_grad_enabled():
+            return x
+        for known, copy in self._copies:
+            if known is x:
+                return copy
+        copy = sum_gradient(x, self)
+        self._copies.append((x, copy))
+        return copy
+
+    def leave(self) -> None:
+        """The block ends: called by its row-parallel layer, and before each forward of the model."""
+        self._copies.clear()
+        self._block = None
+        if self._common_state is not None:
+            get_accelerator().set_rng_state(self._common_state)
+            self._common_state = None
+
+    def sum_in_place(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, in `values` itself if it is contiguous."""
+        values = values.contiguous()
+        self.backend.all_reduce(values.view(-1)).wait()
+        return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[W, *shape] from the ranks' tensors of one shape."""
+        gathered = values.new_empty((self.world_size, *values.shape))
+        self.backend.all_gather(gathered.view(-1), values.contiguous().view(-1)).wait()
+        return gathered
+
+    def copy_from_first(self, values: Tensor) -> None:
+        """Overwrite `values`, of any device, with those of the group's first rank."""
+        device = values.device if serves(self.group, values.device) else get_accelerator().current_device_name()
+        flat = values.detach().to(device).contiguous().view(-1)
+        self.backend.broadcast(flat, 0).wait()
+        if flat.data_ptr() != values.data_ptr():
+            values.copy_(flat.view(values.shape))
+
+    def agree_on_random_state(self) -> None:
+        """All ranks take the random state of the first, of the host and of the device."""
+        host = torch.get_rng_state()
+        self.copy_from_first(host)
+        torch.set_rng_state(host)
+        accelerator = get_accelerator()
+        if torch.device(accelerator.current_device_name()).type != "cpu":
+            state = accelerator.get_rng_state()
+            self.copy_from_first(state)
+            accelerator.set_rng_state(state)
+
+    def _use_own_random_state(self) -> None:
+        seed = int(torch.randint(2**62, (1,), device="cpu"))  # from the common state, which moves on
+        accelerator = get_accelerator()
+        self._common_state = accelerator.get_rng_state()
+        accelerator.manual_seed(seed + self.rank)
+
+
+def sum_gradient(x: Tensor, ranks: TensorRanks) -> Tensor:
+    """`x`, whose gradient is summed over the ranks (f of arXiv 1909.08053, section 3)."""
+    result: Tensor = _SumGradient.apply(x, ranks)
+    return result
+
+
+def sum_over(x: Tensor, ranks: TensorRanks) -> Tensor:
+    """The sum of `x` over the ranks, in its memory; the gradient passes as it is (g of arXiv 1909.08053, section 3)."""
+    result: Tensor = _Sum.apply(x, ranks)
+    return result
+
+
+def gather_last_dim(x: Tensor, sizes: tuple[int, ...], ranks: TensorRanks) -> Tensor:
+    """The ranks' parts of the last dim, side by side: [..., n] -> [..., sum(sizes)].
+
+    The gradient of the whole must be equal on all ranks: each takes its own part.
+
+    Args:
+        sizes: of each rank's last dim.
+    """
+    result: Tensor = _GatherLastDim.apply(x, sizes, ranks)
+    return result
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.sum_in_place(grads[0]), None  # from a matrix product, so nobody else has it
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        total = ranks.sum_in_place(x)
+        if total is x:
+            ctx.mark_dirty(x)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _GatherLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], ranks: TensorRanks) -> Tensor:
+        ctx.start, ctx.size = sum(sizes[: ranks.rank]), sizes[ranks.rank]
+        padded = torch.nn.functional.pad(x, (0, max(sizes) - x.shape[-1]))
+        parts = ranks.gather(padded)
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].narrow(-1, ctx.start, ctx.size), None, None

@@ -1,0 +1,247 @@
+"""Models of transformers divided over tensor-parallel ranks, beside the whole model in plain torch on one rank.
+
+Every rank trains the whole model, too, and compares its own parts. fp32, 20 steps, 1e-5.
+"""
+
+import functools
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.parallel.model_part import part_held
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import covering, swept
+
+NUM_STEPS, BATCH, TIME, VOCABULARY = 20, 2, 8, 33
+#: a large eps: the gradient of a key's bias is zero but for rounding, which Adam would scale up
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 16,
+}
+NEOX = {name: value for name, value in LLAMA.items() if name not in ("num_key_value_heads", "head_dim")}
+#: name: (config class, model class, keys of the config)
+FAMILIES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA),
+    "llama, biases": ("LlamaConfig", "LlamaForCausalLM", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "llama, grouped": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {**LLAMA, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
+    "llama, one key": ("LlamaConfig", "LlamaForCausalLM", {**LLAMA, "num_key_value_heads": 1, "attention_bias": True}),
+    "llama, two keys": ("LlamaConfig", "LlamaForCausalLM", {**LLAMA, "num_key_value_heads": 2}),
+    "llama, tied": ("LlamaConfig", "LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**LLAMA, "num_key_value_heads": 2, "sliding_window": 4}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", LLAMA),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**LLAMA, "num_key_value_heads": 2}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {**LLAMA, "num_key_value_heads": 1, "pad_token_id": 0}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", NEOX),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {**NEOX, "ffn_dim": 50, "word_embed_proj_dim": 32, "pad_token_id": 1},
+    ),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {**NEOX, "multi_query": True, "bias": True}),
+    "falcon, alibi": ("FalconConfig", "FalconForCausalLM", {**NEOX, "alibi": True, "multi_query": False}),
+    "falcon, new": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**NEOX, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "phi": ("PhiConfig", "PhiForCausalLM", {**LLAMA, "qk_layernorm": True}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {**LLAMA, "pad_token_id": 0, "num_key_value_heads": 2}),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            **{
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 50,
+                "num_layers": 2,
+                "num_heads": 4,
+                "feed_forward_proj": "gated-gelu",
+            },
+            **{"decoder_start_token_id": 0, "pad_token_id": 0},
+        },
+    ),
+    "bert": ("BertConfig", "BertForMaskedLM", {**NEOX, "tie_word_embeddings": True}),
+}
+DROPOUT = (
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "dropout_rate", "attention_dropout", "hidden_dropout"),
+    *("activation_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+)
+
+
+def create(name, rate=0.0):
+    import transformers
+
+    config_class, model_class, keys = FAMILIES[name]
+    config = getattr(transformers, config_class)(
+        **{"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, **keys}
+    )
+    for key in DROPOUT:
+        if hasattr(config, key):
+            setattr(config, key, rate)
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(config)
+    with torch.no_grad():  # norms and biases are ones and zeros, which hide mistakes
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.02)
+    return model.train()
+
+
+def tokens(step, micro=0, dp_rank=0):
+    """Counting from anywhere, which can be learned."""
+    seed = 1000 * step + 10 * micro + dp_rank
+    starts = torch.randint(0, VOCABULARY, (BATCH, 1), generator=torch.Generator().manual_seed(seed))
+    return (starts + torch.arange(TIME)) % VOCABULARY
+
+
+def loss_of(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
+@functools.cache
+def reference(name, *, dp=1, micro=1, clip=0.0, rate=0.0):
+    """Losses, norms and weights of the whole model after 20 steps of plain torch."""
+    model = create(name, rate)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        batch = [loss_of(model, tokens(step, m, r)) for m in range(micro) for r in range(dp)]
+        loss = sum(batch) / len(batch)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {path: param.detach() for path, param in model.named_parameters()}
+
+
+def config_of(tp, stage=0, micro=1, clip=0.0, **tensor_parallel):
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": micro,
+        "gradient_clipping": clip,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000},
+        "tensor_parallel": {"autotp_size": tp, **tensor_parallel},
+        "steps_per_print": float("inf"),
+    }
+
+
+def train(engine, micro=1):
+    """This rank's losses and the norms of 20 steps."""
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        for m in range(micro):
+            loss = loss_of(engine, tokens(step, m, engine.mesh.rank("dp")))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms
+
+
+def compare(engine, weights):
+    """The largest difference between a parameter of this rank and its part of the whole; how many are divided."""
+    worst, divided = 0.0, 0
+    for path, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            part = part_held(param)
+            divided += part is not None
+            whole = weights[path] if part is None else part.take(weights[path])
+            worst = max(worst, (param.detach() - whole).abs().max().item())
+    return worst, divided
+
+
+def family_job(name, tp):
+    losses, norms, weights = reference(name)
+    engine = deepspeed.initialize(model=create(name), config=config_of(tp))[0]
+    found = train(engine)
+    worst, divided = compare(engine, weights)
+    engine.destroy()
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    assert found[1] == pytest.approx(norms, rel=1e-4)
+    assert losses[-1] < losses[0] - 0.3  # it learned
+    return worst, divided
+
+
+IN_EVERY_RUN = {("llama", 2), ("gpt2", 3), ("bloom", 2), ("falcon", 3), ("t5", 2), ("bert", 3), ("qwen3", 3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    swept([(name, tp) for name in FAMILIES for tp in (2, 3)], lambda *case: case in IN_EVERY_RUN),
+)
+def test_a_divided_model_learns_what_the_whole_one_learns(name, tp):
+    for worst, divided in run_ranks(tp, family_job, name, tp):
+        assert worst < 1e-5
+        assert divided >= 9
+
+
+def product_job(name, stage, micro, clip, checkpoints, vocab):
+    """tp 2 x dp 2."""
+    losses, norms, weights = reference(name, dp=2, micro=micro, clip=clip)
+    model = create(name)
+    if checkpoints:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    config = config_of(2, stage, micro, clip, vocab_parallel_lm_head=vocab)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    assert engine.mesh.size("dp") == engine.mesh.size("tp") == 2
+    found, found_norms = train(engine, micro)
+    whole = {path: param for path, param in engine.module.named_parameters() if part_held(param) is None}
+    with deepspeed.zero.GatheredParameters(list(whole.values())):
+        values = {path: param.detach().clone() for path, param in whole.items()}
+    worst, _ = compare(engine, weights)
+    ranks = engine.mesh.ranks("tp")
+    engine.destroy()
+    assert found_norms == pytest.approx(norms, rel=1e-4)
+    return worst, found, values, ranks, losses
+
+
+PRODUCTS = [
+    (name, stage, micro, clip, checkpoints, vocab)
+    for name in ("llama, tied", "llama, one key", "gpt2")
+    for stage in (0, 1, 2, 3)
+    for micro in (1, 2)
+    for clip in (0.0, 0.5)
+    for checkpoints in (False, True)
+    for vocab in (False, True)
+]
+PRODUCTS_IN_EVERY_RUN = {
+    ("llama, tied", 3, 2, 0.5, False, True),
+    ("gpt2", 2, 1, 0.5, True, False),
+    ("llama, one key", 1, 1, 0.5, False, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "micro", "clip", "checkpoints", "vocab"),
+    swept(
+        [case for case in PRODUCTS if case in covering(PRODUCTS) or case in PRODUCTS_IN_EVERY_RUN],
+        lambda *case: case in PRODUCTS_IN_EVERY_RUN,
+    ),
+)
+def test_tp_2_x_dp_2(name, stage, micro, clip, checkpoints, vocab):
+    results = run_ranks(4, product_job, name, stage, micro, clip, checkpoints, vocab)
+    losses = results[0][4]
+    for rank, (worst, found, values, ranks, _) in enumerate(results):
+        assert worst < 1e-5
+        first = results[ranks[0]]
+        assert found == first[1]  # the ranks of one model agree in every bit,
+        for path, value in values.items():  # and so do the parameters that all of them have
+            assert torch.equal(value, first[2][path]), (rank, path)
+    means = [(a + b) / 2 for a, b in zip(results[0][1], results[2][1], strict=True)]
+    means = [sum(means[step : step + micro]) / micro for step in range(0, len(means), micro)]
+    assert means == pytest.approx(losses, rel=1e-5)
