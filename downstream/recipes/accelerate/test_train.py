@@ -45,3 +45,15 @@ def test_accelerate_launch(launch, plain, check_losses, tmp_path):
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_launchers(launcher, launch, plain, check_losses, tmp_path):
     check(launch(tmp_path, "--stage", "1", launcher=launcher), plain.result, check_losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", swept(("1", "2", "3"), lambda stage: stage == "2"))
+def test_tensor_parallel(stage, launch, check_losses, tmp_path):
+    """Two ranks that share a model learn from one batch what two replicas learn from its halves."""
+    flags = ["--stage", stage, "--from-config"]
+    expected = launch(tmp_path / "replicas", *flags)
+    check(launch(tmp_path / "divided", *flags, "--tensor-parallel", "2"), expected, check_losses, rel=1e-5)
+    weights, reference = (
+        torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("divided", "replicas")
+    )
+    assert_close(weights, reference, rtol=0, atol=1e-4)

@@ -23,7 +23,7 @@ from transformers import GPT2LMHeadModel
 NUM_STEPS, SAVED_AFTER, ACCUMULATION, LEARNING_RATE, NUM_WARMUP_STEPS = 16, 8, 2, 3e-3, 4
 
 
-def config_plugin(stage: int, bf16: bool) -> DeepSpeedPlugin:
+def config_plugin(stage: int, bf16: bool, tensor_parallel: int) -> DeepSpeedPlugin:
     """Optimizer and schedule from the DeepSpeed config, with Accelerate's placeholders in the script."""
     return DeepSpeedPlugin(
         hf_ds_config={
@@ -31,6 +31,7 @@ def config_plugin(stage: int, bf16: bool) -> DeepSpeedPlugin:
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": ACCUMULATION,
             "gradient_clipping": 1.0,
+            "tensor_parallel": {"autotp_size": tensor_parallel},
             "bf16": {"enabled": bf16},
             "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
             "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
@@ -58,13 +59,14 @@ def main() -> None:
     parser = parse(__doc__)
     parser.add_argument("--from-config", action="store_true", help="optimizer and schedule come from the config")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share a model; with --from-config")
     args = parser.parse_args()
 
     set_seed(0)
     plugin = None
     if args.stage != "none":
         stage = int(args.stage)
-        plugin = config_plugin(stage, args.bf16) if args.from_config else script_plugin(stage)
+        plugin = config_plugin(stage, args.bf16, args.tensor_parallel) if args.from_config else script_plugin(stage)
     accelerator = Accelerator(
         cpu=args.stage == "none",
         deepspeed_plugin=plugin,
@@ -74,7 +76,7 @@ def main() -> None:
     )
     # no dropout: Accelerate's data loader draws random numbers again when it resumes
     model = create_model()
-    loader = DataLoader(create_samples(NUM_STEPS * ACCUMULATION * 4), batch_size=2)
+    loader = DataLoader(create_samples(NUM_STEPS * ACCUMULATION * 4), batch_size=2 * args.tensor_parallel)
     if args.from_config:
         optimizer = DummyOptim(model.parameters(), lr=LEARNING_RATE)
         scheduler = DummyScheduler(optimizer, warmup_num_steps=NUM_WARMUP_STEPS)

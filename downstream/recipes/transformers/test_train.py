@@ -1,6 +1,7 @@
 """The Trainer under DeepSpeed has the losses, norms and weights that it has under DDP; so has a resumed run."""
 
 import pytest
+from deepspeed.testing.tiers import swept
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -82,3 +83,11 @@ def test_only_evaluates(launch, plain, tmp_path):
     flags = ["--only-evaluate", "--from-pretrained", str(plain.folder / "saved")]
     found = launch(tmp_path, "--stage", "3", *flags)
     assert found["evaluated"] == pytest.approx(plain.result["evaluated"], rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", swept(("1", "2", "3"), lambda stage: stage == "1"))
+def test_tensor_parallel(stage, launch, check_losses, tmp_path):
+    """Two ranks that share a model learn from one batch what two replicas learn from its halves."""
+    expected = launch(tmp_path / "plain", "--stage", "none", "--dropout", "0")
+    flags = ["--stage", stage, "--dropout", "0", "--tensor-parallel", "2", "--from-config", "optimizer"]
+    check(launch(tmp_path / "divided", *flags), expected, check_losses, rel=1e-5)

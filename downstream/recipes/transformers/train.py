@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--resume-from", help="a checkpoint folder of an earlier run")
     parser.add_argument("--resize", action="store_true", help="give the embedding eight more rows")
     parser.add_argument("--only-evaluate", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share a model (autotp_size)")
     args = parser.parse_args()
 
     set_seed(0)
@@ -40,11 +42,15 @@ def main() -> None:
     config = ds_config(int(args.stage), offload=args.offload) if uses_deepspeed else None
     if config is not None:
         add_sections(config, args.from_config)
-    arguments = TrainingArguments(**common_arguments(args, config))
+    common = common_arguments(args, config)
+    if config is not None and args.tensor_parallel > 1:
+        config["tensor_parallel"] = {"autotp_size": args.tensor_parallel}
+        common["per_device_train_batch_size"] *= args.tensor_parallel  # they get the same samples
+    arguments = TrainingArguments(**common)
     if args.from_pretrained:
         model = AutoModelForCausalLM.from_pretrained(args.from_pretrained)
     else:
-        model = create_model(dropout=0.1)
+        model = create_model(dropout=args.dropout)
     if args.resize:
         model.resize_token_embeddings(40, mean_resizing=False)
     set_seed(0)
