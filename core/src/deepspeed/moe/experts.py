@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from deepspeed.errors import ConfigError
 from deepspeed.moe.stacked import ExpertMLP, StackedExperts
-from deepspeed.parallel.expert_params import EXPERT_PREFIX
+from deepspeed.parallel.expert_params import EXPERT_PREFIX, mark_as_expert
 from deepspeed.parallel.model_part import ModelPart, mark_part
 
 #: a module, of which every expert is a copy; or a function that makes one, called once for each expert of the layer
@@ -29,8 +30,7 @@ class Experts(nn.Module):
         self.deepspeed_experts = nn.ModuleList(experts)
         self.num_local_experts = len(self.deepspeed_experts)
         for param in self.parameters():
-            param.allreduce = False  # type: ignore[attr-defined]
-            param.group_name = f"{EXPERT_PREFIX}{ep_size}"  # type: ignore[attr-defined]
+            mark_as_expert(param, f"{EXPERT_PREFIX}{ep_size}")
 
     def forward(self, rows_NH: Tensor, counts: Sequence[int]) -> Tensor:
         """Run expert e on its `counts[e]` rows; `rows_NH` is sorted by expert."""
@@ -52,8 +52,16 @@ def make_experts(source: ExpertSource, num_experts: int, held: range) -> list[nn
 
     Copies of a module are equal. A function is called for all experts, in their order, so that the random numbers of a
     seed give the same experts and the same layers after them, however many ranks divide them.
+
+    Raises:
+        ConfigError: for a module that `zero.Init` has sharded, of which no rank has a whole copy.
     """
     if isinstance(source, nn.Module):
+        if any(hasattr(param, "ds_id") for param in source.parameters()):
+            raise ConfigError(
+                f"MoE: the expert ({type(source).__name__}) was sharded by zero.Init and cannot be copied; pass a "
+                "function that makes it, such as lambda: Expert(...)"
+            )
         return [copy.deepcopy(source) for _ in held]
     made: list[nn.Module] = []
     for index in range(num_experts):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import deepspeed.comm as dist
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.moe.dispatch import dispatch
@@ -22,7 +23,7 @@ from deepspeed.moe.gate import TopKGate
 from deepspeed.moe.stacked import StackedExperts
 from deepspeed.moe.token_ranks import token_ranks
 from deepspeed.parallel import groups
-from deepspeed.parallel.expert_params import EXPERT_PREFIX
+from deepspeed.parallel.expert_params import EXPERT_PREFIX, building_experts
 from deepspeed.parallel.mesh import Mesh
 
 
@@ -69,12 +70,15 @@ class MOELayer(nn.Module):
         if self.ep_size == 1:
             return
         part = grid.rank("ep")
-        if self._made_for not in (None, part):
-            raise ConfigError(
-                f"MoE {path}: global rank {dist.get_rank()} made part {self._made_for} of {self.ep_size} of the "
-                f"experts, and on this mesh it holds part {part}; lay the ranks out with "
-                "deepspeed.utils.groups.set_mesh(...) before the model is built"
-            )
+        if self._made_for is not None:
+            places = all_gather_values((self._made_for, part), mesh.norm_group)
+            wrong = [rank for rank, (made_for, its_part) in enumerate(places) if made_for != its_part]
+            if wrong:  # raised on every rank
+                raise ConfigError(
+                    f"MoE {path}: rank {wrong[0]} of the mesh made part {places[wrong[0]][0]} of {self.ep_size} of the "
+                    f"experts, and on this mesh it holds part {places[wrong[0]][1]}; lay the ranks out with "
+                    "deepspeed.utils.groups.set_mesh(...) before the model is built"
+                )
         self.ranks = token_ranks(mesh, self.ep_size, data_before_expert=data_before_expert)
         self.experts.mark(f"{path}.experts".lstrip("."), part, self.ep_size)
 
@@ -154,8 +158,10 @@ class MoE(nn.Module):
         )
         part = None if isinstance(expert, nn.Module) else _ep_rank(ep_size)
         first = (part or 0) * self.num_local_experts
-        experts = make_experts(expert, num_experts, range(first, first + self.num_local_experts))
-        self.deepspeed_moe = MOELayer(gate, hold_experts(experts, ep_size), ep_size, part)
+        with building_experts(ep_size):
+            experts = make_experts(expert, num_experts, range(first, first + self.num_local_experts))
+            held = hold_experts(experts, ep_size)
+        self.deepspeed_moe = MOELayer(gate, held, ep_size, part)
         if use_residual:
             (self.mlp,) = make_experts(expert, 1, range(1))
             self.coefficient = nn.Linear(hidden_size, 2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deepspeed.errors import ConfigError
-from deepspeed.parallel.expert_params import EXPERT_PREFIX
+from deepspeed.parallel.expert_params import EXPERT_PREFIX, mark_as_expert
 from deepspeed.parallel.model_part import ModelPart, mark_part
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
@@ -69,14 +69,13 @@ class StackedExperts(nn.Module):
         super().__init__()
         self.num_local_experts = len(experts)
         self.activation = experts[0].activation
-        with torch.no_grad():
-            self.up = nn.Parameter(torch.stack([expert.up.weight for expert in experts]))
-            gates = [expert.gate.weight for expert in experts if expert.gate is not None]
+        with torch.no_grad():  # clones: zero.Init gathers a weight that is used alone
+            self.up = nn.Parameter(torch.stack([expert.up.weight.clone() for expert in experts]))
+            gates = [expert.gate.weight.clone() for expert in experts if expert.gate is not None]
             self.gate = nn.Parameter(torch.stack(gates)) if gates else None
-            self.down = nn.Parameter(torch.stack([expert.down.weight for expert in experts]))
+            self.down = nn.Parameter(torch.stack([expert.down.weight.clone() for expert in experts]))
         for param in self.parameters():
-            param.allreduce = False  # type: ignore[attr-defined]
-            param.group_name = f"{EXPERT_PREFIX}{ep_size}"  # type: ignore[attr-defined]
+            mark_as_expert(param, f"{EXPERT_PREFIX}{ep_size}")
 
     def forward(self, rows_NH: Tensor, counts: Sequence[int]) -> Tensor:
         """Run expert e on its `counts[e]` rows; `rows_NH` is sorted by expert."""
@@ -161,6 +160,6 @@ def _grouped_mm_serves(*tensors: Tensor) -> bool:
 
 @cache
 def _has_grouped_mm() -> bool:
-    """Since torch 2.9 for every device; before it for a few CUDA devices and one dtype."""
+    """Whether it serves every device: in torch 2.6 it served few of them, and one dtype."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return hasattr(torch, "_grouped_mm") and bool(has("aten::_grouped_mm", "CompositeExplicitAutograd"))

@@ -8,7 +8,8 @@
 Their gradients are summed over the ranks that hold the same experts (`zero/unit_ranks.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,33 @@ ParamGroup = dict[str, Any]
 
 #: a group of experts is named by the number of ranks over which they are divided
 EXPERT_PREFIX = "ep_size_"
+
+
+_group_being_built: str | None = None
+
+
+@contextmanager
+def building_experts(ep_size: int) -> Iterator[None]:
+    """Modules built inside are experts that are divided over `ep_size` ranks; `zero.Init` marks their parameters with
+    it before it shards them."""
+    global _group_being_built
+    before, _group_being_built = _group_being_built, f"{EXPERT_PREFIX}{ep_size}"
+    try:
+        yield
+    finally:
+        _group_being_built = before
+
+
+def mark_if_built_as_expert(param: Tensor) -> None:
+    """Mark a parameter that is made inside `building_experts`."""
+    if _group_being_built is not None and not is_moe_param(param):
+        mark_as_expert(param, _group_being_built)
+
+
+def mark_as_expert(param: Tensor, group_name: str) -> None:
+    """Mark a parameter as an expert's, of a group such as "ep_size_2"."""
+    param.allreduce = False  # type: ignore[attr-defined]
+    param.group_name = group_name  # type: ignore[attr-defined]
 
 
 def is_moe_param(param: Tensor) -> bool:

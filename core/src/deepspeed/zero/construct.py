@@ -25,7 +25,7 @@ from deepspeed.config.data import AioConfig
 from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
-from deepspeed.parallel.expert_params import expert_group_of
+from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of, mark_if_built_as_expert
 from deepspeed.zero.gather import GatheredParameters, register_external_parameter, unregister_external_parameter
 from deepspeed.zero.init_access import WholeOnAccess
 from deepspeed.zero.managed import refuse_meta
@@ -203,6 +203,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
             if unit_of(param) is None and param.numel() > 0:
                 refuse_meta([(name, param)], "zero.Init")
                 dtype = self.dtype if param.is_floating_point() else None
+                mark_if_built_as_expert(param)
                 ranks = self._ranks_of(param)
                 unit = ParamUnit(
                     [param], [name], ranks, device=self._device, dtype=dtype, from_first_rank=True, home=self._home
@@ -212,8 +213,9 @@ class Init(contextlib.AbstractContextManager["Init"]):
     def _ranks_of(self, param: Parameter) -> UnitRanks:
         """Those that hold the parameter: of an expert's, the ranks with the same experts."""
         name = expert_group_of(param)
-        if name is None:
+        if name is None or name == f"{EXPERT_PREFIX}1":
             return UnitRanks.over(self._ranks)
+        groups._create_expert_and_data_parallel(int(name.removeprefix(EXPERT_PREFIX)))  # once; all ranks are here
         return UnitRanks.over(comm.group_backend(groups._get_expert_data_parallel_group(name)))
 
 

@@ -1,0 +1,173 @@
+"""Layers of experts on ranks: without an engine, in bf16, under zero.Init, on layouts that do not fit; tokens that go
+to one rank only."""
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.errors import ConfigError
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.stacked import ExpertMLP
+from deepspeed.moe.token_ranks import send_rows, token_ranks
+from deepspeed.parallel import groups
+from deepspeed.parallel.model_part import part_held
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.engines import make_engine
+from deepspeed.zero.fragments import safe_get_full_fp32_param
+from torch import nn
+
+WIDTH = 4
+
+
+def layer(ep_size=2, make=lambda: nn.Linear(WIDTH, WIDTH), **arguments):
+    """Experts that differ, on every rank the same ones whatever `ep_size` is."""
+    torch.manual_seed(0)
+    return MoE(WIDTH, make, num_experts=4, ep_size=ep_size, **{"drop_tokens": False, **arguments})
+
+
+def stacked():
+    return ExpertMLP(WIDTH, 2 * WIDTH)
+
+
+def single():
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH))
+
+
+def tokens(rank):
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+# ---- without an engine -----------------------------------------------------------------------------------------------
+
+
+def plain_job():
+    groups.set_mesh(None)
+    moe = layer()
+    moe.set_deepspeed_parallelism()
+    return moe(tokens(dist.get_rank()))[0].detach()
+
+
+def test_a_layer_without_an_engine():
+    expected = [layer(ep_size=1)(tokens(rank))[0].detach() for rank in range(2)]
+    torch.testing.assert_close(run_ranks(2, plain_job), expected)
+
+
+def one_sided_job():
+    """All rows go to rank 1, and their gradients come back."""
+    groups.set_mesh(None)
+    ranks, rank = token_ranks(groups.viewed_mesh(), 3), dist.get_rank()
+    rows = torch.full((rank + 1, 2), float(rank), requires_grad=True)
+    to_each = [0, rank + 1, 0]
+    from_each = [1, 2, 3] if rank == 1 else [0, 0, 0]
+    received = send_rows(rows, to_each, from_each, ranks)
+    (received * 2).sum().backward()
+    return received.detach(), rows.grad
+
+
+def test_rows_may_all_go_to_one_rank():
+    found = run_ranks(3, one_sided_job)
+    assert [received.tolist() for received, _ in found] == [[], [[0.0] * 2, *[[1.0] * 2] * 2, *[[2.0] * 2] * 3], []]
+    assert all((grad == 2).all() for _, grad in found)
+
+
+# ---- with an engine --------------------------------------------------------------------------------------------------
+
+
+def init_job(make, ep_size):
+    groups.set_mesh(None)
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}}):
+        moe = layer(ep_size, make, use_residual=True)
+    engine = make_engine(moe, 3, train_micro_batch_size_per_gpu=1)
+    found = {}
+    for name, param in moe.named_parameters():
+        part = part_held(param)
+        rows = slice(*part.ranges[0]) if part else slice(None)
+        found[part.name if part else name, rows.start] = rows.stop, safe_get_full_fp32_param(param).clone()
+    output = engine(tokens(dist.get_rank()))[0].detach()
+    engine.destroy()
+    return found, output
+
+
+@pytest.mark.parametrize("make", [single, stacked])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_zero_init_makes_the_same_experts(make, ep_size):
+    plain = layer(1, make, use_residual=True)
+    whole = dict(plain.named_parameters())
+    found = run_ranks(2, init_job, make, ep_size)
+    assert {name for weights, _ in found for name, _ in weights} == whole.keys()
+    for rank, (weights, output) in enumerate(found):
+        for (name, start), (stop, weight) in weights.items():
+            torch.testing.assert_close(weight, whole[name].detach()[start:stop])
+        torch.testing.assert_close(output, plain(tokens(rank))[0].detach())
+
+
+def copied_job():
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}}):
+        expert = nn.Linear(WIDTH, WIDTH)
+        with pytest.raises(ConfigError, match=r"the expert \(Linear\) was sharded by zero.Init .*; pass a function"):
+            MoE(WIDTH, expert, num_experts=2)
+
+
+def test_a_sharded_expert_cannot_be_copied():
+    run_ranks(2, copied_job)
+
+
+class Summed(nn.Module):
+    def __init__(self, **arguments):
+        super().__init__()
+        self.moe = layer(**arguments)
+
+    def forward(self, x):
+        y, loss, _ = self.moe(x)
+        return y.float().square().mean() + 0.01 * loss
+
+
+def bf16_job(stage, ep_size):
+    groups.set_mesh(None)
+    engine = make_engine(Summed(ep_size=ep_size, k=2), stage, bf16={"enabled": True}, gradient_clipping=0.1)
+    losses = []
+    for _ in range(6):
+        loss = engine(tokens(dist.get_rank()).bfloat16())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    norm = float(engine.get_global_grad_norm())
+    engine.destroy()
+    return losses, norm
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_divided_as_undivided(stage):
+    """Rows are summed by two ranks or one: to the rounding of bf16 losses and norms are the same."""
+    divided, whole = run_ranks(2, bf16_job, stage, 2), run_ranks(2, bf16_job, stage, 1)
+    for (losses, norm), (expected, expected_norm) in zip(divided, whole, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-2)
+        assert losses[-1] < losses[0]
+        assert norm == pytest.approx(expected_norm, rel=2e-2)
+
+
+# ---- layouts that do not fit -----------------------------------------------------------------------------------------
+
+
+def over_job():
+    groups.set_mesh(None)
+    moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4, ep_size=4)
+    with pytest.raises(ConfigError, match=r"expert parallel size: found 4, but dp x sp has 2 ranks; give a divisor"):
+        make_engine(moe)
+    with pytest.raises(ConfigError, match=r"expert parallel size: found 4, but dp x sp has 2 ranks; give a divisor"):
+        layer(ep_size=4)
+
+
+def test_more_ranks_for_experts_than_there_are():
+    run_ranks(2, over_job)
+
+
+def other_mesh_job():
+    groups.set_mesh(None)
+    moe = layer()
+    with pytest.raises(ConfigError, match=r"rank 1 of the mesh made part 1 of 2 of the experts, .* holds part 0; lay"):
+        moe.set_deepspeed_parallelism(use_data_before_expert_parallel_=True)
+
+
+def test_experts_that_were_made_for_another_layout():
+    run_ranks(4, other_mesh_job)
