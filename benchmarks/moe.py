@@ -4,9 +4,10 @@
     python benchmarks/moe.py --experts 64 --tokens 2048 --rounds 9 --markdown
 
 Reads as: one forward and backward of a layer in fp32 on one core, with k = 2 and a capacity factor of 1. *ms* is the
-median of interleaved rounds, and *to einsum* one median over the other. *peak* is the highest resident set of a step
-beyond that before it, where gradients of the weights exist already: activations, masks, and one gradient that is being
-added. *us per token* and *KiB per token* stay as they are where time and memory are linear in tokens.
+median of interleaved rounds, gradients cleared before each, and *to einsum* one median over the other. *peak* is the
+highest resident set of a step beyond that before it, where gradients of the weights exist already: activations, masks,
+and one gradient that is being added. *us per token* and *KiB per token* stay as they are where time and memory are
+linear in tokens.
 
     stacked   MoE(expert=ExpertMLP(...)): grouped matrix products
     copies    MoE(expert=nn.Sequential(...)): a slice for each expert
@@ -19,7 +20,6 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
 
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")  # freed buffers leave the resident set
 
@@ -31,7 +31,6 @@ from deepspeed.moe.stacked import ExpertMLP
 from torch import Tensor, nn
 
 K, WIDTH, INNER = 2, 256, 512
-Layer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Einsum(nn.Module):
@@ -64,7 +63,7 @@ class Einsum(nn.Module):
         return torch.einsum("tec,ech->th", combine_TEC, out_ECH), loss
 
 
-def build(num_experts: int) -> dict[str, Layer]:
+def build(num_experts: int) -> dict[str, nn.Module]:
     """The variants, with the same weights."""
     arguments = {"num_experts": num_experts, "k": K, "min_capacity": 1, "top2_2nd_expert_sampling": False}
     torch.manual_seed(0)
@@ -82,11 +81,11 @@ def build(num_experts: int) -> dict[str, Layer]:
         ):
             expert[0].weight.copy_(up)
             expert[2].weight.copy_(down)
-    return {"stacked": lambda x: stacked(x)[:2], "copies": lambda x: copies(x)[:2], "einsum": Einsum(stacked)}
+    return {"stacked": stacked, "copies": copies, "einsum": Einsum(stacked)}
 
 
-def step(layer: Layer, x_TH: Tensor) -> Tensor:
-    y_TH, loss = layer(x_TH)
+def step(layer: nn.Module, x_TH: Tensor) -> Tensor:
+    y_TH, loss = layer(x_TH)[:2]
     (y_TH.square().mean() + loss).backward()
     return y_TH.detach()
 
@@ -108,6 +107,8 @@ def measure(num_tokens: int, num_experts: int, num_rounds: int) -> list[tuple[st
     times: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(num_rounds):
         for name, layer in layers.items():  # A B C A B C: what else runs here hits all alike
+            layer.zero_grad()
+            x_TH.grad = None
             start = time.perf_counter()
             step(layer, x_TH)
             times[name].append((time.perf_counter() - start) * 1e3)

@@ -69,16 +69,21 @@ class TensorParallelConfig(Section):
 
 
 class ExpertParallelConfig(Section):
-    """`expert_parallel` (AutoEP). Its naming keys are accepted as they are: they act only together with `enabled`."""
+    """`expert_parallel` (AutoEP): experts of transformers' models divided over ranks, found by their parameters.
 
-    enabled: Flag = key(False, "Replace mixture-of-experts layers.", support=refused("AutoEP is not in this version"))
-    autoep_size: Int = key(1, "Expert-parallel degree.", unit="ranks", ge=1, support=_OFF)
+    Naming keys are accepted as they are without `enabled`; with it, those that would change what is found are refused.
+    """
+
+    enabled: Flag = key(False, "Divide the experts of mixture-of-experts layers over ranks.")
+    autoep_size: Int = key(1, "Ranks over which they are divided.", unit="ranks", ge=1)
     expert_tensor_parallel_size: Int = key(1, "Only 1 is allowed.", unit="ranks", ge=1, le=1, support=_OFF)
-    preset_model: str | None = key(None, "Names of routers and experts, by model family.", support=_OFF)
+    preset_model: str | None = key(
+        None, "Names of routers and experts, by model family.", support=quiet("experts are found by their parameters")
+    )
     async_split_plan: Flag = key(False, "Send split sizes while tokens are packed.", support=_OFF)
     use_grouped_mm: Flag = key(True, "Use grouped matrix products.", support=_OFF)
     disable_triton_grouped_mm: Flag = key(False, "Never use Triton for them.", support=_OFF)
-    moe_layer_pattern: str | None = key(None, "Regular expression of layer names.", support=_OFF)
+    moe_layer_pattern: str | None = key(None, "Regular expression, found in the names of layers to divide.")
     router_pattern: str | None = key(None, "Attribute that holds the router.", support=_OFF)
     expert_pattern: str | None = key(None, "Attribute that holds the experts.", support=_OFF)
     score_func: str = key(AUTO, "softmax, sigmoid or auto.", support=_OFF)

@@ -41,6 +41,7 @@ from deepspeed.engine.start_line import start_line
 from deepspeed.engine.training import Training
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import ConfigError
+from deepspeed.moe.divide import divide_experts
 from deepspeed.moe.layer import connect_moe_layers
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.optim import is_elementwise, is_tested_with_zero
@@ -135,6 +136,8 @@ def initialize(
     group = mesh.gradient_group()
     groups.view(mesh)
     plugin_manager().hook.ds_check_config(config=settings)
+    if settings.expert_parallel.enabled:
+        divide_experts(model, mesh, settings.expert_parallel)
     device = claim_device(args)
     check_dtypes(_asked_dtypes(settings))
     if "comms_logger" in settings.model_fields_set:
