@@ -89,6 +89,10 @@ COLLECTIONS = {
         "see_memory_usage": "profiling.memory:see_memory_usage",
     },
     "runtime.sequence_parallel.ulysses_sp": {
+        "SequenceTiledCompute": "sequence.tiled:SequenceTiledCompute",
+        "TiledFusedLogitsLoss": "sequence.tiled:TiledFusedLogitsLoss",
+        "TiledMLP": "sequence.tiled:TiledMLP",
+        "sequence_tiled_compute": "sequence.tiled:sequence_tiled_compute",
         "UlyssesSPAttentionHF": "sequence.hugging_face:UlyssesSPAttentionHF",
         "UlyssesSPDataLoaderAdapter": "sequence.batches:UlyssesSPDataLoaderAdapter",
     },

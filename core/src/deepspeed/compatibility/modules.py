@@ -218,7 +218,6 @@ MODULES = {
     "runtime.zero.linear": _absent(
         "linear layers of stage 3", "LinearFunctionForZeroStage3 LinearModuleForZeroStage3", "zero3_linear_wrap"
     ),
-    "sequence.cross_entropy": _absent("sequence parallelism", functions="vocab_sequence_parallel_cross_entropy"),
     "sequence.fpdt_layer": _absent(
         "sequence parallelism", "FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct"
     ),

@@ -349,6 +349,13 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             D,
             "`preset_model` is a model type of transformers; `tp_overlap_comm` is accepted without effect.",
         ),
+        (
+            "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP",
+            W,
+            "`TiledFusedLogitsLoss` and `sequence_tiled_compute` too; `compute_params` may be None, as gradients reach "
+            "every parameter. Tiles are computed again in the backward.",
+        ),
+        ("deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy", W, "As documented."),
         ("deepspeed.init_inference", N, "Raises `ConfigError`."),
         ("deepspeed.DeepSpeedHybridEngine", N, "Raises `ConfigError`."),
         (

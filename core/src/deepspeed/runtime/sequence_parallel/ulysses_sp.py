@@ -2,8 +2,13 @@
 
 from deepspeed.sequence.batches import UlyssesSPDataLoaderAdapter
 from deepspeed.sequence.hugging_face import UlyssesSPAttentionHF
+from deepspeed.sequence.tiled import SequenceTiledCompute, TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
 
 __all__ = [
+    "SequenceTiledCompute",
+    "TiledFusedLogitsLoss",
+    "TiledMLP",
     "UlyssesSPAttentionHF",
     "UlyssesSPDataLoaderAdapter",
+    "sequence_tiled_compute",
 ]

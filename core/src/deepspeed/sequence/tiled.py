@@ -1,0 +1,195 @@
+"""Parts of a model that work on each token by itself, computed in tiles of the sequence (arXiv 2506.13996, section 3).
+
+The MLP and the logits of a long sequence need far more memory than its hidden states. Here a tile is computed, its
+intermediate values are dropped, and the backward computes it again: the memory is that of one tile, and the time one
+more forward. Gradients are those of the whole: each tile is a `torch.utils.checkpoint`, so parameters, hooks of ZeRO
+and random states work as in any recomputed block, and every parameter's gradient arrives once.
+
+    y_BTD = TiledMLP.apply(mlp_forward, mlp, x_BTD, 4, None)             # mlp_forward(mlp, x), tile by tile
+    loss = TiledFusedLogitsLoss.apply(loss_fn, model, x_BTD, labels_BT, None, 8, None, "mean")
+
+All ranks need the same number of tiles where the parts gather parameters (ZeRO stage 3).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+#: the dim of tokens in what is divided into tiles
+TOKEN_DIM = 1
+
+Reduction = Literal["mean", "sum"] | None
+
+
+def sequence_tiled_compute(
+    fn: Callable[..., torch.Tensor],
+    seqlen: int,
+    shards: int,
+    kwargs_to_shard: Mapping[str, Any],
+    kwargs_to_pass: Mapping[str, Any],
+    grad_requiring_tensor_key: str,
+    compute_params: Sequence[torch.Tensor] | None = None,
+    output_unshard_dimension: int = 1,
+    output_reduction: Reduction = "mean",
+) -> torch.Tensor:
+    """`fn(**kwargs)` of each tile of the sequence.
+
+    Args:
+        fn: gives a tensor per tile.
+        seqlen: tokens of the tensors in `kwargs_to_shard`.
+        shards: number of tiles, which differ by one token at most; at most `seqlen`.
+        kwargs_to_shard: tensors with the tokens in dim 1, of which each call gets a tile; other values as they are.
+        kwargs_to_pass: other arguments, the same in each call.
+        grad_requiring_tensor_key: the key in `kwargs_to_shard` of the tensor that takes part in autograd. Others may,
+            too.
+        compute_params: accepted for DeepSpeed's signature; gradients reach all parameters that `fn` uses.
+        output_unshard_dimension: dim along which the results are joined; 0: they are scalars, and reduced.
+        output_reduction: of scalars: "mean" or "sum"; None stacks them.
+
+    Raises:
+        ValueError: names the argument, what was found and what would fit.
+    """
+    values = kwargs_to_shard.get(grad_requiring_tensor_key)
+    if not isinstance(values, torch.Tensor):
+        raise ValueError(
+            f"sequence_tiled_compute: grad_requiring_tensor_key is {grad_requiring_tensor_key!r}, but the tensors in "
+            f"kwargs_to_shard are {', '.join(kwargs_to_shard) or 'none'}; give one of them"
+        )
+    if output_unshard_dimension == 0:
+        _check_reduction(output_reduction)
+    tiles = [
+        _tiles(value, shards, seqlen, key) if isinstance(value, torch.Tensor) else [value] * shards
+        for key, value in kwargs_to_shard.items()
+    ]
+    results = []
+    for tile in zip(*tiles, strict=True):
+        arguments = dict(zip(kwargs_to_shard, tile, strict=True))
+        results.append(checkpoint(fn, use_reentrant=False, **arguments, **kwargs_to_pass))
+    if output_unshard_dimension == 0:
+        return _reduced(results, output_reduction)
+    return torch.cat(results, dim=output_unshard_dimension)
+
+
+class SequenceTiledCompute:
+    """`sequence_tiled_compute` with the values of the keys as positional arguments, as autograd functions take them."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., torch.Tensor],
+        seqlen: int,
+        shards: int,
+        keys_to_shard: Sequence[str],
+        keys_to_pass: Sequence[str],
+        grad_requiring_tensor_key: str,
+        compute_params: Sequence[torch.Tensor] | None,
+        output_unshard_dimension: int,
+        output_reduction: Reduction,
+        *args: Any,
+    ) -> torch.Tensor:
+        """As `sequence_tiled_compute`; `args`: the values of `keys_to_shard`, then of `keys_to_pass`.
+
+        Raises:
+            ValueError: as there, and for another number of values than keys.
+        """
+        keys = [*keys_to_shard, *keys_to_pass]
+        if len(args) != len(keys):
+            raise ValueError(f"SequenceTiledCompute: found {len(args)} values for the keys {', '.join(keys)}")
+        values = dict(zip(keys, args, strict=True))
+        return sequence_tiled_compute(
+            fn,
+            seqlen,
+            shards,
+            {key: values[key] for key in keys_to_shard},
+            {key: values[key] for key in keys_to_pass},
+            grad_requiring_tensor_key,
+            compute_params,
+            output_unshard_dimension,
+            output_reduction,
+        )
+
+
+class TiledMLP:
+    """An MLP in tiles of the sequence."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, torch.Tensor], torch.Tensor],
+        self: Any,
+        x: torch.Tensor,
+        shards: int,
+        compute_params: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """`fn(self, x)`, joined along the tokens.
+
+        Args:
+            fn: the MLP's forward, for a tile.
+            self: its first argument, the module.
+            x: [B, T, D], or [T, D].
+            shards: number of tiles, at most T.
+            compute_params: accepted for DeepSpeed's signature.
+        """
+        dim = x.dim() - 2
+        tiles = _tiles(x, shards, x.shape[dim], "x", dim)
+        return torch.cat([checkpoint(fn, self, tile, use_reentrant=False) for tile in tiles], dim=dim)
+
+
+class TiledFusedLogitsLoss:
+    """Logits and loss in tiles of the sequence; logits of more than a tile are never there."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., torch.Tensor],
+        self: Any,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        mask: torch.Tensor | None,
+        shards: int,
+        compute_params: Sequence[torch.Tensor] | None = None,
+        output_reduction: Literal["mean", "sum"] = "mean",
+    ) -> torch.Tensor:
+        """The scalars `fn(self, x, y)` of all tiles, or `fn(self, x, y, mask)` with a mask, added or averaged.
+
+        As in DeepSpeed, batch and tokens are one dim for `fn`: a tile is [N, D], [N] and [N].
+
+        "mean" is that of the tiles. Where tiles have different numbers of tokens that count, let `fn` sum, take "sum",
+        and divide by the number of all tokens.
+
+        Args:
+            fn: gives a scalar for a tile.
+            self: its first argument, the model.
+            x: [B, T, D] hidden states.
+            y: [B, T] labels.
+            mask: [B, T], or None.
+            shards: number of tiles, at most B * T.
+            compute_params: accepted for DeepSpeed's signature.
+            output_reduction: "mean" or "sum".
+        """
+        _check_reduction(output_reduction)
+        tensors = {"x": x.flatten(0, -2), "y": y.flatten(), **({} if mask is None else {"mask": mask.flatten()})}
+        tiles = [_tiles(tensor, shards, tensors["x"].shape[0], name, dim=0) for name, tensor in tensors.items()]
+        results = [checkpoint(fn, self, *tile, use_reentrant=False) for tile in zip(*tiles, strict=True)]
+        return _reduced(results, output_reduction)
+
+
+def _tiles(tensor: torch.Tensor, shards: int, length: int, name: str, dim: int = TOKEN_DIM) -> Sequence[torch.Tensor]:
+    if tensor.dim() <= dim or tensor.shape[dim] != length:
+        raise ValueError(
+            f"tiled compute: {name} has the shape {tuple(tensor.shape)}; dim {dim} must have {length} tokens"
+        )
+    if not 1 <= shards <= length:
+        raise ValueError(f"tiled compute: found {shards} shards for {length} tokens; give 1 to {length}")
+    return tensor.tensor_split(shards, dim=dim)
+
+
+def _check_reduction(reduction: object) -> None:
+    if reduction not in ("mean", "sum", None):
+        raise ValueError(f'tiled compute: output_reduction is {reduction!r}; give "mean" or "sum"')
+
+
+def _reduced(results: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
+    stacked = torch.stack(tuple(results))
+    if reduction is None:
+        return stacked
+    return stacked.sum() if reduction == "sum" else stacked.mean()
