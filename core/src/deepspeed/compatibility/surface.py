@@ -251,11 +251,16 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed.checkpoint.utils.clone_tensors_for_torch_save", W, "As documented."),
     ],
     "Activation checkpointing": [
-        ("deepspeed.checkpointing.configure", D, "Partitioned, contiguous and host activations are refused."),
+        ("deepspeed.checkpointing.configure", W, "Every argument acts, on the CPU too."),
         ("deepspeed.checkpointing.is_configured", W, "As documented."),
-        ("deepspeed.checkpointing.checkpoint", W, "By torch.utils.checkpoint."),
-        ("deepspeed.checkpointing.reset", W, "As documented."),
-        ("random state tracker of model parallelism", N, "`checkpoint` itself restores the random state."),
+        ("deepspeed.checkpointing.checkpoint", D, "By torch.utils.checkpoint, not re-entrant."),
+        ("deepspeed.checkpointing.CheckpointFunction", W, "The re-entrant form."),
+        ("deepspeed.checkpointing.reset", W, "Drops the contiguous buffers."),
+        (
+            "random state tracker of model parallelism",
+            W,
+            "In `deepspeed.checkpointing`, under its documented names; on the CPU as well.",
+        ),
     ],
     "Monitoring and profiling": [
         ("deepspeed.monitor.monitor.MonitorMaster", W, "TensorBoard, W&B, Comet and CSV; plugins add others."),

@@ -33,7 +33,6 @@ REFUSED = [
     ("fp16.fp16_master_weights_and_grads", {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}),
     ("elasticity.enabled", {"elasticity": ON}),
     ("autotuning.enabled", {"autotuning": ON}),
-    ("activation_checkpointing.cpu_checkpointing", {"activation_checkpointing": {"cpu_checkpointing": True}}),
     ("sparse_attention", {"sparse_attention": {"mode": "fixed"}}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
     ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),

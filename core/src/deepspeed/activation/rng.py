@@ -1,0 +1,150 @@
+"""Named random states, so that ranks of one model draw equal numbers in some places and different ones in others.
+
+    model_parallel_manual_seed(1234)            # equal seeds by default, one per tensor-parallel rank by name
+    with get_rng_tracker().fork():              # dropout on a divided activation: different numbers on each rank
+        x = dropout(x)
+
+Megatron-LM's interface on the accelerator in use, the CPU too; `checkpointing.py` has the documented names.
+`checkpoint` restores the named states as well as the default one when it computes a block again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.parallel import groups
+
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+#: what Megatron-LM adds to a seed for the tensor-parallel ranks
+_TENSOR_PARALLEL_OFFSET = 2718
+
+
+class RNGStatesTracker:
+    """Random states by name."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all names."""
+        self.states_, self.seeds_ = {}, set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """A copy of the names and their states, for `set_states`."""
+        return {name: state.clone() for name, state in self.states_.items()}
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Take the states of `get_states`."""
+        self.states_ = {name: state.clone() for name, state in states.items()}
+
+    def add(self, name: str, seed: int) -> None:
+        """Name a new state, as after `manual_seed(seed)`; the current one stays as it is.
+
+        Raises:
+            ValueError: for a name or a seed that is there already.
+        """
+        if name in self.states_ or seed in self.seeds_:
+            taken = f"the name {name!r}" if name in self.states_ else f"the seed {seed}"
+            raise ValueError(f"random states: {taken} was added already; call reset(), or give another")
+        accelerator = get_accelerator()
+        current = accelerator.get_rng_state()
+        accelerator.manual_seed(seed)
+        self.states_[name] = accelerator.get_rng_state()
+        self.seeds_.add(seed)
+        accelerator.set_rng_state(current)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
+        """Inside, random numbers come from the named state, which goes on from there; then from the former one.
+
+        Raises:
+            ValueError: for an unknown name.
+        """
+        if name not in self.states_:
+            known = ", ".join(self.states_) or "none"
+            raise ValueError(
+                f"random states: asked for {name!r}, there are {known}; call model_parallel_manual_seed(seed) or "
+                "add(name, seed) first"
+            )
+        accelerator = get_accelerator()
+        current = accelerator.get_rng_state()
+        accelerator.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = accelerator.get_rng_state()
+            accelerator.set_rng_state(current)
+
+
+_tracker = RNGStatesTracker()
+
+
+def get_rng_tracker() -> RNGStatesTracker:
+    """The tracker of this process."""
+    return _tracker
+
+
+def model_parallel_manual_seed(seed: int) -> None:
+    """Seed the accelerator's default state with `seed`, the same on the ranks of a model, and the state
+    "model-parallel-rng" with another one on each of its tensor-parallel ranks. Other names are forgotten."""
+    _tracker.reset()
+    get_accelerator().manual_seed(seed)
+    _tracker.add(MODEL_PARALLEL_RNG, _seed_of_rank(seed))
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed "model-parallel-rng" again, with another number on each tensor-parallel rank; nothing else changes.
+
+    Raises:
+        ValueError: if there is no such state yet.
+    """
+    with _tracker.fork():
+        get_accelerator().manual_seed(_seed_of_rank(seed))
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """What `torch.utils.checkpoint` may leave out of the random states of a forward.
+
+    named: those of the tracker.
+    device: the default one of the device, None on the host. torch restores it only for devices whose module says that
+        it is initialized.
+    """
+
+    named: dict[str, torch.Tensor]
+    device: torch.Tensor | None
+
+    @classmethod
+    def now(cls) -> "RandomStates":
+        """The present ones."""
+        accelerator = get_accelerator()
+        on_host = torch.device(accelerator.current_device_name()).type == "cpu"
+        return cls(_tracker.get_states(), None if on_host else accelerator.get_rng_state())
+
+    def restore(self) -> None:
+        """Go on from these."""
+        _tracker.set_states(self.named)
+        if self.device is not None:
+            get_accelerator().set_rng_state(self.device)
+
+    def __bool__(self) -> bool:
+        return bool(self.named) or self.device is not None
+
+
+@contextmanager
+def restored(states: RandomStates) -> Iterator[None]:
+    """Inside, the random states go on from `states`; afterwards from what they were."""
+    former = RandomStates.now()
+    states.restore()
+    try:
+        yield
+    finally:
+        former.restore()
+
+
+def _seed_of_rank(seed: int) -> int:
+    return seed + _TENSOR_PARALLEL_OFFSET + groups._get_model_parallel_rank()
