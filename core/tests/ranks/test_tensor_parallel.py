@@ -301,9 +301,33 @@ def inputs_job():
     engine = deepspeed.initialize(model=build(), config=config_of(tensor_parallel={"autotp_size": 2}))[0]
     with pytest.raises(ConfigError, match="ranks 0 and 1 of a group of 2 got different inputs; ranks that hold the"):
         engine(sample(0, dp_rank=dist.get_rank()))
-    copied = copy.deepcopy(engine.module)  # as for an average of weights
-    assert ranks_of(copied) is ranks_of(engine.module)
     engine.destroy()
+
+
+def copied_job():
+    """A copy of a divided model, which has new parameters, trains as the divided one."""
+    config = config_of(
+        tensor_parallel={"autotp_size": 3}, optimizer={"type": "Adam", "params": {"lr": 0.1}}, gradient_clipping=0.1
+    )
+    seen = []
+    model = deepspeed.tp_model_init(build(keys=2), 3, config=config)
+    for each in (copy.deepcopy(model), model):
+        engine = deepspeed.initialize(model=each, config=config)[0]
+        engine.backward(engine(sample(0)))
+        engine.step()
+        seen.append((float(engine.get_global_grad_norm()), each.attention.k_proj.weight.detach().clone()))
+        engine.destroy()
+    groups.reset()
+    (norm, weight), (other_norm, other_weight) = seen
+    assert norm == other_norm
+    assert torch.equal(weight, other_weight)
+    whole = build(keys=2)
+    whole(sample(0)).backward()
+    assert norm == pytest.approx(torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()]).item(), rel=1e-5)
+
+
+def test_a_copy_of_a_divided_model_is_divided():
+    run_ranks(3, copied_job)
 
 
 def test_ranks_of_one_model_that_get_different_samples_are_told():

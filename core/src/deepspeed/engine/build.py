@@ -56,7 +56,7 @@ from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.throughput import ThroughputTimer
-from deepspeed.tensor_parallel.entry import divide_over
+from deepspeed.tensor_parallel.entry import divide_over, prepare_params
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.holding import ShardingOptions
@@ -149,6 +149,7 @@ def initialize(
     if settings.tensor_parallel.size > 1:
         divide_over(model, mesh, settings.tensor_parallel)
     module = _move(model, device, zero.stage)
+    prepare_params(module)
     precision = _create_precision(settings, device)
     placement = choose_placement(
         zero.offload_optimizer,

@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.errors import ConfigError
-from deepspeed.parallel.model_part import ModelPart, mark_counted, mark_part, part_held
+from deepspeed.parallel.model_part import ModelPart, mark_part, part_held
 from deepspeed.tensor_parallel.plans import Along, Rule
-from deepspeed.tensor_parallel.ranks import TensorRanks
 from deepspeed.tensor_parallel.shares import HeadShare, Range, scaled, spread
 
 
@@ -121,36 +119,3 @@ def hold_part(param: Parameter, dim: int, cut: Cut, where: str) -> None:
         param.grad = None
         param.data = part.take(param.data).clone()
     mark_part(param, part)
-
-
-def sum_shared_gradient(param: Parameter, cut: Cut, ranks: TensorRanks) -> None:
-    """Have the gradient of the rows that several ranks hold summed over those: each has it of its own query heads.
-
-    The last `cut.shared` rows of `param` are those of one key head, and of its value head where both are fused.
-    """
-    share = cut.share
-    assert share is not None
-    assert share.num_keys == 1, share
-    own = slice(param.shape[0] - cut.shared, param.shape[0])
-    place, num_places = share.keys[0], share.num_kv_heads
-
-    def sum_rows(grad: Tensor) -> Tensor:
-        rows = grad[own]
-        of_all = rows.new_zeros((num_places, *rows.shape))
-        of_all[place] = rows
-        grad = grad.clone()
-        grad[own] = ranks.sum_in_place(of_all)[place]
-        return grad
-
-    param.register_hook(sum_rows)
-    if not share.counts_keys:
-        mark_counted(param, own.start * param[0].numel())
-
-
-def sum_whole_gradient(param: Parameter, ranks: TensorRanks) -> None:
-    """Have the gradient of a parameter that all ranks have, and of which each sees a part, summed over the ranks."""
-
-    def sum_all(grad: Tensor) -> Tensor:
-        return ranks.sum_in_place(grad.clone(memory_format=torch.contiguous_format))
-
-    param.register_hook(sum_all)

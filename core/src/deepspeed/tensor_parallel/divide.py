@@ -14,9 +14,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
-from deepspeed.tensor_parallel.cuts import Cut, cut_dim, hold_part, sum_shared_gradient, sum_whole_gradient
+from deepspeed.tensor_parallel.cuts import Cut, cut_dim, hold_part
 from deepspeed.tensor_parallel.inputs import check_first_inputs, cut_inputs_of_all_heads
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from deepspeed.tensor_parallel.marks import mark_params, remember_parts, remember_sums
 from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan
 from deepspeed.tensor_parallel.ranks import TensorRanks
 from deepspeed.tensor_parallel.shares import HeadShare, share_heads
@@ -72,6 +73,8 @@ def divide_model(
     if plan.inputs_of_all_heads:
         cut_inputs_of_all_heads(model, plan.inputs_of_all_heads, _own_share(divisions, ranks))
     divide_vocabulary(model, ranks, keeps_logits_divided=keeps_logits_divided)
+    remember_parts(model)
+    mark_params(model, ranks)
     model.register_forward_pre_hook(lambda *_: ranks.leave())
     check_first_inputs(model, ranks)
     object.__setattr__(model, _MARK, ranks)
@@ -169,8 +172,7 @@ def _has_dropout(model: nn.Module) -> bool:
 def _divide(model: nn.Module, each: _Division, ranks: TensorRanks) -> None:
     module, rule = each.module, each.rule
     if rule.sums_gradient:
-        for param in module.parameters(recurse=False):
-            sum_whole_gradient(param, ranks)
+        remember_sums(module, None)
     if not each.cuts:
         return
     cut = each.cuts[ranks.rank]
@@ -187,14 +189,12 @@ def _divide(model: nn.Module, each: _Division, ranks: TensorRanks) -> None:
     if rule.weight.dim == 0:
         if bias is not None:
             hold_part(bias, 0, cut, each.path)
-        if cut.shared:
-            assert not is_transposed, each.path
-            sum_shared_gradient(weight, cut, ranks)
-            if bias is not None:
-                sum_shared_gradient(bias, cut, ranks)
         sizes = tuple(theirs.size for theirs in each.cuts) if rule.gathers else ()
         block = "" if rule.gathers else f"{each.path.rpartition('.')[0]}."
         new = ColumnParallelLinear(weight, bias, ranks, block=block, transposed=is_transposed, gathered_sizes=sizes)
+        if cut.shared:
+            assert not is_transposed, each.path
+            remember_sums(new, cut)
     else:
         new = RowParallelLinear(weight, bias, ranks, transposed=is_transposed)
     model.set_submodule(each.path, new.train(module.training))

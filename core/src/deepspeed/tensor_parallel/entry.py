@@ -13,6 +13,7 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.tensor_parallel.choose import choose_plan
 from deepspeed.tensor_parallel.divide import divide_model, ranks_of
+from deepspeed.tensor_parallel.marks import mark_params
 from deepspeed.tensor_parallel.ranks import TensorRanks
 from deepspeed.tensor_parallel.vocabulary import check_loss
 
@@ -47,6 +48,13 @@ def tp_model_init(
         groups.keep(mesh)
         divide_over(model, mesh, TensorParallelConfig(**(section or {})))
     return model.to(dtype) if dtype is not None else model
+
+
+def prepare_params(model: nn.Module) -> None:
+    """Called when an engine is built, once the parameters are on their device; see `marks.py`."""
+    ranks = ranks_of(model)
+    if ranks is not None:
+        mark_params(model, ranks)
 
 
 def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig) -> None:

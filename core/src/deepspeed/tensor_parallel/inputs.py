@@ -26,9 +26,9 @@ def check_first_inputs(model: nn.Module, ranks: TensorRanks) -> None:
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal left
-        left -= 1
         if left == 0:
-            handle.remove()
+            return
+        left -= 1
         digests = all_gather_values(_digest([*args, *kwargs.values()]), ranks.group)
         if any(theirs != digests[0] for theirs in digests):
             other = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
@@ -38,7 +38,7 @@ def check_first_inputs(model: nn.Module, ranks: TensorRanks) -> None:
                 "only (engine.mesh.rank('dp') of engine.mesh.size('dp')), with equal seeds on tensor-parallel ranks"
             )
 
-    handle = model.register_forward_pre_hook(check, with_kwargs=True)
+    model.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def _digest(values: Any) -> str:
