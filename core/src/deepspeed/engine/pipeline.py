@@ -328,6 +328,10 @@ class _Compute:
             tensors = [training.precision.scale(loss / self._num_micros) for loss in tensors]
         training.backward_part(tensors, gradients, ends=ends)
 
+    def backward_weights(self, gradients: Iterator[tuple[Tensor, Tensor]], *, ends: bool) -> None:
+        self._training.schedule.set_boundary(ends)  # type: ignore[attr-defined]
+        self._training.take_gradients(gradients, ends=ends)
+
     def reduce(self) -> None:
         self._training.end_backward()
 

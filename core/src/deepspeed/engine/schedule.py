@@ -1,14 +1,13 @@
 """Schedules: in which order the engine runs forwards, backwards and the optimizer step.
 
 A schedule yields instructions and keeps no tensor; `training.py` carries them out. With gradient accumulation
-(`Accumulation`, the only schedule so far) the training loop is the user's: the calls `engine(x)` and
-`engine.backward(loss)` are the instructions `Forward` and `Backward` of one micro-batch, and `engine.step()` carries
-out what follows them.
+(`Accumulation`) the training loop is the user's: the calls `engine(x)` and `engine.backward(loss)` are the instructions
+`Forward` and `Backward` of one micro-batch, and `engine.step()` carries out what follows them.
 
-[Note: a schedule of a pipeline] Its loop is the engine's: it yields the instructions of all micro-batches of a step in
-the order of its stage (1F1B, interleaved), and instructions of its own between them, such as one that sends activations
-to the next stage. An instruction is a frozen dataclass with what it needs (a micro-batch, a buffer); who runs it finds
-the handler by its type. What follows the last backward is the same: `ReduceGradients`, `Step`.
+[Note: a schedule of a pipeline] Its loop is the engine's: it yields the instructions of all micro-batches of a batch in
+the order of its stage, with others between them, such as one that sends activations (`pipe/schedule.py`, in DeepSpeed's
+words). `pipe/stage.py` finds the handler of each by its type. What follows the last backward is the same: this schedule
+is then at a boundary, and its `ReduceGradients` and `Step` are carried out as in every engine (`engine/pipeline.py`).
 """
 
 import contextlib

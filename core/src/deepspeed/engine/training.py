@@ -1,6 +1,6 @@
 """`Training`: backward and step of one engine, over its parts. The engine's calls of these names come here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -75,13 +75,27 @@ class Training:
         """The backward of one stage of a pipeline.
 
         Args:
-            tensors: where it begins; none: nothing is left to do.
+            tensors: where it begins; none: nothing has a gradient.
             gradients: of `tensors`, scaled and divided as these are; None: they are a scaled loss.
             ends: it is the last one of a step. Then `end_backward` is to follow, which may wait for other stages.
         """
         self.sharding.window.abort_if_left()
         with self.observers.phase("backward"):
             self._run_backward(tensors, gradients)
+            if not ends:
+                self.end_backward()
+
+    def take_gradients(self, gradients: Iterable[tuple[Tensor, Tensor]], *, ends: bool) -> None:
+        """A backward whose gradients come as pairs of a parameter and its gradient, which is scaled.
+
+        Args:
+            ends: as in `backward_part`.
+        """
+        window = self.sharding.window
+        with self.observers.phase("backward"):
+            with window.opened(), self.observers.phase("backward_inner"), torch.no_grad():
+                for param, grad in gradients:
+                    param.grad = grad if param.grad is None else param.grad + grad
             if not ends:
                 self.end_backward()
 

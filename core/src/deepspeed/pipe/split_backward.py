@@ -5,7 +5,7 @@
         outputs = module(inputs)
     with deferred.in_backward():
         torch.autograd.backward(outputs, gradients)      # gradients of the inputs
-    weights, gradients = deferred.take()                 # those of the weights, computed now
+    for weight, gradient in deferred.gradients(): ...    # those of the weights, computed now
 
 Deferred are the weights and biases of linear layers: for a product X W^T with the gradient Y of its result, the
 gradient of X is Y W and that of W is Y^T X, of as much work each. All other gradients come with those of the inputs.
@@ -44,15 +44,10 @@ class DeferredWeights:
         finally:
             self._defers = False
 
-    def take(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The weights and biases, each once, and their gradients."""
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        for weight, bias, inputs, outputs in self._products:
-            for param, grad in _gradients(weight, bias, inputs, outputs):
-                before = found.get(id(param))
-                found[id(param)] = (param, grad if before is None else before[1] + grad)
-        self._products.clear()
-        return [param for param, _ in found.values()], [grad for _, grad in found.values()]
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Weights and biases with their gradients; a weight that several layers share comes several times."""
+        while self._products:
+            yield from _gradients(*self._products.pop())
 
     def keep(self, weight: Parameter, bias: Parameter | None, inputs: Tensor, outputs: Tensor) -> bool:
         """Called in a backward with the inputs of a layer and the gradient of its outputs: whether it is deferred."""

@@ -5,7 +5,7 @@ before this one may wait for the gradients that this backward has made, so these
 that ends it is told so, and `reduce` is called when they are on their way.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,6 +56,9 @@ class Compute(Protocol):
             gradients: of the outputs, scaled and divided; None for a loss.
             ends: the step has no backward after this one.
         """
+
+    def backward_weights(self, gradients: Iterator[tuple[Tensor, Tensor]], *, ends: bool) -> None:
+        """Take gradients of weights that a backward has left; `ends` as in `backward`."""
 
     def reduce(self) -> None:
         """Reduce what was accumulated."""
@@ -245,8 +248,7 @@ class Stage:
     def _backward_weight(self, instruction: BackwardWeight) -> None:
         buffer = self._buffer(instruction)
         assert buffer.deferred is not None
-        weights, gradients = buffer.deferred.take()
-        self._compute.backward(weights, gradients, ends=self._ends)
+        self._compute.backward_weights(buffer.deferred.gradients(), ends=self._ends)
 
     def _send_activation(self, instruction: SendActivation) -> None:
         buffer, chunk = self._buffer(instruction), instruction.chunk

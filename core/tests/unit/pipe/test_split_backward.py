@@ -1,0 +1,73 @@
+"""Gradients of weights computed apart from those of activations equal those of one backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe.split_backward import DeferredWeights
+from torch import nn
+
+
+class Layers(nn.Module):
+    """Linear layers with and without bias, one shared by two calls, one frozen, and others than linear ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.second, self.frozen = nn.Linear(4, 3, bias=False), nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x):
+        x = self.norm(torch.tanh(self.first(self.first(x))))
+        return F.linear(self.frozen(self.second(x)), self.frozen.weight * 2)
+
+
+def gradients(module, inputs):
+    return [inputs.grad, *(param.grad for param in module.parameters() if param.requires_grad)]
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 5, 4)])
+def test_both_parts_make_the_gradients_of_one_backward(shape):
+    module, x = Layers(), torch.randn(shape, requires_grad=True)
+    module(x).square().sum().backward()
+    wanted = [grad.clone() for grad in gradients(module, x)]
+    module.zero_grad()
+    x.grad = None
+
+    deferred = DeferredWeights()
+    with deferred.in_forward():
+        loss = module(x).square().sum()
+    with deferred.in_backward():
+        loss.backward()
+    assert module.first.weight.grad is None
+    assert module.first.bias.grad is None
+    assert module.norm.weight.grad is not None
+    for param, grad in deferred.gradients():
+        param.grad = grad if param.grad is None else param.grad + grad
+    for found, want in zip(gradients(module, x), wanted, strict=True):
+        torch.testing.assert_close(found, want)
+    assert module.frozen.weight.grad is None
+    assert list(deferred.gradients()) == []
+
+
+def test_a_backward_outside_of_it_is_whole():
+    module, x = Layers(), torch.randn(5, 4)
+    module(x).sum().backward()
+    wanted = module.first.weight.grad.clone()
+    module.zero_grad()
+    deferred = DeferredWeights()
+    with deferred.in_forward():
+        loss = module(x).sum()
+    loss.backward()
+    torch.testing.assert_close(module.first.weight.grad, wanted)
+    assert list(deferred.gradients()) == []
+
+
+def test_products_of_autocast_are_whole():
+    module, x = nn.Linear(4, 4), torch.randn(5, 4)
+    deferred = DeferredWeights()
+    with deferred.in_forward(), torch.autocast("cpu", torch.bfloat16):
+        loss = module(x).float().sum()
+    with deferred.in_backward():
+        loss.backward()
+    assert module.weight.grad is not None
+    assert list(deferred.gradients()) == []
