@@ -33,7 +33,7 @@ def dispatch(x_TH: Tensor, routing: Routing, run: RunExperts, ranks: GroupBacken
         ranks: hold the experts in equal parts, in the order of experts; None: this rank holds all. A collective.
     """
     k = routing.experts.shape[1]
-    sorted_N, counts_E = _sort(routing, len(routing.counts))
+    sorted_N, counts_E = sort_by_expert(routing)
     if ranks is None or ranks.world_size == 1:
         counts = counts_E.tolist()
         choices_N = sorted_N[: sum(counts)]
@@ -48,9 +48,10 @@ def dispatch(x_TH: Tensor, routing: Routing, run: RunExperts, ranks: GroupBacken
     return _combine(out_NH.to(x_TH.dtype), choices_N, routing.weights)
 
 
-def _sort(routing: Routing, num_experts: int) -> tuple[Tensor, Tensor]:
+def sort_by_expert(routing: Routing) -> tuple[Tensor, Tensor]:
     """Choices (token * K + which) by expert, then by token, with those that are dropped at the end; and the number of
     those that stay, by expert."""
+    num_experts = len(routing.counts)
     chosen_N = torch.where(routing.kept, routing.experts, num_experts).view(-1)
     return chosen_N.argsort(stable=True), torch.bincount(chosen_N, minlength=num_experts)[:num_experts]
 

@@ -55,8 +55,7 @@ class DividedExperts(nn.Module):
             part = ModelPart(param.shape, 0, ((start, stop),), f"{path}.{name}")
             param.data = param.data[start:stop].clone()
             mark_as_expert(param, f"{EXPERT_PREFIX}{ranks.world_size}")
-            mark_part(param, part)
-            param.tensor_model_parallel = False  # type: ignore[attr-defined]  # tensor-parallel ranks hold the same
+            mark_part(param, part, over="ep")
             self.register_parameter(name, param)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ class Experts(nn.Module):
             for name, param in expert.named_parameters():
                 shape = torch.Size(getattr(param, "ds_shape", param.shape))
                 whole = ((0, shape[0]),) if shape else ()
-                mark_part(param, ModelPart(shape, ranges=whole, name=f"{path}.deepspeed_experts.{number}.{name}"))
+                whole_name = f"{path}.deepspeed_experts.{number}.{name}"
+                mark_part(param, ModelPart(shape, ranges=whole, name=whole_name), over="ep")
 
 
 def make_experts(source: ExpertSource, num_experts: int, held: range) -> list[nn.Module]:
