@@ -34,7 +34,9 @@ FEATURES = {
         "one optimizer class per precision",
         "use deepspeed.runtime.base_optimizer.ZeROOptimizer, the class of all of them",
     ),
-    "sequence parallelism": Feature("sequence parallelism", "leave the sequence whole on each rank"),
+    "FPDT": Feature(
+        "DeepSpeed's FPDT layer", "use deepspeed.sequence.chunked.ChunkedAttention within DistributedAttention"
+    ),
     "sparse attention": Feature("sparse attention", "use torch.nn.attention.flex_attention"),
     "linear layers of stage 3": Feature(
         "a linear layer for stage 3", "use torch.nn.Linear, of which no gathered weight is kept"

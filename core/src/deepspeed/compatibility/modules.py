@@ -218,7 +218,5 @@ MODULES = {
     "runtime.zero.linear": _absent(
         "linear layers of stage 3", "LinearFunctionForZeroStage3 LinearModuleForZeroStage3", "zero3_linear_wrap"
     ),
-    "sequence.fpdt_layer": _absent(
-        "sequence parallelism", "FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct"
-    ),
+    "sequence.fpdt_layer": _absent("FPDT", "FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct"),
 }

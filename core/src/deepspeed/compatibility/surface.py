@@ -360,6 +360,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "`TiledFusedLogitsLoss` and `sequence_tiled_compute` too; `compute_params` may be None, as gradients reach "
             "every parameter. Tiles are computed again in the backward.",
         ),
+        (
+            "deepspeed.sequence.fpdt_layer.FPDT_Attention",
+            N,
+            "`deepspeed.sequence.chunked.ChunkedAttention` keeps chunks in host memory.",
+        ),
         ("deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy", W, "As documented."),
         ("deepspeed.init_inference", N, "Raises `ConfigError`."),
         ("deepspeed.DeepSpeedHybridEngine", N, "Raises `ConfigError`."),

@@ -1,0 +1,105 @@
+"""Ring attention beside torch's over the whole sequence, with fewer heads than ranks; bytes equal the formula."""
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.comm.group_backend import serve_by
+from deepspeed.comm.torch_group import TorchGroup
+from deepspeed.sequence.channel import channel
+from deepspeed.sequence.chunked import ChunkedAttention
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.sequence.ring import RingAttention
+from deepspeed.testing.distributed import run_ranks
+from torch.nn.functional import scaled_dot_product_attention
+
+BATCH, TOKENS, WIDTH = 2, 12, 8
+
+
+class Counting(TorchGroup):
+    """Counts the bytes that go to other ranks around the ring."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.sent = 0
+
+    def all_to_all(self, output_N, input_N, output_numels=None, input_numels=None, *, tag=None):
+        if tag == "ring":
+            self.sent += (sum(input_numels) - input_numels[self.rank]) * input_N.element_size()
+        return super().all_to_all(output_N, input_N, output_numels, input_numels, tag=tag)
+
+
+def inputs(num_heads, num_kv, dtype):
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(BATCH, heads, TOKENS, WIDTH) for heads in (num_heads, num_kv, num_kv, num_heads)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def ring_job(num_heads, num_kv, causal, dtype):
+    """Largest differences from the whole, and bytes sent in the forward and in all."""
+    serve_by(Counting)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    *whole, grad = inputs(num_heads, num_kv, dtype)
+    exact = [each.float().requires_grad_() for each in whole]
+    expected = scaled_dot_product_attention(*exact, is_causal=causal, enable_gqa=True)
+    expected.backward(grad.float())
+    own = [each.detach().chunk(size, 2)[rank].clone().requires_grad_() for each in whole]
+    found = RingAttention(dist.get_world_group(), causal=causal)(*own)
+    backend = channel(dist.get_world_group())
+    in_forward = backend.sent
+    found.backward(grad.chunk(size, 2)[rank])
+    pairs = [(found, expected), *[(mine.grad, theirs.grad) for mine, theirs in zip(own, exact, strict=True)]]
+    sent = in_forward, backend.sent
+    serve_by(None)
+    assert found.dtype == dtype
+    return max((mine.float() - theirs.chunk(size, 2)[rank]).abs().max().item() for mine, theirs in pairs), sent
+
+
+@pytest.mark.parametrize(
+    ("world", "num_heads", "num_kv", "causal", "dtype"),
+    [
+        (3, 1, 1, True, torch.float32),
+        (2, 4, 2, False, torch.float32),
+        (3, 2, 1, True, torch.bfloat16),
+    ],
+)
+def test_attention_of_the_whole_sequence(world, num_heads, num_kv, causal, dtype):
+    for difference, (forward, total) in run_ranks(world, ring_job, num_heads, num_kv, causal, dtype):
+        assert difference < (1e-5 if dtype == torch.float32 else 3e-2)
+        numel = 2 * BATCH * TOKENS // world * num_kv * WIDTH
+        assert forward == (world - 1) * numel * dtype.itemsize
+        assert total - forward == (world - 1) * numel * dtype.itemsize + world * numel * 4
+
+
+def chunked_job():
+    """Ulysses with a local attention in chunks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    *whole, grad = (each.transpose(1, 2) for each in inputs(4, 2, torch.float32))
+    whole = [each.clone().requires_grad_() for each in whole]
+    expected = scaled_dot_product_attention(*(each.transpose(1, 2) for each in whole), is_causal=True, enable_gqa=True)
+    expected.transpose(1, 2).backward(grad)
+    own = [each.detach().chunk(size, 1)[rank].clone().requires_grad_() for each in whole]
+    DistributedAttention(ChunkedAttention(5), dist.get_world_group(), 2, 1)(*own).backward(grad.chunk(size, 1)[rank])
+    return max(
+        (mine.grad - theirs.grad.chunk(size, 1)[rank]).abs().max().item()
+        for mine, theirs in zip(own, whole, strict=True)
+    )
+
+
+def test_ulysses_over_chunks():
+    assert max(run_ranks(2, chunked_job)) < 1e-5
+
+
+def refused_job():
+    ring = RingAttention(dist.get_world_group())
+    messages = []
+    for length, heads in ((4, 3), (4 + dist.get_rank(), 4)):
+        with pytest.raises(ValueError) as caught:
+            ring(torch.zeros(1, heads, length, 2), *[torch.zeros(1, 2, length, 2)] * 2)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_wrong_shapes_are_refused_on_every_rank():
+    for heads, shapes in run_ranks(2, refused_job):
+        assert "found query (1, 3, 4, 2), key (1, 2, 4, 2)" in heads
+        assert "RingAttention: the ranks of one sequence brought different shapes" in shapes
