@@ -58,7 +58,8 @@ def _grid(left: float, title: str, cells: list[tuple[int, float, int]], width: f
     for row, column, rank in cells:
         x, y = left + column * _CELL, _TOP + row * _CELL
         lines.append(
-            f'<rect x="{x:.1f}" y="{y}" width="{width * _CELL:.1f}" height="{_CELL}" fill="{_COLORS[rank]}" stroke="white"/>'
+            f'<rect x="{x:.1f}" y="{y}" width="{width * _CELL:.1f}" height="{_CELL}" fill="{_COLORS[rank]}" '
+            'stroke="white"/>'
         )
     return lines
 
