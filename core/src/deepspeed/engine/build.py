@@ -438,7 +438,12 @@ def _refuse_quantized(zero: ZeroConfig) -> None:
 def _move(model: torch.nn.Module, device: torch.device, stage: int) -> torch.nn.Module:
     """Bring the model to its device. Stage 3 moves parameters itself, as it shards them; here go the buffers."""
     if stage < 3:
-        return model.to(device)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        model.to(device)
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if param is not before[name]:  # torch made a new one, for some devices: keep the marks of experts and parts
+                vars(param).update(vars(before[name]))
+        return model
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
