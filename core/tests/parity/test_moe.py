@@ -11,12 +11,12 @@ import copy
 import math
 
 import deepspeed
-import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.stacked import ExpertMLP, StackedExperts
+from deepspeed.parallel import groups
 from deepspeed.parallel.model_part import part_held
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
@@ -189,7 +189,8 @@ def train_reference(world, arguments, accumulation=1):
     return losses, norms, {name: param.detach() for name, param in net.named_parameters()}
 
 
-def train_job(stage, arguments, accumulation, checkpoints):
+def train_job(stage, arguments, accumulation, checkpoints, tp_size=1):
+    mesh = groups.set_mesh({"tp": tp_size})
     net = create_net(**arguments)
     net.checkpoints = checkpoints
     config = {
@@ -203,7 +204,7 @@ def train_job(stage, arguments, accumulation, checkpoints):
     losses, norms = [], []
     for step in range(NUM_STEPS):
         for micro in range(accumulation):
-            loss = engine(samples(step, dist.get_rank(), micro))
+            loss = engine(samples(step, mesh.rank("dp"), micro))
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))
@@ -217,13 +218,13 @@ def train_job(stage, arguments, accumulation, checkpoints):
     return losses, norms, weights
 
 
-def check(world, stage, arguments, accumulation=1, checkpoints=False):
-    losses, norms, weights = train_reference(world, arguments, accumulation)
-    found = run_ranks(world, train_job, stage, arguments, accumulation, checkpoints)
+def check(world, stage, arguments, accumulation=1, checkpoints=False, tp_size=1):
+    losses, norms, weights = train_reference(world // tp_size, arguments, accumulation)
+    found = run_ranks(world, train_job, stage, arguments, accumulation, checkpoints, tp_size)
     expected = torch.cat(losses)  # [steps * accumulation, world]
     seen = {}
     for rank, (own_losses, own_norms, own_weights) in enumerate(found):
-        torch.testing.assert_close(torch.tensor(own_losses), expected[:, rank], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(own_losses), expected[:, rank // tp_size], rtol=1e-5, atol=1e-6)
         assert own_norms == pytest.approx(norms, rel=1e-4)
         for (name, start, stop), weight in own_weights.items():
             expected_part = weights[name][start:stop] if "experts" in name else weights[name]
@@ -268,3 +269,10 @@ def test_experts_over_four_ranks(shape):
 )
 def test_two_copies_of_experts_over_two_ranks(stage, shape, accumulation, checkpoints):
     check(4, stage, {"ep_size": 2, **SHAPES[shape]}, accumulation, checkpoints)
+
+
+@pytest.mark.parametrize("stage", swept((0, 1, 3), lambda stage: stage == 1))
+@pytest.mark.parametrize("shape", ["k2-stacked"])
+def test_tensor_parallel_ranks_hold_the_same_experts(stage, shape):
+    """Layers here are whole on both tensor-parallel ranks: the norm counts each once."""
+    check(4, stage, {"ep_size": 2, **SHAPES[shape]}, tp_size=2)

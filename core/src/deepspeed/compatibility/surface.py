@@ -346,6 +346,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "Dispatch by sorting, without capacity masks; `expert` may be a function that makes one. Random choices "
             "(`use_rts`, `top2_2nd_expert_sampling`) are made in training only; `use_tutel` warns.",
         ),
+        (
+            "expert_parallel (AutoEP)",
+            W,
+            "Experts are found by their parameters; keys that name routers and experts are refused with `enabled`.",
+        ),
         ("deepspeed.moe.sharded_moe.TopKGate", D, "Returns a `Routing`, not masks; the gating functions are refused."),
         ("deepspeed.moe.utils", W, "`has_moe_layers` gives the number of experts of the first layer."),
         ("deepspeed.tp_model_init", W, "Also uneven heads, and stage 3."),
