@@ -8,6 +8,7 @@ import functools
 import deepspeed
 import pytest
 import torch
+from deepspeed.errors import ConfigError
 from deepspeed.parallel.model_part import part_held
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import covering, swept
@@ -165,9 +166,12 @@ def compare(engine, weights):
     return worst, divided
 
 
-def family_job(name, tp):
+def family_job(name, tp, checkpoints=False, **section):
     losses, norms, weights = reference(name)
-    engine = deepspeed.initialize(model=create(name), config=config_of(tp))[0]
+    model = create(name)
+    if checkpoints:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine = deepspeed.initialize(model=model, config=config_of(tp, **section))[0]
     found = train(engine)
     worst, divided = compare(engine, weights)
     engine.destroy()
@@ -188,6 +192,39 @@ def test_a_divided_model_learns_what_the_whole_one_learns(name, tp):
     for worst, divided in run_ranks(tp, family_job, name, tp):
         assert worst < 1e-5
         assert divided >= 9
+
+
+def sequence_job(name, tp, checkpoints):
+    return family_job(name, tp, checkpoints, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "checkpoints"),
+    swept(
+        [(name, 2, False) for name in ("llama, biases", "llama, one key", "mistral", "qwen3", "gemma", "phi", "phi3")]
+        + [("llama, biases", 4, True), ("qwen3", 2, True)],
+        lambda *case: case in [("llama, biases", 4, True), ("qwen3", 2, False)],
+    ),
+)
+def test_a_sequence_that_is_divided_between_blocks(name, tp, checkpoints):
+    for worst, divided in run_ranks(tp, sequence_job, name, tp, checkpoints):
+        assert worst < 1e-5
+        assert divided >= 9
+
+
+def odd_sequence_job():
+    engine = deepspeed.initialize(model=create("llama"), config=config_of(3, sequence_parallel=True))[0]
+    with pytest.raises(ConfigError, match="found a sequence of 8 tokens for 3 ranks; pad it to a multiple of that"):
+        loss_of(engine, tokens(0))
+    engine.eval()
+    with torch.no_grad():  # there it stays whole
+        loss = loss_of(engine, tokens(0)).item()
+    assert loss == pytest.approx(loss_of(create("llama"), tokens(0)).item(), rel=1e-5)
+    engine.destroy()
+
+
+def test_a_sequence_that_does_not_divide_is_refused():
+    run_ranks(3, odd_sequence_job)
 
 
 def product_job(name, stage, micro, clip, checkpoints, vocab):

@@ -264,6 +264,7 @@ def refused_job():
         "structure": refused(nn.Sequential(nn.Linear(4, 4))),
         "older form": refused(build(), tp={"tp_size": 3}),
         "loss": refused(build(), vocab_parallel_lm_head=True),
+        "stack": refused(build(), sequence_parallel=True),
     }
     odd = build(heads=6, keys=4)
     messages["key heads"] = refused(odd)
@@ -290,6 +291,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_with_its_numbers():
         "structure": "the structure of Sequential does not tell which of its layers can be divided",
         "older form": "tensor_parallel: found autotp_size 2 and tp.tp_size 3; give one",
         "loss": "tensor_parallel.vocab_parallel_lm_head: Model does not take its loss from loss_function",
+        "stack": "tensor_parallel.sequence_parallel: the plan 'by structure' does not say in which layers of Model",
         "key heads": "found 6 query heads and 4 key and value heads; the first must be a multiple of the second",
         "style": "divides mlp.up as 'moe_tp_experts', and the styles that are known here are colwise, ",
         "other model": "has the parameter mlp.up.weight (20, 12) where rank 1 has mlp.up.weight (21, 12)",

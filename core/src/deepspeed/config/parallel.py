@@ -29,6 +29,7 @@ class TensorParallelConfig(Section):
     preset_model: str | None = key(None, "Plan of a model family, by transformers' model type.")
     tp_overlap_comm: Flag = key(False, "Overlap its reductions with computation.", support=_TP)
     vocab_parallel_lm_head: Flag = key(False, "Keep logits divided by vocabulary; the loss is taken from the parts.")
+    sequence_parallel: Flag = key(False, "Divide the sequence between the blocks of a layer.")
     partition_config: Free | None = key(None, "A plan of your own: `layer_specs` with patterns.")
     tensor_parallel: Free | None = key(None, "The older form of the degree: `tp_size` and `tp_grain_size`.")
     tp_grain_size: Int = key(1, "Features are divided in multiples of this.", unit="elements", ge=1)

@@ -20,6 +20,7 @@ from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLi
 from deepspeed.tensor_parallel.marks import mark_params, remember_parts, remember_sums
 from deepspeed.tensor_parallel.plans import Along, Rule, TensorPlan
 from deepspeed.tensor_parallel.ranks import TensorRanks
+from deepspeed.tensor_parallel.sequence_norms import divide_sequence, find_stack
 from deepspeed.tensor_parallel.shares import HeadShare, share_heads
 from deepspeed.tensor_parallel.vocabulary import divide_vocabulary
 
@@ -48,7 +49,13 @@ def ranks_of(model: nn.Module) -> TensorRanks | None:
 
 
 def divide_model(
-    model: nn.Module, ranks: TensorRanks, plan: TensorPlan, *, grain: int = 1, keeps_logits_divided: bool = False
+    model: nn.Module,
+    ranks: TensorRanks,
+    plan: TensorPlan,
+    *,
+    grain: int = 1,
+    keeps_logits_divided: bool = False,
+    divides_sequence: bool = False,
 ) -> None:
     """Divide the model over `ranks`, in place.
 
@@ -57,12 +64,14 @@ def divide_model(
         grain: features are cut at multiples of this.
         keeps_logits_divided: the output layer gives this rank's part of the vocabulary, and the model's loss is taken
             from the parts.
+        divides_sequence: also divide the sequence between blocks; see `sequence_norms.py`.
 
     Raises:
         ConfigError: if the plan does not fit the model or the number of ranks; nothing was changed then.
     """
     _check_dividable(model, ranks)
     divisions = _find(model, ranks, plan, grain)
+    stack = find_stack(model, plan) if divides_sequence else None
     _copy_from_first(model, ranks)
     ranks.agree_on_random_state()
     ranks.has_dropout = _has_dropout(model)
@@ -73,6 +82,8 @@ def divide_model(
     if plan.inputs_of_all_heads:
         cut_inputs_of_all_heads(model, plan.inputs_of_all_heads, _own_share(divisions, ranks))
     divide_vocabulary(model, ranks, keeps_logits_divided=keeps_logits_divided)
+    if stack is not None:
+        divide_sequence(model, stack, ranks)
     remember_parts(model)
     mark_params(model, ranks)
     model.register_forward_pre_hook(lambda *_: ranks.leave())

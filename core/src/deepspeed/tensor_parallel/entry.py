@@ -81,4 +81,5 @@ def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig) -> 
         plan,
         grain=section.grain,
         keeps_logits_divided=section.vocab_parallel_lm_head,
+        divides_sequence=section.sequence_parallel,
     )

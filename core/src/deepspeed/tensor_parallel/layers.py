@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, sum_gradient, sum_over
+from deepspeed.tensor_parallel.sequence_ranks import scatter_sum
 
 
 class ColumnParallelLinear(Module):
@@ -39,12 +40,14 @@ class ColumnParallelLinear(Module):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.ranks, self.block, self.transposed, self.gathered_sizes = ranks, block, transposed, gathered_sizes
+        self.reads_gathered = False  # set where the sequence is gathered before the block, which sums the gradient
         self.out_features, self.in_features = weight.shape[::-1] if transposed else weight.shape
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., I] -> [..., o], or [..., O] if it gathers."""
         if self.block:
-            input = self.ranks.enter(input, self.block, training=self.training)
+            sums = not (self.reads_gathered and self.ranks.sequence_is_divided)
+            input = self.ranks.enter(input, self.block, training=self.training, sums_gradient=sums)
         else:
             input = sum_gradient(input, self.ranks)
         output = self._linear(input)
@@ -74,13 +77,15 @@ class RowParallelLinear(Module):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.ranks, self.transposed = ranks, transposed
+        self.scatters_sequence = False  # set where the sequence is divided between blocks
         self.out_features, self.in_features = weight.shape[::-1] if transposed else weight.shape
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., i] -> [..., O], equal on all ranks."""
+        """[..., i] -> [..., O], equal on all ranks; [B, T, i] -> [B, T/W, O] where the sequence is divided."""
         self.ranks.leave()
         part = F.linear(input, self.weight.t() if self.transposed else self.weight)
-        total = sum_over(part, self.ranks)
+        scatters = self.scatters_sequence and self.ranks.sequence_is_divided
+        total = scatter_sum(part, self.ranks) if scatters else sum_over(part, self.ranks)
         return total if self.bias is None else total + self.bias
 
     def extra_repr(self) -> str:

@@ -4,7 +4,7 @@ Both belong to a parameter, and a copy of the model, or its move to some devices
 remember them, and `mark_params` puts them on the current ones: after the division, and when an engine is built.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,14 +19,19 @@ _SUMS = "ds_gradient_sums"
 _HANDLE = "ds_gradient_sum_handle"
 
 
-def remember_sums(module: Module, cut: Cut | None) -> None:
+def remember_sums(
+    module: Module, cut: Cut | None, names: Sequence[str] | None = None, *, only_where_divided: bool = False
+) -> None:
     """Have the gradients of the module's own parameters summed over the ranks, each of which sees a part.
 
     Args:
         cut: only those of its last `cut.shared` rows, which are one key head, and its value head where both are fused;
             None: all.
+        names: of the parameters; None: all.
+        only_where_divided: only in forwards that divide the sequence.
     """
-    setattr(module, _SUMS, dict.fromkeys((name for name, _ in module.named_parameters(recurse=False)), cut))
+    names = [name for name, _ in module.named_parameters(recurse=False)] if names is None else names
+    setattr(module, _SUMS, dict.fromkeys(names, (cut, only_where_divided)))
 
 
 def remember_parts(model: Module) -> None:
@@ -42,12 +47,12 @@ def mark_params(model: Module, ranks: TensorRanks) -> None:
     for module in model.modules():
         for name, part in getattr(module, _PARTS, {}).items():
             mark_part(module.get_parameter(name), part)
-        for name, cut in getattr(module, _SUMS, {}).items():
+        for name, (cut, only_where_divided) in getattr(module, _SUMS, {}).items():
             param = module.get_parameter(name)
             known = getattr(param, _HANDLE, None)
             if known is not None:
                 known.remove()
-            setattr(param, _HANDLE, param.register_hook(_sum_of(cut, ranks)))
+            setattr(param, _HANDLE, param.register_hook(_sum_of(cut, ranks, only_where_divided)))
             if cut is not None and cut.share is not None and not cut.share.counts_keys:
                 mark_counted(param, (param.shape[0] - cut.shared) * _row_numel(param))
 
@@ -56,8 +61,10 @@ def _row_numel(param: Parameter) -> int:
     return param.numel() // param.shape[0]
 
 
-def _sum_of(cut: Cut | None, ranks: TensorRanks) -> Callable[[Tensor], Tensor]:
+def _sum_of(cut: Cut | None, ranks: TensorRanks, only_where_divided: bool) -> Callable[[Tensor], Tensor]:
     def sum_all(grad: Tensor) -> Tensor:
+        if only_where_divided and not ranks.sequence_is_divided:
+            return grad
         return ranks.sum_in_place(grad.clone(memory_format=torch.contiguous_format))
 
     def sum_shared(grad: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ class TensorPlan:
         heads: (H, G) from the model's config; None: there is no attention.
         inputs_of_all_heads: end of the path of modules whose inputs `alibi` and `attention_mask` are made for all
             heads, and must be cut; "": none.
+        stack: end of the path of the layers in which the sequence can be divided, as all linear layers are in attention
+            and feed-forward modules that get `hidden_states`; "": none.
         counts_in_config: attention reads its numbers of heads from `self.config`, and gets a config of its own.
     """
 
@@ -70,6 +72,7 @@ class TensorPlan:
     rules: tuple[Rule, ...]
     heads: Callable[[Any], tuple[int, int]] | None = None
     inputs_of_all_heads: str = ""
+    stack: str = ""
     counts_in_config: bool = False
 
     def rule_for(self, path: str) -> Rule | None:
@@ -192,9 +195,12 @@ def _table(name: str, rules: Iterable[Rule], **options: Any) -> Callable[[Any], 
 
 #: by transformers' `model_type`: the plan of a model, from its config
 PLANS: Mapping[str, Callable[[Any], TensorPlan]] = {
-    **{name: _table(name, _LLAMA) for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")},
-    "phi": _table("phi", _PHI),
-    "phi3": _table("phi3", _PHI3, counts_in_config=True),
+    **{
+        name: _table(name, _LLAMA, stack="layers")
+        for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+    },
+    "phi": _table("phi", _PHI, stack="layers"),
+    "phi3": _table("phi3", _PHI3, stack="layers", counts_in_config=True),
     "gpt2": _table("gpt2", _GPT2),
     "gpt_neox": _table("gpt_neox", _GPT_NEOX),
     "bloom": _table("bloom", _BLOOM, inputs_of_all_heads="self_attention"),

@@ -33,6 +33,7 @@ class TensorRanks:
         self.backend.connect()
         self.rank, self.world_size = self.backend.rank, self.backend.world_size
         self.has_dropout = False  # set when a model is divided: whether blocks need random states of their own
+        self.sequence_is_divided = False  # between the blocks of the current forward; see `sequence_norms.py`
         self._block: str | None = None  # that runs now
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._common_state: Tensor | None = None
@@ -40,12 +41,13 @@ class TensorRanks:
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorRanks":
         return self  # a copy of the model is divided over the same ranks
 
-    def enter(self, x: Tensor, block: str, *, training: bool) -> Tensor:
+    def enter(self, x: Tensor, block: str, *, training: bool, sums_gradient: bool = True) -> Tensor:
         """The input of a column-parallel layer, whose gradient is summed over the ranks; see [Note: a divided block].
 
         Args:
             x: any shape, equal on all ranks.
             block: the same for the layers that begin one block.
+            sums_gradient: False: the gradient is summed elsewhere.
         """
         if self._block != block:
             # One that did not end was left by an exception: the caller's, or that of activation checkpointing, which
@@ -54,7 +56,7 @@ class TensorRanks:
             self._block, self._common_state = block, None
             if training and self.has_dropout:
                 self._use_own_random_state()
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not sums_gradient:
             return x
         for known, copy in self._copies:
             if known is x:

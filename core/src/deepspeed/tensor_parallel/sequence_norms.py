@@ -1,0 +1,117 @@
+"""Norms, residual sums and dropout on a part of the sequence each (arXiv 2205.05198, section 4.2.2).
+
+Between divided blocks every rank has B x T/W x D of the activations instead of all B x T x D: a block gathers the
+sequence before its column-parallel layers, and its row-parallel layer scatters the sum over the sequence. As many bytes
+are sent as by the sums. Parameters outside of blocks see a part of the tokens, so their gradients are summed.
+
+In evaluation the sequence stays whole: tokens that are generated come one at a time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import ConfigError
+from deepspeed.parallel.model_part import part_held
+from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from deepspeed.tensor_parallel.marks import remember_sums
+from deepspeed.tensor_parallel.plans import TensorPlan
+from deepspeed.tensor_parallel.ranks import TensorRanks
+from deepspeed.tensor_parallel.sequence_ranks import gather_for_all, gather_for_block, take_part
+
+_KEY = "tensor_parallel.sequence_parallel"
+
+
+def find_stack(model: nn.Module, plan: TensorPlan) -> nn.ModuleList:
+    """The layers in which the sequence is divided.
+
+    Raises:
+        ConfigError: if the plan does not say which they are.
+    """
+    stacks = [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and plan.stack and f".{path}".endswith(f".{plan.stack}")
+    ]
+    if len(stacks) != 1:
+        raise ConfigError(
+            f"{_KEY}: the plan {plan.name!r} does not say in which layers of {type(model).__name__} the sequence can "
+            "be divided; set it false"
+        )
+    return stacks[0]
+
+
+def divide_sequence(model: nn.Module, stack: nn.ModuleList, ranks: TensorRanks) -> None:
+    """Divide the sequence between the blocks of `stack`, whose linear layers are divided already."""
+    blocks = {
+        path.rpartition(".")[0] for path, module in stack.named_modules() if isinstance(module, ColumnParallelLinear)
+    }
+    for path in blocks:
+        stack.get_submodule(path).register_forward_pre_hook(_GatherBefore(ranks), with_kwargs=True)
+    for module in stack.modules():
+        if isinstance(module, ColumnParallelLinear):
+            module.reads_gathered = True
+        elif isinstance(module, RowParallelLinear):
+            module.scatters_sequence = True
+        whole = [name for name, param in module.named_parameters(recurse=False) if part_held(param) is None]
+        if whole and not hasattr(module, "ds_gradient_sums"):
+            remember_sums(module, None, whole, only_where_divided=True)
+    stack[0].register_forward_pre_hook(_TakePart(ranks), with_kwargs=True)
+    stack[-1].register_forward_hook(_GatherAfter(ranks))
+
+    def decide(*_: Any) -> None:
+        ranks.sequence_is_divided = model.training and torch.is_grad_enabled()
+
+    model.register_forward_pre_hook(decide)
+
+
+class _TakePart:
+    """The input of the first layer: this rank's part of the sequence."""
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _change(args, kwargs, self._part) if self.ranks.sequence_is_divided else None
+
+    def _part(self, hidden: Tensor) -> Tensor:
+        if hidden.shape[1] % self.ranks.world_size:
+            raise ConfigError(
+                f"{_KEY}: found a sequence of {hidden.shape[1]} tokens for {self.ranks.world_size} ranks; pad it to a "
+                "multiple of that number"
+            )
+        return take_part(hidden, self.ranks)
+
+
+class _GatherBefore:
+    """The input of a divided block: the whole sequence."""
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.ranks.sequence_is_divided:
+            return None
+        return _change(args, kwargs, lambda hidden: gather_for_block(hidden, self.ranks))
+
+
+class _GatherAfter:
+    """The output of the last layer: the whole sequence."""
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        if not self.ranks.sequence_is_divided:
+            return None
+        if isinstance(output, tuple):
+            return gather_for_all(output[0], self.ranks), *output[1:]
+        return gather_for_all(output, self.ranks)
+
+
+def _change(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the activations changed: the first, or `hidden_states`."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
