@@ -18,25 +18,24 @@ def render() -> str:
     """The picture as SVG."""
     heads = HeadDivision(num_heads=4, num_kv_heads=2, num_ranks=3)
     between = [
-        (row, head, rank)
+        (row, head, rank, 1.0)
         for head in range(heads.num_heads)
         for rank, (start, stop) in enumerate(heads.query)
         if start <= head < stop
         for row in range(_TOKENS)
     ]
-    outside = [(row, head, row * 3 // _TOKENS) for row in range(_TOKENS) for head in range(heads.num_heads)]
+    outside = [(row, head, row * 3 // _TOKENS, 1.0) for row in range(_TOKENS) for head in range(heads.num_heads)]
     wide = _CELL * heads.num_heads
     middle, right = _LEFT + wide + 150, _LEFT + 2 * (wide + 150)
-    key_value = [
-        (row, 1.15 * head + 0.31 * rank, rank)
-        for rank, (start, stop) in enumerate(heads.key_value)
-        for head in range(start, stop)
-        for row in range(_TOKENS)
-    ]
+    shared = []
+    for head in range(heads.num_kv_heads):
+        ranks = [rank for rank, (start, stop) in enumerate(heads.key_value) if start <= head < stop]
+        strips = [(head + place / len(ranks), rank, 1 / len(ranks)) for place, rank in enumerate(ranks)]
+        shared += [(row, *strip) for strip in strips for row in range(_TOKENS)]
     height = _TOP + _TOKENS * _CELL + 34
     parts = [f"<!-- {_BY} -->", *_grid(_LEFT, "outside: tokens divided", outside)]
     parts += _grid(middle, "inside: query heads divided", between)
-    parts += _grid(right, "inside: KV heads, shared", key_value, width=0.3)
+    parts += _grid(right, "inside: KV heads, shared", shared)
     parts += [_arrow(_LEFT + wide + 18, middle - 18), _arrow(middle - 18, _LEFT + wide + 18, down=34)]
     legend = [
         f'<rect x="{_LEFT + 80 * rank}" y="{height - 20}" width="12" height="12" fill="{color}"/>'
@@ -52,10 +51,10 @@ def render() -> str:
     )
 
 
-def _grid(left: float, title: str, cells: list[tuple[int, float, int]], width: float = 1.0) -> list[str]:
-    """Rows are tokens, columns heads."""
+def _grid(left: float, title: str, cells: list[tuple[int, float, int, float]]) -> list[str]:
+    """Rows are tokens, columns heads; a cell is (row, column, rank, width in columns)."""
     lines = [f'<text x="{left}" y="20">{title}</text>', f'<text x="{left}" y="38" fill="#666">heads</text>']
-    for row, column, rank in cells:
+    for row, column, rank, width in cells:
         x, y = left + column * _CELL, _TOP + row * _CELL
         lines.append(
             f'<rect x="{x:.1f}" y="{y}" width="{width * _CELL:.1f}" height="{_CELL}" fill="{_COLORS[rank]}" '
