@@ -3,11 +3,14 @@
 from functools import partial
 
 import deepspeed
+import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.utils import groups
 from torch import nn
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
@@ -260,6 +263,82 @@ def test_a_checkpoint_loads_at_another_number_of_stages(tmp_path, kind, stages, 
     loaded = run_ranks(worlds[1], load_job, folder, kind, stages[1], stage, module_keys)
     for losses in loaded:
         assert losses == pytest.approx(saved[0], rel=1e-5)
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x, group=groups.get_tensor_model_parallel_group())
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _SumForward.apply(grad)
+
+
+class DividedBlock(Block):
+    """`Block` with its two products divided over tensor-parallel ranks, as Megatron's layers are."""
+
+    def __init__(self, scale, tp):
+        super().__init__(scale)
+        rows = 2 * WIDTH // tp
+        own = slice(dist.get_rank() % tp * rows, (dist.get_rank() % tp + 1) * rows)
+        self.first.weight = nn.Parameter(self.first.weight.detach()[own].clone())
+        self.first.bias = nn.Parameter(self.first.bias.detach()[own].clone())
+        self.second.weight = nn.Parameter(self.second.weight.detach()[:, own].clone())
+        for param in (self.first.weight, self.first.bias, self.second.weight):
+            param.tensor_model_parallel = True
+        self.own = own
+
+    def forward(self, inputs):
+        hidden, mask = inputs
+        update = F.gelu(self.first(_SumBackward.apply(self.norm(hidden))))
+        update = _SumForward.apply(F.linear(update, self.second.weight)) + self.second.bias
+        return hidden + self.scale * update * mask.unsqueeze(-1), mask
+
+
+def divided_job(tp, stage, keys):
+    layers = layers_of("tied")
+    for spec in layers[1:-1]:
+        spec.typename, spec.module_args = DividedBlock, (*spec.module_args, tp)
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=tp, num_dp=dist.get_world_size() // (2 * tp))
+    model = PipelineModule(layers, topology=topology, loss_fn=loss_fn, seed_layers=True, base_seed=SEED)
+    engine = deepspeed.initialize(model=model, config=config_of(stage, gradient_clipping=0.1, **keys))[0]
+    data = batches(engine.mesh.rank("dp"))
+    losses = [engine.train_batch(data).item() for _ in range(STEPS)]
+    norm = float(engine.get_global_grad_norm())
+    engine.destroy()
+    return (
+        losses,
+        norm,
+        [(module.own, name, module.state_dict()) for name, module in model.named_children() if name.isdigit()],
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "keys"), [(4, 1, {}), sweep(8, 2, SPLIT), sweep(8, 3, {}), sweep(4, 0, SPLIT)]
+)
+def test_two_stages_of_two_tensor_parallel_ranks(world, stage, keys):
+    losses, norm, weights = reference("tied", world // 4, clip=0.1)
+    for own_losses, own_norm, blocks in run_ranks(world, divided_job, 2, stage, keys):
+        assert own_losses == pytest.approx(losses, abs=1e-5, rel=1e-5)
+        assert own_norm == pytest.approx(norm, rel=1e-4)
+        for own, layer, state in blocks:
+            close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
+            close(state["first.weight"], weights[f"{layer}.first.weight"][own])
+            close(state["second.weight"], weights[f"{layer}.second.weight"][:, own])
+            close(state["norm.weight"], weights[f"{layer}.norm.weight"])
 
 
 def test_one_stage():

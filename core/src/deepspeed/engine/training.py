@@ -96,6 +96,7 @@ class Training:
             with window.opened(), self.observers.phase("backward_inner"), torch.no_grad():
                 for param, grad in gradients:
                     param.grad = grad if param.grad is None else param.grad + grad
+                    self.sharding.reduction.gradient_was_set(param)
             if not ends:
                 self.end_backward()
 

@@ -11,6 +11,7 @@ Deferred are the weights and biases of linear layers: for a product X W^T with t
 gradient of X is Y W and that of W is Y^T X, of as much work each. All other gradients come with those of the inputs.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ class DeferredWeights:
     """The weight gradients of one micro-batch in one part."""
 
     def __init__(self) -> None:
-        self._products: list[tuple[Parameter, Parameter | None, Tensor, Tensor]] = []
+        self._products: deque[tuple[Parameter, Parameter | None, Tensor, Tensor]] = deque()
         self._defers = False
 
     @contextmanager
@@ -47,7 +48,7 @@ class DeferredWeights:
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Weights and biases with their gradients; a weight that several layers share comes several times."""
         while self._products:
-            yield from _gradients(*self._products.pop())
+            yield from _gradients(*self._products.popleft())
 
     def keep(self, weight: Parameter, bias: Parameter | None, inputs: Tensor, outputs: Tensor) -> bool:
         """Called in a backward with the inputs of a layer and the gradient of its outputs: whether it is deferred."""
