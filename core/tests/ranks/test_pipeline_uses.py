@@ -52,8 +52,9 @@ def samples(seed=0, count=100, dtype=torch.float32):
 # ---- evaluation -----------------------------------------------------------------------------------------------------
 
 
-def eval_job():
-    engine = create()
+def eval_job(interleave):
+    keys = {"pipeline": {"schedule": "interleaved"}} if interleave > 1 else {}
+    engine = create(mlp(interleave=interleave), **keys)
     last = engine.is_last_stage()
     found = {
         "loss": engine.eval_batch(samples()).item(),
@@ -70,12 +71,13 @@ def eval_job():
     return last, found, trained
 
 
-def test_evaluation_is_that_of_the_whole_model():
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_evaluation_is_that_of_the_whole_model(interleave):
     model = whole()
     data = [(inputs, labels) for inputs, labels in samples(count=3)]
     losses = [F.cross_entropy(model(inputs), labels).item() for inputs, labels in data]
     outputs = [model(inputs).detach() for inputs, _ in data[:2]]
-    for last, found, trained in run_ranks(2, eval_job):
+    for last, found, trained in run_ranks(2, eval_job, interleave):
         assert found["loss"] == trained == pytest.approx(sum(losses[:2]) / 2, rel=1e-6)
         assert found["list"] == pytest.approx(losses[:2], rel=1e-6)
         assert found["three"] == pytest.approx(sum(losses) / 3, rel=1e-6)

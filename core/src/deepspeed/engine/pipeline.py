@@ -27,6 +27,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule import (
     DataParallelSchedule,
     InferenceSchedule,
+    InterleavedInferenceSchedule,
     InterleavedSchedule,
     PipeSchedule,
     TrainSchedule,
@@ -134,7 +135,7 @@ class PipelineEngine(DeepSpeedEngine):
         batch = self._take("eval_batch", data_iter, num_micros)
         was_training = self.module.training
         self.module.eval()
-        schedule = InferenceSchedule(num_micros, self.num_stages, self.stage_id)
+        schedule = self._inference_schedule(num_micros)
         keeps_outputs = return_logits or not compute_loss
         with torch.no_grad():
             results = self._run(
@@ -226,6 +227,12 @@ class PipelineEngine(DeepSpeedEngine):
             batch_fn=self._batch_fn,
             shapes_vary=self.module.dynamic_shape,  # type: ignore[arg-type]
         )
+
+    def _inference_schedule(self, num_micros: int) -> PipeSchedule:
+        num_chunks: int = self.module.interleave  # type: ignore[assignment]
+        if num_chunks == 1:
+            return InferenceSchedule(num_micros, self.num_stages, self.stage_id)
+        return InterleavedInferenceSchedule(num_micros, self.num_stages, self.stage_id, num_chunks)
 
     def _run(self, schedule: PipeSchedule, batch: Batch, run: Callable[[], Any]) -> Any:
         self._compute.begin(schedule.num_micro_batches)

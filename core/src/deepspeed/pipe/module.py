@@ -232,6 +232,12 @@ class PipelineModule(Module):
             self.add_module(str(index), built)
         return _Layer(spec, built)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "PipelineModule":
+        """Moves and converts parameters, some of which are then new ones."""
+        super()._apply(fn, recurse)
+        self._mark_tied()
+        return self
+
     def _mark_tied(self) -> None:
         for key, stages in self.tied_stages().items():
             if len(stages) > 1 and key in self.tied_modules:

@@ -41,6 +41,7 @@ __all__ = [
     "DataParallelSchedule",
     "ForwardPass",
     "InferenceSchedule",
+    "InterleavedInferenceSchedule",
     "InterleavedSchedule",
     "LoadMicroBatch",
     "OptimizerStep",
@@ -259,7 +260,12 @@ class _OrderedSchedule(PipeSchedule):
             if kind in (BackwardPass, BackwardInput) and not is_first:
                 commands.append(SendGrad(**where))
             yield commands
-        yield _end_of_step()
+        if end := self._end():
+            yield end
+
+    def _end(self) -> list[PipeInstruction]:
+        """What follows all passes."""
+        return _end_of_step()
 
     def num_pipe_buffers(self) -> int:
         """Micro-batches between their forward and their last backward."""
@@ -299,6 +305,29 @@ class InterleavedSchedule(_OrderedSchedule):
         chunk, micro = divmod(place, self.stages)
         chunk = self.num_chunks - 1 - chunk if kind is BackwardPass else chunk
         return _Pass(kind, group * self.stages + micro, chunk)
+
+
+class InterleavedInferenceSchedule(_OrderedSchedule):
+    """Forwards only, of several parts per stage; any number of micro-batches.
+
+    Args:
+        num_chunks: parts per stage.
+    """
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int, num_chunks: int = 2) -> None:
+        super().__init__(micro_batches, stages, stage_id)
+        self.num_chunks = num_chunks
+
+    def _passes(self) -> list[_Pass]:
+        """As many micro-batches as there are stages go through one part after another."""
+        firsts = range(0, self.micro_batches, self.stages)
+        groups = (range(first, min(first + self.stages, self.micro_batches)) for first in firsts)
+        return [
+            _Pass(ForwardPass, micro, chunk) for group in groups for chunk in range(self.num_chunks) for micro in group
+        ]
+
+    def _end(self) -> list[PipeInstruction]:
+        return []
 
 
 class ZeroBubbleSchedule(_OrderedSchedule):

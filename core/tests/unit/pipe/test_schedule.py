@@ -11,6 +11,7 @@ from deepspeed.pipe.schedule import (
     DataParallelSchedule,
     ForwardPass,
     InferenceSchedule,
+    InterleavedInferenceSchedule,
     InterleavedSchedule,
     LoadMicroBatch,
     OptimizerStep,
@@ -31,7 +32,9 @@ from hypothesis import strategies as st
 TRAINS = [TrainSchedule, ZeroBubbleSchedule, InterleavedSchedule]
 RECEIVES, SENDS = (RecvActivation, RecvGrad), (SendActivation, SendGrad)
 sizes = st.tuples(st.sampled_from(TRAINS), st.integers(1, 6), st.integers(1, 12))
-all_sizes = st.tuples(st.sampled_from([*TRAINS, InferenceSchedule]), st.integers(1, 6), st.integers(1, 12))
+all_sizes = st.tuples(
+    st.sampled_from([*TRAINS, InferenceSchedule, InterleavedInferenceSchedule]), st.integers(1, 6), st.integers(1, 12)
+)
 
 
 def create(kind, num_stages, num_micros):
@@ -71,6 +74,14 @@ def test_all_stages_come_to_their_end_with_the_messages_they_expect(size):
     sent = [x for schedule in schedules for x in flat(schedule) if isinstance(x, SENDS)]
     received = [x for schedule in schedules for x in flat(schedule) if isinstance(x, RECEIVES)]
     assert len(sent) == len(received)
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_evaluation_runs_each_part_once(num_stages, num_micros):
+    for kind, num_chunks in ((InferenceSchedule, 1), (InterleavedInferenceSchedule, 2)):
+        for schedule in create(kind, num_stages, num_micros)[0]:
+            done = sorted((x.micro, x.chunk) for x in flat(schedule) if isinstance(x, ForwardPass))
+            assert done == [(micro, chunk) for micro in range(num_micros) for chunk in range(num_chunks)]
 
 
 @given(st.sampled_from([TrainSchedule, InferenceSchedule]), st.integers(1, 6), st.integers(1, 12))
