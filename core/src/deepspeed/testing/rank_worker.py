@@ -155,6 +155,9 @@ def _reset_package() -> None:
     groups = sys.modules.get("deepspeed.parallel.groups")
     if groups is not None:
         groups.reset()
+    marks = sys.modules.get("deepspeed.zero.param_marks")
+    if marks is not None:
+        marks.reset_ids()
     start = sys.modules.get("deepspeed.comm.start")
     if start is not None:
         start.set_backend(None)

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 _ids = itertools.count()
 
 
+def reset_ids() -> None:
+    """Count from 0 again; between tests, whose ranks may have had different numbers of parameters."""
+    global _ids
+    _ids = itertools.count()
+
+
 def mark(param: Parameter, unit: "ParamUnit", index: int) -> None:
     """Give a parameter of a unit its attributes."""
     _set(param, unit.ranks, ds_unit=unit, ds_index=index, ds_tensor=unit.shard_of(index), ds_shape=unit.shapes[index])
