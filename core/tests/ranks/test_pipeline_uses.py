@@ -379,3 +379,14 @@ def test_calls_that_a_pipeline_cannot_answer():
         assert found["train_batch"] == (
             "PipelineError", "train_batch: found gradients disabled; call it outside of torch.no_grad()"
         )  # fmt: skip
+
+
+def zero_init_job():
+    deepspeed.init_distributed()
+    with pytest.raises(DeepSpeedError) as caught, deepspeed.zero.Init():
+        mlp()
+    return str(caught.value)
+
+
+def test_zero_init_around_a_pipeline_is_refused():
+    assert all("found zero.Init around it" in told for told in run_ranks(2, zero_init_job))

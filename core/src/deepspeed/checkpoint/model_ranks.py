@@ -148,6 +148,10 @@ class SavedModelRank:
         found = self._names[name]
         return (self.states, found) if self.states is not None and found in self.states.trained else None
 
+    def is_alias(self, name: str) -> bool:
+        """Whether it is another name of a shared parameter."""
+        return self._names[name] != name
+
     def dtype(self, name: str) -> torch.dtype:
         return self._weights[name].dtype
 
@@ -303,7 +307,11 @@ class AcrossRanks(SavedStates):
         self._held = held
         self._states = [rank.states for rank in ranks if rank.states is not None]
         self.shapes = {name: self._shape(name) for name in held}
-        self.trained = frozenset(name for name in held if self._holders(name))
+        self.trained = frozenset(
+            name
+            for name, its in held.items()
+            if any(rank.trained(local) is not None and not rank.is_alias(local) for rank, local in its)
+        )
         self.param_groups = self._states[0].param_groups if self._states else []
         names = {local: name for name, its in held.items() for _, local in its}
         self.names = [
@@ -324,7 +332,7 @@ class AcrossRanks(SavedStates):
         }
 
     def master(self, name: str, start: int, numel: int) -> Tensor:
-        if name not in self.trained:
+        if not self._holders(name):
             return self._weight(name).read(self._own_part(name), start, numel).float()
         return self._read(name, "master weights", lambda states, local: partial(states.master, local), start, numel)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, ModuleDict
+from torch.nn import Module, ModuleDict, Parameter
 
 import deepspeed.comm as dist
 from deepspeed.activation import checkpointing
@@ -178,6 +178,11 @@ class PipelineModule(Module):
     # ---- building -----------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
+        if self.num_stages > 1 and hasattr(_OneParameter().weight, "ds_id"):
+            raise ConfigError(
+                "PipelineModule: found zero.Init around it, which shards each parameter over all ranks, and stages "
+                "build different layers; build it outside of zero.Init: a rank builds only its own layers"
+            )
         if self.interleave < 1:
             raise ConfigError(f"PipelineModule: found interleave {self.interleave}; give 1 or more parts per stage")
         if self.num_parts > len(self._specs):
@@ -300,6 +305,14 @@ def _name(spec: Layer) -> str:
     if isinstance(spec, LayerSpec):
         return spec.typename.__name__
     return type(spec).__name__ if isinstance(spec, Module) else getattr(spec, "__name__", type(spec).__name__)
+
+
+class _OneParameter(Module):
+    """What `zero.Init` would shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.zeros(1))
 
 
 def _num_parameters(spec: Layer) -> int:
