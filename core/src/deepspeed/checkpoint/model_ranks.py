@@ -57,10 +57,7 @@ class Division:
 
     def to_state(self) -> dict[str, Any]:
         """As plain values, for a file."""
-        parts = {
-            name: {"shape": list(part.shape), "dim": part.dim, "ranges": [*map(list, part.ranges)], "name": part.name}
-            for name, part in self.parts.items()
-        }
+        parts = {name: part.to_plain() for name, part in self.parts.items()}
         experts = {name: [list(each.holders), list(each.names)] for name, each in self.experts.items()}
         return {"axes": dict(self.axes), "parts": parts, "experts": experts}
 
@@ -76,7 +73,7 @@ class Division:
             return cls({"pp": 1, "tp": 1}, {}) if int(model_state.get("mp_world_size", 1)) == 1 else None
         try:
             axes = {str(axis): int(size) for axis, size in state["axes"].items()}
-            parts = {str(name): _part(value) for name, value in state["parts"].items()}
+            parts = {str(name): ModelPart.of_plain(value) for name, value in state["parts"].items()}
             experts = {
                 str(name): Experts(tuple(map(int, holders)), tuple(map(str, names)))
                 for name, (holders, names) in state.get("experts", {}).items()
@@ -84,14 +81,6 @@ class Division:
             return cls(axes, parts, experts)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{path} is damaged: {DIVISION} is no description of a divided model") from error
-
-
-def _part(value: Mapping[str, Any]) -> ModelPart:
-    shape, dim = torch.Size(value["shape"]), int(value["dim"])
-    ranges = tuple((int(start), int(stop)) for start, stop in value["ranges"])
-    if any(not 0 <= start <= stop <= shape[dim] for start, stop in ranges):
-        raise ValueError(ranges)
-    return ModelPart(shape, dim, ranges, str(value["name"]))
 
 
 class SavedModelRank:

@@ -87,16 +87,14 @@ def _joined(own: list[_Held], group: ProcessGroup, device: torch.device, *, keep
             if plain is None:
                 wholes[name] = value
                 continue
-            part = ModelPart(torch.Size(plain["shape"]), plain["dim"], tuple(map(tuple, plain["ranges"])))
+            part = ModelPart.of_plain(plain)
             whole = wholes.setdefault(name, value.new_empty(part.shape))
             part.put(value, whole)
     return [_Held(name, None, value, None) for name, value in wholes.items()]
 
 
 def _plain(part: ModelPart | None) -> Mapping[str, Any] | None:
-    if part is None or part.is_whole:
-        return None
-    return {"shape": list(part.shape), "dim": part.dim, "ranges": [*map(list, part.ranges)]}
+    return None if part is None or part.is_whole else part.to_plain()
 
 
 def refuse_unknown_division(asked: str, module: Module, mesh: Mesh) -> None:

@@ -11,6 +11,7 @@ parameter without a mark is whole on every rank that has one of its name.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,23 @@ class ModelPart:
     def is_whole(self) -> bool:
         """Whether the rank holds all of it; other ranks hold other parameters."""
         return not self.shape or self.ranges == ((0, self.shape[self.dim]),)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON, for a file or a peer."""
+        return {"shape": list(self.shape), "dim": self.dim, "ranges": [*map(list, self.ranges)], "name": self.name}
+
+    @classmethod
+    def of_plain(cls, value: Mapping[str, Any]) -> "ModelPart":
+        """What `to_plain` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError, IndexError: it is something else.
+        """
+        shape, dim = torch.Size(value["shape"]), int(value["dim"])
+        ranges = tuple((int(start), int(stop)) for start, stop in value["ranges"])
+        if any(not 0 <= start <= stop <= shape[dim] for start, stop in ranges):
+            raise ValueError(f"ranges {ranges} of shape {tuple(shape)}")
+        return cls(shape, dim, ranges, str(value["name"]))
 
     def take(self, whole: Tensor) -> Tensor:
         """What this rank holds of the whole parameter; a copy where it is several ranges."""

@@ -1,5 +1,7 @@
 """A part of a whole parameter: what is taken of it, put back, and marked."""
 
+import json
+
 import pytest
 import torch
 from deepspeed.parallel.model_part import ModelPart, mark_part, part_held, parts_held
@@ -40,3 +42,10 @@ def test_a_whole_parameter_under_another_name_is_not_tensor_parallel():
 def test_a_mark_of_another_shape_is_a_mistake_of_the_layer():
     with pytest.raises(AssertionError):
         mark_part(torch.nn.Parameter(torch.zeros(3, 4)), ModelPart(torch.Size([6, 4]), 0, ((0, 2),)))
+
+
+def test_a_part_as_plain_values():
+    part = ModelPart(torch.Size([6, 4]), 1, ((0, 1), (2, 4)), name="expert.weight")
+    assert ModelPart.of_plain(json.loads(json.dumps(part.to_plain()))) == part
+    with pytest.raises(ValueError, match="ranges"):
+        ModelPart.of_plain({**part.to_plain(), "ranges": [[3, 9]]})
