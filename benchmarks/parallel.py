@@ -31,7 +31,7 @@ def create(args: argparse.Namespace) -> nn.Module:
     config = LlamaConfig(
         vocab_size=1000,
         hidden_size=args.width,
-        intermediate_size=round(args.width * 8 / 3),
+        intermediate_size=args.width * 8 // 3 // 64 * 64,  # torch divides it evenly
         num_hidden_layers=args.layers,
         num_attention_heads=8,
         num_key_value_heads=8,
