@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_with_its_numbers():
         "pattern": "no pattern matches a weight of Model, whose weights have names such as inputs.weight",
         "type": "layer_specs[0].partition_type: found 'diagonal'; the types are row, column, skip",
         "names": "no layer of Model is named as the plan 'llama' expects (self_attn.q_proj, ",
-        "structure": "the structure of Sequential does not tell which of its layers can be divided",
+        "structure": "the structure of Sequential does not show which of its layers can be divided",
         "older form": "tensor_parallel: found autotp_size 2 and tp.tp_size 3; give one",
         "loss": "tensor_parallel.vocab_parallel_lm_head: Model does not take its loss from loss_function",
         "stack": "tensor_parallel.sequence_parallel: the plan 'by structure' does not say in which layers of Model",

@@ -56,7 +56,7 @@ def whole_weights(
             held += _joined(own, mesh.experts(ep_size).group("ep"), device, keeps=True)
     if mesh.size("tp") > 1:
         own, held = _split(held, [each.part is not None and not each.part.is_whole for each in held])
-        held += _joined(own, mesh.group("tp"), device, keeps=True)
+        held += _joined(own, mesh.group("tp"), device, keeps=everywhere or mesh.rank("tp") == 0)
     keeps = everywhere or (mesh.rank("tp") == 0 and mesh.rank("pp") == 0)
     if mesh.size("pp") > 1:
         held = _joined(held, mesh.group("pp"), device, keeps=keeps)

@@ -3,7 +3,7 @@
     for step in TrainSchedule(micro_batches=4, stages=2, stage_id=0):
         for instruction in step: ...
 
-`stage.py` carries them out, and `timeline.py` tells what they cost. All end with what ends a step of every engine:
+`stage.py` carries them out, and `timeline.py` computes their idle share. All end with what ends a step of every engine:
 reduce the gradients, update. 1F1B is PipeDream-Flush (arXiv 2006.09503, section 3.2), the interleaved schedule that of
 arXiv 2104.04473, section 2.2, and the one without (most of) the bubble ZB-H1 of arXiv 2401.10241, section 2.2.
 

@@ -48,7 +48,7 @@ class Rule:
     sums_gradient: bool = False
 
     def matches(self, path: str) -> bool:
-        """Whether the module at `path` is meant."""
+        """Whether this is the rule for the module at `path`."""
         words = "".join("[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", self.path))
         return re.search(rf"(^|\.){words}$", path) is not None
 

@@ -53,7 +53,7 @@ def plan_of_structure(model: nn.Module) -> TensorPlan:
             else "; model.config has no num_attention_heads"
         )
         raise ConfigError(
-            f"tensor parallelism: the structure of {type(model).__name__} does not tell which of its layers can be "
+            f"tensor parallelism: the structure of {type(model).__name__} does not show which of its layers can be "
             "divided: found no query, key, value and output layers in one module, and no module with two linear layers "
             f"of which the second undoes the shape of the first{hint}. Describe its layers in "
             "tensor_parallel.partition_config"
