@@ -6,7 +6,8 @@
 A stage per rank, one core and one thread each; so there are as many stages as cores, unless layers only wait. All
 variants live in the same ranks and take turns, and printed are medians over the rounds. The *idle share* is that of all
 stages' time between the first start of a pass and the end of the last one; the *ideal* one is that of the schedule on
-paper, (p - 1) / (m + p - 1) for 1F1B with m micro-batches on p stages. A step has the optimizer in it (SGD).
+paper, (p - 1) / (m + p - 1) for 1F1B with m micro-batches on p stages. What is beyond it is shown by kind, in percent
+(`pipeline_idle.py`); the stages have the same work. A step has the optimizer in it (SGD).
 """
 
 import argparse
@@ -28,13 +29,15 @@ LR = 1e-3
 
 
 class Block(nn.Module):
-    """Two matrix products and a residual connection."""
+    """Two matrix products and a residual connection. The first one too makes a gradient of its inputs, so that all
+    stages have the same work."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
         return hidden + self.down(F.gelu(self.up(hidden)))
 
 
@@ -63,8 +66,42 @@ class Waiting(nn.Module):
         return _Wait.apply(hidden, self.weight, self.seconds)
 
 
-def measure(args: argparse.Namespace, num_micros: int) -> dict[str, list[tuple[float, float]]]:
-    """On each rank by variant: (seconds of a step, idle share; nan for the peer) of each round."""
+class _Clock:
+    """When each pass of an engine begins and ends."""
+
+    def __init__(self, engine: Any, num_micros: int) -> None:
+        self._times: list[tuple[float, float]] = []
+        self._schedules = [engine._schedule_type(num_micros, engine.num_stages, at) for at in range(engine.num_stages)]
+        for method in ("forward", "backward", "backward_weights"):
+            self._time(engine._compute, method)
+        self._time(engine._compute, "loss", belongs_to_last=True)
+
+    def start(self) -> None:
+        """A step begins."""
+        self._times.clear()
+
+    def idle(self) -> dict[str, float]:
+        """Idle shares of the step by kind. A collective; the clock is that of the machine."""
+        from deepspeed.comm.values import all_gather_values
+        from pipeline_idle import idle_by_kind, measured
+
+        everyone = [[tuple(each) for each in theirs] for theirs in all_gather_values(self._times)]
+        return idle_by_kind(self._schedules, measured(self._schedules, everyone))
+
+    def _time(self, compute: Any, method: str, *, belongs_to_last: bool = False) -> None:
+        inner = getattr(compute, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start_s = self._times.pop()[0] if belongs_to_last else time.perf_counter()
+            result = inner(*args, **kwargs)
+            self._times.append((start_s, time.perf_counter()))
+            return result
+
+        setattr(compute, method, call)
+
+
+def measure(args: argparse.Namespace, num_micros: int) -> dict[str, list[dict[str, float]]]:
+    """By variant, for each round: seconds of a step, and its idle shares by kind (not for the peer)."""
     import deepspeed
     import deepspeed.comm as dist
 
@@ -74,7 +111,7 @@ def measure(args: argparse.Namespace, num_micros: int) -> dict[str, list[tuple[f
     shape = (args.rows, args.width)
     batch = [(torch.randn(shape), torch.randn(shape)) for _ in range(num_micros)]
     steps: dict[str, Callable[[], Any]] = {}
-    passes: dict[str, list[tuple[float, float]]] = {}
+    clocks: dict[str, _Clock] = {}
     for name in args.schedules:
         interleave = 2 if name == "interleaved" else 1
         layers = [deepspeed.pipe.LayerSpec(*spec) for _ in range(args.layers)]
@@ -89,49 +126,25 @@ def measure(args: argparse.Namespace, num_micros: int) -> dict[str, list[tuple[f
         }
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        passes[name] = []
-        for method in ("forward", "loss", "backward", "backward_weights"):
-            _time_passes(engine._compute, method, passes[name])
+        clocks[name] = _Clock(engine, num_micros)
         steps[name] = lambda engine=engine: engine.train_batch(iter(batch))
     if PEER in args.peers:
         steps[PEER] = _peer(args, num_micros, build, batch)
-    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
     orders = random.Random(0)  # the same on all ranks
     for round_number in range(1 + args.rounds):
         for name in orders.sample(list(steps), len(steps)):
-            passes.get(name, []).clear()
+            if name in clocks:
+                clocks[name].start()
             dist.barrier()
             start_s = time.perf_counter()
             steps[name]()
             dist.barrier()
             step_s = time.perf_counter() - start_s
+            idle = clocks[name].idle() if name in clocks else {}
             if round_number:
-                figures[name].append((step_s, _idle_share(passes[name]) if name in passes else float("nan")))
+                figures[name].append({"step_s": step_s, **idle})
     return figures
-
-
-def _time_passes(compute: Any, method: str, passes: list[tuple[float, float]]) -> None:
-    """Write down when each call of a method begins and ends."""
-    inner = getattr(compute, method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        start_s = time.perf_counter()
-        result = inner(*args, **kwargs)
-        passes.append((start_s, time.perf_counter()))
-        return result
-
-    setattr(compute, method, call)
-
-
-def _idle_share(passes: list[tuple[float, float]]) -> float:
-    """Of all ranks; the clock is that of the machine."""
-    from deepspeed.comm.values import all_gather_values
-
-    everyone = [[tuple(each) for each in theirs] for theirs in all_gather_values(passes)]
-    span_s = max(stop for theirs in everyone for _, stop in theirs) - min(
-        start for each in everyone for start, _ in each
-    )
-    return 1 - sum(stop - start for theirs in everyone for start, stop in theirs) / (span_s * len(everyone))
 
 
 def _peer(
@@ -161,23 +174,15 @@ def _peer(
     return step
 
 
-def ideal(name: str, num_micros: int, num_stages: int) -> float:
-    """Idle share of a schedule on paper."""
-    from deepspeed.pipe.schedule import InterleavedSchedule, TrainSchedule, ZeroBubbleSchedule
-    from deepspeed.pipe.timeline import idle_share, timeline
-
-    kinds = {"1f1b": TrainSchedule, "interleaved": InterleavedSchedule, "zero_bubble": ZeroBubbleSchedule}
-    return idle_share(timeline([kinds[name](num_micros, num_stages, stage) for stage in range(num_stages)]))
-
-
-def rows(args: argparse.Namespace) -> Iterator[tuple[int, str, float, float, float]]:
-    """(micro-batches, variant, ms, idle share, ideal)."""
+def rows(args: argparse.Namespace) -> Iterator[tuple[int, str, float, dict[str, float]]]:
+    """(micro-batches, variant, ms of a step, idle shares by kind with their sum)."""
     for num_micros in args.micro_batches:
         figures = rank_processes.run(args.stages, measure, args, num_micros)[0]
         for name, each in figures.items():
-            wanted = float("nan") if name == PEER else ideal(name, num_micros, args.stages)
-            step_s, idle = (statistics.median(column) for column in zip(*each, strict=True))
-            yield num_micros, name, 1e3 * step_s, idle, wanted
+            idle = [{kind: share for kind, share in row.items() if kind != "step_s"} for row in each]
+            sums = [{**row, "sum": sum(row.values())} for row in idle if row]
+            medians = {kind: statistics.median(row[kind] for row in sums) for kind in (sums[0] if sums else ())}
+            yield num_micros, name, 1e3 * statistics.median(row["step_s"] for row in each), medians
 
 
 def main() -> None:
@@ -193,15 +198,17 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=[PEER])
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    if args.waits:
-        args.schedules = [name for name in args.schedules if name != "zero_bubble"]  # it divides matrix products only
-    print(
-        f"{args.stages} stages, {args.layers} layers; idle / ideal is of the step's working time, 1 - ideal : 1 - idle"
-    )
-    print(f"{'m':>4}  {'variant':<14}{'ms':>9}{'idle':>9}{'ideal':>9}{'ratio':>9}")
-    for num_micros, name, step_ms, idle, wanted in rows(args):
-        ratio = (1 - wanted) / (1 - idle)
-        print(f"{num_micros:>4}  {name:<14}{step_ms:>9.1f}{idle:>9.3f}{wanted:>9.3f}{ratio:>9.3f}")
+    from pipeline_idle import KINDS
+
+    beyond = KINDS[1:]
+    print(f"{args.stages} stages, {args.layers} layers; share of the time in which stages are idle, and why")
+    print(f"{'m':>4}  {'variant':<12}{'ms':>8}{'idle':>8}{'ideal':>8}{'ratio':>8}", *(f"{kind:>9}" for kind in beyond))
+    for num_micros, name, step_ms, idle in rows(args):
+        print(f"{num_micros:>4}  {name:<12}{step_ms:>8.1f}", end="")
+        if idle:
+            print(f"{idle['sum']:>8.4f}{idle['schedule']:>8.4f}{idle['sum'] / idle['schedule']:>8.3f}", end=" ")
+            print(*(f"{100 * idle[kind]:>8.2f}%" for kind in beyond), end="")
+        print()
 
 
 if __name__ == "__main__":

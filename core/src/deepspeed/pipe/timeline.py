@@ -5,13 +5,14 @@ idle_share(passes)                                  # 0.2
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from deepspeed.pipe.instructions import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,
+    BufferOpInstruction,
     ForwardPass,
     PipeInstruction,
     RecvActivation,
@@ -24,7 +25,10 @@ from deepspeed.pipe.schedule import PipeSchedule
 #: of a stage: a backward takes twice the time of a forward, and each of its halves as long as one
 DEFAULT_COSTS: Mapping[str, float] = {"ForwardPass": 1, "BackwardPass": 2, "BackwardInput": 1, "BackwardWeight": 1}
 
-_COMPUTES = (ForwardPass, BackwardPass, BackwardInput, BackwardWeight)
+#: time of a pass, by its stage and its instruction
+CostFunction = Callable[[int, BufferOpInstruction], float]
+
+COMPUTES = (ForwardPass, BackwardPass, BackwardInput, BackwardWeight)
 
 
 class Pass(NamedTuple):
@@ -42,18 +46,20 @@ class Deadlock(RuntimeError):
     """Every stage that is not done waits for a message that nobody sends."""
 
 
-def timeline(schedules: Sequence[PipeSchedule], costs: Mapping[str, float] | None = None) -> list[Pass]:
+def timeline(
+    schedules: Sequence[PipeSchedule], costs: Mapping[str, float] | CostFunction = DEFAULT_COSTS
+) -> list[Pass]:
     """The passes of all stages, each as early as its messages and the passes before it allow; messages take no time.
 
     Args:
         schedules: one per stage, in order.
-        costs: time of a pass by the name of its instruction; default: `DEFAULT_COSTS`. With several chunks each is a
-            share of it.
+        costs: time of a stage's pass by the name of its instruction, of which each of several chunks takes its share;
+            or a function that gives the time of each pass, such as a measured one.
 
     Raises:
         Deadlock: a message that a stage waits for is never sent, or another one comes before it.
     """
-    run = _Run(schedules, costs or DEFAULT_COSTS)
+    run = _Run(schedules, costs)
     while any(run.queues):
         if not any(run.advance(stage) for stage in range(len(schedules))):
             waits = ", ".join(f"stage {stage} at {queue[0]}" for stage, queue in enumerate(run.queues) if queue)
@@ -77,12 +83,14 @@ def peer(instruction: PipeInstruction, stage: int, num_stages: int) -> int:
 class _Run:
     """All stages, each at its next instruction."""
 
-    def __init__(self, schedules: Sequence[PipeSchedule], costs: Mapping[str, float]) -> None:
+    def __init__(self, schedules: Sequence[PipeSchedule], costs: Mapping[str, float] | CostFunction) -> None:
         self.queues = [deque(instruction for step in schedule for instruction in step) for schedule in schedules]
         self.passes: list[Pass] = []
         self._clocks = [0.0] * len(schedules)
-        self._costs = costs
-        self._num_chunks = max(getattr(schedule, "num_chunks", 1) for schedule in schedules)
+        num_chunks = max(getattr(schedule, "num_chunks", 1) for schedule in schedules)
+        self._cost: CostFunction = (
+            (lambda _, each: costs[each.name] / num_chunks) if isinstance(costs, Mapping) else costs
+        )
         # by kind, sender and receiver: micro-batch, chunk and time of each message that is not received yet
         self._sent: dict[tuple[str, int, int], deque[tuple[int, int, float]]] = {}
 
@@ -100,8 +108,8 @@ class _Run:
 
     def _do(self, instruction: PipeInstruction, stage: int) -> None:
         clock = self._clocks[stage]
-        if isinstance(instruction, _COMPUTES):
-            self._clocks[stage] = clock + self._costs[instruction.name] / self._num_chunks
+        if isinstance(instruction, COMPUTES):
+            self._clocks[stage] = clock + self._cost(stage, instruction)
             done = Pass(stage, instruction.name, instruction.micro, instruction.chunk, clock, self._clocks[stage])
             self.passes.append(done)
         elif isinstance(instruction, SendActivation | SendGrad):
