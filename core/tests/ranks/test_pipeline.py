@@ -1,12 +1,14 @@
 """Pipelines train as one rank with the whole model does in plain torch: fp32, 1e-5 after 20 steps."""
 
 from functools import partial
+from unittest.mock import patch
 
 import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.comm.point_to_point import PointToPoint
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.testing.distributed import run_ranks
@@ -339,6 +341,64 @@ def test_two_stages_of_two_tensor_parallel_ranks(world, stage, keys):
             close(state["first.weight"], weights[f"{layer}.first.weight"][own])
             close(state["second.weight"], weights[f"{layer}.second.weight"][:, own])
             close(state["norm.weight"], weights[f"{layer}.norm.weight"])
+
+
+class _Done:
+    def poll(self):
+        return True
+
+    def wait(self):
+        pass
+
+
+def _in_order(start):
+    """A transport without buffers: a send is over when its receive is, and nothing runs before that."""
+
+    def meet(self, kind, tensor, peer, tag):
+        is_send = kind.startswith("a send")
+        start(self, kind, tensor, peer, tag).wait()
+        answer = "a receive from" if is_send else "a send to"
+        start(self, answer, torch.zeros(1), peer, tag + 100).wait()
+        return _Done()
+
+    return meet
+
+
+def ordered_job(kind, stages, stage, module_keys, keys):
+    with (
+        patch.object(PointToPoint, "completes_on_host", False),
+        patch.object(PointToPoint, "_start", _in_order(PointToPoint._start)),
+    ):
+        engine = create(kind, stages, stage, module_keys, **keys)
+        data = batches(engine.mesh.rank("dp"))
+        losses = [engine.train_batch(data).item() for _ in range(3)]
+        losses.append(engine.eval_batch(batches(9)).item())
+        engine.destroy()
+    return losses
+
+
+def plain_job(kind, stages, stage, module_keys, keys):
+    engine = create(kind, stages, stage, module_keys, **keys)
+    data = batches(engine.mesh.rank("dp"))
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    losses.append(engine.eval_batch(batches(9)).item())
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("stages", "kind", "keys", "module_keys"),
+    [
+        (2, "plain", SPLIT, None),
+        (2, "plain", INTERLEAVED, TWICE),
+        sweep(3, "tied", SPLIT, None),
+        sweep(3, "plain", {}, None),
+    ],
+)
+def test_messages_that_wait_for_those_before_them(stages, kind, keys, module_keys):
+    """As NCCL's do; see `pipe/message_order.py`."""
+    found = run_ranks(stages, ordered_job, kind, stages, 0, module_keys, keys)
+    assert found == run_ranks(stages, plain_job, kind, stages, 0, module_keys, keys)
 
 
 def test_one_stage():

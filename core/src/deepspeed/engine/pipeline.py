@@ -23,6 +23,7 @@ from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.pipe.batch import Batch, take_batch
 from deepspeed.pipe.errors import PipelineError
+from deepspeed.pipe.message_order import in_message_order
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule import (
     DataParallelSchedule,
@@ -66,6 +67,8 @@ class PipelineEngine(DeepSpeedEngine):
         peers = PointToPoint(mesh.group("pp"))
         if self.num_stages > 1:
             peers.connect()
+        self._orders_messages = self.num_stages > 1 and not peers.completes_on_host
+        self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
         self._compute = _Compute(self._training, self._observers, module, self._step)
         self._stage = Stage(
             self._compute,
@@ -101,7 +104,7 @@ class PipelineEngine(DeepSpeedEngine):
         batch = self._take("train_batch", data_iter, num_micros)
         self.module.train()
         self._observers.tput_timer.start()
-        schedule = self._schedule_type(num_micros, self.num_stages, self.stage_id)
+        schedule = self._schedule_of(num_micros, trains=True)
         results = self._run(schedule, batch, lambda: self._stage.run(schedule, batch))
         del results
         assert self.agg_train_loss is not None
@@ -135,7 +138,7 @@ class PipelineEngine(DeepSpeedEngine):
         batch = self._take("eval_batch", data_iter, num_micros)
         was_training = self.module.training
         self.module.eval()
-        schedule = self._inference_schedule(num_micros)
+        schedule = self._schedule_of(num_micros, trains=False)
         keeps_outputs = return_logits or not compute_loss
         with torch.no_grad():
             results = self._run(
@@ -228,11 +231,19 @@ class PipelineEngine(DeepSpeedEngine):
             shapes_vary=self.module.dynamic_shape,  # type: ignore[arg-type]
         )
 
-    def _inference_schedule(self, num_micros: int) -> PipeSchedule:
+    def _schedule_of(self, num_micros: int, *, trains: bool) -> PipeSchedule:
+        """What this stage does with a batch of so many micro-batches."""
+        if (trains, num_micros) not in self._schedules:
+            make = self._schedule_type if trains else self._inference_type()
+            create = partial(in_message_order, make) if self._orders_messages else make
+            self._schedules[trains, num_micros] = create(num_micros, self.num_stages, self.stage_id)
+        return self._schedules[trains, num_micros]
+
+    def _inference_type(self) -> Callable[[int, int, int], PipeSchedule]:
         num_chunks: int = self.module.interleave  # type: ignore[assignment]
         if num_chunks == 1:
-            return InferenceSchedule(num_micros, self.num_stages, self.stage_id)
-        return InterleavedInferenceSchedule(num_micros, self.num_stages, self.stage_id, num_chunks)
+            return InferenceSchedule
+        return partial(InterleavedInferenceSchedule, num_chunks=num_chunks)
 
     def _run(self, schedule: PipeSchedule, batch: Batch, run: Callable[[], Any]) -> Any:
         self._compute.begin(schedule.num_micro_batches)

@@ -1,8 +1,8 @@
 """The messages of one stage: an inbox for activations, one for gradients, and what is being sent.
 
 Where the library moves messages while the host computes, the next receive is posted as soon as the one before it has
-come, so that it arrives during the computation. Where streams do both, receives are posted where the schedule has them:
-two stages whose sends wait for each other's receives would wait for ever.
+come, so that it arrives during the computation. Where streams do both, receives are posted where the schedule has them,
+which is then one in the order of messages (`message_order.py`): other stages wait for it.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ Received = tuple[ValueSpec, list[Tensor]]
 
 
 class _Receiver:
-    """At most one value on its way from a stage.
+    """Values on their way from a stage, in their order.
 
     Args:
         peers: the ranks of the pipeline, by stage.
@@ -32,28 +32,26 @@ class _Receiver:
 
     def __init__(self, peers: PointToPoint, source: int, device: torch.device, tag: int) -> None:
         self._peers, self._source, self._device, self._tag = peers, source, device, tag
-        self._posted: tuple[Received, list[Work]] | None = None
+        self._posted: deque[tuple[Received, list[Work]]] = deque()
 
     @property
     def is_posted(self) -> bool:
-        return self._posted is not None
+        return bool(self._posted)
 
     def post(self, spec: ValueSpec) -> None:
         tensors = [each.empty(self._device) for each in spec.tensors]
         filled = (tensor for tensor in tensors if tensor.numel())
         works = [self._peers.receive(tensor, self._source, tag=self._tag) for tensor in filled]
-        self._posted = ((spec, tensors), works)
+        self._posted.append(((spec, tensors), works))
 
     def wait(self) -> Received:
-        assert self._posted is not None
-        received, works = self._posted
-        self._posted = None
+        received, works = self._posted.popleft()
         for work in works:
             work.wait()
         return received
 
     def forget(self) -> None:
-        self._posted = None
+        self._posted.clear()
 
 
 class ActivationInbox:
@@ -81,13 +79,12 @@ class ActivationInbox:
 
     def post(self) -> None:
         """Begin to receive the next message, where that is possible now."""
-        if not self._receiver.is_posted and self._expected:
-            spec = self._known.get(self._expected[0])
-            if spec is not None:
+        if not self._peers.completes_on_host:
+            self._post_described()
+        elif self._expected and not self._receiver.is_posted:
+            if (spec := self._known.get(self._expected[0])) is not None:
                 self._expected.popleft()
                 self._receiver.post(spec)
-            elif not self._peers.completes_on_host:
-                self._post_described()
 
     def take(self) -> Received:
         """The next message, when it has come."""
@@ -131,12 +128,11 @@ class GradientInbox:
 
     def post(self) -> None:
         """Begin to receive the next message."""
-        if not self._receiver.is_posted and self._expected:
+        if not self._peers.completes_on_host or (self._expected and not self._receiver.is_posted):
             self._receiver.post(self._expected.popleft())
 
     def take(self) -> list[Tensor]:
         """The next message, when it has come."""
-        self.post()
         _, tensors = self._receiver.wait()
         if self._peers.completes_on_host:
             self.post()
