@@ -17,6 +17,9 @@ from deepspeed.tensor_parallel.divide import ranks_of
 from deepspeed.tensor_parallel.ranks import TensorRanks
 from deepspeed.tensor_parallel.shares import spread
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
+from deepspeed.zero.param_state import ZeroParamStatus
+from deepspeed.zero.param_unit import ParamUnit, unit_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -228,7 +231,7 @@ def cross_entropy_job(dtype):
     weights = torch.arange(1.0, num_tokens + 1)
     expected = F.cross_entropy(logits.float(), targets, reduction="none")
     (expected * weights).sum().backward()
-    ranks = TensorRanks(dist.get_world_group())
+    ranks = TensorRanks(dist.get_world_group(), None)
     start, stop = spread(vocabulary, ranks.world_size)[ranks.rank]
     own = logits.detach()[:, start:stop].clone().requires_grad_()
     losses = vocab_parallel_cross_entropy(own, targets, ranks, start=start)
@@ -240,6 +243,70 @@ def cross_entropy_job(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cross_entropy_of_divided_logits(dtype):
     run_ranks(3, cross_entropy_job, dtype)
+
+
+# ---- models that zero.Init built -------------------------------------------------------------------------------------
+
+STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+
+def built_sharded_job(kind):
+    """20 steps of tp 2 x dp 2 from a model whose weights are nowhere whole, beside the whole model."""
+    whole, config = build(keys=1), config_of(zero_optimization=STAGE_3, tensor_parallel={"autotp_size": 2})
+    groups_of_init = {}
+    if kind == "over dp":  # other peers than those that divide the model
+        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        groups_of_init = {"data_parallel_group": pairs[dist.get_rank() % 2]}
+    with deepspeed.zero.Init(config_dict_or_path=config, **groups_of_init):
+        model = build(keys=1)
+        if kind == "inside":
+            with pytest.raises(ConfigError, match="asked to divide the parameter weight inside the context"):
+                deepspeed.tp_model_init(model, 2)
+    if kind == "over dp" and dist.get_rank() in (1, 3):  # the weights of the first tensor-parallel rank count
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=1), torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+    were_whole = []
+    gather = ParamUnit.gather
+
+    def counted(unit):
+        gather(unit)
+        units = {unit_of(param) for param in model.parameters()} - {None}
+        were_whole.append(sum(each.status is ZeroParamStatus.AVAILABLE for each in units))
+
+    with mock.patch.object(ParamUnit, "gather", counted):
+        if kind == "tp_model_init":
+            deepspeed.tp_model_init(model, 2, torch.float64)
+            assert {param.dtype for param in model.parameters()} == {torch.float64}
+            deepspeed.tp_model_init(model, 2, torch.float32)
+            config.pop("tensor_parallel")
+        else:
+            deepspeed.tp_model_init(model, 2)
+    assert set(were_whole) == {1}
+    assert all(param.numel() == 0 for param in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    for step in range(20):
+        engine.backward(engine(sample(step, engine.mesh.rank("dp"))))
+        engine.step()
+        (sum(whole(sample(step, dp_rank)) for dp_rank in range(2)) / 2).backward()
+        theirs.step()
+        theirs.zero_grad()
+    for (path, param), (_, expected) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([param]):
+            part = part_held(param)
+            own = expected if part is None else part.take(expected)
+            torch.testing.assert_close(param.data, own.data, rtol=1e-5, atol=1e-6, msg=path)
+    engine.destroy()
+    groups.reset()
+
+
+@pytest.mark.parametrize(
+    "kind", swept(["over all", "over dp", "tp_model_init", "inside"], lambda kind: kind != "inside")
+)
+def test_a_model_that_zero_init_built_is_divided(kind):
+    run_ranks(4, built_sharded_job, kind)
 
 
 # ---- what does not fit ----------------------------------------------------------------------------------------------

@@ -85,9 +85,14 @@ def test_only_evaluates(launch, plain, tmp_path):
     assert found["evaluated"] == pytest.approx(plain.result["evaluated"], rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", swept(("1", "2", "3"), lambda stage: stage == "1"))
-def test_tensor_parallel(stage, launch, check_losses, tmp_path):
-    """Two ranks that share a model learn from one batch what two replicas learn from its halves."""
-    expected = launch(tmp_path / "plain", "--stage", "none", "--dropout", "0")
-    flags = ["--stage", stage, "--dropout", "0", "--tensor-parallel", "2", "--from-config", "optimizer"]
+@pytest.mark.parametrize(
+    ("stage", "is_saved"),
+    swept([("1", False), ("2", False), ("3", False), ("3", True)], lambda stage, is_saved: is_saved),
+)
+def test_tensor_parallel(stage, is_saved, launch, plain, check_losses, tmp_path):
+    """Two ranks that share a model learn from one batch what two replicas learn from its halves; a model that is
+    loaded under stage 3 is built inside `zero.Init`."""
+    flags = ["--dropout", "0", *(["--from-pretrained", str(plain.folder / "saved")] if is_saved else [])]
+    expected = launch(tmp_path / "plain", "--stage", "none", *flags)
+    flags += ["--stage", stage, "--tensor-parallel", "2", "--from-config", "optimizer"]
     check(launch(tmp_path / "divided", *flags), expected, check_losses, rel=1e-5)

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from hugging_face import common_arguments, ds_config, read_log
-from task import create_model, create_samples, parse
+from task import create_config, create_model, create_samples, parse
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
 
@@ -43,14 +43,15 @@ def main() -> None:
     if config is not None:
         add_sections(config, args.from_config)
     common = common_arguments(args, config)
-    if config is not None and args.tensor_parallel > 1:
-        config["tensor_parallel"] = {"autotp_size": args.tensor_parallel}
+    if args.tensor_parallel > 1:
         common["per_device_train_batch_size"] *= args.tensor_parallel  # they get the same samples
     arguments = TrainingArguments(**common)
     if args.from_pretrained:
-        model = AutoModelForCausalLM.from_pretrained(args.from_pretrained)
+        model = AutoModelForCausalLM.from_pretrained(args.from_pretrained, config=create_config(args.dropout))
     else:
         model = create_model(dropout=args.dropout)
+    if args.tensor_parallel > 1:  # transformers loads no weights under stage 3 if the section is there before
+        arguments.hf_deepspeed_config.config["tensor_parallel"] = {"autotp_size": args.tensor_parallel}
     if args.resize:
         model.resize_token_embeddings(40, mean_resizing=False)
     set_seed(0)

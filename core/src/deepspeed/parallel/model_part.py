@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from deepspeed.parallel.sharded_params import whole_shape
+
 _MARK = "ds_model_part"
 _COUNTED = "ds_counted_numel"
 
@@ -95,8 +97,7 @@ def mark_part(param: Tensor, part: ModelPart, *, over: str = "tp") -> None:
         over: the axis over which it is divided: "tp", or "ep" for experts. One that is whole on its rank, among
             others elsewhere, has `part.name`.
     """
-    shape = getattr(param, "ds_shape", param.shape)  # that of stage 3 is empty now
-    assert shape == part.own_shape, (shape, part)
+    assert whole_shape(param) == part.own_shape, (whole_shape(param), part)
     setattr(param, _MARK, part)
     if over == "tp" and not part.is_whole:
         param.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's mark, which norms read

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.model_part import ModelPart, mark_part, part_held
+from deepspeed.parallel.sharded_params import is_sharded, lay_again, whole_shape
 from deepspeed.tensor_parallel.plans import Along, Rule
 from deepspeed.tensor_parallel.shares import HeadShare, Range, scaled, spread
 
@@ -100,14 +102,17 @@ def _cut_heads(along: Along, share: HeadShare, total: int, size: int) -> Cut:
     return Cut(total, scaled([queries, (per_key, per_key + 2)], size, group_at), shared, share)
 
 
-def hold_part(param: Parameter, dim: int, cut: Cut, where: str) -> None:
+def hold_part(param: Parameter, dim: int, cut: Cut, where: str, data_group: ProcessGroup) -> None:
     """Keep this rank's part of a whole parameter, in place, so that optimizers and tied weights keep the parameter.
+
+    Args:
+        data_group: holds the same part, over which that of a sharded parameter is sharded.
 
     Raises:
         ConfigError: if it is tied to a parameter that was divided in another way.
     """
     known = part_held(param)
-    part = ModelPart(known.shape if known else param.shape, dim, cut.ranges)
+    part = ModelPart(known.shape if known else whole_shape(param), dim, cut.ranges)
     if known is not None:
         if (known.shape, known.dim, known.ranges) != (part.shape, part.dim, part.ranges):
             raise ConfigError(
@@ -117,5 +122,8 @@ def hold_part(param: Parameter, dim: int, cut: Cut, where: str) -> None:
         return
     with torch.no_grad():
         param.grad = None
-        param.data = part.take(param.data).clone()
+        if is_sharded(param):
+            lay_again(param, part.take, data_group)
+        else:
+            param.data = part.take(param.data).clone()
     mark_part(param, part)

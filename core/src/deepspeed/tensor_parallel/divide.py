@@ -8,12 +8,17 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
+from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of
+from deepspeed.parallel.model_part import part_held
+from deepspeed.parallel.sharded_params import can_lay_again, is_sharded, lay_again, whole_shape
 from deepspeed.tensor_parallel.cuts import Cut, cut_dim, hold_part
 from deepspeed.tensor_parallel.inputs import check_first_inputs, cut_inputs_of_all_heads
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -82,6 +87,7 @@ def divide_model(
     if plan.inputs_of_all_heads:
         cut_inputs_of_all_heads(model, plan.inputs_of_all_heads, _own_share(divisions, ranks))
     divide_vocabulary(model, ranks, keeps_logits_divided=keeps_logits_divided)
+    _shard_whole_parameters(model, ranks)
     if stack is not None:
         divide_sequence(model, stack, ranks)
     remember_parts(model)
@@ -93,14 +99,18 @@ def divide_model(
 
 def _check_dividable(model: nn.Module, ranks: TensorRanks) -> None:
     for path, param in model.named_parameters():
-        if hasattr(param, "ds_id"):
+        if is_sharded(param) and not can_lay_again(param):
             raise ConfigError(
-                f"tensor parallelism: parameter {path} is sharded already, by zero.Init; build the model "
-                "outside of it: the parts of a rank are sharded by deepspeed.initialize"
+                f"tensor parallelism: another engine has the parameter {path}; call destroy() on that engine first"
+            )
+        if is_sharded(param) and expert_group_of(param) not in (None, f"{EXPERT_PREFIX}1"):
+            raise ConfigError(
+                f"tensor parallelism: parameter {path} is one of experts that are divided over ranks, and was sharded "
+                "by zero.Init, over ranks that do not know of tensor parallelism; build the model outside of it"
             )
         if param.is_meta:
             raise ConfigError(f"tensor parallelism: parameter {path} is on the meta device; give it values first")
-    shapes = [f"{path} {tuple(param.shape)}" for path, param in model.named_parameters()]
+    shapes = [f"{path} {tuple(whole_shape(param))}" for path, param in model.named_parameters()]
     theirs = all_gather_values(shapes, ranks.group)
     for rank, of_rank in enumerate(theirs):
         if of_rank != theirs[0]:
@@ -137,8 +147,8 @@ def _dim_size(module: nn.Module, rule: Rule, path: str) -> int:
     """Elements of the whole weight along the divided dim."""
     assert isinstance(rule.weight, Shard)
     if type(module) is nn.Embedding:
-        return module.weight.shape[rule.weight.dim]
-    return _weight(module, path).shape[_dim_of(module, rule)]
+        return whole_shape(module.weight)[rule.weight.dim]
+    return whole_shape(_weight(module, path))[_dim_of(module, rule)]
 
 
 def _dim_of(module: nn.Module, rule: Rule) -> int:
@@ -166,8 +176,28 @@ def _weight(module: nn.Module, path: str) -> Tensor:
 
 
 def _copy_from_first(model: nn.Module, ranks: TensorRanks) -> None:
+    peers = set(torch.distributed.get_process_group_ranks(ranks.group))
+
+    def of_first(value: Tensor) -> Tensor:
+        ranks.copy_from_first(value)
+        return value
+
     for tensor in [*model.parameters(), *model.buffers()]:
-        ranks.copy_from_first(tensor.data)
+        if not is_sharded(tensor):
+            ranks.copy_from_first(tensor.data)
+            continue
+        holders: Any = tensor.ds_process_group  # type: ignore[attr-defined]
+        if not peers <= set(torch.distributed.get_process_group_ranks(holders)):  # else they are equal already
+            assert isinstance(tensor, nn.Parameter)
+            lay_again(tensor, of_first, holders)
+
+
+def _shard_whole_parameters(model: nn.Module, ranks: TensorRanks) -> None:
+    """Shard those that stay whole, as the divided ones, over the ranks that hold the same parts: stage 3 does so in
+    an order that may differ between ranks of other parts."""
+    for param in model.parameters():
+        if is_sharded(param) and part_held(param) is None:
+            lay_again(param, lambda value: value, ranks.data_group)
 
 
 def _has_dropout(model: nn.Module) -> bool:
@@ -191,15 +221,15 @@ def _divide(model: nn.Module, each: _Division, ranks: TensorRanks) -> None:
     assert isinstance(weight, nn.Parameter)
     assert isinstance(rule.weight, Shard)
     if type(module) is nn.Embedding:
-        hold_part(weight, rule.weight.dim, cut, each.path)
-        module.num_embeddings, module.embedding_dim = weight.shape
+        hold_part(weight, rule.weight.dim, cut, each.path, ranks.data_group)
+        module.num_embeddings, module.embedding_dim = whole_shape(weight)
         return
-    hold_part(weight, _dim_of(module, rule), cut, each.path)
+    hold_part(weight, _dim_of(module, rule), cut, each.path, ranks.data_group)
     is_transposed = _is_transposed(module)
     new: nn.Module
     if rule.weight.dim == 0:
         if bias is not None:
-            hold_part(bias, 0, cut, each.path)
+            hold_part(bias, 0, cut, each.path, ranks.data_group)
         sizes = tuple(theirs.size for theirs in each.cuts) if rule.gathers else ()
         block = "" if rule.gathers else f"{each.path.rpartition('.')[0]}."
         new = ColumnParallelLinear(weight, bias, ranks, block=block, transposed=is_transposed, gathered_sizes=sizes)

@@ -11,6 +11,7 @@ from deepspeed.config.parallel import TensorParallelConfig
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.sharded_params import is_sharded, lay_again
 from deepspeed.tensor_parallel.choose import choose_plan
 from deepspeed.tensor_parallel.divide import divide_model, ranks_of
 from deepspeed.tensor_parallel.marks import mark_params
@@ -47,7 +48,23 @@ def tp_model_init(
     if tp_size > 1:
         groups.keep(mesh)
         divide_over(model, mesh, TensorParallelConfig(**(section or {})))
-    return model.to(dtype) if dtype is not None else model
+    return _cast(model, dtype, mesh) if dtype is not None else model
+
+
+def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
+    """`model.to(dtype)`, also of sharded parameters."""
+    sharded = [param for param in model.parameters() if is_sharded(param)]
+    if not sharded:
+        return model.to(dtype)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            continue
+        if is_sharded(tensor):
+            assert isinstance(tensor, nn.Parameter)
+            lay_again(tensor, lambda value: value.to(dtype), mesh.gradient_group())
+        else:
+            tensor.data = tensor.data.to(dtype)
+    return model
 
 
 def prepare_params(model: nn.Module) -> None:
@@ -77,7 +94,7 @@ def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig) -> 
     plan = choose_plan(model, preset_model=section.preset_model, partition_config=section.partition_config)
     divide_model(
         model,
-        TensorRanks(mesh.group("tp")),
+        TensorRanks(mesh.group("tp"), mesh.gradient_group()),
         plan,
         grain=section.grain,
         keeps_logits_divided=section.vocab_parallel_lm_head,

@@ -6,10 +6,12 @@ weights keep them. Y = X A with A = [A_1, A_2] is column-parallel, with X = [X_1
 Shape legend: I input features, O output features of the whole layer, i and o those of this rank.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from deepspeed.parallel.sharded_params import whole_shape
 from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, sum_gradient, sum_over
 from deepspeed.tensor_parallel.sequence_ranks import scatter_sum
 
@@ -41,7 +43,7 @@ class ColumnParallelLinear(Module):
         self.register_parameter("bias", bias)
         self.ranks, self.block, self.transposed, self.gathered_sizes = ranks, block, transposed, gathered_sizes
         self.reads_gathered = False  # set where the sequence is gathered before the block, which sums the gradient
-        self.out_features, self.in_features = weight.shape[::-1] if transposed else weight.shape
+        self.out_features, self.in_features = _sizes(weight, transposed=transposed)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., I] -> [..., o], or [..., O] if it gathers."""
@@ -78,7 +80,7 @@ class RowParallelLinear(Module):
         self.register_parameter("bias", bias)
         self.ranks, self.transposed = ranks, transposed
         self.scatters_sequence = False  # set where the sequence is divided between blocks
-        self.out_features, self.in_features = weight.shape[::-1] if transposed else weight.shape
+        self.out_features, self.in_features = _sizes(weight, transposed=transposed)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., i] -> [..., O], equal on all ranks; [B, T, i] -> [B, T/W, O] where the sequence is divided."""
@@ -105,7 +107,7 @@ class VocabParallelEmbedding(Module):
         super().__init__()
         self.weight = weight
         self.ranks, self.start, self.padding_idx = ranks, start, padding_idx
-        self.num_embeddings, self.embedding_dim = weight.shape
+        self.num_embeddings, self.embedding_dim = whole_shape(weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """Tokens [...], integers -> [..., I], equal on all ranks."""
@@ -119,6 +121,12 @@ class VocabParallelEmbedding(Module):
 
     def extra_repr(self) -> str:
         return f"tokens [{self.start}, {self.start + self.num_embeddings}), {self.embedding_dim} features"
+
+
+def _sizes(weight: Parameter, *, transposed: bool) -> torch.Size:
+    """[o, i] of this rank's weight."""
+    shape = whole_shape(weight)
+    return shape[::-1] if transposed else shape
 
 
 def _shown(layer: ColumnParallelLinear | RowParallelLinear, kind: str) -> str:

@@ -4,13 +4,15 @@ Both belong to a parameter, and a copy of the model, or its move to some devices
 remember them, and `mark_params` puts them on the current ones: after the division, and when an engine is built.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from deepspeed.parallel.model_part import mark_counted, mark_part, part_held
+from deepspeed.parallel.sharded_params import whole_shape
 from deepspeed.tensor_parallel.cuts import Cut
 from deepspeed.tensor_parallel.ranks import TensorRanks
 
@@ -54,11 +56,8 @@ def mark_params(model: Module, ranks: TensorRanks) -> None:
                 known.remove()
             setattr(param, _HANDLE, param.register_hook(_sum_of(cut, ranks, only_where_divided)))
             if cut is not None and cut.share is not None and not cut.share.counts_keys:
-                mark_counted(param, (param.shape[0] - cut.shared) * _row_numel(param))
-
-
-def _row_numel(param: Parameter) -> int:
-    return param.numel() // param.shape[0]
+                num_rows, *rest = whole_shape(param)
+                mark_counted(param, (num_rows - cut.shared) * math.prod(rest))
 
 
 def _sum_of(cut: Cut | None, ranks: TensorRanks, only_where_divided: bool) -> Callable[[Tensor], Tensor]:

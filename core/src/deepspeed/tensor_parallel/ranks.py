@@ -25,10 +25,13 @@ class TensorRanks:
     """The ranks over which the layers of a model are divided.
 
     Made once per model, by all ranks of the group together; every divided layer has it.
+
+    Args:
+        data_group: the ranks that hold the same parts as this one.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: ProcessGroup, data_group: ProcessGroup) -> None:
+        self.group, self.data_group = group, data_group
         self.backend = group_backend(group)
         self.backend.connect()
         self.rank, self.world_size = self.backend.rank, self.backend.world_size

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.model_part import part_held
+from deepspeed.parallel.sharded_params import whole_shape
 from deepspeed.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from deepspeed.tensor_parallel.cuts import Cut, hold_part
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -115,7 +116,7 @@ def _divide(model: nn.Module, weight: nn.Parameter, ranks: TensorRanks, *, gathe
         for path, module in model.named_modules()
         if any(param is weight for param in module.parameters(recurse=False))
     ]
-    num_tokens = weight.shape[0]
+    num_tokens = whole_shape(weight)[0]
     if num_tokens < ranks.world_size or not all(_is_plain(module) for _, module in users):
         return
     cuts = [Cut(num_tokens, (own,)) for own in spread(num_tokens, ranks.world_size)]
@@ -123,7 +124,7 @@ def _divide(model: nn.Module, weight: nn.Parameter, ranks: TensorRanks, *, gathe
     new: dict[int, nn.Module] = {}  # a module may be in several places
     for path, module in users:
         if id(module) not in new:
-            hold_part(weight, 0, own, path)
+            hold_part(weight, 0, own, path, ranks.data_group)
             new[id(module)] = _divided(module, own, cuts, ranks, path, gathers=gathers).train(module.training)
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in new:
@@ -145,6 +146,6 @@ def _divided(
         return VocabParallelEmbedding(weight, ranks, start=own.ranges[0][0], padding_idx=module.padding_idx)
     bias = module.bias if isinstance(module.bias, nn.Parameter) else None
     if bias is not None:
-        hold_part(bias, 0, own, path)
+        hold_part(bias, 0, own, path, ranks.data_group)
     sizes = tuple(cut.size for cut in cuts) if gathers else ()
     return ColumnParallelLinear(weight, bias, ranks, gathered_sizes=sizes)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from deepspeed import comm
@@ -204,11 +205,30 @@ class Init(contextlib.AbstractContextManager["Init"]):
                 refuse_meta([(name, param)], "zero.Init")
                 dtype = self.dtype if param.is_floating_point() else None
                 mark_if_built_as_expert(param)
-                ranks = self._ranks_of(param)
-                unit = ParamUnit(
-                    [param], [name], ranks, device=self._device, dtype=dtype, from_first_rank=True, home=self._home
-                )
-                unit.source_S = None
+                self._create_unit(param, name, self._ranks_of(param), dtype=dtype, from_first_rank=True)
+
+    def _create_unit(self, param: Parameter, name: str, ranks: UnitRanks, **options: Any) -> None:
+        unit = ParamUnit([param], [name], ranks, device=self._device, home=self._home, **options)
+        unit.source_S = None
+        unit.lay_again = self._lay_again
+
+    def _lay_again(self, param: Parameter, take: Callable[[Tensor], Tensor], group: ProcessGroup) -> None:
+        """See `parallel.sharded_params.lay_again`."""
+        former = unit_of(param)
+        assert former is not None
+        if Init._depth > 0:
+            raise ConfigError(
+                f"zero.Init: asked to divide the parameter {former.names[0]} inside the context, where torch functions "
+                "see it whole; divide the model after the with statement"
+            )
+        former.gather()
+        value = take(param.data).clone(memory_format=torch.contiguous_format)
+        former.release()
+        former.let_go()
+        param.data = value
+        ranks = comm.group_backend(group)
+        ranks.connect()
+        self._create_unit(param, former.names[0], UnitRanks.over(ranks))
 
     def _ranks_of(self, param: Parameter) -> UnitRanks:
         """Those that hold the parameter: of an expert's, the ranks with the same experts."""
