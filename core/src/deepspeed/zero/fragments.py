@@ -1,7 +1,12 @@
 """`safe_get_*` and `safe_set_*`: one parameter's weight, gradient or optimizer state, whatever the stage.
 
 `..._full_...` give and take the whole parameter on every rank, `..._local_...` the elements that this rank's optimizer
-updates: a 1-D tensor, empty on a rank that has none of them. In stage 0 these are all elements.
+updates: a 1-D tensor, empty on a rank that has none of them. In stage 0 these are all elements, of its part where the
+model itself is divided.
+
+A parameter that is divided over tensor-parallel ranks, or as a stack of experts over expert-parallel ones, is whole
+where a mark of `parallel.model_part` says how; all those ranks call, too. An expert that is no stack is a parameter of
+its own, whole on the ranks that hold it: these call.
 
 The user's calls for debugging and for methods that read gradients (AdaLoRA). All ranks call them together, between
 `backward` and `step` for gradients. Of a parameter that no engine manages there is no fp32 weight and no state (None),
@@ -18,6 +23,7 @@ from torch.nn import Parameter
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.errors import StateError
 from deepspeed.zero.flat_group import FlatGroup, ParamShard
+from deepspeed.zero.joined_parts import join_parts, own_part
 from deepspeed.zero.managed import manager_of
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import shape_of, unit_of
@@ -29,12 +35,12 @@ _Pick = Callable[[Sharding, ParamShard], Tensor | None]
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
-    """The fp32 weight that the optimizer updates, with the parameter's shape; None if no engine manages it.
+    """The fp32 weight that the optimizer updates, with the whole parameter's shape; None if no engine manages it.
 
     A collective: all ranks call it, and all get the weight.
     """
     found = _find(param)
-    return None if found is None else _assemble(found, param, MASTER, _master)
+    return None if found is None else _whole(found, param, MASTER, _master)
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
@@ -48,19 +54,21 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     sharding, group, index = found
     sharding.take_unseen()
     sharding.reduce()
-    if not sharding.was_used(group.first_index + index):
-        return None
-    gradient = _assemble(found, param, GRADIENT, _gradient)
+    holders = sharding.unit_groups.holders_of_parts(param)
+    is_used = sharding.was_used(group.first_index + index)
+    gradient = _assemble(found, param, GRADIENT, _gradient) if is_used else None
+    if holders is not None:
+        gradient = join_parts(gradient, param, holders)
     return gradient if gradient is None or sharding.average_factor == 1.0 else gradient.mul_(sharding.average_factor)
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
-    """One state of the optimizer, such as "exp_avg", with the parameter's shape; None before the first step.
+    """One state of the optimizer, such as "exp_avg", with the whole parameter's shape; None before the first step.
 
     A collective: all ranks call it, and all get the state.
     """
     found = _find(param)
-    return None if found is None else _assemble(found, param, optim_state_key, _picks(optim_state_key))
+    return None if found is None else _whole(found, param, optim_state_key, _picks(optim_state_key))
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
@@ -68,6 +76,7 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     unit = unit_of(param)
     if unit is not None and unit.status is ZeroParamStatus.INFLIGHT:  # gathered ahead: peers read the shard
         unit.finish()
+    value = own_part(param, value, "safe_set_full_fp32_param")
     _scatter(param, value, "safe_set_full_fp32_param", MASTER, _master)
     with torch.no_grad():
         if unit is None or unit.status is ZeroParamStatus.AVAILABLE:
@@ -83,7 +92,7 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
         StateError: if the optimizer has no such state yet, as before the first step.
     """
     asked = "safe_set_full_optimizer_state"
-    _scatter(param, value, asked, optim_state_key, _requires(asked, optim_state_key))
+    _scatter(param, own_part(param, value, asked), asked, optim_state_key, _requires(asked, optim_state_key))
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
@@ -91,7 +100,8 @@ def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
 
     All ranks call it with the same `value`.
     """
-    _replace_gradient(param, value, "safe_set_full_grad", _scatter)
+    asked = "safe_set_full_grad"
+    _replace_gradient(param, own_part(param, value, asked), asked, _scatter)
 
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
@@ -174,6 +184,13 @@ def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
         return None
     sharding.require_states("safe_get and safe_set of a parameter")
     return sharding, *sharding.find(param)
+
+
+def _whole(found: tuple[Sharding, FlatGroup, int], param: Parameter, name: str, pick: _Pick) -> Tensor | None:
+    """As `_assemble`, of the undivided model."""
+    holders = found[0].unit_groups.holders_of_parts(param)
+    own = _assemble(found, param, name, pick)
+    return own if holders is None else join_parts(own, param, holders)
 
 
 def _assemble(found: tuple[Sharding, FlatGroup, int], param: Parameter, name: str, pick: _Pick) -> Tensor | None:

@@ -15,8 +15,10 @@ from deepspeed.comm.group_backend import group_backend
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.model_part import part_held
 from deepspeed.parallel.tied_params import tied_stages
 from deepspeed.zero.agreement import check_same
+from deepspeed.zero.gradient_norm import is_tensor_parallel
 from deepspeed.zero.unit_ranks import UnitRanks
 
 
@@ -36,11 +38,13 @@ class UnitGroups:
         dense: of parameters that all ranks of the data group hold.
         experts: of parameters of experts, by `param.group_name`.
         tied: of parameters that several pipeline stages hold, by these stages.
+        parts: the ranks that together hold a divided parameter, by the name of a group of experts, or "tp".
     """
 
     dense: UnitRanks
     experts: Mapping[str, UnitRanks] = field(default_factory=dict)
     tied: Mapping[tuple[int, ...], UnitRanks] = field(default_factory=dict)
+    parts: Mapping[str, GroupBackend] = field(default_factory=dict)
 
     def of(self, param: Tensor) -> UnitRanks:
         """The groups of the unit of a parameter."""
@@ -48,6 +52,14 @@ class UnitGroups:
             return self.tied[stages]
         name = expert_group_of(param)
         return self.dense if name is None else self.experts[name]
+
+    def holders_of_parts(self, param: Tensor) -> GroupBackend | None:
+        """The ranks that together hold a parameter which a mark of `parallel.model_part` calls divided; None: this rank
+        holds all of it."""
+        part = part_held(param)
+        if part is None or part.is_whole:
+            return None
+        return self.parts["tp" if is_tensor_parallel(param) else str(expert_group_of(param))]
 
     @property
     def has_replicas(self) -> bool:
@@ -110,7 +122,13 @@ def unit_groups(mesh: Mesh, module: Module, copies: Copies) -> UnitGroups:
             "omit the key, or share no module"
         )
     tied = {each: replace(dense, replicas=group_backend(mesh.tied_group(each)), is_tied=True) for each in stages}
-    return UnitGroups(dense, {name: _of_experts(mesh, size, dense) for name, size in sizes.items()}, tied)
+    experts = {name: _of_experts(mesh, size, dense) for name, size in sizes.items()}
+    parts = {name: group_backend(mesh.experts(size).group("ep")) for name, size in sizes.items() if size > 1}
+    if mesh.size("tp") > 1:
+        parts["tp"] = group_backend(mesh.group("tp"))
+    for each in parts.values():
+        each.connect()
+    return UnitGroups(dense, experts, tied, parts)
 
 
 def _in_copies(mesh: Mesh, everyone: GroupBackend) -> UnitRanks:
