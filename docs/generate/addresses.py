@@ -57,6 +57,15 @@ COLLECTIONS = {
         "TensorBoardConfig": "config.monitor:TensorBoardConfig",
         "WandbConfig": "config.monitor:WandbConfig",
     },
+    "moe.mappings": {
+        "drop_tokens": "moe.tensor_ranks:drop_tokens",
+        "gather_tokens": "moe.tensor_ranks:gather_tokens",
+    },
+    "moe.sharded_moe": {
+        "MOELayer": "moe.layer:MOELayer",
+        "TopKGate": "moe.gate:TopKGate",
+        **{name: f"moe.masks:{name}" for name in ("top1gating", "top2gating", "topkgating")},
+    },
     "moe.utils": {
         "has_moe_layers": "moe.layer:has_moe_layers",
         **{

@@ -25,7 +25,6 @@ DOCUMENTED = """
     deepspeed.linear:OptimizedLinear
     deepspeed.module_inject.auto_tp:AutoTP
     deepspeed.module_inject:replace_transformer_layer
-    deepspeed.moe.sharded_moe:top1gating
     deepspeed.ops.sparse_attention:SparseSelfAttention
     deepspeed.ops.transformer:DeepSpeedTransformerLayer
     deepspeed.profiling.flops_profiler:FlopsProfiler

@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepspeed.errors import ConfigError
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.mappings import drop_tokens, gather_tokens
 from deepspeed.moe.stacked import ExpertMLP
 from deepspeed.moe.token_ranks import send_rows, token_ranks
 from deepspeed.parallel import groups
@@ -165,9 +166,90 @@ def test_more_ranks_for_experts_than_there_are():
 def other_mesh_job():
     groups.set_mesh(None)
     moe = layer()
-    with pytest.raises(ConfigError, match=r"rank 1 of the mesh made part 1 of 2 of the experts, .* holds part 0; lay"):
+    with pytest.raises(ConfigError, match=r"MoE layer: rank 1 made part 1 of 2 .* it holds part 0; lay"):
         moe.set_deepspeed_parallelism(use_data_before_expert_parallel_=True)
 
 
 def test_experts_that_were_made_for_another_layout():
     run_ranks(4, other_mesh_job)
+
+
+def data_first_job():
+    """Of four ranks the first two hold one half of the experts."""
+    groups.set_mesh(None)
+    moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4, ep_size=2, drop_tokens=False)
+    engine = make_engine(moe, 1, use_data_before_expert_parallel_=True)
+    part = part_held(moe.deepspeed_moe.experts.deepspeed_experts[0].weight)
+    replicas = dist.get_all_ranks_from_group(groups._get_expert_data_parallel_group("ep_size_2"))
+    engine.destroy()
+    return part.name, replicas
+
+
+def test_data_before_experts_by_the_configuration():
+    found = run_ranks(4, data_first_job)
+    path = "deepspeed_moe.experts.deepspeed_experts"
+    assert found == [(f"{path}.{first}.weight", ranks) for first, ranks in ((0, [0, 1]), (2, [2, 3])) for _ in range(2)]
+
+
+# ---- experts over tensor-parallel ranks ------------------------------------------------------------------------------
+
+
+def undividable_job():
+    groups.set_mesh({"tp": 2})
+    with pytest.raises(ConfigError, match=r"the structure of Linear does not show which of its layers can be divided"):
+        make_engine(layer(1, enable_expert_tensor_parallelism=True))
+    with pytest.raises(ConfigError, match=r"enable_expert_tensor_parallelism without an engine; pass the model to"):
+        layer(1, single, enable_expert_tensor_parallelism=True).set_deepspeed_parallelism()
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}}):
+        sharded = layer(1, single, enable_expert_tensor_parallelism=True)
+    with pytest.raises(ConfigError, match=r"enable_expert_tensor_parallelism with experts that were sharded by zero"):
+        make_engine(sharded, 3)
+
+
+def test_experts_that_cannot_be_divided_by_tensor_parallelism():
+    run_ranks(2, undividable_job)
+
+
+class OwnParallel(nn.Module):
+    """As Megatron's: divided by its author, with its mark."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH // 2))
+        self.weight.tensor_model_parallel = True
+
+    def forward(self, x):
+        return x * self.weight.sum()
+
+
+def own_parallel_job():
+    groups.set_mesh({"tp": 2})
+    moe = layer(1, OwnParallel, enable_expert_tensor_parallelism=True)
+    engine = make_engine(moe)
+    shape = moe.deepspeed_moe.experts.deepspeed_experts[0].weight.shape
+    engine.destroy()
+    return tuple(shape)
+
+
+def test_experts_with_tensor_parallelism_of_their_own_stay():
+    assert run_ranks(2, own_parallel_job) == [(WIDTH, WIDTH // 2)] * 2
+
+
+def mappings_job():
+    groups.set_mesh({"tp": 2})
+    whole = torch.arange(8.0).view(2, 4).requires_grad_()
+    own = drop_tokens(whole, dim=1)
+    joined = gather_tokens(own * (dist.get_rank() + 1), dim=1)
+    (joined * torch.arange(4.0)).sum().backward()
+    with pytest.raises(ConfigError, match=r"found 3 along dim 0, which 2 tensor-parallel ranks cannot divide; pad it "):
+        drop_tokens(torch.ones(3))
+    return own.detach(), joined.detach(), whole.grad
+
+
+def test_tokens_are_dropped_and_gathered_over_tensor_parallel_ranks():
+    scale = torch.tensor([1.0, 1.0, 2.0, 2.0])
+    whole = torch.arange(8.0).view(2, 4)
+    for rank, (own, joined, grad) in enumerate(run_ranks(2, mappings_job)):
+        assert own.tolist() == whole.chunk(2, 1)[rank].tolist()
+        assert joined.tolist() == (whole * scale).tolist()
+        assert grad.tolist() == (torch.arange(4.0) * scale).expand(2, -1).tolist()

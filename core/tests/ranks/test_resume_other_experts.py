@@ -8,6 +8,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.stacked import ExpertMLP
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.parallel import groups
 from deepspeed.testing.distributed import run_ranks
 
 STEPS = 2
@@ -21,7 +22,7 @@ def stacked_expert():
     return ExpertMLP(8, 12)
 
 
-EXPERTS = {"copies": linear_expert, "stacked": stacked_expert}
+EXPERTS = {"copies": linear_expert, "stacked": stacked_expert, "tensor-parallel": stacked_expert}
 
 
 class Net(torch.nn.Module):
@@ -31,7 +32,16 @@ class Net(torch.nn.Module):
         super().__init__()
         torch.manual_seed(5)
         self.first = torch.nn.Linear(6, 8)
-        self.moe = MoE(8, EXPERTS[expert], 4, ep_size=ep_size, k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
+        self.moe = MoE(
+            8,
+            EXPERTS[expert],
+            4,
+            ep_size=ep_size,
+            k=2,
+            drop_tokens=False,
+            top2_2nd_expert_sampling=False,
+            enable_expert_tensor_parallelism=expert == "tensor-parallel",
+        )
         self.last = torch.nn.Linear(8, 1)
 
     def forward(self, x):
@@ -39,7 +49,7 @@ class Net(torch.nn.Module):
         return self.last(hidden).square().mean() + 0.01 * loss
 
 
-def make_engine(expert, ep_size, stage, dtype):
+def make_engine(expert, ep_size, stage, dtype, tp_size=1):
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -48,9 +58,10 @@ def make_engine(expert, ep_size, stage, dtype):
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
+    groups.set_mesh({"tp": tp_size})
     model = Net(expert, ep_size)
-    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters())})
-    return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+    param_groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters())})
+    return deepspeed.initialize(model=model, model_parameters=param_groups, config=config)[0]
 
 
 def train(engine, first):
@@ -113,6 +124,21 @@ def test_experts_resume_on_other_ranks(tmp_path, expert, source, target, dtype):
     unbroken = run_ranks(1, resume_job, None, expert, 1, 0, dtype)[0]
     for losses in run_ranks(target[0], resume_job, tmp_path, expert, *target[1:], dtype):
         assert losses == pytest.approx(unbroken, rel=1e-5 if dtype == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ((4, 2, 1, "fp32", 2), (1, 1, 0, "fp32", 1)),
+        ((2, 2, 3, "fp32", 1), (2, 1, 2, "fp32", 2)),
+    ],
+)
+def test_experts_over_tensor_parallel_ranks_resume_elsewhere(tmp_path, source, target):
+    """(ranks, ep_size, stage, dtype, tp_size) of the save and of the load."""
+    run_ranks(source[0], save_job, tmp_path, "tensor-parallel", *source[1:])
+    unbroken = run_ranks(1, resume_job, None, "tensor-parallel", 1, 0, "fp32")[0]
+    for losses in run_ranks(target[0], resume_job, tmp_path, "tensor-parallel", *target[1:]):
+        assert losses == pytest.approx(unbroken, rel=1e-5)
 
 
 def test_a_save_holds_dense_weights_once(tmp_path):

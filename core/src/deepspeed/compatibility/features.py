@@ -6,7 +6,6 @@ FEATURES = {
     "1-bit optimizers": Feature("1-bit Adam and LAMB", "use the optimizer AdamW or Lamb"),
     "AutoTP's classes": Feature("a class for each part of AutoTP", "call deepspeed.tp_model_init(model, tp_size)"),
     "autotuning": Feature("autotuning", "choose the stage and the micro-batch by hand"),
-    "capacity masks": Feature("gating by capacity masks", "call TopKGate.route(logits)"),
     "checkpoint engines": Feature(
         "another checkpoint engine",
         "save_checkpoint writes through engine.checkpointer.store, which a plugin can replace",
@@ -44,7 +43,6 @@ FEATURES = {
     "sparse gradient tensors": Feature(
         "a sparse tensor type of its own", "use torch.sparse_coo_tensor and torch.nn.Embedding(sparse=True)"
     ),
-    "tensor-parallel experts": Feature("tensor parallelism inside experts", "divide the experts by ep_size alone"),
     "transformer layer": Feature("the fused transformer layer", "use torch.nn.TransformerEncoderLayer"),
     "universal checkpoints": Feature(
         "universal checkpoints", "load_checkpoint takes checkpoints of any number of ranks and any stage as they are"

@@ -139,12 +139,6 @@ MODULES = {
     "module_inject.replace_policy": _absent(
         "kernel injection", "HFBertLayerPolicy HFGPT2LayerPolicy HFGPTJLayerPolicy BLOOMLayerPolicy"
     ),
-    "moe.mappings": _absent("tensor-parallel experts", functions="drop_tokens gather_tokens"),
-    "moe.sharded_moe": _absent(
-        "capacity masks",
-        functions="top1gating top2gating topkgating",
-        forwards={"moe.gate": "TopKGate", "moe.layer": "MOELayer"},
-    ),
     "nebula": _absent("Nebula"),
     "nebula.config": _absent("Nebula", "DeepSpeedNebulaConfig"),
     "ops.fp_quantizer": _absent("fp8 quantizer", "FP_Quantize Quantizer"),

@@ -344,14 +344,20 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "deepspeed.moe.layer.MoE",
             W,
             "Dispatch by sorting, without capacity masks; `expert` may be a function that makes one. Random choices "
-            "(`use_rts`, `top2_2nd_expert_sampling`) are made in training only; `use_tutel` warns.",
+            "(`use_rts`, `top2_2nd_expert_sampling`) are made in training only; `use_tutel` warns. "
+            "`enable_expert_tensor_parallelism` divides the experts itself.",
         ),
         (
             "expert_parallel (AutoEP)",
             W,
             "Experts are found by their parameters; keys that name routers and experts are refused with `enabled`.",
         ),
-        ("deepspeed.moe.sharded_moe.TopKGate", D, "Returns a `Routing`, not masks; the gating functions are refused."),
+        (
+            "deepspeed.moe.sharded_moe.TopKGate",
+            D,
+            "Returns a `Routing`, not masks, which `top1gating`, `top2gating` and `topkgating` (k from 3) return.",
+        ),
+        ("deepspeed.moe.mappings.drop_tokens", W, "`gather_tokens` too, over the tensor-parallel ranks."),
         ("deepspeed.moe.utils", W, "`has_moe_layers` gives the number of experts of the first layer."),
         ("deepspeed.tp_model_init", W, "Also uneven heads, and stage 3."),
         (

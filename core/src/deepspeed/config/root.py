@@ -157,7 +157,7 @@ class DeepSpeedConfig(Section):
     )
     data_parallel_size: Int | None = key(None, "Data-parallel degree, as mesh.dp.", unit="ranks", ge=1)
     use_data_before_expert_parallel_: Flag = key(
-        False, "Order of expert groups.", support=refused("expert groups are not in this version")
+        False, "Lay ranks with the same experts next to each other, in place of those that divide them."
     )
     hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "Training and generation in one loop.")
     vocabulary_size: Int | None = key(None, "Rows of the embedding.", support=quiet("nothing pads it"))

@@ -56,7 +56,7 @@ from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.throughput import ThroughputTimer
-from deepspeed.tensor_parallel.entry import divide_over, prepare_params
+from deepspeed.tensor_parallel.entry import divide_expert, divide_over, prepare_params
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.holding import ShardingOptions
@@ -133,6 +133,7 @@ def initialize(
     _count_samples_once(settings, mesh)
     settings.resolve_batch(mesh.size("dp"))
     mesh = _split_data(mesh, settings.zero_optimization)
+    mesh.data_before_expert = settings.use_data_before_expert_parallel_
     group = mesh.gradient_group()
     groups.view(mesh)
     plugin_manager().hook.ds_check_config(config=settings)
@@ -173,7 +174,7 @@ def initialize(
     leaf = zero.leaf_module
     mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
     units = unit_groups(mesh, module, _copies(zero))
-    connect_moe_layers(module, mesh)
+    connect_moe_layers(module, mesh, divide_expert)
     sharding = _create_sharding(settings, precision, basic_optimizer, mesh, units, placement, shard_home, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
     training = Training(

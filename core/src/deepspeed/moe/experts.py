@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from deepspeed.errors import ConfigError
 from deepspeed.moe.stacked import ExpertMLP, StackedExperts
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, mark_as_expert
-from deepspeed.parallel.model_part import ModelPart, mark_part
+from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.model_part import ModelPart, mark_part, part_held
 
 #: a module, of which every expert is a copy; or a function that makes one, called once for each expert of the layer
 ExpertSource = nn.Module | Callable[[], nn.Module]
@@ -38,13 +40,41 @@ class Experts(nn.Module):
         outputs = [_first(expert(part)) for expert, part in zip(self.deepspeed_experts, parts, strict=True)]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
+    def divide(self, mesh: Mesh, divide: Callable[[nn.Module, Mesh], None] | None) -> None:
+        """Divide each expert over the tensor-parallel ranks of `mesh`, which get the same rows. A collective of them.
+
+        Args:
+            divide: an expert, in place; None: none can.
+
+        Raises:
+            ConfigError: if experts cannot be divided.
+        """
+        if any(getattr(param, "tensor_model_parallel", False) for param in self.parameters()):
+            return
+        if divide is None:
+            raise ConfigError(
+                "MoE: found enable_expert_tensor_parallelism without an engine; pass the model to "
+                "deepspeed.initialize, which divides the experts, or experts that are divided already"
+            )
+        if any(hasattr(param, "ds_id") for param in self.parameters()):
+            raise ConfigError(
+                "MoE: found enable_expert_tensor_parallelism with experts that were sharded by zero.Init; build the "
+                "layer without it: an expert is divided first, and stage 3 shards what each rank holds"
+            )
+        for expert in self.deepspeed_experts:
+            divide(expert, mesh)
+
     def mark(self, path: str, part: int, num_parts: int) -> None:
         """Say that these are part `part` of the experts of the layer, whose name is `path`."""
         for number, expert in enumerate(self.deepspeed_experts, part * self.num_local_experts):
             for name, param in expert.named_parameters():
+                whole_name = f"{path}.deepspeed_experts.{number}.{name}"
+                known = part_held(param)  # over tensor-parallel ranks
+                if known is not None:
+                    mark_part(param, replace(known, name=whole_name))
+                    continue
                 shape = torch.Size(getattr(param, "ds_shape", param.shape))
                 whole = ((0, shape[0]),) if shape else ()
-                whole_name = f"{path}.deepspeed_experts.{number}.{name}"
                 mark_part(param, ModelPart(shape, ranges=whole, name=whole_name), over="ep")
 
 
@@ -72,9 +102,9 @@ def make_experts(source: ExpertSource, num_experts: int, held: range) -> list[nn
     return made
 
 
-def hold_experts(experts: list[nn.Module], ep_size: int) -> Experts | StackedExperts:
+def hold_experts(experts: list[nn.Module], ep_size: int, *, one_by_one: bool = False) -> Experts | StackedExperts:
     """This rank's experts: stacked where they are `ExpertMLP`s, else one by one."""
-    stackable = [expert for expert in experts if type(expert) is ExpertMLP]
+    stackable = [] if one_by_one else [expert for expert in experts if type(expert) is ExpertMLP]
     return StackedExperts(stackable, ep_size) if len(stackable) == len(experts) else Experts(experts, ep_size)
 
 

@@ -9,6 +9,8 @@
 `gate.py` chooses, `dispatch.py` moves rows, `experts.py` computes, `token_ranks.py` is the all-to-all.
 """
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -57,30 +59,31 @@ class MOELayer(nn.Module):
         out_TH = dispatch(x_TH, routing, self.experts, self.ranks)
         return out_TH.view(*hidden.shape[:-1], out_TH.shape[-1])
 
-    def connect(self, mesh: Mesh, path: str, *, data_before_expert: bool = False) -> None:
-        """Take the ranks of `mesh`. A collective of all its ranks.
+    def misplaced(self, mesh: Mesh, path: str) -> str:
+        """Why the experts made here are not those of this rank on `mesh`; "": they are.
+
+        Raises:
+            ConfigError: on every rank, if `ep_size` does not fit the mesh.
+        """
+        part = mesh.experts(self.ep_size).rank("ep")
+        if self._made_for in (None, part):
+            return ""
+        return (
+            f"MoE {path or 'layer'}: rank {dist.get_rank()} made part {self._made_for} of {self.ep_size} of the "
+            f"experts, and on this mesh it holds part {part}; lay the ranks out with "
+            "deepspeed.utils.groups.set_mesh(...) before the model is built"
+        )
+
+    def connect(self, mesh: Mesh, path: str) -> None:
+        """Take the ranks of `mesh`. A collective of those that divide the experts.
 
         Args:
             path: of this module in the model, for the names of experts in checkpoints.
-
-        Raises:
-            ConfigError: if the mesh does not fit.
         """
-        grid = mesh.experts(self.ep_size, data_before_expert=data_before_expert)
         if self.ep_size == 1:
             return
-        part = grid.rank("ep")
-        if self._made_for is not None:
-            places = all_gather_values((self._made_for, part), mesh.norm_group)
-            wrong = [rank for rank, (made_for, its_part) in enumerate(places) if made_for != its_part]
-            if wrong:  # raised on every rank
-                raise ConfigError(
-                    f"MoE {path}: rank {wrong[0]} of the mesh made part {places[wrong[0]][0]} of {self.ep_size} of the "
-                    f"experts, and on this mesh it holds part {places[wrong[0]][1]}; lay the ranks out with "
-                    "deepspeed.utils.groups.set_mesh(...) before the model is built"
-                )
-        self.ranks = token_ranks(mesh, self.ep_size, data_before_expert=data_before_expert)
-        self.experts.mark(f"{path}.experts".lstrip("."), part, self.ep_size)
+        self.ranks = token_ranks(mesh, self.ep_size)
+        self.experts.mark(f"{path}.experts".lstrip("."), self.ranks.rank, self.ep_size)
 
 
 class MoE(nn.Module):
@@ -102,7 +105,9 @@ class MoE(nn.Module):
         drop_tokens: False: no capacity, no token is dropped.
         use_rts: random token selection.
         use_tutel: accepted with a warning; tokens are always dispatched by sorting.
-        enable_expert_tensor_parallelism: accepted; experts are divided by tensor parallelism if the given module is.
+        enable_expert_tensor_parallelism: divide each expert over the tensor-parallel ranks, as AutoTP divides a
+            feed-forward layer; without it they are whole there. Experts that bring tensor parallelism of their own,
+            with Megatron's marks on their parameters, stay as they are.
         top2_2nd_expert_sampling: draw the second expert.
         z_loss_coefficient: of the z loss in `l_aux`; not in DeepSpeed.
 
@@ -160,7 +165,7 @@ class MoE(nn.Module):
         first = (part or 0) * self.num_local_experts
         with building_experts(ep_size):
             experts = make_experts(expert, num_experts, range(first, first + self.num_local_experts))
-            held = hold_experts(experts, ep_size)
+            held = hold_experts(experts, ep_size, one_by_one=enable_expert_tensor_parallelism)
         self.deepspeed_moe = MOELayer(gate, held, ep_size, part)
         if use_residual:
             (self.mlp,) = make_experts(expert, 1, range(1))
@@ -185,30 +190,49 @@ class MoE(nn.Module):
             output = output * share[..., :1] + dense * share[..., 1:]
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
 
-    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool | None = None) -> None:
         """Connect the ranks that divide the experts, by the mesh of `deepspeed.utils.groups`; for use without an
         engine. A collective of all ranks.
 
         Args:
-            use_data_before_expert_parallel_: neighboring ranks hold the same experts.
+            use_data_before_expert_parallel_: neighboring ranks hold the same experts. None: as the mesh says.
 
         Raises:
             ConfigError: if `ep_size` does not divide the ranks.
         """
-        self.deepspeed_moe.connect(
-            groups.viewed_mesh(), "deepspeed_moe", data_before_expert=use_data_before_expert_parallel_
-        )
+        mesh = groups.viewed_mesh()
+        mesh.experts(self.ep_size, data_before_expert=use_data_before_expert_parallel_)
+        _connect({"": self}, mesh, None)
 
 
-def connect_moe_layers(module: nn.Module, mesh: Mesh) -> None:
+#: divides an expert over the tensor-parallel ranks of a mesh, in place
+DivideExpert = Callable[[nn.Module, Mesh], None]
+
+
+def connect_moe_layers(module: nn.Module, mesh: Mesh, divide: DivideExpert) -> None:
     """Connect every layer of experts in a model to its ranks; called by `initialize`. A collective of all ranks.
 
+    Args:
+        divide: called for each expert of layers with `enable_expert_tensor_parallelism`, by the ranks of "tp" together.
+
     Raises:
-        ConfigError: if an `ep_size` does not fit the mesh.
+        ConfigError: on every rank, if an `ep_size` does not fit the mesh.
     """
-    for path, layer in module.named_modules():
-        if isinstance(layer, MOELayer):
-            layer.connect(mesh, path)
+    _connect({path: layer for path, layer in module.named_modules() if isinstance(layer, MoE)}, mesh, divide)
+
+
+def _connect(layers: Mapping[str, MoE], mesh: Mesh, divide: DivideExpert | None) -> None:
+    reasons = (layer.deepspeed_moe.misplaced(mesh, path) for path, layer in layers.items())
+    own = next((reason for reason in reasons if reason), "")
+    first = next((reason for reason in all_gather_values(own, mesh.norm_group) if reason), "")
+    if first:
+        raise ConfigError(first)
+    for path, layer in layers.items():
+        experts = layer.deepspeed_moe.experts
+        if layer.enable_expert_tensor_parallelism and mesh.size("tp") > 1:
+            assert isinstance(experts, Experts)
+            experts.divide(mesh, divide)
+        layer.deepspeed_moe.connect(mesh, f"{path}.deepspeed_moe".lstrip("."))
 
 
 def moe_layers(module: nn.Module) -> list[MoE]:

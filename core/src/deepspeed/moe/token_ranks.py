@@ -23,13 +23,13 @@ _TAG = "tokens of experts"
 _made: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
 
 
-def token_ranks(mesh: Mesh, ep_size: int, *, data_before_expert: bool = False) -> GroupBackend:
+def token_ranks(mesh: Mesh, ep_size: int) -> GroupBackend:
     """The collectives of the ranks over which experts are divided. A collective of all ranks of the mesh.
 
     Raises:
         ConfigError: if `ep_size` does not divide dp x sp.
     """
-    ranks = mesh.experts(ep_size, data_before_expert=data_before_expert).ranks("ep")
+    ranks = mesh.experts(ep_size).ranks("ep")
     made = _made.setdefault(mesh.world, {})
     if ranks not in made:
         made[ranks] = group_of_members(ranks)

@@ -127,6 +127,8 @@ class Mesh(RankGrid):
 
     def __init__(self, layout: Layout, given: Mapping[tuple[str, ...], ProcessGroup] | None = None) -> None:
         super().__init__(layout, given)
+        #: the order of `experts` where its caller asks for none
+        self.data_before_expert = False
         self._experts: dict[int, RankGrid] = {}
         self._tied: dict[tuple[int, ...], ProcessGroup] = {}
         for axes in (("dp",), ("dp", "sp"), ("dp_shard", "sp"), ("pp", "tp"), layout.axes):
@@ -182,19 +184,21 @@ class Mesh(RankGrid):
         """This rank's place among them."""
         return self.rank("pp", "tp")
 
-    def experts(self, ep_size: int, *, data_before_expert: bool = False) -> RankGrid:
+    def experts(self, ep_size: int, *, data_before_expert: bool | None = None) -> RankGrid:
         """The ranks of dp x sp laid out again as (edp, ep); axes pp, edp, ep, tp. A collective on the first call.
 
         Args:
             ep_size: ranks over which the experts are divided; group("ep") is for the all-to-all of tokens,
                 group("edp") averages gradients of experts.
-            data_before_expert: see `Layout.experts`; counts on the first call with this `ep_size`.
+            data_before_expert: see `Layout.experts`; counts on the first call with this `ep_size`. None: as the
+                attribute of this name says.
 
         Raises:
             ConfigError: if `ep_size` does not divide dp x sp.
         """
         if ep_size not in self._experts:
-            layout = self.layout.experts(ep_size, data_before_expert=data_before_expert)
+            order = self.data_before_expert if data_before_expert is None else data_before_expert
+            layout = self.layout.experts(ep_size, data_before_expert=order)
             self._experts[ep_size] = RankGrid(layout, self._groups_along("pp", "tp"))
         return self._experts[ep_size]
 

@@ -5,7 +5,7 @@ group's first rank. Nothing is changed if a layout does not fit.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,6 +61,7 @@ def divide_model(
     grain: int = 1,
     keeps_logits_divided: bool = False,
     divides_sequence: bool = False,
+    stays_whole: Collection[str] = (),
 ) -> None:
     """Divide the model over `ranks`, in place.
 
@@ -70,12 +71,13 @@ def divide_model(
         keeps_logits_divided: the output layer gives this rank's part of the vocabulary, and the model's loss is taken
             from the parts.
         divides_sequence: also divide the sequence between blocks; see `sequence_norms.py`.
+        stays_whole: paths of modules that the plan does not concern.
 
     Raises:
         ConfigError: if the plan does not fit the model or the number of ranks; nothing was changed then.
     """
     _check_dividable(model, ranks)
-    divisions = _find(model, ranks, plan, grain)
+    divisions = _find(model, ranks, plan, grain, stays_whole)
     stack = find_stack(model, plan) if divides_sequence else None
     _copy_from_first(model, ranks)
     ranks.agree_on_random_state()
@@ -123,8 +125,14 @@ def _check_dividable(model: nn.Module, ranks: TensorRanks) -> None:
             )
 
 
-def _find(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, grain: int) -> list[_Division]:
-    matched = [(path, module, rule) for path, module in model.named_modules() if (rule := plan.rule_for(path))]
+def _find(
+    model: nn.Module, ranks: TensorRanks, plan: TensorPlan, grain: int, stays_whole: Collection[str]
+) -> list[_Division]:
+    matched = [
+        (path, module, rule)
+        for path, module in model.named_modules()
+        if path not in stays_whole and (rule := plan.rule_for(path))
+    ]
     if not any(rule.weight != Replicate() for _, _, rule in matched):
         raise ConfigError(
             f"tensor parallelism: no layer of {type(model).__name__} is named as the plan {plan.name!r} expects "

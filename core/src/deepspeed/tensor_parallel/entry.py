@@ -10,12 +10,14 @@ import deepspeed.comm as dist
 from deepspeed.config.parallel import TensorParallelConfig
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
+from deepspeed.parallel.expert_params import is_moe_param
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.sharded_params import is_sharded, lay_again
 from deepspeed.tensor_parallel.choose import choose_plan
 from deepspeed.tensor_parallel.divide import divide_model, ranks_of
 from deepspeed.tensor_parallel.marks import mark_params
 from deepspeed.tensor_parallel.ranks import TensorRanks
+from deepspeed.tensor_parallel.structure import plan_of_structure
 from deepspeed.tensor_parallel.vocabulary import check_loss
 
 
@@ -74,6 +76,15 @@ def prepare_params(model: nn.Module) -> None:
         mark_params(model, ranks)
 
 
+def divide_expert(expert: nn.Module, mesh: Mesh) -> None:
+    """Divide a feed-forward expert over the axis "tp" of `mesh`, by its structure. A collective of that axis.
+
+    Raises:
+        ConfigError: if its structure does not show how.
+    """
+    divide_model(expert, TensorRanks(mesh.group("tp")), plan_of_structure(expert))
+
+
 def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig) -> None:
     """Divide `model` over the axis "tp" of `mesh`, unless it is divided already. A collective of that axis.
 
@@ -99,4 +110,10 @@ def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig) -> 
         grain=section.grain,
         keeps_logits_divided=section.vocab_parallel_lm_head,
         divides_sequence=section.sequence_parallel,
+        stays_whole=_layers_of_experts(model),
     )
+
+
+def _layers_of_experts(model: nn.Module) -> set[str]:
+    """Paths of the layers that `deepspeed.moe` divides, or leaves whole."""
+    return {path for path, module in model.named_modules() if any(map(is_moe_param, module.parameters(recurse=False)))}

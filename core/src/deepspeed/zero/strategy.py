@@ -421,7 +421,7 @@ class Sharding(Stateful):
         if not self._shown or self._norm is None:
             return
         were_written = self._shown.were_written()
-        if self.unit_groups.divides_experts:  # other ranks have others, and do not know whether these were written
+        if self.unit_groups.stages_divide_experts:  # other ranks do not know whether these were written
             self._norm = self._facts.root_over_model(self._facts.sum_squares(self._local_norms()))
         elif were_written:
             counts_all = self.options.counts_replicated

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.mesh import Mesh
@@ -39,12 +40,14 @@ class UnitGroups:
         experts: of parameters of experts, by `param.group_name`.
         tied: of parameters that several pipeline stages hold, by these stages.
         parts: the ranks that together hold a divided parameter, by the name of a group of experts, or "tp".
+        stages_divide_experts: whether ranks of some pipeline stage hold different experts; the same on all ranks.
     """
 
     dense: UnitRanks
     experts: Mapping[str, UnitRanks] = field(default_factory=dict)
     tied: Mapping[tuple[int, ...], UnitRanks] = field(default_factory=dict)
     parts: Mapping[str, GroupBackend] = field(default_factory=dict)
+    stages_divide_experts: bool = False
 
     def of(self, param: Tensor) -> UnitRanks:
         """The groups of the unit of a parameter."""
@@ -110,6 +113,7 @@ def unit_groups(mesh: Mesh, module: Module, copies: Copies) -> UnitGroups:
     marks = {path: name for path, param in module.named_parameters() if (name := expert_group_of(param)) is not None}
     check_same({"the parameters of experts, with their group_name,": str(marks)}, data_group)
     sizes = expert_sizes(module)
+    all_sizes = _make_groups_of_experts(mesh, set(sizes.values()))
     dense = UnitRanks.over(group_backend(data_group))
     if copies is Copies.MODEL and mesh.size("dp_replicate") > 1:
         dense = _in_copies(mesh, dense.everyone)
@@ -128,7 +132,7 @@ def unit_groups(mesh: Mesh, module: Module, copies: Copies) -> UnitGroups:
         parts["tp"] = group_backend(mesh.group("tp"))
     for each in parts.values():
         each.connect()
-    return UnitGroups(dense, experts, tied, parts)
+    return UnitGroups(dense, experts, tied, parts, stages_divide_experts=max(all_sizes, default=1) > 1)
 
 
 def _in_copies(mesh: Mesh, everyone: GroupBackend) -> UnitRanks:
@@ -140,6 +144,16 @@ def _in_copies(mesh: Mesh, everyone: GroupBackend) -> UnitRanks:
         replicas=group_backend(mesh.replicate_group()),
         copies=tuple(tuple(map(members.index, line)) for line in lines),
     )
+
+
+def _make_groups_of_experts(mesh: Mesh, ep_sizes: set[int]) -> set[int]:
+    """All ranks of the mesh make them together, also those of pipeline stages without such experts. Returns the sizes
+    of all stages."""
+    if mesh.size("pp") > 1:
+        ep_sizes = {size for theirs in all_gather_values(sorted(ep_sizes), mesh.norm_group) for size in theirs}
+    for size in sorted(ep_sizes - {1}):
+        mesh.experts(size)
+    return ep_sizes
 
 
 def _of_experts(mesh: Mesh, ep_size: int, dense: UnitRanks) -> UnitRanks:
