@@ -1,4 +1,4 @@
-"""Mixtral, Qwen-MoE and DeepSeek on two ranks that route differently, against one process that sees all samples:
+"""Mixtures of experts of transformers on two ranks that route differently, against one process that sees all samples:
 under ZeRO-3 with their experts as leaf modules, and with the experts divided over the ranks (AutoEP).
 """
 
@@ -31,6 +31,14 @@ FAMILIES = {
         **{"first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4},
         **{"qk_nope_head_dim": 4, "v_head_dim": 8},
     },
+    "DeepseekV2": {
+        **{"n_routed_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 8, "first_k_dense_replace": 1},
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    },
+    "Olmoe": {"num_experts": 4, "output_router_logits": True},
+    "Phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "GptOss": {"num_local_experts": 4, "head_dim": 8, "attention_bias": False, "sliding_window": 4},
+    "GraniteMoe": {"num_local_experts": 4},
 }
 #: what a user names in zero_optimization.leaf_module
 LEAF_CLASSES = {
@@ -38,6 +46,11 @@ LEAF_CLASSES = {
     "Qwen2Moe": "Qwen2MoeSparseMoeBlock",
     "Qwen3Moe": "Qwen3MoeSparseMoeBlock",
     "DeepseekV3": "DeepseekV3MoE",
+    "DeepseekV2": "DeepseekV2Moe",
+    "Olmoe": "OlmoeSparseMoeBlock",
+    "Phimoe": "PhimoeSparseMoeBlock",
+    "GptOss": "GptOssMLP",
+    "GraniteMoe": "GraniteMoeMoE",
 }
 
 
@@ -123,7 +136,7 @@ def test_divided_experts(family, stage):
     rows = [{name: rows for name, (rows, _) in weights.items() if rows} for _, _, weights in found]
     assert set(rows[0].values()) == {(0, 2)}
     assert set(rows[1].values()) == {(2, 4)}
-    assert all("mlp.experts." in name for name in rows[0])
+    assert all(".experts." in name for name in rows[0])
 
 
 def refused_job(size, keys, model):

@@ -4,7 +4,8 @@
 
 transformers keeps the experts of a layer (Mixtral, Qwen-MoE, DeepSeek, OLMoE, ...) in one module with the parameters
 `gate_up_proj` [E, 2 F, H] and `down_proj` [E, H, F], whose forward takes the tokens, the experts that the router chose
-and their weights. Such a module is replaced by `DividedExperts`. Parameters keep their names and stay the same objects,
+and their weights. Its class declares what differs: biases, [E, in, out] in place of [E, out, in], no gate, a gate of
+its own (GPT-OSS). Such a module is replaced by `DividedExperts`. Parameters keep their names and stay the same objects,
 so an optimizer that has them already is right; router, shared experts and losses are the model's own.
 
 Shape legend: T tokens, K experts of a token, N rows, E experts of all ranks, L experts of this rank, H width, F inner
@@ -13,6 +14,8 @@ width.
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +31,7 @@ from deepspeed.parallel.expert_params import EXPERT_PREFIX, mark_as_expert
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import ModelPart, mark_part
 
-_WEIGHTS = ("gate_up_proj", "down_proj")
+_DOWN = "down_proj"
 #: keys that this version acts on; `preset_model` names what is recognized by its parameters
 _SUPPORTED = {"enabled", "autoep_size", "expert_tensor_parallel_size", "preset_model", "moe_layer_pattern"}
 
@@ -41,17 +44,16 @@ class DividedExperts(nn.Module):
         ranks: hold the experts in equal parts.
     """
 
-    gate_up_proj: nn.Parameter
-    down_proj: nn.Parameter
-
     def __init__(self, module: nn.Module, path: str, ranks: GroupBackend) -> None:
         super().__init__()
-        self.act_fn: Callable[[Tensor], Tensor] = module.act_fn  # type: ignore[assignment]
         self._ranks = ranks
-        self.num_experts = len(module.gate_up_proj)  # type: ignore[arg-type]
+        self._up = _up_name(module)
+        #: [n, 2 F] -> [n, F], or [n, F] -> [n, F] without a gate
+        self._inner: Callable[[Tensor], Tensor] = _inner_of(module)
+        self._is_transposed = bool(getattr(module, "is_transposed", False))
+        self.num_experts = _num_experts(module)
         start, stop = (self.num_experts * place // ranks.world_size for place in (ranks.rank, ranks.rank + 1))
-        for name in _WEIGHTS:
-            param: nn.Parameter = getattr(module, name)
+        for name, param in list(module.named_parameters(recurse=False)):
             part = ModelPart(param.shape, 0, ((start, stop),), f"{path}.{name}")
             param.data = param.data[start:stop].clone()
             mark_as_expert(param, f"{EXPERT_PREFIX}{ranks.world_size}")
@@ -73,8 +75,16 @@ class DividedExperts(nn.Module):
         return dispatch(x_TH, routing, self._run, self._ranks).view_as(hidden_states)
 
     def _run(self, rows_NH: Tensor, counts: Sequence[int]) -> Tensor:
-        gate_NF, up_NF = grouped_linear(rows_NH, self.gate_up_proj, counts).chunk(2, dim=-1)
-        return grouped_linear(self.act_fn(gate_NF) * up_NF, self.down_proj, counts)
+        return self._linear(self._inner(self._linear(rows_NH, self._up, counts)), _DOWN, counts)
+
+    def _linear(self, rows_NI: Tensor, name: str, counts: Sequence[int]) -> Tensor:
+        weight = self.get_parameter(name)
+        out_NO = grouped_linear(rows_NI, weight.transpose(1, 2) if self._is_transposed else weight, counts)
+        bias_LO = getattr(self, f"{name}_bias", None)
+        if bias_LO is None:
+            return out_NO
+        repeats = torch.tensor(counts, device=out_NO.device)
+        return out_NO + bias_LO.to(out_NO.dtype).repeat_interleave(repeats, dim=0, output_size=len(out_NO))
 
 
 def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelConfig) -> None:
@@ -91,11 +101,11 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelConfig) 
     if not found:
         raise ConfigError(
             f"expert_parallel: found no experts in {type(model).__name__} whose names match "
-            f"{section.moe_layer_pattern!r}; they are modules with the parameters {' and '.join(_WEIGHTS)} and no "
-            "others, as in Mixtral, Qwen-MoE and DeepSeek of transformers 5"
+            f"{section.moe_layer_pattern!r}; they are modules with the parameters gate_up_proj and down_proj and no "
+            "others but their biases, as in Mixtral, Qwen-MoE, DeepSeek and GPT-OSS of transformers 5"
         )
     for path, module in found:
-        num_experts = len(module.gate_up_proj)  # type: ignore[arg-type]
+        num_experts = _num_experts(module)
         if num_experts % size:
             raise ConfigError(
                 f"expert_parallel.autoep_size: found {size}, and {path} has {num_experts} experts; give a divisor of "
@@ -120,17 +130,46 @@ def _refuse_unsupported(section: ExpertParallelConfig) -> None:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether it computes down(act(gate(x)) * up(x)) for each expert, as most models of transformers do."""
-    params = dict(module.named_parameters(recurse=False))
-    if set(params) != set(_WEIGHTS) or not callable(getattr(module, "act_fn", None)):
+    """Whether it computes down(inner(up(x))) for each expert, as most models of transformers do."""
+    params, up = dict(module.named_parameters(recurse=False)), _up_name(module)
+    biases = {f"{up}_bias", f"{_DOWN}_bias"} if getattr(module, "has_bias", False) else set()
+    if set(params) != {up, _DOWN, *biases} or list(module.parameters()) != list(params.values()):
         return False
     if any(hasattr(param, "ds_id") for param in params.values()):
         raise ConfigError(
             f"expert_parallel: the experts ({type(module).__name__}) were sharded by zero.Init; build the model "
             "without it: the experts are divided first, and stage 3 shards what each rank holds"
         )
-    has_own_gate = getattr(type(module), "_apply_gate", None)
-    if getattr(module, "is_transposed", False) or (has_own_gate and has_own_gate.__name__ != "_default_apply_gate"):
+    if getattr(module, "has_post_expert_norm", False) or _inner_of(module) is None:
         return False
-    gate_up_shape, down_shape = params["gate_up_proj"].shape, params["down_proj"].shape
-    return len(gate_up_shape) == 3 and gate_up_shape == (down_shape[0], 2 * down_shape[2], down_shape[1])
+    up_shape, down_shape = params[up].shape, params[_DOWN].shape
+    if len(up_shape) != 3 or len(down_shape) != 3:
+        return False
+    out_dim, in_dim = (2, 1) if getattr(module, "is_transposed", False) else (1, 2)
+    widening = 2 if up == "gate_up_proj" else 1
+    fits = up_shape[in_dim] == down_shape[out_dim] and up_shape[out_dim] == widening * down_shape[in_dim]
+    return up_shape[0] == down_shape[0] and fits
+
+
+def _up_name(module: nn.Module) -> str:
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+
+
+def _num_experts(module: nn.Module) -> int:
+    return len(module.get_parameter(_DOWN))
+
+
+def _inner_of(module: nn.Module) -> Any:
+    """What lies between the two products; None where the module does not say."""
+    act = getattr(module, "act_fn", None)
+    if not getattr(module, "has_gate", True):
+        return act
+    own = getattr(module, "_apply_gate", None)  # set by transformers on the classes that declare themselves
+    if own is not None:
+        return own
+    return partial(_gated, act) if callable(act) else None
+
+
+def _gated(act: Callable[[Tensor], Tensor], gate_and_up: Tensor) -> Tensor:
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return act(gate) * up
