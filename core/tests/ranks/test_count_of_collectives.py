@@ -174,3 +174,30 @@ def test_first_and_changed_weights_go_through_the_backend():
         assert changed
         assert counts["broadcast"] >= 2
         assert "torch.distributed.broadcast" not in counts
+
+
+def count_pipeline_batch(stage, num_micros):
+    """The reduce-scatters of the second batch of two stages on two data-parallel ranks each."""
+    layers = [deepspeed.pipe.LayerSpec(torch.nn.Linear, WIDTH, WIDTH) for _ in range(4)]
+    model = deepspeed.pipe.PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": num_micros,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    batch = [(torch.ones(2, WIDTH), torch.zeros(2, WIDTH))] * num_micros
+    engine.train_batch(iter(batch))
+    with counted_collectives() as counts:
+        engine.train_batch(iter(batch))
+    engine.destroy()
+    return counts["reduce-scatter"]
+
+
+@pytest.mark.parametrize(("stage", "times"), [(1, 1), (2, 4)])
+def test_a_pipeline_reduces_once_per_batch_up_to_stage_1(stage, times):
+    """From stage 2 on a rank has no place for the sum of whole gradients: docs/explanation/pipelines.md."""
+    (one, *_), many = (run_ranks(4, count_pipeline_batch, stage, num_micros) for num_micros in (1, 4))
+    assert one > 0
+    assert many == [times * one] * 4

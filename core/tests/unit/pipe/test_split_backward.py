@@ -71,3 +71,36 @@ def test_products_of_autocast_are_whole():
         loss.backward()
     assert module.weight.grad is not None
     assert list(deferred.gradients()) == []
+
+
+class Others(nn.Module):
+    """Layers whose two halves are one computation: convolution, embedding, RMS norm; and a product that is divided."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.convolution = nn.Embedding(7, 4), nn.Conv1d(4, 4, 3, padding=1)
+        self.norm, self.linear = nn.RMSNorm(4), nn.Linear(4, 4)
+
+    def forward(self, tokens):
+        x = self.convolution(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
+        return self.linear(self.norm(x))
+
+
+def test_weights_of_other_layers_come_with_the_gradients_of_inputs():
+    module, tokens = Others(), torch.tensor([[1, 2, 6, 2], [0, 1, 3, 5]])
+    module(tokens).square().sum().backward()
+    wanted = {name: param.grad for name, param in module.named_parameters()}
+    module.zero_grad()
+    deferred = DeferredWeights()
+    with deferred.in_forward():
+        loss = module(tokens).square().sum()
+    with deferred.in_backward():
+        loss.backward()
+    with_inputs = {name for name, param in module.named_parameters() if param.grad is not None}
+    assert with_inputs == {"embedding.weight", "convolution.weight", "convolution.bias", "norm.weight"}
+    for param, grad in deferred.gradients():
+        assert param.grad is None
+        param.grad = grad
+    for name, param in module.named_parameters():
+        torch.testing.assert_close(param.grad, wanted[name])
