@@ -5,7 +5,8 @@
 A Llama of transformers (random weights), divided by `tp_model_init` and by parallelize_module with the plan of torch's
 tutorial; and whole, on one rank with one core. A step is forward, backward and SGD, in fp32. A rank has one core and
 one thread; variants live in the same ranks and take turns, and printed are medians over the rounds, after three that do
-not count. Losses of the variants are compared. Pipelines: `pipeline.py`; experts: `moe.py`.
+not count. Losses of the variants are compared. Pipelines: `pipeline.py`; experts: `moe.py`;
+sequences: `sequence.py`.
 """
 
 import argparse

@@ -5,10 +5,12 @@ import pytest
 import torch
 from deepspeed.comm.group_backend import serve_by
 from deepspeed.comm.torch_group import TorchGroup
+from deepspeed.sequence import ring
+from deepspeed.sequence.blockwise import forward_block
 from deepspeed.sequence.channel import channel
 from deepspeed.sequence.chunked import ChunkedAttention
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.sequence.ring import RingAttention
+from deepspeed.sequence.ring import RingAttention, zigzag_part
 from deepspeed.testing.distributed import run_ranks
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -34,40 +36,67 @@ def inputs(num_heads, num_kv, dtype):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def ring_job(num_heads, num_kv, causal, dtype):
+def part(tensor, zigzag):
+    """This rank's tokens of [B, H, T, K]."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return zigzag_part(tensor, rank, size, dim=2) if zigzag else tensor.chunk(size, 2)[rank]
+
+
+def ring_job(num_heads, num_kv, causal, dtype, zigzag):
     """Largest differences from the whole, and bytes sent in the forward and in all."""
     serve_by(Counting)
-    rank, size = dist.get_rank(), dist.get_world_size()
     *whole, grad = inputs(num_heads, num_kv, dtype)
     exact = [each.float().requires_grad_() for each in whole]
     expected = scaled_dot_product_attention(*exact, is_causal=causal, enable_gqa=True)
     expected.backward(grad.float())
-    own = [each.detach().chunk(size, 2)[rank].clone().requires_grad_() for each in whole]
-    found = RingAttention(dist.get_world_group(), causal=causal)(*own)
+    own = [part(each.detach(), zigzag).clone().requires_grad_() for each in whole]
+    found = RingAttention(dist.get_world_group(), causal=causal, zigzag=zigzag)(*own)
     backend = channel(dist.get_world_group())
     in_forward = backend.sent
-    found.backward(grad.chunk(size, 2)[rank])
+    found.backward(part(grad, zigzag))
     pairs = [(found, expected), *[(mine.grad, theirs.grad) for mine, theirs in zip(own, exact, strict=True)]]
     sent = in_forward, backend.sent
     serve_by(None)
     assert found.dtype == dtype
-    return max((mine.float() - theirs.chunk(size, 2)[rank]).abs().max().item() for mine, theirs in pairs), sent
+    return max((mine.float() - part(theirs, zigzag)).abs().max().item() for mine, theirs in pairs), sent
 
 
 @pytest.mark.parametrize(
-    ("world", "num_heads", "num_kv", "causal", "dtype"),
+    ("world", "num_heads", "num_kv", "causal", "dtype", "zigzag"),
     [
-        (3, 1, 1, True, torch.float32),
-        (2, 4, 2, False, torch.float32),
-        (3, 2, 1, True, torch.bfloat16),
+        (3, 1, 1, True, torch.float32, False),
+        (2, 4, 2, False, torch.float32, False),
+        (3, 2, 1, True, torch.bfloat16, False),
+        (3, 2, 1, True, torch.float32, True),
+        (2, 4, 2, False, torch.float32, True),
     ],
 )
-def test_attention_of_the_whole_sequence(world, num_heads, num_kv, causal, dtype):
-    for difference, (forward, total) in run_ranks(world, ring_job, num_heads, num_kv, causal, dtype):
+def test_attention_of_the_whole_sequence(world, num_heads, num_kv, causal, dtype, zigzag):
+    for difference, (forward, total) in run_ranks(world, ring_job, num_heads, num_kv, causal, dtype, zigzag):
         assert difference < (1e-5 if dtype == torch.float32 else 3e-2)
         numel = 2 * BATCH * TOKENS // world * num_kv * WIDTH
         assert forward == (world - 1) * numel * dtype.itemsize
         assert total - forward == (world - 1) * numel * dtype.itemsize + world * numel * 4
+
+
+def scores_job(zigzag):
+    """Scores that this rank computes, of one head."""
+    counted = []
+
+    def count(q, k, *others):
+        counted.append(q.shape[2] * k.shape[2])
+        return forward_block(q, k, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "forward_block", count)
+        own = [torch.zeros(1, 1, 8, 2)] * 3
+        RingAttention(dist.get_world_group(), zigzag=zigzag)(*own)
+    return sum(counted)
+
+
+def test_a_zigzag_divides_the_scores_evenly():
+    assert run_ranks(3, scores_job, False) == [64, 128, 192]
+    assert run_ranks(3, scores_job, True) == [128, 128, 128]
 
 
 def chunked_job():
@@ -89,12 +118,23 @@ def test_ulysses_over_chunks():
     assert max(run_ranks(2, chunked_job)) < 1e-5
 
 
+def odd_job():
+    with pytest.raises(ValueError, match=r"found 3 tokens per rank with zigzag=True, .* pad the sequence to a"):
+        RingAttention(dist.get_world_group(), zigzag=True)(*[torch.zeros(1, 1, 3, 2)] * 3)
+    with pytest.raises(ValueError, match=r"zigzag_part: found 6 tokens for 2 ranks; pad them to a multiple of 4"):
+        zigzag_part(torch.zeros(1, 6), dist.get_rank(), 2, dim=1)
+
+
+def test_a_zigzag_needs_two_chunks_per_rank():
+    run_ranks(2, odd_job)
+
+
 def refused_job():
-    ring = RingAttention(dist.get_world_group())
+    attention = RingAttention(dist.get_world_group())
     messages = []
     for length, heads in ((4, 3), (4 + dist.get_rank(), 4)):
         with pytest.raises(ValueError) as caught:
-            ring(torch.zeros(1, heads, length, 2), *[torch.zeros(1, 2, length, 2)] * 2)
+            attention(torch.zeros(1, heads, length, 2), *[torch.zeros(1, 2, length, 2)] * 2)
         messages.append(str(caught.value))
     return messages
 

@@ -7,9 +7,15 @@ their gradients travel once more. It needs no more heads than one, where Ulysses
     bytes sent per rank, P ranks, N tokens, G KV heads of width d, e bytes per element, KV = 2 * N / P * G * d * e:
     forward (P - 1) KV;  backward (P - 1) KV, and P KV of gradients in fp32
 
-With a causal mask rank r has r + 1 blocks to compute, and the last rank is the slowest: use Ulysses where heads allow.
+With a causal mask rank r of P has r + 1 of its P blocks to compute, and the last rank is the slowest. So let each rank
+have two chunks of the 2 P that the sequence is cut in, r and 2 P - 1 - r (striped attention, arXiv 2311.09431, balances
+in the same spirit): then every rank computes half of each block that it is passed.
+
+    ring = RingAttention(group, zigzag=True)
+    tokens, positions, labels = (zigzag_part(each, group.rank(), group.size(), dim=1) for each in batch)
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,10 +34,18 @@ class RingAttention(torch.nn.Module):
         sequence_process_group: the ranks that share a sequence, in the order of its equal parts.
         causal: whether a token sees only itself and those before it.
         scale: on the scores; default: the width of a head to the power -1/2.
+        zigzag: the parts are those of `zigzag_part`; else each rank has neighboring tokens.
     """
 
-    def __init__(self, sequence_process_group: ProcessGroup, causal: bool = True, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        sequence_process_group: ProcessGroup,
+        causal: bool = True,
+        scale: float | None = None,
+        zigzag: bool = False,
+    ) -> None:
         super().__init__()
+        self.zigzag = zigzag
         self.spg = sequence_process_group
         self.causal = causal
         self.scale = scale
@@ -45,7 +59,8 @@ class RingAttention(torch.nn.Module):
             value: as `key`.
 
         Raises:
-            ValueError: on every rank, for heads that form no groups, and for shapes that differ between ranks.
+            ValueError: on every rank, for heads that form no groups, an odd number of tokens in a zigzag, and for
+                shapes that differ between ranks.
         """
         backend = channel(self.spg)
         check_layout(backend, (query, key, value), "RingAttention")
@@ -54,31 +69,78 @@ class RingAttention(torch.nn.Module):
                 f"RingAttention: found query {tuple(query.shape)}, key {tuple(key.shape)} and value "
                 f"{tuple(value.shape)}; give [B, H, T, K] and twice [B, G, T, K] where G divides H"
             )
+        if self.zigzag and query.shape[2] % 2:
+            raise ValueError(
+                f"RingAttention: found {query.shape[2]} tokens per rank with zigzag=True, where a rank has two equal "
+                "chunks; pad the sequence to a multiple of twice the number of ranks"
+            )
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return _Ring.apply(query, key, value, backend, self.causal, scale)  # type: ignore[no-any-return,no-untyped-call]
+        order = _Order(self.causal, self.zigzag, query.shape[2])
+        return _Ring.apply(query, key, value, backend, order, scale)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def zigzag_part(tensor: Tensor, rank: int, num_ranks: int, dim: int) -> Tensor:
+    """Chunks `rank` and 2 * `num_ranks` - 1 - `rank` of the 2 * `num_ranks` chunks of a whole sequence along `dim`.
+
+    Raises:
+        ValueError: if the chunks would not be of equal size.
+    """
+    if tensor.shape[dim] % (2 * num_ranks):
+        raise ValueError(
+            f"zigzag_part: found {tensor.shape[dim]} tokens for {num_ranks} ranks; pad them to a multiple of "
+            f"{2 * num_ranks}"
+        )
+    chunks = tensor.chunk(2 * num_ranks, dim)
+    return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Which tokens a rank has, of `num_tokens`, and whom they see."""
+
+    causal: bool
+    zigzag: bool
+    num_tokens: int
+
+    def seen(self, rank: int, source: int) -> tuple[slice, slice, int | None] | None:
+        """The queries of `rank` that see keys of `source`, these keys, and their diagonal; None: there are none."""
+        every = slice(None)
+        if not self.causal:
+            return every, every, None
+        if source == rank:
+            return every, every, 0
+        if not self.zigzag:
+            return (every, every, None) if source < rank else None
+        half = self.num_tokens // 2
+        return (every, slice(0, half), None) if source < rank else (slice(half, None), every, None)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, backend: GroupBackend, causal: bool, scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, backend: GroupBackend, order: _Order, scale: float
     ) -> Tensor:
         held = torch.stack((key.detach(), value.detach()))
         out, lse = None, None
         for step in range(backend.world_size):
             arriving, work = _pass_on(backend, held) if step < backend.world_size - 1 else (held, None)
-            is_seen, diagonal = _block(backend, step, causal)
-            if is_seen:
-                block = forward_block(query, held[0], held[1], scale, diagonal)
-                out, lse = block if out is None or lse is None else merge(out, lse, *block)
+            seen = order.seen(backend.rank, (backend.rank - step) % backend.world_size)
+            if seen is not None:
+                queries, keys, diagonal = seen
+                block = forward_block(query[:, :, queries], held[0][:, :, keys], held[1][:, :, keys], scale, diagonal)
+                if out is None or lse is None:  # the first block is the rank's own
+                    out, lse = block
+                else:
+                    merged = merge(out[:, :, queries], lse[:, :, queries], *block)
+                    out[:, :, queries], lse[:, :, queries] = merged
             if work is not None:
                 work.wait()
             held = arriving
-        assert out is not None  # each token sees its own block
+        assert out is not None
         assert lse is not None
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.backend, ctx.causal, ctx.scale = backend, causal, scale
+        ctx.backend, ctx.order, ctx.scale = backend, order, scale
         return out
 
     @staticmethod
@@ -91,12 +153,22 @@ class _Ring(torch.autograd.Function):
         grad_held = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
         for step in range(backend.world_size):
             arriving, work = _pass_on(backend, held) if step < backend.world_size - 1 else (held, None)
-            is_seen, diagonal = _block(backend, step, ctx.causal)
-            if is_seen:
-                block = backward_block(grad, query, held[0], held[1], delta_BHT, lse, ctx.scale, diagonal)
-                grad_query += block[0]
-                grad_held[0] += block[1]
-                grad_held[1] += block[2]
+            seen = ctx.order.seen(backend.rank, (backend.rank - step) % backend.world_size)
+            if seen is not None:
+                queries, keys, diagonal = seen
+                block = backward_block(
+                    grad[:, :, queries],
+                    query[:, :, queries],
+                    held[0][:, :, keys],
+                    held[1][:, :, keys],
+                    delta_BHT[:, :, queries],
+                    lse[:, :, queries],
+                    ctx.scale,
+                    diagonal,
+                )
+                grad_query[:, :, queries] += block[0]
+                grad_held[0][:, :, keys] += block[1]
+                grad_held[1][:, :, keys] += block[2]
             if work is not None:
                 work.wait()
             held = arriving
@@ -104,14 +176,6 @@ class _Ring(torch.autograd.Function):
             work.wait()
         grads = grad_query.to(query.dtype), grad_held[0].to(key.dtype), grad_held[1].to(value.dtype)
         return (*grads, None, None, None)
-
-
-def _block(backend: GroupBackend, step: int, causal: bool) -> tuple[bool, int | None]:
-    """Whether this rank's queries see the keys that are here in a step, and their diagonal."""
-    if not causal:
-        return True, None
-    source = (backend.rank - step) % backend.world_size
-    return source <= backend.rank, 0 if source == backend.rank else None
 
 
 def _pass_on(backend: GroupBackend, held: Tensor) -> tuple[Tensor, Work]:
