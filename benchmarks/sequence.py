@@ -3,8 +3,8 @@
     python benchmarks/sequence.py --ranks 2 --length 2048 --rounds 9
 
 A causal GPT of attention and MLP blocks (random weights), in fp32. A step is forward, backward, the average of
-gradients and SGD, on as many sequences as ranks. Variants live in the same ranks, one core and one thread each, and take turns;
-printed are medians over the rounds, after two that do not count. Losses of all variants are compared.
+gradients and SGD, on as many sequences as ranks. Variants live in the same ranks, one core and one thread each, and
+take turns; printed are medians over the rounds, after two that do not count. Losses of all variants are compared.
 
     Ulysses, ds-core      DistributedAttention: two all-to-alls per attention, engine at stage 0
     Ulysses, plain torch  four calls of all_to_all_single per attention, as in arXiv 2309.14509, section 3; DDP

@@ -135,6 +135,36 @@ def test_a_layer_has_the_numbers_of_the_masks(k, drops, residual):
     assert bool(kept.all()) is not drops
 
 
+def peak_bytes(model, num_tokens):
+    """Most memory that a forward and backward held beyond what was there before, from torch's record of allocations."""
+    x = torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(2))
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with torch.profiler.profile(profile_memory=True) as record:
+        y, loss, _ = model(x)
+        (y.square().sum() + loss).backward()
+    held = peak = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_memory_is_linear_in_tokens(stacked):
+    """Masks are not: the measure would show it."""
+    moe = layer(k=2, stacked=stacked)
+
+    def growth(model):
+        """How many times as much the second doubling of the tokens adds as the first one."""
+        small, middle, large = (peak_bytes(model, num_tokens) for num_tokens in (512, 1024, 2048))
+        return (large - middle) / (middle - small)
+
+    assert growth(moe) == pytest.approx(2, rel=0.05)
+    assert growth(EinsumMoE(moe)) > 3.5
+
+
 # ---- training on ranks -----------------------------------------------------------------------------------------------
 
 
