@@ -10,7 +10,7 @@ import deepspeed.comm as dist
 from deepspeed.config.parallel import TensorParallelConfig
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
-from deepspeed.parallel.expert_params import is_moe_param
+from deepspeed.parallel.expert_params import expert_sizes, is_moe_param
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.sharded_params import is_sharded, lay_again
 from deepspeed.tensor_parallel.choose import choose_plan
@@ -82,7 +82,8 @@ def divide_expert(expert: nn.Module, mesh: Mesh) -> None:
     Raises:
         ConfigError: if its structure does not show how.
     """
-    divide_model(expert, TensorRanks(mesh.group("tp")), plan_of_structure(expert))
+    ep_size = max(expert_sizes(expert).values(), default=1)
+    divide_model(expert, TensorRanks(mesh.group("tp"), mesh.gradient_group(ep_size)), plan_of_structure(expert))
 
 
 def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig) -> None:
