@@ -1,0 +1,32 @@
+"""Memory and traffic of training on paper: `plan`, behind `ds_plan`.
+
+`shape.py` (the model), `share.py` (what a rank has of it), `tape.py` and `blocks.py` (activations), `units.py` and
+`memory.py` (states, buffers, the peak), `traffic.py` (bytes sent), `search.py` (all meshes).
+"""
+
+from deepspeed.planning.memory import Memory, estimate_memory
+from deepspeed.planning.search import Choice, Plan, count_parameters, plan
+from deepspeed.planning.shape import ModelShape, read_shape
+from deepspeed.planning.share import Mesh
+from deepspeed.planning.traffic import Machine, Traffic, estimate_traffic
+from deepspeed.planning.training import DEVICE, Library, Training, gloo, read_training
+
+__all__ = [
+    "DEVICE",
+    "Choice",
+    "Library",
+    "Machine",
+    "Memory",
+    "Mesh",
+    "ModelShape",
+    "Plan",
+    "Traffic",
+    "Training",
+    "count_parameters",
+    "estimate_memory",
+    "estimate_traffic",
+    "gloo",
+    "plan",
+    "read_shape",
+    "read_training",
+]

@@ -1,0 +1,355 @@
+"""Peak memory of a rank: what is there all the time, and a walk through one step.
+
+The walk has the moments of a step at which memory is at its highest: the end of the forward, each arrival of a
+gradient in the backward, and the update. At each moment the parts add up to what is live then; the moment with the
+largest sum is the estimate. The rules are those of `zero/` (which buffer is there when), the activations those of
+`blocks.py`.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from deepspeed.pipe.partition import partition_balanced
+from deepspeed.planning import blocks
+from deepspeed.planning.blocks import Block, Param
+from deepspeed.planning.shape import ModelShape
+from deepspeed.planning.share import Mesh, Share, share_of
+from deepspeed.planning.training import DEVICE, Library, Training
+from deepspeed.planning.units import Unit, units_of
+from deepspeed.zero.bucket import FLUSH_NUMEL
+from deepspeed.zero.gradient_reduction import LARGE_NUMEL
+from deepspeed.zero.holding import WIDENED_NUMEL
+from deepspeed.zero.stage2 import MAX_IN_FLIGHT
+
+_FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one rank at the moment of its peak; the parts add up to `total`.
+
+    weights: the model's own, or its shard of them. master_weights: fp32 copies.
+    optimizer: states. gradients: accumulated ones, and those on their way into a bucket.
+    gathered: whole weights of stage 3. activations: kept for the backward, and working memory.
+    logits: activations of the output layer and the loss.
+    buffers: of buckets and of collectives.
+    host: bytes in host memory, besides (offloaded states).
+    moment: "forward", "backward" or "update". stage: of the pipeline, the one that needs most.
+    """
+
+    weights: int = 0
+    master_weights: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    activations: int = 0
+    logits: int = 0
+    buffers: int = 0
+    host: int = 0
+    moment: str = "backward"
+    stage: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device."""
+        return sum(getattr(self, name) for name in PARTS)
+
+
+#: the fields of `Memory` that add up
+PARTS = ("weights", "master_weights", "optimizer", "gradients", "gathered", "activations", "logits", "buffers")
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """The part of the model that the ranks of one pipeline stage hold, with the tapes of a micro-batch."""
+
+    params: tuple[Param, ...]
+    #: (block, place of its first parameter in `params`, names), in the order of the forward
+    parts: tuple[tuple[Block, int], ...]
+    has_head: bool
+    boundary: int  # bytes of the activations between stages
+    constant: int  # bytes that a forward keeps once: the rotation table
+
+
+def estimate_memory(
+    shape: ModelShape, mesh: Mesh, training: Training, library: Library = DEVICE, *, stage: int | None = None
+) -> Memory:
+    """The peak of the ranks of one pipeline stage; without `stage`, of those that need most."""
+    stages = range(mesh.pp) if stage is None else [stage]
+    found = (_of_stage(shape, mesh, training, library, each) for each in stages)
+    return max(found, key=lambda memory: memory.total)
+
+
+def rank_model(shape: ModelShape, mesh: Mesh, training: Training, stage: int) -> RankModel:
+    """What pipeline stage `stage` holds."""
+    share = share_of(shape, mesh, training.micro_batch, training.sequence)
+    size = training.weight_bytes
+    first, middle, last = _blocks(shape, share, size)
+    weights = [sum(param.numel for param in block.params) for block in (first, middle, last)]
+    cuts = stage_cuts(shape.layers, weights, mesh.pp)
+    params: list[Param] = []
+    parts: list[tuple[Block, int]] = []
+    for at in range(cuts[stage], cuts[stage + 1]):
+        block = first if at == 0 else last if at == shape.layers + 1 else middle
+        prefix = "model." if block is first else f"model.layers.{at - 1}." if block is middle else ""
+        parts.append((block, len(params)))
+        params += [Param(prefix + each.name, each.numel, each.is_expert) for each in block.params]
+    if shape.tied and mesh.pp > 1 and stage == mesh.pp - 1:  # both ends hold the embedding
+        params.append(Param("embed_tokens.weight", first.params[0].numel))
+    boundary = share.tokens * shape.hidden_size * size
+    rotated = int(shape.head_dim * shape.rotary_share) if shape.rotary else 0
+    rotation = 2 * share.length * rotated * size
+    num_layers = sum(block is middle for block, _ in parts)
+    constant = rotation if mesh.pp == 1 else rotation * num_layers  # layers of a pipeline make their own
+    return RankModel(tuple(params), tuple(parts), cuts[stage + 1] == shape.layers + 2, boundary, constant)
+
+
+@lru_cache(maxsize=4096)
+def _blocks(shape: ModelShape, share: Share, size: int) -> tuple[Block, Block, Block]:
+    return blocks.embedding(shape, share, size), blocks.layer(shape, share, size), blocks.head(shape, share, size)
+
+
+def stage_cuts(layers: int, weights: Sequence[int], stages: int) -> list[int]:
+    """Where embedding, layers and head are cut: by their parameters, as PipelineModule does."""
+    if stages == 1:
+        return [0, layers + 2]
+    return _cuts(layers, tuple(weights), stages)
+
+
+@lru_cache(maxsize=4096)
+def _cuts(layers: int, weights: tuple[int, ...], stages: int) -> list[int]:
+    first, middle, last = weights
+    return partition_balanced([first, *[middle] * layers, last], stages)
+
+
+def in_flight(training: Training, mesh: Mesh, stage: int) -> int:
+    """Micro-batches whose activations a stage keeps: 1F1B p - stage (arXiv 2104.04473), zero bubble p."""
+    if mesh.pp == 1:
+        return 1
+    depth = mesh.pp if training.schedule == "zero_bubble" else mesh.pp - stage
+    if training.schedule == "interleaved":
+        depth = mesh.pp + mesh.pp - stage
+    return min(training.accumulation, depth)
+
+
+def _of_stage(shape: ModelShape, mesh: Mesh, training: Training, library: Library, stage: int) -> Memory:
+    model = rank_model(shape, mesh, training, stage)
+    units = units_of(model.params, training, mesh.replicas, mesh.replicas // mesh.ep, library)
+    base = _Base(model, units, training, library)
+    moments = [*_passes(model, units, training, library, in_flight(training, mesh, stage), shape, base), base.update()]
+    peak = max(moments, key=lambda memory: memory.total)
+    return dataclasses.replace(peak, stage=stage, host=base.host)
+
+
+class _Base:
+    """What is there between steps, and in the update."""
+
+    def __init__(self, model: RankModel, units: Sequence[Unit], training: Training, library: Library) -> None:
+        stage, size = training.stage, training.weight_bytes
+        self.units, self.training, self.library = units, training, library
+        owned = sum(unit.shard for unit in units)
+        padded = sum(unit.numel for unit in units)
+        self.weights = sum(size * (unit.shard if unit.is_gathered else unit.numel) for unit in units)
+        if stage == 0:
+            self.weights = size * sum(param.numel for param in model.params)
+        masters = training.master_bytes * owned
+        if training.offloads_optimizer and not masters:  # the host updates a copy
+            masters = _FP32 * owned
+        states = training.state_bytes * owned
+        self.host = 0
+        #: bytes of gradients that live from step to step
+        self.lasting = 0
+        self.pooled = [unit for unit in units if stage >= 2 and unit.ranks > 1]
+        alone = [unit for unit in units if not (stage >= 2 and unit.ranks > 1)]
+        self.lasting = training.accumulated_bytes * sum(unit.numel for unit in alone)
+        if training.offloads_optimizer:
+            self.host += masters + states + training.accumulated_bytes * owned
+            masters = states = 0
+        if training.offloads_parameters:
+            shards = size * sum(unit.shard for unit in units if unit.is_gathered)
+            self.host += shards
+            self.weights -= shards
+        self.masters, self.states = masters, states
+        largest = sorted((unit.numel for unit in self.pooled), reverse=True)
+        self.pool = training.accumulated_bytes * sum(largest[:MAX_IN_FLIGHT])
+        self.staging = 0
+        if library.stages and stage >= 1:
+            sent = training.accumulated_bytes * sum(unit.numel for unit in units if unit.ranks > 1)
+            self.staging = min(library.kept_bytes, sent)
+        self.gathers = size * sum(unit.numel for unit in units if unit.is_gathered)
+        self.padded = padded
+
+    def at(self, moment: str, **parts: int) -> Memory:
+        """A moment: these parts besides."""
+        return Memory(
+            weights=self.weights,
+            master_weights=self.masters,
+            optimizer=self.states,
+            gradients=self.lasting + parts.pop("gradients", 0),
+            buffers=self.pool + self.staging + parts.pop("buffers", 0),
+            moment=moment,
+            **parts,
+        )
+
+    def update(self) -> Memory:
+        """The step: reduced gradients, and fp32 copies of a part of them."""
+        training = self.training
+        shards = 0 if training.offloads_optimizer else sum(unit.shard for unit in self.pooled)
+        largest = max((unit.shard for unit in self.units), default=0)
+        wide = _FP32 * (largest if training.has_kernel else min(largest, WIDENED_NUMEL)) if training.master_bytes else 0
+        return self.at("update", gradients=training.accumulated_bytes * shards, buffers=wide)
+
+    def gathered(self) -> int:
+        """Bytes of whole weights that stage 3 keeps in a pass."""
+        training, size = self.training, self.training.weight_bytes
+        numels = sorted((unit.numel for unit in self.units if unit.is_gathered), reverse=True)
+        if not numels or all(unit.ranks == 1 for unit in self.units):
+            return 0
+        total = sum(numels)
+        ahead = min(training.zero_prefetch, sum(numels[:2]))
+        if total <= training.zero_max_reuse:
+            kept = total
+        else:  # what is used again within so many elements: the last layers, in forward and backward
+            kept = training.zero_max_reuse // 2 + numels[0] + ahead
+        return size * max(min(total, kept, training.zero_max_live), min(total, numels[0]))
+
+
+def _passes(
+    model: RankModel,
+    units: Sequence[Unit],
+    training: Training,
+    library: Library,
+    num_in_flight: int,
+    shape: ModelShape,
+    base: _Base,
+) -> Iterator[Memory]:
+    """The moments of forward and backward of the last micro-batch, in which most is there."""
+    keeps = [_kept(block, training, is_layer=_is_layer(model, at)) for at, (block, _) in enumerate(model.parts)]
+    extra = model.constant + (0 if model.has_head else model.boundary)
+    others = (num_in_flight - 1) * (sum(keeps) + extra)
+    gathered = base.gathered()
+    walk = _Gradients(model.params, units, training, library, base, adds_up=training.accumulation > 1)
+    head = model.parts[-1][0] if model.has_head else None
+
+    def moment(name: str, block: Block, live: int) -> Memory:
+        is_head = block is head
+        activations = others + extra + live_below + (0 if is_head else live)
+        return base.at(
+            name,
+            activations=activations,
+            logits=live if is_head else 0,
+            gathered=gathered,
+            gradients=walk.gradients,
+            buffers=walk.buffers,
+        )
+
+    live_below = 0
+    for (block, _), kept in zip(model.parts, keeps, strict=True):
+        yield moment("forward", block, block.profile.forward_peak)
+        live_below += kept
+    waiting_tied = 0
+    for at in reversed(range(len(model.parts))):
+        block, first = model.parts[at]
+        live_below -= keeps[at]
+        again = _is_layer(model, at) and training.checkpoints_activations
+        input_bytes = keeps[at] if again else 0
+        places = {param.name: first + place for place, param in enumerate(block.params)}
+        for point in block.profile.points:
+            yield moment("backward", block, point.peak + input_bytes + waiting_tied)
+            for name in point.parameters:
+                if name in places:
+                    walk.arrive(places[name])
+                else:  # of a tied embedding: waits for the other end
+                    waiting_tied = model.params[0].numel * training.weight_bytes
+            yield moment("backward", block, point.live + input_bytes + waiting_tied)
+    walk.end()
+    if head is not None or model.parts:
+        yield moment("backward", model.parts[0][0], 0)
+
+
+def _is_layer(model: RankModel, at: int) -> bool:
+    return ".layers." in model.params[min(model.parts[at][1], len(model.params) - 1)].name
+
+
+def _kept(block: Block, training: Training, *, is_layer: bool) -> int:
+    """Bytes from forward to backward: of a checkpointed layer its input."""
+    return block.profile.output if is_layer and training.checkpoints_activations else block.profile.saved
+
+
+class _Gradients:
+    """Gradients of parameters on their way into buckets, in one backward: `gradients` and `buffers` in bytes, besides
+    what is there all the time."""
+
+    def __init__(
+        self,
+        params: Sequence[Param],
+        units: Sequence[Unit],
+        training: Training,
+        library: Library,
+        base: _Base,
+        *,
+        adds_up: bool,
+    ) -> None:
+        self._params, self._units, self._base = params, units, base
+        self._unit_of = {place: at for at, unit in enumerate(units) for place in unit.params}
+        self._size, self._accumulated = training.weight_bytes, training.accumulated_bytes
+        self._keeps_shards = not training.offloads_optimizer
+        self._library = library
+        self._missing = [len(unit.params) for unit in units]
+        self._loose: list[int] = [0] * len(units)  # elements in `param.grad`
+        self._waiting: list[int] = [0] * len(units)  # elements that wait in the bucket
+        self._pooled = {at for at, unit in enumerate(units) if unit in base.pooled}
+        self._borrowed: dict[int, int] = {}  # bytes of the buffer of a unit
+        self._flying: list[int] = []
+        self._shards = self._accumulated * sum(unit.shard for unit in base.pooled) if adds_up else 0
+        self._adds_up = adds_up
+
+    @property
+    def gradients(self) -> int:
+        """Gradients of parameters, and shards of sums."""
+        return self._size * (sum(self._loose) + sum(self._waiting)) + (self._shards if self._keeps_shards else 0)
+
+    @property
+    def buffers(self) -> int:
+        """Bucket buffers beyond those that wait for reuse."""
+        return max(0, sum(self._borrowed.values()) - self._base.pool)
+
+    def arrive(self, place: int) -> None:
+        """The gradient of a parameter is there."""
+        at = self._unit_of[place]
+        unit, numel = self._units[at], self._params[place].numel
+        self._missing[at] -= 1
+        is_first = place == unit.params[0]
+        if not (is_first or unit.is_gathered or numel >= LARGE_NUMEL):
+            self._loose[at] += numel
+            return
+        self._waiting[at] += numel
+        if is_first:
+            self._waiting[at] += self._loose[at]
+            self._loose[at] = 0
+        if self._waiting[at] >= FLUSH_NUMEL or not self._missing[at]:
+            self._flush(at)
+
+    def end(self) -> None:
+        """The backward is over: all are launched and finished."""
+        for at in range(len(self._units)):
+            if self._waiting[at] or self._loose[at]:
+                self._waiting[at] += self._loose[at]
+                self._loose[at] = 0
+                self._flush(at)
+
+    def _flush(self, at: int) -> None:
+        if at in self._pooled:
+            self._borrowed.setdefault(at, self._accumulated * self._units[at].numel)
+        self._waiting[at] = 0
+        if not self._missing[at] and at in self._pooled:
+            self._flying.append(at)
+            if len(self._flying) > MAX_IN_FLIGHT:
+                self._finish(self._flying.pop(0))
+
+    def _finish(self, at: int) -> None:
+        self._borrowed.pop(at)
+        if not self._adds_up:
+            self._shards += self._accumulated * self._units[at].shard

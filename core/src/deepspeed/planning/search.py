@@ -1,0 +1,263 @@
+"""`plan`: every mesh and stage of ZeRO that a number of ranks allows, those that fit first by the time of a token."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from deepspeed.errors import ConfigError
+from deepspeed.planning.memory import Memory, estimate_memory, rank_model
+from deepspeed.planning.shape import ModelShape, read_shape
+from deepspeed.planning.share import Mesh, why_not
+from deepspeed.planning.traffic import Machine, Traffic, estimate_traffic, idle_share, step_seconds
+from deepspeed.planning.training import DEVICE, Library, Training
+
+STAGES = (0, 1, 2, 3)
+#: a part of a sequence below which it is not divided further, unless the user asks for it
+_MIN_LENGTH = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One mesh and training. Figures are of the ranks that need most; seconds are estimates."""
+
+    mesh: Mesh
+    training: Training
+    memory: Memory
+    traffic: Traffic
+    idle_share: float
+    step_seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        training = self.training
+        return training.micro_batch * training.accumulation * training.sequence * self.mesh.dp
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What choices are sorted by."""
+        return self.step_seconds / self.tokens
+
+    def config(self) -> dict[str, Any]:
+        """The sections of a DeepSpeed configuration that this choice decides."""
+        mesh, training = self.mesh, self.training
+        axes = {axis: size for axis in ("pp", "sp", "tp") if (size := getattr(mesh, axis)) > 1}
+        zero: dict[str, Any] = {"stage": training.stage}
+        defaults = Training()
+        keys = {
+            "zero_bucket": "reduce_bucket_size",
+            "zero_prefetch": "stage3_prefetch_bucket_size",
+            "zero_max_live": "stage3_max_live_parameters",
+            "zero_max_reuse": "stage3_max_reuse_distance",
+            "zero_persistence": "stage3_param_persistence_threshold",
+            "zero_model_persistence": "stage3_model_persistence_threshold",
+        }
+        for field, key in keys.items():
+            if getattr(training, field) != getattr(defaults, field):
+                zero[key] = getattr(training, field)
+        if training.offloads_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        if training.offloads_parameters:
+            zero["offload_param"] = {"device": "cpu"}
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": training.micro_batch,
+            "gradient_accumulation_steps": training.accumulation,
+            "zero_optimization": zero,
+        }
+        if training.precision != "fp32":
+            config[training.precision] = {"enabled": True}
+        if axes:
+            config["mesh"] = {"dp": mesh.dp, **axes}
+        if mesh.tp > 1:
+            config["tensor_parallel"] = {"autotp_size": mesh.tp}
+        if mesh.ep > 1:
+            config["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
+        if mesh.pp > 1 and training.schedule != "1f1b":
+            config["pipeline"] = {"schedule": training.schedule}
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `plan` found.
+
+    shape, parameters: of the model. ranks, limit: that it was asked for; limit in bytes of a rank's device.
+    fitting: best first. others: by their memory, the smallest first.
+    advice: what would make it fit, where nothing does: (what, the closest choice with it).
+    """
+
+    shape: ModelShape
+    parameters: int
+    ranks: int
+    limit: int
+    fitting: tuple[Choice, ...]
+    others: tuple[Choice, ...]
+    advice: tuple[tuple[str, Choice], ...] = ()
+
+    @property
+    def best(self) -> Choice | None:
+        """The first that fits."""
+        return self.fitting[0] if self.fitting else None
+
+
+def plan(
+    model: ModelShape | Mapping[str, Any] | str | Path,
+    *,
+    ranks: int,
+    memory: int,
+    training: Training | None = None,
+    stages: Sequence[int] = STAGES,
+    axes: Mapping[str, int] | None = None,
+    global_batch: int | None = None,
+    machine: Machine | None = None,
+    library: Library = DEVICE,
+) -> Plan:
+    """Estimate every mesh and stage.
+
+    Args:
+        model: as `read_shape` takes it.
+        ranks: in all.
+        memory: bytes of a rank's device that training may use.
+        training: the micro-batch, precision and so on; its stage and accumulation are replaced.
+        stages: of ZeRO, to try.
+        axes: sizes that are fixed, of "pp", "dp", "sp", "tp", "ep".
+        global_batch: sequences of a step; default: `ranks` micro-batches.
+        machine: for the seconds.
+        library: for the buffers.
+
+    Raises:
+        ConfigError: no mesh fits `ranks`, the axes and the model; it says why.
+    """
+    shape, training, machine = read_shape(model), training or Training(), machine or Machine()
+    fixed = dict(axes or {})
+    if ranks < 1 or memory < 1:
+        raise ConfigError(f"plan: found ranks {ranks} and memory {memory}; both are integers >= 1")
+    if unknown := set(fixed) - {"pp", "dp", "sp", "tp", "ep"}:
+        raise ConfigError(f"plan: axes: found {', '.join(sorted(unknown))}; the axes are pp, dp, sp, tp, ep")
+    if unknown_stages := set(stages) - set(STAGES):
+        raise ConfigError(f"plan: stages: found {sorted(unknown_stages)}; the stages are 0, 1, 2, 3")
+    batch = ranks * training.micro_batch if global_batch is None else global_batch
+    refused: list[str] = []
+    choices: list[Choice] = []
+    for mesh in meshes(shape, ranks, training, fixed, machine, refused):
+        accumulation, rest = divmod(batch, mesh.dp * training.micro_batch)
+        if rest or not accumulation:
+            refused.append(
+                f"dp {mesh.dp}: {batch} sequences are no multiple of dp x micro-batch {training.micro_batch}"
+            )
+            continue
+        for stage in _useful(stages, mesh):
+            own = dataclasses.replace(training, stage=stage, accumulation=accumulation)
+            choices.append(_choice(shape, mesh, own, machine, library))
+    if not choices:
+        reasons = "; ".join(sorted(set(refused))[:5]) or f"the sizes {fixed} do not divide {ranks}"
+        raise ConfigError(f"plan: no mesh of {ranks} ranks fits {shape.family} ({reasons})")
+    fitting = sorted((each for each in choices if each.memory.total <= memory), key=lambda each: each.seconds_per_token)
+    others = sorted((each for each in choices if each.memory.total > memory), key=lambda each: each.memory.total)
+    advice = () if fitting else tuple(_advice(shape, others[0], memory, machine, library))
+    return Plan(
+        shape=shape,
+        parameters=count_parameters(shape),
+        ranks=ranks,
+        limit=memory,
+        fitting=tuple(fitting),
+        others=tuple(others),
+        advice=advice,
+    )
+
+
+@lru_cache(maxsize=64)
+def count_parameters(shape: ModelShape) -> int:
+    """Elements of all parameters of the model."""
+    if shape.parameters is not None:
+        return shape.parameters
+    return sum(param.numel for param in rank_model(shape, Mesh(), Training(sequence=1), 0).params)
+
+
+def meshes(
+    shape: ModelShape, ranks: int, training: Training, fixed: Mapping[str, int], machine: Machine, refused: list[str]
+) -> Iterator[Mesh]:
+    """Every mesh of `ranks` ranks that can divide the model. What is not fixed stays small where more would only cost:
+    tp within a node, parts of a sequence of 1024 tokens or more. `refused` gets the reasons of the others."""
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    by_axis: dict[str, list[int]] = {}
+    for axis in ("pp", "sp", "tp"):
+        by_axis[axis] = [fixed[axis]] if axis in fixed else sizes
+    if "tp" not in fixed:
+        by_axis["tp"] = [size for size in sizes if size <= machine.ranks_per_node]
+    if "sp" not in fixed:
+        by_axis["sp"] = [size for size in sizes if size == 1 or training.sequence // size >= _MIN_LENGTH]
+    for pp in by_axis["pp"]:
+        for sp in by_axis["sp"]:
+            for tp in by_axis["tp"]:
+                dp, rest = divmod(ranks, pp * sp * tp)
+                if rest or not dp or fixed.get("dp", dp) != dp:
+                    continue
+                experts = [fixed["ep"]] if "ep" in fixed else [size for size in sizes if (dp * sp) % size == 0]
+                for ep in experts if shape.experts else [fixed.get("ep", 1)]:
+                    mesh = Mesh(pp=pp, dp=dp, sp=sp, tp=tp, ep=ep)
+                    reason = why_not(shape, mesh, training.sequence)
+                    if reason is None:
+                        yield mesh
+                    else:
+                        refused.append(reason)
+
+
+def _useful(stages: Sequence[int], mesh: Mesh) -> Sequence[int]:
+    """Where nothing is sharded all stages are the first."""
+    return stages if mesh.replicas > 1 else [min(stages)]
+
+
+def _choice(shape: ModelShape, mesh: Mesh, training: Training, machine: Machine, library: Library) -> Choice:
+    memory = max(
+        (
+            estimate_memory(shape, mesh, training, library, stage=stage)
+            for stage in sorted({0, 1 % mesh.pp, mesh.pp - 1})
+        ),
+        key=lambda each: each.total,
+    )
+    traffic = estimate_traffic(shape, mesh, training)
+    return Choice(
+        mesh=mesh,
+        training=training,
+        memory=memory,
+        traffic=traffic,
+        idle_share=idle_share(mesh, training),
+        step_seconds=step_seconds(shape, mesh, training, machine, traffic),
+    )
+
+
+def _advice(
+    shape: ModelShape, closest: Choice, memory: int, machine: Machine, library: Library
+) -> Iterator[tuple[str, Choice]]:
+    """The closest choice with one thing changed, and with all of them; those that need less."""
+    training = closest.training
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if not training.checkpoints_activations:
+        changes.append(("activation checkpointing", {"checkpoints_activations": True}))
+    if training.micro_batch > 1:
+        steps = training.accumulation * training.micro_batch
+        changes.append(("a micro-batch of 1", {"micro_batch": 1, "accumulation": steps}))
+    if training.stage == 3 and training.zero_max_reuse:
+        changes.append(("stage3_max_reuse_distance 0", {"zero_max_reuse": 0}))
+    if training.precision == "fp32":
+        changes.append(("bf16", {"precision": "bf16"}))
+    if not training.offloads_optimizer and closest.training.stage:
+        changes.append(("offload_optimizer to the host", {"offloads_optimizer": True}))
+    together: dict[str, Any] = {}
+    names: list[str] = []
+    for name, change in changes:
+        choice = _choice(shape, closest.mesh, dataclasses.replace(training, **change), machine, library)
+        if choice.memory.total < closest.memory.total:
+            names.append(name)
+            together.update(change)
+            yield name, choice
+    if len(names) > 1:
+        yield "all of these", _choice(shape, closest.mesh, dataclasses.replace(training, **together), machine, library)
+    double = dataclasses.replace(closest.mesh, dp=2 * closest.mesh.dp)
+    choice = _choice(shape, double, training, machine, library)
+    if choice.memory.total < closest.memory.total:
+        yield f"{double.ranks} ranks", choice

@@ -1,0 +1,167 @@
+"""`Training`: what a plan is made for, besides the model and the mesh; and `Library`, what collectives need."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import ConfigError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+#: fp32 states that an optimizer keeps for each element
+OPTIMIZER_STATES = {
+    **dict.fromkeys(("adam", "adamw", "fusedadam", "lamb", "fusedlamb", "onebitadam"), 2),
+    **dict.fromkeys(("lion", "fusedlion", "adagrad", "momentum", "muon"), 1),
+    "sgd": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """What the collectives of a process group prefer and keep; `Capabilities` of a real one says the same.
+
+    bucket_bytes: of a reduce-scatter or an all-gather; all_reduce_bytes: of an all-reduce.
+    stages: whether a reduce-scatter needs a second buffer of its size (gloo), up to `kept_bytes` of which are kept.
+    waits_on_device: whether a bucket's end is waited for on the device, so that the number in flight is bounded.
+    """
+
+    bucket_bytes: int = 32 << 20
+    all_reduce_bytes: int = 32 << 20
+    stages: bool = False
+    kept_bytes: int = 16 << 20
+    waits_on_device: bool = True
+
+
+#: the library of a device, as `comm/torch_group.py` describes it
+DEVICE = Library()
+
+
+def gloo(ranks: int) -> Library:
+    """gloo in host memory among so many ranks (`comm/torch_group.py`)."""
+    size = (8 << 20) if ranks <= 8 else (32 << 20)
+    return Library(
+        bucket_bytes=size,
+        all_reduce_bytes=(16 << 20) if ranks == 2 else size,
+        stages=True,
+        waits_on_device=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A step. Sizes of `zero_*` are numbers of elements; they are the keys of `zero_optimization`.
+
+    micro_batch: sequences of a data-parallel rank in one forward; accumulation: forwards of a step.
+    sequence: tokens of a sequence.
+    stage: of ZeRO; None: each is tried.
+    optimizer: a name of `OPTIMIZER_STATES`.
+    has_kernel: whether the optimizer reads low-precision gradients as they are.
+    checkpoints_activations: each layer keeps its input only, and is computed again in the backward.
+    offloads_optimizer, offloads_parameters: to host memory.
+    gradient_bytes: of an accumulated gradient; 0: of the weights.
+    schedule: of the pipeline.
+    """
+
+    micro_batch: int = 1
+    accumulation: int = 1
+    sequence: int = 2048
+    stage: int = 0
+    precision: Precision = "bf16"
+    optimizer: str = "adamw"
+    has_kernel: bool = True
+    checkpoints_activations: bool = False
+    offloads_optimizer: bool = False
+    offloads_parameters: bool = False
+    gradient_bytes: int = 0
+    schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    zero_bucket: int = 500_000_000
+    zero_prefetch: int = 50_000_000
+    zero_max_live: int = 1_000_000_000
+    zero_max_reuse: int = 1_000_000_000
+    zero_persistence: int = 100_000
+    zero_model_persistence: int = sys.maxsize
+
+    def __post_init__(self) -> None:
+        if self.optimizer.lower() not in OPTIMIZER_STATES:
+            raise ConfigError(f"optimizer: found {self.optimizer!r}; planned are {', '.join(sorted(OPTIMIZER_STATES))}")
+        for name in ("micro_batch", "accumulation", "sequence"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: found {getattr(self, name)}; give an integer >= 1")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a weight, and of an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """Of an accumulated gradient."""
+        return self.gradient_bytes or self.weight_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the optimizer's states of a weight."""
+        return 4 * OPTIMIZER_STATES[self.optimizer.lower()]
+
+    @property
+    def master_bytes(self) -> int:
+        """Of an fp32 master weight; 0 where the weight is one."""
+        return 0 if self.precision == "fp32" else 4
+
+
+def read_training(config: Mapping[str, Any] | str, **given: Any) -> tuple[Training, dict[str, Any]]:
+    """What a DeepSpeed configuration says.
+
+    Args:
+        config: as `deepspeed.initialize` takes it; batch sizes may be missing.
+        given: fields of `Training` that it does not say, or that replace what it says.
+
+    Returns:
+        the training, and the axes of the mesh and other choices that it fixes: any of "pp", "dp", "sp", "tp", "ep",
+        "stage", "global_batch".
+    """
+    parsed = DeepSpeedConfig(dict(config) if isinstance(config, Mapping) else config, batch_required=False)
+    raw = parsed.model_fields_set
+    zero = parsed.zero_optimization
+    fields: dict[str, Any] = {
+        "precision": "bf16" if parsed.bf16.enabled else "fp16" if parsed.fp16.enabled else "fp32",
+        "stage": zero.stage,
+        "zero_bucket": zero.reduce_bucket_size,
+        "zero_prefetch": zero.prefetch_bucket_size,
+        "zero_max_live": zero.max_live_parameters,
+        "zero_max_reuse": zero.max_reuse_distance,
+        "zero_persistence": zero.param_persistence_threshold,
+        "zero_model_persistence": zero.model_persistence_threshold,
+        "schedule": parsed.pipeline.schedule,
+        "offloads_optimizer": zero.offload_optimizer is not None and zero.offload_optimizer.device != "none",
+        "offloads_parameters": zero.offload_param is not None and zero.offload_param.device != "none",
+    }
+    accumulated = {None: 0, "fp32": 4, "bf16": 2, "fp16": 2}.get(parsed.data_types.grad_accum_dtype, 0)
+    fields["gradient_bytes"] = accumulated
+    if parsed.optimizer is not None and parsed.optimizer.type:
+        fields["optimizer"] = str(parsed.optimizer.type).lower()
+    if parsed.pipeline.activation_checkpoint_interval:
+        fields["checkpoints_activations"] = True
+    if "train_micro_batch_size_per_gpu" in raw and parsed.train_micro_batch_size_per_gpu is not None:
+        fields["micro_batch"] = parsed.train_micro_batch_size_per_gpu
+    if "gradient_accumulation_steps" in raw and parsed.gradient_accumulation_steps is not None:
+        fields["accumulation"] = parsed.gradient_accumulation_steps
+    fixed: dict[str, Any] = {name: size for name in ("pp", "dp", "sp", "tp") if (size := getattr(parsed.mesh, name))}
+    if parsed.tensor_parallel.size > 1:
+        fixed["tp"] = parsed.tensor_parallel.size
+    if parsed.sequence_parallel_size:
+        fixed["sp"] = parsed.sequence_parallel_size
+    if parsed.data_parallel_size:
+        fixed["dp"] = parsed.data_parallel_size
+    if parsed.expert_parallel.enabled:
+        fixed["ep"] = parsed.expert_parallel.autoep_size
+    if "zero_optimization" in raw:
+        fixed["stage"] = zero.stage
+    if "train_batch_size" in raw and parsed.train_batch_size is not None:
+        fixed["global_batch"] = parsed.train_batch_size
+    known = {each.name for each in dataclasses.fields(Training)}
+    assert set(given) <= known, set(given) - known
+    return Training(**{**fields, **given}), fixed
