@@ -161,8 +161,8 @@ class _Base:
         self.host = 0
         #: bytes of gradients that live from step to step
         self.lasting = 0
-        self.pooled = [unit for unit in units if stage >= 2 and unit.ranks > 1]
-        alone = [unit for unit in units if not (stage >= 2 and unit.ranks > 1)]
+        self.pooled = [unit for unit in units if is_pooled(unit, training)]
+        alone = [unit for unit in units if not is_pooled(unit, training)]
         self.lasting = training.accumulated_bytes * sum(unit.numel for unit in alone)
         if training.offloads_optimizer:
             self.host += masters + states + training.accumulated_bytes * owned
@@ -269,6 +269,11 @@ def _passes(
         yield moment("backward", model.parts[0][0], 0)
 
 
+def is_pooled(unit: Unit, training: Training) -> bool:
+    """Whether its bucket borrows a buffer, and its reduced gradients are a shard."""
+    return training.stage >= 2 and unit.ranks > 1
+
+
 def _is_layer(model: RankModel, at: int) -> bool:
     return ".layers." in model.params[min(model.parts[at][1], len(model.params) - 1)].name
 
@@ -300,7 +305,7 @@ class _Gradients:
         self._missing = [len(unit.params) for unit in units]
         self._loose: list[int] = [0] * len(units)  # elements in `param.grad`
         self._waiting: list[int] = [0] * len(units)  # elements that wait in the bucket
-        self._pooled = {at for at, unit in enumerate(units) if unit in base.pooled}
+        self._pooled = {at for at, unit in enumerate(units) if is_pooled(unit, training)}
         self._borrowed: dict[int, int] = {}  # bytes of the buffer of a unit
         self._flying: list[int] = []
         self._shards = self._accumulated * sum(unit.shard for unit in base.pooled) if adds_up else 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deepspeed.planning.blocks import Param
 from deepspeed.planning.training import Library, Training
 from deepspeed.zero.holding import MIN_BUCKET_NUMEL
-from deepspeed.zero.layout import UnitLayout, divide_into_units
+from deepspeed.zero.layout import divide_into_units, even_shard_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ def units_of(
 
 
 def _unit(places: Sequence[int], params: Sequence[Param], ranks: int, *, is_gathered: bool = False) -> Unit:
-    numels = [params[at].numel for at in places]
-    layout = UnitLayout.single(numels) if ranks == 1 and not is_gathered else UnitLayout.even(numels, ranks)
-    return Unit(tuple(places), layout.padded_numel, layout.shard_numel, ranks, is_gathered)
+    numel = sum(params[at].numel for at in places)
+    shard = numel if ranks == 1 and not is_gathered else even_shard_numel(numel, ranks)
+    return Unit(tuple(places), shard * ranks, shard, ranks, is_gathered)
 
 
 def _persistent(params: Sequence[Param], training: Training) -> set[int]:

@@ -57,7 +57,7 @@ class UnitLayout:
     @classmethod
     def even(cls, numels: Sequence[int], world_size: int, max_fragment_numel: int | None = None) -> "UnitLayout":
         """Parameters without gaps, padded at the end so that W equal shards of an even number of elements result."""
-        shard_numel = -(-sum(numels) // (2 * world_size)) * 2
+        shard_numel = even_shard_numel(sum(numels), world_size)
         offsets = [0, *accumulate(numels)][:-1]
         return cls(numels, offsets, shard_numel, world_size, max_fragment_numel)
 
@@ -126,6 +126,11 @@ class UnitLayout:
             fragments.append(Fragment(param, position - first, position, end, owner))
             position = end
         return fragments
+
+
+def even_shard_numel(numel: int, world_size: int) -> int:
+    """S of a unit of `numel` elements: W equal shards of an even number of elements hold it."""
+    return -(-numel // (2 * world_size)) * 2
 
 
 def even_cuts(numels: Sequence[int], world_size: int) -> tuple[int, ...]:
