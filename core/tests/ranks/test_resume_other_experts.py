@@ -4,12 +4,12 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.errors import CheckpointError
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.stacked import ExpertMLP
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.parallel import groups
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
 
 STEPS = 2
 
@@ -149,8 +149,22 @@ def test_a_save_holds_dense_weights_once(tmp_path):
     assert all("experts" in name for name in files["expert_rank_1_mp_rank_00_model_states.pt"]["module"])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_consolidating_divided_experts_is_refused(tmp_path, stage):
-    run_ranks(2, save_job, tmp_path, "copies", 2, stage, "fp32")
-    with pytest.raises(CheckpointError, match="experts that are divided over ranks"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "a")
+CONSOLIDATED = [("copies", 2, 2, 1, "bf16"), ("stacked", 4, 2, 3, "fp32"), ("copies", 4, 4, 0, "bf16")]
+ALL = [
+    (expert, *place, stage, dtype)
+    for expert in EXPERTS
+    for place in PLACES[2:]
+    for stage in range(4)
+    for dtype in ("fp32", "bf16")
+]
+
+
+@pytest.mark.parametrize(("expert", "world", "ep", "stage", "dtype"), swept(ALL, lambda *case: case in CONSOLIDATED))
+def test_fp32_weights_of_divided_experts_are_whole(tmp_path, expert, world, ep, stage, dtype):
+    run_ranks(world, save_job, tmp_path / "divided", expert, ep, stage, dtype)
+    run_ranks(1, save_job, tmp_path / "whole", expert, 1, stage, dtype)
+    found, expected = (get_fp32_state_dict_from_zero_checkpoint(tmp_path / name, "a") for name in ("divided", "whole"))
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():  # in bf16 gradients are rounded before they are averaged
+        tolerance = 1e-6 if dtype == "fp32" else 1e-2
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=name)

@@ -3,12 +3,18 @@
 The model of these tests needs no communication: its loss is a sum over elements, each with its own gradient.
 """
 
+import subprocess
+import sys
+
 import deepspeed
 import pytest
 import torch
+from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.checkpoint.convert import convert
 from deepspeed.errors import CheckpointError
-from deepspeed.parallel.model_part import ModelPart, mark_part, part_held
+from deepspeed.parallel.model_part import ModelPart, mark_part
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 SHAPES = {"column": (12, 5), "row": (5, 12), "fused": (18, 3), "frozen": (6, 4)}
@@ -81,15 +87,11 @@ def train(engine, first):
 
 
 def states_of(engine):
-    """Master weights and first moments, with the part that they are."""
+    """Master weights and first moments."""
     found = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
-            found[name] = (
-                part_held(param),
-                safe_get_full_fp32_param(param).clone(),
-                safe_get_full_optimizer_state(param, "exp_avg").clone(),
-            )
+            found[name] = safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg")
     return found
 
 
@@ -116,26 +118,18 @@ def resume_job(folder, tp, stage, dtype, states=True):
     found = (
         states_of(engine)
         if states
-        else {
-            n: (part_held(p), safe_get_full_fp32_param(p).clone())
-            for n, p in engine.module.named_parameters()
-            if p.requires_grad
-        }
+        else {n: (safe_get_full_fp32_param(p),) for n, p in engine.module.named_parameters() if p.requires_grad}
     )
     engine.destroy()
     return found
 
 
 def joined(by_rank):
-    """Whole values, from what each rank has."""
-    wholes = {}
-    for states in by_rank:
-        for name, (part, *values) in states.items():
-            for index, value in enumerate(values):
-                if part is None:
-                    wholes[name, index] = value
-                else:
-                    part.put(value, wholes.setdefault((name, index), torch.full(part.shape, torch.nan)))
+    """The values that all ranks have."""
+    wholes = {(name, index): value for name, its in by_rank[0].items() for index, value in enumerate(its)}
+    for states in by_rank[1:]:
+        for name, its in states.items():
+            assert all(torch.equal(value, wholes[name, index]) for index, value in enumerate(its))
     return wholes
 
 
@@ -185,3 +179,54 @@ def test_a_model_whose_division_is_not_known_loads_only_as_it_was_saved(tmp_path
     (tmp_path / "b").rename(tmp_path / "a")
     (told,) = run_ranks(1, unmarked_job, tmp_path, 1, True)
     assert "was saved by 2 model parallel ranks, this job has 1, and the run that saved it did not say" in told
+
+
+CONSOLIDATED = [(2, 2, 0, "bf16"), (3, 3, 3, "fp32"), (2, 4, 2, "bf16")]
+ALL = [(tp, world, stage, dtype) for tp, world in WORLDS[2:] for stage in range(4) for dtype in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize(("tp", "world", "stage", "dtype"), swept(ALL, lambda *case: case in CONSOLIDATED))
+def test_fp32_weights_of_a_divided_model_are_whole(tmp_path, tp, world, stage, dtype):
+    run_ranks(world, save_job, tmp_path / "divided", tp, stage, dtype)
+    run_ranks(1, save_job, tmp_path / "whole", 1, stage, dtype)
+    expected = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "whole", "a")
+    blocker = "import sys, runpy; sys.modules['deepspeed'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    script = f"sys.argv[1:] = {['-t', 'a', str(tmp_path / 'divided'), str(tmp_path / 'out')]!r}"
+    program = blocker.replace("runpy.run_path(sys.argv[1]", f"path = sys.argv[1]; {script}; runpy.run_path(path")
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "divided" / "zero_to_fp32.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for found in (
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "divided", "a"),
+        torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True),
+    ):
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)
+    trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "divided", "a", exclude_frozen_parameters=True)
+    assert list(trained) == [name for name in expected if name != "frozen"]
+
+
+def test_parts_that_are_missing_are_named(tmp_path):
+    run_ranks(3, save_job, tmp_path, 3, 0, "fp32")
+    (tmp_path / "a" / "index.json").unlink()
+    path = tmp_path / "a" / "mp_rank_01_model_states.pt"
+    state = torch.load(path, weights_only=True)
+    del state["module"]["column"]
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match="column: found nothing of number 4 of the 12 along dimension 0"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path, "a")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"mp_rank_01_model_states\.pt cannot be read"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path, "a")
+
+
+def test_other_formats_of_a_divided_model_are_refused(tmp_path):
+    run_ranks(2, save_job, tmp_path / "saved", 2, 1, "fp32")
+    convert(tmp_path / "saved", tmp_path / "weights", "safetensors", tag="a")
+    with pytest.raises(CheckpointError, match="of a model that is divided over ranks.*convert the weights alone"):
+        convert(tmp_path / "saved", tmp_path / "dcp", "dcp", tag="a")

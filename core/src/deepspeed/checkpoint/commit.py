@@ -12,6 +12,7 @@ from deepspeed.checkpoint.durable import disk_error, write_file
 from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.index import FileEntry
 from deepspeed.checkpoint.location import is_remote
+from deepspeed.checkpoint.standalone import script
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.tags import write_latest
 from deepspeed.checkpoint.tensor_index import index_of
@@ -40,8 +41,8 @@ def put_in_place(
 
 
 def write_script(folder: Path) -> None:
-    """Put `zero_to_fp32.py` beside the tag's `folder`: a copy of `consolidate.py`, which runs without this package."""
-    source = Path(__file__).with_name("consolidate.py").read_bytes()
+    """Put `zero_to_fp32.py` beside the tag's `folder`: a program that runs without this package."""
+    source = script()
     target = folder.with_name(layout.SCRIPT_FILE)
     if target.is_file() and target.read_bytes() == source:
         return

@@ -44,7 +44,7 @@ def convert(
     source, target = local_folder(directory, "convert"), local_folder(output, "write a converted checkpoint to")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there and not empty; give a folder that is new or empty")
-    from deepspeed.checkpoint.consolidate import check_files, tag_folder
+    from deepspeed.checkpoint.consolidate_files import check_files, tag_folder
 
     check_files(tag_folder(source, tag), verify, advance)
     FORMATS[to].write(source, target, tag, max_shard_size)

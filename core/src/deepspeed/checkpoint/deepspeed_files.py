@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.consolidate import Attributes
+from deepspeed.checkpoint.consolidate_files import Attributes
 from deepspeed.errors import CheckpointError
 from deepspeed.precision.loss_scaler import LossScaler
 

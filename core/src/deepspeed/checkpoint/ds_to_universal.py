@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.checkpoint.consolidate import check_files
+from deepspeed.checkpoint.consolidate_files import check_files
 from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
 from deepspeed.errors import CheckpointError

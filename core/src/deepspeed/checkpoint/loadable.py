@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.consolidate import DEEPSPEED_CLASSES
+from deepspeed.checkpoint.consolidate_files import DEEPSPEED_CLASSES
 from deepspeed.errors import ConfigError
 from deepspeed.zero.pending_tensor import PendingTensor
 

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint import consolidate, layout
+from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.consolidate_files import read_file, tag_folder
+from deepspeed.checkpoint.consolidate_join import lazy_state_dict
 from deepspeed.checkpoint.deepspeed_files import as_own_shard
 from deepspeed.checkpoint.load import split_client_state
+from deepspeed.checkpoint.model_ranks import DIVISION
 from deepspeed.checkpoint.saved_states import states_of
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.named_states import SavedStates
@@ -25,18 +28,19 @@ class SavedRun:
     tag: default: what `latest` names.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or several model parallel ranks saved it.
+        CheckpointError: a file is missing or damaged, or it is of a model that is divided over ranks.
     """
 
     def __init__(self, directory: Path, tag: str | None = None, *, exclude_frozen: bool = False) -> None:
-        self.folder = consolidate.tag_folder(directory, tag)
-        self.weights: Mapping[str, Any] = consolidate.lazy_state_dict(self.folder, exclude_frozen)
-        """`consolidate.LazyTensor`s: fp32 weights, and buffers, of the names of the module."""
-        shards = [(path, consolidate.read_file(path)) for path in layout.shards_in(self.folder).values()]
+        self.folder = tag_folder(directory, tag)
+        self.weights: Mapping[str, Any] = lazy_state_dict(self.folder, exclude_frozen)
+        """`consolidate_join.LazyTensor`s: fp32 weights, and buffers, of the names of the module."""
+        shards = [(path, read_file(path)) for path in layout.shards_in(self.folder).values()]
         partitioned = sorted(layout.partitioned_models_in(self.folder))
         names = [layout.model_file(0, rank) for rank in partitioned] or [layout.model_file(0)]
         self.model_files = [self.folder / name for name in names]
-        self.model_state, self.client_state = split_client_state(consolidate.read_file(self.model_files[0]))
+        self.model_state, self.client_state = split_client_state(read_file(self.model_files[0]))
+        self._refuse_divided()
         states = [as_own_shard(state, path) for path, state in shards]
         self.common_state: Mapping[str, Any] = states[0] if states else self.model_state.get("optimizer") or {}
         """The optimizer's state of the first rank, and what all ranks have in theirs, such as the loss scale."""
@@ -46,6 +50,14 @@ class SavedRun:
             raise CheckpointError(
                 f"{self.model_files[0]} has an optimizer state without the names of its parameters, as DeepSpeed saves "
                 "it at stage 0; load it in an engine with the optimizer of that run, and save it again"
+            )
+
+    def _refuse_divided(self) -> None:
+        division = self.model_state.get(DIVISION) or {}
+        if int(self.model_state.get("mp_world_size") or 1) > 1 or division.get("experts"):
+            raise CheckpointError(
+                f"{self.folder} is of a model that is divided over ranks, whose optimizer states are not joined; "
+                "convert the weights alone (--to safetensors), or load it on one rank and save it again"
             )
 
     def optimizer_state(self, name: str, state: str) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import ChecksumWriter
-from deepspeed.checkpoint.consolidate import DEEPSPEED_CLASSES
+from deepspeed.checkpoint.consolidate_files import DEEPSPEED_CLASSES
 from deepspeed.checkpoint.durable import write_file
 from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.index import DamagedCheckpoint, check_regular

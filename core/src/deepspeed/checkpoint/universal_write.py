@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from deepspeed._version import __version__
-from deepspeed.checkpoint import consolidate, layout
+from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.consolidate_files import read_file
 from deepspeed.checkpoint.deepspeed_files import constant_scaler
 from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.errors import CheckpointError
@@ -63,7 +64,7 @@ def write_universal(run: SavedRun, output: Path, *, num_workers: int = 2) -> Non
                 pass
         torch.save(_optimizer_state(run), zero / "optimizer_state.pt")
         for path in run.model_files:
-            model_state = consolidate.read_file(path)  # mapped
+            model_state = read_file(path)  # mapped
             torch.save({**model_state, "optimizer": None}, staging / path.name)
         if output.is_dir():
             output.rmdir()

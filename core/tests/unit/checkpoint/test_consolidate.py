@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.checkpoint import checksum, consolidate, layout
+from deepspeed.checkpoint import checksum, consolidate, consolidate_files, layout, standalone
 from deepspeed.errors import CheckpointError
 
 get_weights = consolidate.get_fp32_state_dict_from_zero_checkpoint
@@ -199,7 +199,8 @@ def broken(folder, what):
     elif what == "missing last shard":
         (folder / layout.shard_file(2, 0)).unlink()
     elif what == "model parallel":
-        (folder / layout.shard_file(0, 1)).write_bytes(shard.read_bytes())
+        for rank in range(3):
+            (folder / layout.shard_file(rank, 1)).write_bytes((folder / layout.shard_file(rank, 0)).read_bytes())
     elif what == "no model file":
         (folder / layout.model_file(0)).unlink()
     elif what == "FIFO":
@@ -224,7 +225,7 @@ def broken(folder, what):
     [
         ("missing shard", r"shards of ranks \[0, 2\]"),
         ("missing last shard", "one of 3 shards"),
-        ("model parallel", "several model parallel ranks"),
+        ("model parallel", "shards of the model parallel ranks 0, 1, and 1 saved it"),
         ("no model file", "mp_rank_00_model_states.pt is missing"),
         ("truncated", "rank_1.*cannot be read"),
         ("FIFO", "rank_1.*is no regular file"),
@@ -279,7 +280,7 @@ def test_blocks_of_a_file_have_checksums_of_their_own(intact, tmp_path, monkeypa
     sums = checksum.BlockSums()
     sums.add(content)
     parts = []
-    assert list(consolidate._checksums(tmp_path / "file", 1000, parts.append)) == sums.as_text()
+    assert list(consolidate_files._checksums(tmp_path / "file", 1000, parts.append)) == sums.as_text()
     assert sum(parts) == len(content)
 
 
@@ -374,7 +375,7 @@ def run_script(directory, *arguments):
 
 def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
     script = tmp_path / "ckpt" / "zero_to_fp32.py"
-    assert script.read_bytes() == Path(consolidate.__file__).read_bytes()
+    assert script.read_bytes() == standalone.script()
     assert os.access(script, os.X_OK)
     done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
     assert done.returncode == 0, done.stderr

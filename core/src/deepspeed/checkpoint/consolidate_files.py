@@ -1,0 +1,208 @@
+"""The files of a checkpoint: found, compared with `index.json`, read. The first part of `zero_to_fp32.py`."""
+
+import json
+import logging
+import pickle
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    from deepspeed.checkpoint.index import DamagedCheckpoint
+    from deepspeed.errors import CheckpointError
+except ImportError:  # standing alone
+
+    class CheckpointError(RuntimeError):  # type: ignore[no-redef]
+        """A checkpoint cannot be read; the message names the file."""
+
+    DamagedCheckpoint = CheckpointError  # type: ignore[assignment,misc]
+
+
+log = logging.getLogger("zero_to_fp32")
+
+
+class Attributes:
+    """An object of DeepSpeed in a file, as its attributes only."""
+
+
+#: The classes in DeepSpeed's own files, and what is made of them when such a file is loaded.
+DEEPSPEED_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    (Attributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (Attributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (Attributes, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+]
+ADVICE = "Copy the file again from where it came, or take another tag."
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """The first rank's model file in a tag's folder; stage 3 has one per rank. Looked up by Lightning."""
+    prefix = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    path = Path(checkpoint_dir) / f"{prefix}mp_rank_00_model_states.pt"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing: {checkpoint_dir} is not the folder of a ZeRO stage {zero_stage} tag."
+        )
+    return str(path)
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """The optimizer shards in a tag's folder, in rank order. Looked up by Lightning."""
+    files = sorted(Path(checkpoint_dir).glob("*_optim_states.pt"), key=_rank_order)
+    if not files:
+        raise CheckpointError(f"{checkpoint_dir} holds no optimizer shards (*_optim_states.pt).")
+    return [str(path) for path in files]
+
+
+def _rank_order(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"rank_(\d+)", path.name)]
+
+
+def tag_folder(checkpoint_dir: str | Path, tag: str | None) -> Path:
+    root = Path(checkpoint_dir)
+    names = _latest_names(root) if tag is None else [tag]
+    for name in names:
+        # A save that was killed between its two renames leaves the former version under the second name.
+        for folder in (root / name, root / f".{name}.former"):
+            if name.strip("/") and folder.is_dir():
+                return folder
+    raise CheckpointError(f"{root / names[-1]} is missing: there is no checkpoint with the tag {names[-1]!r}.")
+
+
+def _latest_names(root: Path) -> list[str]:
+    """The tag that `latest` names: exactly, or without the white space that an editor may have put around it."""
+    latest = root / "latest"
+    if not latest.is_file():
+        raise CheckpointError(f"{latest} is missing. Pass the directory that holds it, or a tag (-t).")
+    text = latest.read_text(encoding="utf-8")
+    name = text.strip()
+    if not name or name.startswith(".") or any(c in text.rstrip("\n") for c in "/\\\0\n"):
+        raise CheckpointError(f"{latest} holds {text[:200]!r}, which is no tag. Correct it, or pass a tag (-t).")
+    return [text.rstrip("\n"), name]
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    log.info("reading %s", path)
+    if Path(path).exists() and not Path(path).is_file():  # a FIFO would wait for its writer
+        raise CheckpointError(f"{path} is no regular file. Copy the file again from where it came.")
+    try:
+        with torch.serialization.safe_globals(DEEPSPEED_CLASSES):
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} was refused: it holds more than tensors and plain values. {error}") from error
+    except (OSError, EOFError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is no file of a checkpoint: it holds a {type(state).__name__}.")
+    return state
+
+
+def check_files(folder: Path, content: bool = True, advance: Callable[[int], object] | None = None) -> None:
+    """Compare the files in a tag's folder with the `index.json` beside them; without one, nothing is known of them.
+
+    Args:
+        content: read each file and compare its checksums; else sizes only.
+        advance: is called with the number of bytes of each part that was read, to show progress.
+
+    Raises `CheckpointError`, which names the file that is missing or damaged.
+    """
+    path = folder / "index.json"
+    if not path.is_file():
+        return
+    text, seal, _ = (raw := path.read_bytes()).rpartition(b',\n "checksum": "crc32:')
+    if raw != text + seal + b'%08x"\n}\n' % zlib.crc32(text):
+        raise DamagedCheckpoint(
+            f"{path} is damaged: its checksum does not fit its content. Copy it again from where it came; without this "
+            "file nothing is verified."
+        )
+    index = json.loads(raw)
+    if index["format"] != 1:
+        raise CheckpointError(f"{path} has format {index['format']}, and this program reads 1; use a later version.")
+    for entry in index["files"]:
+        if entry["name"] != Path(entry["name"]).name:
+            raise DamagedCheckpoint(f"{path} lists {entry['name']!r}, which is no file beside it. {ADVICE}")
+        _check_file(folder / entry["name"], entry, index["block_bytes"], content, advance)
+
+
+def _check_file(
+    file: Path, entry: Mapping[str, Any], block_bytes: int, content: bool, advance: Callable[[int], object] | None
+) -> None:
+    num_bytes = file.stat().st_size if file.is_file() else None
+    if num_bytes is None or entry["bytes"] not in (None, num_bytes):
+        absent = "is no regular file" if file.exists() else "is missing"
+        found = absent if num_bytes is None else f"is damaged: it has {num_bytes} bytes"
+        raise DamagedCheckpoint(f"{file} {found}, and was saved with {entry['bytes']}. {ADVICE}")
+    if not content or entry["crc32"] is None:
+        return
+    log.info("verifying %s", file)
+    for block, found in enumerate(_checksums(file, block_bytes, advance)):
+        saved = entry["crc32"][block] if block < len(entry["crc32"]) else None
+        if found != saved:
+            raise DamagedCheckpoint(
+                f"{file} is damaged: its block of {block_bytes} bytes from byte {block * block_bytes} on has the "
+                f"CRC-32 {found}, and was saved with {saved}. {ADVICE}"
+            )
+
+
+def _checksums(path: Path, block_bytes: int, advance: Callable[[int], object] | None) -> Iterator[str]:
+    """Of each block of a file."""
+    buffer = memoryview(bytearray(2**20))
+    checksum, in_block = 0, 0
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer[: block_bytes - in_block]):
+            checksum, in_block = zlib.crc32(buffer[:num_bytes], checksum), in_block + num_bytes
+            if advance is not None:
+                advance(num_bytes)
+            if in_block == block_bytes:
+                yield f"{checksum:08x}"
+                checksum, in_block = 0, 0
+    if in_block:
+        yield f"{checksum:08x}"
+
+
+def read_shards(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """By model-parallel rank, every data-parallel rank's `optimizer_state_dict`, checked to be all of one checkpoint.
+    Empty for stage 0."""
+    files = [Path(path) for path in get_optim_files(folder)] if any(folder.glob("*_optim_states.pt")) else []
+    if strange := [path.name for path in files if len(_rank_order(path)) != 2]:
+        raise CheckpointError(
+            f"{folder} holds {', '.join(strange)}, which is no optimizer shard: found no two ranks in the name, as in "
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt. Move it elsewhere."
+        )
+    by_rank: dict[int, list[Path]] = {}
+    for path in files:
+        by_rank.setdefault(_rank_order(path)[1], []).append(path)
+    return {rank: _shards_of_one(folder, by_rank[rank]) for rank in sorted(by_rank)}
+
+
+def _shards_of_one(folder: Path, files: list[Path]) -> list[dict[str, Any]]:
+    """Of one model-parallel rank."""
+    ranks = [_rank_order(path)[0] for path in files]
+    if ranks != list(range(len(ranks))):
+        raise CheckpointError(f"{folder} is incomplete or mixed: it holds the optimizer shards of ranks {ranks}.")
+    shards = [read_file(path).get("optimizer_state_dict", {}) for path in files]
+    for path, shard in zip(files, shards, strict=True):
+        if "zero_stage" not in shard:
+            raise CheckpointError(f"{path} was not saved under ZeRO: it has no optimizer_state_dict with a zero_stage.")
+        counts = shard.get("partition_count", len(shards))
+        count = max(counts, default=1) if isinstance(counts, (list, tuple)) else counts  # fewer ranks have an expert
+        if count not in (1, len(shards)):  # 1: a group that every rank holds whole
+            raise CheckpointError(f"{path} is one of {count} shards, but {folder} holds {len(shards)}.")
+    return shards
+
+
+def read_models(folder: Path, stage: int, mp_rank: int, num_shards: int) -> dict[int, dict[str, Any]]:
+    """The model files of a model-parallel rank, by data-parallel rank: of each under stage 3, else of the first one and
+    of those that save experts."""
+    first = Path(get_model_state_file(folder, stage))
+    name = first.name.replace("mp_rank_00", f"mp_rank_{mp_rank:02d}")
+    names = (
+        {rank: name.replace("rank_0_", f"rank_{rank}_", 1) for rank in range(num_shards)} if stage == 3 else {0: name}
+    )
+    for path in folder.glob(f"expert_rank_*_{name}"):
+        names[_rank_order(path)[0]] = path.name
+    return {rank: read_file(folder / names[rank]) for rank in sorted(names)}
