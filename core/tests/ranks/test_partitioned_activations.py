@@ -44,15 +44,25 @@ def test_each_rank_keeps_its_part(tp, contiguous):
         assert is_equal
 
 
-def seeds_job():
-    groups.set_mesh({"tp": 2})
+class MPU:
+    """As Megatron's: its groups exist before an engine does."""
+
+    def get_model_parallel_rank(self):
+        return deepspeed.comm.get_rank()
+
+
+def seeds_job(unit):
+    if unit is None:
+        groups.set_mesh({"tp": 2})
+    checkpointing.configure(unit)
     checkpointing.model_parallel_cuda_manual_seed(1)
     common = torch.rand(1).item()
     with checkpointing.get_cuda_rng_tracker().fork():
         return common, torch.rand(1).item()
 
 
-def test_ranks_draw_equal_numbers_by_default_and_different_ones_by_name():
-    (first, own), (second, other) = run_ranks(2, seeds_job)
+@pytest.mark.parametrize("unit", [None, MPU()], ids=["mesh", "mpu"])
+def test_ranks_draw_equal_numbers_by_default_and_different_ones_by_name(unit):
+    (first, own), (second, other) = run_ranks(2, seeds_job, unit)
     assert first == second
     assert own != other

@@ -28,6 +28,7 @@ from deepspeed.activation.rng import (
     model_parallel_manual_seed,
     model_parallel_reconfigure_tp_seed,  # noqa: F401 - documented here
     restored,
+    use_rank,
 )
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.config import DeepSpeedConfig, read_config
@@ -49,7 +50,8 @@ _KEYS = {
     "synchronize": "synchronize_checkpoint_boundary",
     "profile": "profile",
 }
-_GROUPS_OF_MPU = ("get_tensor_model_parallel_group", "get_model_parallel_group", "get_slice_parallel_group")
+_AXES_OF_MPU = ("tensor_model_parallel", "model_parallel", "slice_parallel")
+_GROUPS_OF_MPU = tuple(f"get_{axis}_group" for axis in _AXES_OF_MPU)
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def configure(
     """Say how inputs are kept. Arguments beat the config's section `activation_checkpointing`.
 
     Args:
-        mpu_: Megatron's model parallel unit, whose tensor-parallel ranks `partition_activations` uses; None: those of
-            the engine's mesh.
+        mpu_: Megatron's model parallel unit, whose tensor-parallel ranks `partition_activations` and the seeds of
+            `model_parallel_cuda_manual_seed` use; None: those of the engine's mesh.
         deepspeed_config: the engine's configuration: path, dict, JSON, or a `DeepSpeedConfig`.
         partition_activations: keep a part of each input on each tensor-parallel rank, and gather it in the backward.
         contiguous_checkpointing: keep inputs in one buffer per size, made at the first use.
@@ -115,6 +117,7 @@ def configure(
         num_slots=found["num_checkpoints"] if found["contiguous_checkpointing"] else None,
         backend=lambda: _tensor_parallel(mpu_),
     )
+    use_rank(next((each for axis in _AXES_OF_MPU if (each := getattr(mpu_, f"get_{axis}_rank", None))), None))
     _settings = _Settings(keeping, synchronize=bool(found["synchronize"]), profile=bool(found["profile"]))
 
 

@@ -8,7 +8,7 @@ Megatron-LM's interface on the accelerator in use, the CPU too; `checkpointing.p
 `checkpoint` restores the named states as well as the default one when it computes a block again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -81,11 +81,18 @@ class RNGStatesTracker:
 
 
 _tracker = RNGStatesTracker()
+_own_rank: Callable[[], int] | None = None  # None: as the engine's mesh has it
 
 
 def get_rng_tracker() -> RNGStatesTracker:
     """The tracker of this process."""
     return _tracker
+
+
+def use_rank(own_rank: Callable[[], int] | None) -> None:
+    """Seed by this function's number of the rank among its tensor-parallel ones; None: by that of the engine's mesh."""
+    global _own_rank
+    _own_rank = own_rank
 
 
 def model_parallel_manual_seed(seed: int) -> None:
@@ -147,4 +154,5 @@ def restored(states: RandomStates) -> Iterator[None]:
 
 
 def _seed_of_rank(seed: int) -> int:
-    return seed + _TENSOR_PARALLEL_OFFSET + groups._get_model_parallel_rank()
+    own_rank = groups._get_model_parallel_rank if _own_rank is None else _own_rank
+    return seed + _TENSOR_PARALLEL_OFFSET + own_rank()
