@@ -286,7 +286,15 @@ def wrong_batch_job(name):
         yield next(samples())
         raise OSError("the disk is gone")
 
+    def refuses(batch):
+        if first:
+            raise KeyError("pixels")
+        return batch
+
+    if name == "fails to be made":
+        engine.set_batch_fn(refuses)
     batches = {
+        "fails to be made": samples(),
         "ends on the first stage": short if first else samples(),
         "ends on the last stage": samples() if first else short,
         "absent": None,
@@ -295,6 +303,7 @@ def wrong_batch_job(name):
         "other shapes": samples() if first else ((x[:1], y[:1]) for x, y in samples()),
     }
     result = outcome(lambda: engine.train_batch(batches[name]))
+    engine.set_batch_fn(None)
     loss = engine.train_batch(samples()).item()  # nothing was computed, so the engine goes on
     engine.destroy()
     return result, loss
@@ -307,6 +316,7 @@ def wrong_batch_job(name):
         ("ends on the last stage", "StateError", r"rank 1 \(stage 1\) ended after 1 of 2 micro-batches"),
         ("absent", "StateError", r"rank 0 \(stage 0\) ended after 0 of 2 micro-batches"),
         ("fails", "StateError", "failed at micro-batch 1: OSError: the disk is gone"),
+        ("fails to be made", "StateError", "failed at micro-batch 0: KeyError: 'pixels'"),
         ("no pairs", "ConfigError", r"gave a Tensor; a micro-batch is a pair \(inputs, labels\)"),
         ("other shapes", "ConfigError", r"inputs of shape \[2, 4\] on stage 0 and \[1, 4\] on stage 1"),
     ],
@@ -317,6 +327,45 @@ def test_wrong_batches_are_refused_on_every_rank_before_they_run(name, kind, mes
         assert raised == kind, text
         assert re.search(message, text), text
         assert loss == found[0][1]
+
+
+def different_calls_job():
+    engine = create()
+    first = engine.is_first_stage()
+    found = [
+        outcome(lambda: (engine.train_batch if first else engine.eval_batch)(samples())),
+        outcome(lambda: engine.eval_batch(samples(), num_micro_batches=2 + first)),
+        outcome(lambda: engine.eval_batch(samples(), reduce_output=None if first else "avg")),
+    ]
+    loss = engine.train_batch(samples()).item()
+    engine.destroy()
+    return found, loss
+
+
+def test_different_calls_are_refused_on_every_rank():
+    for (training, count, reduction), loss in run_ranks(2, different_calls_job):
+        options = "with compute_loss=True, reduce_output='avg', bcast_loss=True"
+        assert "rank 0 asks for train_batch of 2 micro-batches, and rank 1 for eval_batch of 2" in training[1]
+        assert f"rank 0 asks for eval_batch of 3 micro-batches {options}, and rank 1 for eval_batch of 2" in count[1]
+        assert "reduce_output=None" in reduction[1]
+        assert {training[0], count[0], reduction[0]} == {"ConfigError"}
+        assert loss > 0
+
+
+def in_place_job(stages):
+    layers = [LayerSpec(nn.Linear, IN, OUT), nn.ReLU(inplace=True), LayerSpec(nn.Linear, OUT, OUT)]
+    model = mlp(layers=layers, num_stages=stages, partition_method="type:relu|linear")
+    engine = create(model)
+    losses = [engine.train_batch(samples(step)).item() for step in range(3)]
+    engine.destroy()
+    return model.parts, losses
+
+
+def test_the_first_layer_of_a_stage_may_overwrite_its_input():
+    ((_, expected),) = run_ranks(1, in_place_job, 1)
+    for parts, losses in run_ranks(2, in_place_job, 2):
+        assert parts == [0, 1, 3]
+        assert losses == pytest.approx(expected, abs=1e-6)
 
 
 def failing_stage_job(name):

@@ -135,7 +135,8 @@ class PipelineEngine(DeepSpeedEngine):
         if reduce_output not in ("avg", None):
             raise ConfigError(f'eval_batch: found reduce_output {reduce_output!r}; use "avg" or None')
         num_micros = self.schedule.num_steps if num_micro_batches is None else num_micro_batches
-        batch = self._take("eval_batch", data_iter, num_micros)
+        options = {"compute_loss": compute_loss, "reduce_output": reduce_output, "bcast_loss": bcast_loss}
+        batch = self._take("eval_batch", data_iter, num_micros, options)
         was_training = self.module.training
         self.module.eval()
         schedule = self._schedule_of(num_micros, trains=False)
@@ -215,7 +216,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _take(self, call: str, data_iter: Iterator[Any] | None, num_micros: int) -> Batch:
+    def _take(
+        self, call: str, data_iter: Iterator[Any] | None, num_micros: int, options: Mapping[str, Any] | None = None
+    ) -> Batch:
         iterator = self._iterator if data_iter is None else data_iter
         loads = self.is_first_stage() or self.is_last_stage()
         if loads and iterator is None:
@@ -224,6 +227,7 @@ class PipelineEngine(DeepSpeedEngine):
             iterator if loads else None,
             num_micros,
             call=call,
+            options=options or {},
             group=self.mesh.norm_group,
             pipeline=self.mesh.rank("dp", "sp") * self.mesh.size("tp") + self.mesh.rank("tp"),
             stage=self.stage_id,

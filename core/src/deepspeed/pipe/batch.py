@@ -4,7 +4,7 @@ An iterator that ends early, or two that disagree, would leave other stages wait
 what was found is compared, before the first of them is computed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ def take_batch(
     num_micro_batches: int,
     *,
     call: str,
+    options: Mapping[str, Any],
     group: ProcessGroup,
     pipeline: int,
     stage: int,
@@ -46,6 +47,7 @@ def take_batch(
         iterator: None on stages that load nothing.
         num_micro_batches: to take.
         call: names the engine's method, for errors.
+        options: of the call; those of all ranks are the same.
         group: all ranks of the engine.
         pipeline: which of the pipelines this rank is in; the first and the last stage of each see the same samples.
         stage: of this rank.
@@ -54,7 +56,8 @@ def take_batch(
 
     Raises:
         StateError: on every rank: an iterator ended early, or failed.
-        ConfigError: on every rank: it gives something else than pairs, or the stages have different shapes.
+        ConfigError: on every rank: it gives something else than pairs, the stages have different shapes, or the ranks
+            make different calls.
     """
     taken, problem = [], ""
     if iterator is not None:
@@ -64,8 +67,18 @@ def take_batch(
             problem = f"{type(error).__name__}: {error}"
     shapes = [[_shape(inputs), _shape(labels)] for inputs, labels in taken]
     shapes = shapes[:1] if all(each == shapes[0] for each in shapes) else shapes
-    found = all_gather_values({"pipeline": pipeline, "stage": stage, "problem": problem, "shapes": shapes}, group)
-    for rank, theirs in zip(dist.get_all_ranks_from_group(group), found, strict=True):
+    shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    asked = f"{call} of {num_micro_batches} micro-batches" + (f" with {shown}" if shown else "")
+    own = {"asked": asked, "pipeline": pipeline, "stage": stage, "problem": problem, "shapes": shapes}
+    found = all_gather_values(own, group)
+    ranks = dist.get_all_ranks_from_group(group)
+    for rank, theirs in zip(ranks, found, strict=True):
+        if theirs["asked"] != found[0]["asked"]:
+            raise ConfigError(
+                f"{call}: rank {ranks[0]} asks for {found[0]['asked']}, and rank {rank} for {theirs['asked']}; all "
+                "ranks make the same call"
+            )
+    for rank, theirs in zip(ranks, found, strict=True):
         if theirs["problem"]:
             kind, _, text = theirs["problem"].partition(": ")
             kinds: dict[str, type[DeepSpeedError]] = {"ConfigError": ConfigError, "StateError": StateError}
@@ -81,6 +94,7 @@ def _take(
     for number in range(num_micro_batches):
         try:
             each = next(iterator)
+            each = each if batch_fn is None else batch_fn(each)
         except StopIteration:
             raise StateError(
                 f"ended after {number} of {num_micro_batches} micro-batches; each call takes "
@@ -89,7 +103,6 @@ def _take(
             ) from None
         except Exception as error:
             raise StateError(f"failed at micro-batch {number}: {type(error).__name__}: {first_line(error)}") from error
-        each = each if batch_fn is None else batch_fn(each)
         if not isinstance(each, tuple | list) or len(each) != 2:
             found = f"{type(each).__name__} of {len(each)}" if isinstance(each, tuple | list) else type(each).__name__
             raise ConfigError(

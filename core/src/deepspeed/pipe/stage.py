@@ -73,7 +73,7 @@ class _Buffer:
 
     inputs: Any = None
     labels: Any = None
-    received: list[Tensor] = field(default_factory=list)  # inputs from another stage
+    received: list[Tensor] = field(default_factory=list)  # leaves that get the gradients of inputs
     spec: ValueSpec | None = None  # of the outputs
     outputs: tuple[Tensor, ...] = ()
     loss: Tensor | None = None
@@ -203,10 +203,13 @@ class Stage:
         buffer, chunk = self._buffer(instruction), instruction.chunk
         inputs, buffer.inputs, buffer.received = buffer.inputs, None, []
         if not self._is_first(chunk):
-            spec, buffer.received = self._activations.take()
-            for tensor, each in zip(buffer.received, spec.tensors, strict=True):
-                tensor.requires_grad_(each.needs_grad and torch.is_grad_enabled())
-            inputs = spec.value(buffer.received)
+            spec, tensors = self._activations.take()
+            if torch.is_grad_enabled():
+                needs_grad = [at for at, each in enumerate(spec.tensors) if each.needs_grad]
+                buffer.received = [_Arrival.leaf(tensors[at]) for at in needs_grad]
+                for at, leaf in zip(needs_grad, buffer.received, strict=True):
+                    tensors[at] = _Arrival.apply(leaf, tensors[at])
+            inputs = spec.value(tensors)
         if self._splits:
             buffer.deferred = DeferredWeights()
             with buffer.deferred.in_forward():
@@ -242,7 +245,7 @@ class Stage:
                 self._compute.backward(roots, gradients, ends=ends)
         else:
             self._compute.backward(roots, gradients, ends=ends)
-        buffer.gradients = [_gradient(tensor) for tensor in buffer.received if tensor.requires_grad]
+        buffer.gradients = [_gradient(leaf) for leaf in buffer.received]
         buffer.received, buffer.outputs, buffer.loss = [], (), None
 
     def _backward_weight(self, instruction: BackwardWeight) -> None:
@@ -280,6 +283,24 @@ class Stage:
         return value
 
 
-def _gradient(tensor: Tensor) -> Tensor:
+class _Arrival(torch.autograd.Function):
+    """Makes a received tensor the output of an operation, so that a layer may overwrite it, as one of its own stage."""
+
+    @staticmethod
+    def leaf(tensor: Tensor) -> Tensor:
+        """What gets the gradient of a tensor: of its shape, one element of memory."""
+        return tensor.new_zeros(()).expand(tensor.shape).requires_grad_()
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, tensor: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _gradient(leaf: Tensor) -> Tensor:
     """Of an input that the layers may not have used."""
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if leaf.grad is None else leaf.grad
