@@ -97,6 +97,24 @@ def test_sizes_that_do_not_fit_are_named_on_every_rank(keys, mesh_param, problem
     assert all(problem in each for each in run_ranks(4, from_config_job, keys, mesh_param))
 
 
+def other_sizes_job(asked):
+    return from_config_job(*asked[deepspeed.comm.get_rank()])
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ([({"mesh": {"tp": 2}},), ({},)], "rank 0 asks for mesh.tp (tp): 2, and rank 1 for all ranks data parallel"),
+        (
+            [({}, {"sp": 2}), ({}, {"sp": 1})],
+            "rank 0 asks for mesh_param: {'sp': 2}, and rank 1 for mesh_param: {'sp': 1}",
+        ),
+    ],
+)
+def test_sizes_that_differ_from_rank_to_rank_are_named_on_every_rank(asked, problem):
+    assert all(problem in each for each in run_ranks(2, other_sizes_job, asked))
+
+
 def batch_job():
     engine = make_engine((2, 2), 0)
     engine.set_train_micro_batch_size(2)

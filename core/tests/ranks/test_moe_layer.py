@@ -53,6 +53,22 @@ def test_a_layer_without_an_engine():
     torch.testing.assert_close(run_ranks(2, plain_job), expected)
 
 
+def no_tokens_job():
+    groups.set_mesh(None)
+    moe = layer(k=2, drop_tokens=True)
+    moe.set_deepspeed_parallelism()
+    tokens_TH = tokens(0) if dist.get_rank() == 0 else torch.zeros(0, WIDTH)
+    out = moe(tokens_TH)[0]
+    out.sum().backward()
+    return out.detach()
+
+
+def test_a_rank_without_tokens():
+    full, empty = run_ranks(2, no_tokens_job)
+    torch.testing.assert_close(full, layer(ep_size=1, k=2, drop_tokens=True)(tokens(0))[0].detach())
+    assert empty.shape == (0, WIDTH)
+
+
 def one_sided_job():
     """All rows go to rank 1, and their gradients come back."""
     groups.set_mesh(None)

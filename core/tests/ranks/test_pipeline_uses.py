@@ -1,6 +1,7 @@
 """Pipelines beyond the plain loop: evaluation, precision, loaders, and wrong uses, which raise on every rank."""
 
 import re
+from functools import partial
 
 import deepspeed
 import deepspeed.comm as dist
@@ -352,6 +353,17 @@ def test_different_calls_are_refused_on_every_rank():
         assert loss > 0
 
 
+def other_layers_job():
+    layers = [LayerSpec(nn.Linear, IN, IN) for _ in range(2 + 2 * dist.get_rank())]
+    return outcome(lambda: create(mlp(layers=layers)))
+
+
+def test_layers_that_differ_from_rank_to_rank_are_refused_on_every_rank():
+    for kind, text in run_ranks(2, other_layers_job):
+        assert kind == "ConfigError"
+        assert "rank 0 cuts its 2 layers at [0, 1, 2], and rank 1 its 4 layers at [0, 2, 4]" in text
+
+
 def in_place_job(stages):
     layers = [LayerSpec(nn.Linear, IN, OUT), nn.ReLU(inplace=True), LayerSpec(nn.Linear, OUT, OUT)]
     model = mlp(layers=layers, num_stages=stages, partition_method="type:relu|linear")
@@ -375,6 +387,7 @@ def failing_stage_job(name):
     models = {
         "layer": lambda: mlp(layers=[LayerSpec(nn.Linear, IN, IN), LayerSpec(nn.Linear, IN, OUT), fails]),
         "loss": lambda: mlp(loss_fn=None),
+        "losses": lambda: mlp(loss_fn=partial(F.cross_entropy, reduction="none")),
         "value": lambda: mlp(
             layers=[LayerSpec(nn.Linear, IN, IN), lambda x: {"x": x}, LayerSpec(nn.Linear, IN, OUT)],
             partition_method="type:linear|lambda",
@@ -393,6 +406,7 @@ def failing_stage_job(name):
     [
         ("layer", "ValueError", "no such layer"),
         ("loss", "ConfigError", r"loss_fn is missing, and the last layer returned a tensor of shape \[2, 3\]"),
+        ("losses", "ConfigError", r"loss_fn returned a tensor of shape \[2\], which is no loss"),
     ],
 )
 def test_a_stage_that_fails_is_named_by_the_others(name, failed, message):

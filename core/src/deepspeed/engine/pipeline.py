@@ -330,16 +330,12 @@ class _Compute:
 
     def loss(self, outputs: Any, labels: Any) -> Tensor:
         if self._module.loss_fn is None:
-            if not isinstance(outputs, Tensor) or outputs.numel() != 1:
-                found = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs)
-                raise ConfigError(
-                    f"PipelineModule: loss_fn is missing, and the last layer returned {found}, which is no loss; pass "
-                    "loss_fn=, or return a scalar"
-                )
+            _check_scalar(outputs, "loss_fn is missing, and the last layer", "pass loss_fn=, or return a scalar")
             loss = outputs
         else:
             with self._training.precision.forward_context():
                 loss = self._module.loss_fn(outputs, labels)
+            _check_scalar(loss, "loss_fn", "return the mean over the micro-batch")
         self._losses.append(loss.detach())
         return loss
 
@@ -361,6 +357,12 @@ class _Compute:
         self._step(self._losses)
 
 
+def _check_scalar(loss: Any, source: str, remedy: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
+        raise ConfigError(f"PipelineModule: {source} returned {found}, which is no loss; {remedy}")
+
+
 def mesh_of_pipeline(
     module: PipelineModule, mpu: Any, mesh_param: object, asked: Mapping[str, tuple[int, str]]
 ) -> Mesh:
@@ -372,13 +374,15 @@ def mesh_of_pipeline(
         mpu, mesh_param, asked: as `groups.create_mesh` takes them.
 
     Raises:
-        ConfigError: on every rank: they place ranks in other stages than the module, or a stage has nothing to train.
+        ConfigError: on every rank: they place ranks in other stages than the module, the ranks have cut other layers, or
+            a stage has nothing to train.
     """
     if mpu is None and mesh_param is None and not asked:
         mesh = Mesh(layout_of(module.topology()))
     else:
         mesh = groups.create_mesh(mpu, mesh_param, {"pp": (module.num_stages, "PipelineModule.num_stages"), **asked})
         _check_stages(module, mesh)
+    _check_cuts(module, mesh)
     _check_trains(module, mesh)
     return mesh
 
@@ -391,6 +395,16 @@ def _check_stages(module: PipelineModule, mesh: Mesh) -> None:
                 f"initialize: the mesh has rank {rank} in stage {theirs['asked'][0]} of {theirs['asked'][1]}, and "
                 f"PipelineModule has built stage {theirs['built'][0]} of {theirs['built'][1]} there; give both the "
                 "same number of stages"
+            )
+
+
+def _check_cuts(module: PipelineModule, mesh: Mesh) -> None:
+    found = all_gather_values(list(module.parts), mesh.norm_group)
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            raise ConfigError(
+                f"PipelineModule: rank 0 cuts its {found[0][-1]} layers at {found[0]}, and rank {rank} its "
+                f"{theirs[-1]} layers at {theirs}; give every rank the same layers and partition_method"
             )
 
 

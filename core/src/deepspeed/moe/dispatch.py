@@ -75,4 +75,4 @@ def _combine(out_NH: Tensor, choices_N: Tensor, weights_TK: Tensor) -> Tensor:
     out_TKH = out_NH.new_zeros(num_tokens * k, out_NH.shape[1]).index_copy(0, choices_N, out_NH)
     if k == 1:
         return out_TKH * weights_TK.to(out_NH.dtype)
-    return torch.bmm(weights_TK.to(out_NH.dtype)[:, None], out_TKH.view(num_tokens, k, -1))[:, 0]
+    return torch.bmm(weights_TK.to(out_NH.dtype)[:, None], out_TKH.view(num_tokens, k, out_NH.shape[1]))[:, 0]

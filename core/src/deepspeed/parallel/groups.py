@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
+from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import CommError, ConfigError
 from deepspeed.parallel.expert_params import EXPERT_PREFIX
 from deepspeed.parallel.layout import grid, read_layout
@@ -73,11 +74,13 @@ def create_mesh(mpu: Any = None, mesh_param: object = None, asked: Mapping[str, 
         asked: by axis the size that the configuration asks for, and its key.
 
     Raises:
-        ConfigError: the sizes do not fit the world, or the mesh that the caller made has others than those of `asked`.
+        ConfigError: the sizes do not fit the world, differ from rank to rank, or the mesh that the caller made has
+            others than those of `asked`.
     """
     asked = asked or {}
     if mpu is not None:
         return _checked(mesh_of_mpu(mpu), asked, f"mpu ({type(mpu).__name__})")
+    _check_same(mesh_param, asked)
     world_size = dist.get_world_group().size()
     if mesh_param is not None:
         return _checked(Mesh(read_layout(mesh_param, world_size)), asked, "initialize(mesh_param=...)")
@@ -88,6 +91,20 @@ def create_mesh(mpu: Any = None, mesh_param: object = None, asked: Mapping[str, 
         return _default_mesh()
     sizes = {axis: size for axis, (size, _) in asked.items()}
     return Mesh(read_layout(sizes, world_size, asked_by=", ".join(key for _, key in asked.values())))
+
+
+def _check_same(mesh_param: object, asked: Mapping[str, tuple[int, str]]) -> None:
+    """Ranks that ask for different meshes would wait for each other while they make the groups. A collective."""
+    own = {} if mesh_param is None else {"mesh_param": str(mesh_param)}
+    own |= {f"{key} ({axis})": str(size) for axis, (size, key) in asked.items()}
+    found = all_gather_values(own)
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            first, other = (", ".join(f"{key}: {size}" for key, size in each.items()) for each in (found[0], theirs))
+            raise ConfigError(
+                f"mesh: rank 0 asks for {first or 'all ranks data parallel'}, and rank {rank} for "
+                f"{other or 'all ranks data parallel'}; give every rank the same sizes"
+            )
 
 
 def _checked(mesh: Mesh, asked: Mapping[str, tuple[int, str]], made_by: str) -> Mesh:
