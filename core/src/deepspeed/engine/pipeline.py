@@ -374,8 +374,8 @@ def mesh_of_pipeline(
         mpu, mesh_param, asked: as `groups.create_mesh` takes them.
 
     Raises:
-        ConfigError: on every rank: they place ranks in other stages than the module, the ranks have cut other layers, or
-            a stage has nothing to train.
+        ConfigError: on every rank: they place ranks in other stages than the module, cut layers elsewhere, or have a
+            stage with nothing to train.
     """
     if mpu is None and mesh_param is None and not asked:
         mesh = Mesh(layout_of(module.topology()))
