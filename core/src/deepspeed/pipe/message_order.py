@@ -1,4 +1,4 @@
-"""One order of all messages of a pipeline, for libraries in which a message waits for those before it (NCCL).
+"""One order of all messages of a pipeline, for libraries in which a message waits for those before it, on streams.
 
 There messages of two ranks, or all messages of a rank, pass through one stream in the order of issue, and a send is
 over when its receive has run. Two stages that begin with a send to each other would wait for ever; the schedules of
