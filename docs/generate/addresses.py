@@ -96,6 +96,7 @@ COLLECTIONS = {
         "get_weight_norm": "optim.norm:get_weight_norm",
         "move_to_device": "data.placement:move_to_device",
         "see_memory_usage": "profiling.memory:see_memory_usage",
+        "set_random_seed": "accelerator.seeds:set_random_seed",
     },
     "runtime.sequence_parallel.ulysses_sp": {
         "SequenceTiledCompute": "sequence.tiled:SequenceTiledCompute",
