@@ -13,6 +13,7 @@ from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_check
 from deepspeed.checkpoint.convert import convert
 from deepspeed.errors import CheckpointError
 from deepspeed.parallel.model_part import ModelPart, mark_part
+from deepspeed.pipe import PipelineModule
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -230,3 +231,30 @@ def test_other_formats_of_a_divided_model_are_refused(tmp_path):
     convert(tmp_path / "saved", tmp_path / "weights", "safetensors", tag="a")
     with pytest.raises(CheckpointError, match="of a model that is divided over ranks.*convert the weights alone"):
         convert(tmp_path / "saved", tmp_path / "dcp", "dcp", tag="a")
+
+
+def stages_job(folder, num_stages, zero_stage):
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    module = PipelineModule([torch.nn.Linear(6, 6) for _ in range(4)], num_stages, loss_fn=torch.nn.functional.mse_loss)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": zero_stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = deepspeed.initialize(model=module, config=config)[0]
+    generator = torch.Generator().manual_seed(1)
+    engine.train_batch(iter([tuple(torch.randn(2, 2, 6, generator=generator)) for _ in range(2)]))
+    engine.save_checkpoint(folder, tag="a")
+    engine.destroy()
+
+
+@pytest.mark.parametrize("zero_stage", swept([0, 1, 3], lambda zero_stage: zero_stage == 1))
+def test_fp32_weights_of_pipeline_stages_are_whole(tmp_path, zero_stage):
+    run_ranks(2, stages_job, tmp_path / "stages", 2, zero_stage)
+    run_ranks(1, stages_job, tmp_path / "whole", 1, zero_stage)
+    found, expected = (get_fp32_state_dict_from_zero_checkpoint(tmp_path / name, "a") for name in ("stages", "whole"))
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)
