@@ -78,6 +78,10 @@ class Division:
                 str(name): Experts(tuple(map(int, holders)), tuple(map(str, names)))
                 for name, (holders, names) in state.get("experts", {}).items()
             }
+            if axes.keys() != {"pp", "tp"} or min(axes.values()) < 1:
+                raise ValueError(f"axes {axes}")
+            if any(min(each.holders) < 0 for each in experts.values()):
+                raise ValueError(f"experts {experts}")
             return cls(axes, parts, experts)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{path} is damaged: {DIVISION} is no description of a divided model") from error

@@ -132,6 +132,7 @@ def initialize(
         mesh = groups.create_mesh(mpu, mesh_param, _asked_sizes(settings))
     _count_samples_once(settings, mesh)
     settings.resolve_batch(mesh.size("dp"))
+    _check_same(settings, mesh)
     mesh = _split_data(mesh, settings.zero_optimization)
     mesh.data_before_expert = settings.use_data_before_expert_parallel_
     group = mesh.gradient_group()
@@ -291,6 +292,18 @@ def _count_samples_once(config: DeepSpeedConfig, mesh: Mesh) -> None:
         config.train_batch_size = train // mesh.size("tp")
 
 
+def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:
+    """What decides which collectives a rank takes part in. A collective of all ranks of the model."""
+    zero = config.zero_optimization
+    copies = f"mics_shard_size {zero.mics_shard_size}, zero_hpz_partition_size {zero.zero_hpz_partition_size}"
+    facts = {
+        "gradient_accumulation_steps": str(config.gradient_accumulation_steps),
+        "gradient_clipping": str(config.gradient_clipping),
+        "mics_shard_size and zero_hpz_partition_size": copies,
+    }
+    check_same(facts, mesh.norm_group)
+
+
 def _split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
     """The mesh with the copies of the weights that MiCS or hpZ asks for."""
     asked = [("mics_shard_size", zero.mics_shard_size, 0), ("zero_hpz_partition_size", zero.zero_hpz_partition_size, 1)]
@@ -305,8 +318,6 @@ def _split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
             f"zero_optimization: found {' and '.join(f'{name} {size}' for name, size in given)}; each divides the "
             "ranks into copies of the weights in its own way, give one of them"
         )
-    sizes = ", ".join(f"{name} {size}" for name, size, _ in asked)
-    check_same({"mics_shard_size and zero_hpz_partition_size": sizes}, mesh.gradient_group())
     for name, size in given:
         mesh = mesh.split_data(size, f"zero_optimization.{name}")
     return mesh

@@ -157,6 +157,7 @@ class DeepSpeedEngine(torch.nn.Module):
         Raises:
             CheckpointError: the asynchronous save in flight has failed on this rank. The step was made.
         """
+        self._refuse_destroyed("step")
         if not self.schedule.syncs:
             raise StateError("step: found inside no_sync(); leave it before the step")
         self._training.step(lr_kwargs)

@@ -11,6 +11,7 @@ parameter without a mark is whole on every rank that has one of its name.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,8 +68,10 @@ class ModelPart:
         """
         shape, dim = torch.Size(value["shape"]), int(value["dim"])
         ranges = tuple((int(start), int(stop)) for start, stop in value["ranges"])
-        if any(not 0 <= start <= stop <= shape[dim] for start, stop in ranges):
-            raise ValueError(f"ranges {ranges} of shape {tuple(shape)}")
+        if dim < 0 or any(not 0 <= start <= stop <= shape[dim] for start, stop in ranges):
+            raise ValueError(f"ranges {ranges} along {dim} of shape {tuple(shape)}")
+        if any(one[1] > other[0] for one, other in pairwise(sorted(ranges))):
+            raise ValueError(f"ranges {ranges} overlap")
         return cls(shape, dim, ranges, str(value["name"]))
 
     def take(self, whole: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 What divides a model changes them through the object that sharded them, and knows nothing of shards:
 
-    lay_again(linear.weight, part.take, mesh.gradient_group())
+    reshard(linear.weight, part.take, mesh.gradient_group())
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 
-class LayAgain(Protocol):
+class Reshard(Protocol):
     """Replaces the values of a sharded parameter, and the ranks that hold them."""
 
     def __call__(self, param: Parameter, take: Callable[[Tensor], Tensor], group: ProcessGroup) -> None:
-        """`lay_again` for one parameter."""
+        """`reshard` for one parameter."""
 
 
 def whole_shape(param: Tensor) -> torch.Size:
@@ -32,12 +32,12 @@ def is_sharded(param: Tensor) -> bool:
     return hasattr(param, "ds_id")
 
 
-def can_lay_again(param: Tensor) -> bool:
+def can_reshard(param: Tensor) -> bool:
     """Whether a sharded parameter may still be given other values: no engine has it."""
     return _of(param) is not None
 
 
-def lay_again(param: Parameter, take: Callable[[Tensor], Tensor], group: ProcessGroup) -> None:
+def reshard(param: Parameter, take: Callable[[Tensor], Tensor], group: ProcessGroup) -> None:
     """Shard another value of a parameter over other ranks. One weight is whole meanwhile.
 
     A collective of the ranks that hold the shards now, which call it for the same parameters in the same order.
@@ -47,10 +47,10 @@ def lay_again(param: Parameter, take: Callable[[Tensor], Tensor], group: Process
         group: the ranks that hold the new one, equal on all of them.
     """
     change = _of(param)
-    assert change is not None, "asked for by can_lay_again"
+    assert change is not None, "asked for by can_reshard"
     change(param, take, group)
 
 
-def _of(param: Tensor) -> LayAgain | None:
+def _of(param: Tensor) -> Reshard | None:
     unit: Any = getattr(param, "ds_unit", None)
-    return getattr(unit, "lay_again", None)
+    return getattr(unit, "reshard", None)

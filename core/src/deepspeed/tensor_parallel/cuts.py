@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.model_part import ModelPart, mark_part, part_held
-from deepspeed.parallel.sharded_params import is_sharded, lay_again, whole_shape
+from deepspeed.parallel.sharded_params import is_sharded, reshard, whole_shape
 from deepspeed.tensor_parallel.plans import Along, Rule
 from deepspeed.tensor_parallel.shares import HeadShare, Range, scaled, spread
 
@@ -123,7 +123,7 @@ def hold_part(param: Parameter, dim: int, cut: Cut, where: str, data_group: Proc
     with torch.no_grad():
         param.grad = None
         if is_sharded(param):
-            lay_again(param, part.take, data_group)
+            reshard(param, part.take, data_group)
         else:
             param.data = part.take(param.data).clone()
     mark_part(param, part)

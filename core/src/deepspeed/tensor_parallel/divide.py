@@ -18,7 +18,7 @@ from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of
 from deepspeed.parallel.model_part import part_held
-from deepspeed.parallel.sharded_params import can_lay_again, is_sharded, lay_again, whole_shape
+from deepspeed.parallel.sharded_params import can_reshard, is_sharded, reshard, whole_shape
 from deepspeed.tensor_parallel.cuts import Cut, cut_dim, hold_part
 from deepspeed.tensor_parallel.inputs import check_first_inputs, cut_inputs_of_all_heads
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -101,7 +101,7 @@ def divide_model(
 
 def _check_dividable(model: nn.Module, ranks: TensorRanks) -> None:
     for path, param in model.named_parameters():
-        if is_sharded(param) and not can_lay_again(param):
+        if is_sharded(param) and not can_reshard(param):
             raise ConfigError(
                 f"tensor parallelism: another engine has the parameter {path}; call destroy() on that engine first"
             )
@@ -197,7 +197,7 @@ def _copy_from_first(model: nn.Module, ranks: TensorRanks) -> None:
         holders: Any = tensor.ds_process_group  # type: ignore[attr-defined]
         if not peers <= set(torch.distributed.get_process_group_ranks(holders)):  # else they are equal already
             assert isinstance(tensor, nn.Parameter)
-            lay_again(tensor, of_first, holders)
+            reshard(tensor, of_first, holders)
 
 
 def _shard_whole_parameters(model: nn.Module, ranks: TensorRanks) -> None:
@@ -205,7 +205,7 @@ def _shard_whole_parameters(model: nn.Module, ranks: TensorRanks) -> None:
     an order that may differ between ranks of other parts."""
     for param in model.parameters():
         if is_sharded(param) and part_held(param) is None:
-            lay_again(param, lambda value: value, ranks.data_group)
+            reshard(param, lambda value: value, ranks.data_group)
 
 
 def _has_dropout(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import expert_sizes, is_moe_param
 from deepspeed.parallel.mesh import Mesh
-from deepspeed.parallel.sharded_params import is_sharded, lay_again
+from deepspeed.parallel.sharded_params import is_sharded, reshard
 from deepspeed.tensor_parallel.choose import choose_plan
 from deepspeed.tensor_parallel.divide import divide_model, ranks_of
 from deepspeed.tensor_parallel.marks import mark_params
@@ -63,7 +63,7 @@ def _cast(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> nn.Module:
             continue
         if is_sharded(tensor):
             assert isinstance(tensor, nn.Parameter)
-            lay_again(tensor, lambda value: value.to(dtype), mesh.gradient_group())
+            reshard(tensor, lambda value: value.to(dtype), mesh.gradient_group())
         else:
             tensor.data = tensor.data.to(dtype)
     return model

@@ -210,10 +210,10 @@ class Init(contextlib.AbstractContextManager["Init"]):
     def _create_unit(self, param: Parameter, name: str, ranks: UnitRanks, **options: Any) -> None:
         unit = ParamUnit([param], [name], ranks, device=self._device, home=self._home, **options)
         unit.source_S = None
-        unit.lay_again = self._lay_again
+        unit.reshard = self._reshard
 
-    def _lay_again(self, param: Parameter, take: Callable[[Tensor], Tensor], group: ProcessGroup) -> None:
-        """See `parallel.sharded_params.lay_again`."""
+    def _reshard(self, param: Parameter, take: Callable[[Tensor], Tensor], group: ProcessGroup) -> None:
+        """See `parallel.sharded_params.reshard`."""
         former = unit_of(param)
         assert former is not None
         if Init._depth > 0:

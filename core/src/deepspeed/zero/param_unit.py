@@ -35,7 +35,7 @@ from torch.nn import Parameter
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import CommError, StateError
-from deepspeed.parallel.sharded_params import LayAgain
+from deepspeed.parallel.sharded_params import Reshard
 from deepspeed.zero import quantized
 from deepspeed.zero.backward_window import is_in_backward
 from deepspeed.zero.layout import UnitLayout
@@ -93,7 +93,7 @@ class ParamUnit:
         self.num_gathers = 0  # all-gathers since the unit was made
         self.is_exact = True  # whole parameters are what the shards hold, not rounded to int8
         self.hooks: Any = None  # the `ModuleHooks` that gather it
-        self.lay_again: LayAgain | None = None  # set by what made it for no engine; see parallel/sharded_params.py
+        self.reshard: Reshard | None = None  # set by what made it for no engine; see parallel/sharded_params.py
         self.is_moved = False  # its shard is in host memory for a while (`offload_states`)
         self.live = LiveNumel(self.numel)
         self._work: Work | None = None

@@ -413,6 +413,13 @@ def test_destroy_leaves_a_plain_module(make_engine, stage):
     assert torch.allclose(model.layer.weight, before - 0.1)
 
 
+def test_a_step_of_a_destroyed_engine_is_refused(make_engine):
+    engine = make_engine(Net())
+    engine.destroy()
+    with pytest.raises(StateError, match=r"step: the engine was destroyed"):
+        engine.step()
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_optimizer_outlives_its_engine(make_engine, stage, bf16):
