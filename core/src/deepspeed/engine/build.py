@@ -193,6 +193,7 @@ def initialize(
         module,
         basic_optimizer,
         training.plan_backward,
+        training.gradients_were_dropped,
         is_elementwise=basic_optimizer is None or is_elementwise(basic_optimizer),
     )
     precision.cast_module(module)

@@ -193,6 +193,9 @@ class DeepSpeedEngine(torch.nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch size through the number of accumulation steps.
 
+        Within a step, that is after a backward of it, the next step is the first with the new number; until then the
+        getters answer with the former one.
+
         Raises:
             ConfigError: if it is not a multiple of the micro-batch over the data-parallel ranks.
         """
@@ -203,15 +206,15 @@ class DeepSpeedEngine(torch.nn.Module):
                 f"train_batch_size: asked for {train_batch_size}, which is not a multiple of {per_pass} (micro-batch "
                 f"{self._micro_batch_size} x {dp_size} data-parallel ranks)"
             )
-        self.schedule.num_steps = train_batch_size // per_pass
-        self._train_batch_size = train_batch_size
+        self._training.set_batch(train_batch_size, train_batch_size // per_pass)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch and with it the global batch; accumulation steps stay."""
         if micro_batch_size <= 0:
             raise ConfigError(f"train_micro_batch_size_per_gpu: asked for {micro_batch_size}, allowed is 1 or more")
         self._micro_batch_size = micro_batch_size
-        self._train_batch_size = micro_batch_size * self.mesh.size("dp") * self.schedule.num_steps
+        num_steps = self._training.next_num_steps
+        self._training.set_batch(micro_batch_size * self.mesh.size("dp") * num_steps, num_steps)
 
     def set_gradient_accumulation_steps(self, num_steps: int) -> None:
         """Change the number of micro-batches per step; the micro-batch stays."""

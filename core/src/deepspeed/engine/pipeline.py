@@ -264,8 +264,8 @@ class PipelineEngine(DeepSpeedEngine):
         loss = self._losses_of(losses, self.schedule.num_steps, "avg", is_shared=True)
         self.agg_train_loss = loss
         self._observers.saw_loss(loss)
+        self.schedule.count_batch()
         self._training.step()
-        self.schedule.micro_steps += self.schedule.num_steps - 1  # `step` counts one
         self.checkpointer.raise_failure()
 
     def _losses_of(self, losses: Sequence[Tensor], num_micros: int, how: str | None, *, is_shared: bool) -> Any:

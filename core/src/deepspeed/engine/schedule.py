@@ -47,7 +47,7 @@ class Schedule(Protocol):
     """What `training.py` asks."""
 
     num_steps: int  # micro-batches per optimizer step
-    micro_steps: int  # calls of `advance` so far; a loaded checkpoint sets it
+    micro_steps: int  # micro-batches so far; a loaded checkpoint sets it
 
     def instructions(self) -> Iterator[Instruction]:
         """What is to be done until `advance`, in order; asked again, the same again."""
@@ -57,9 +57,16 @@ class Schedule(Protocol):
         """The instructions have been carried out."""
         ...
 
+    def restart(self) -> None:
+        """What was accumulated since the last step is lost: the step begins again."""
+        ...
+
 
 class Accumulation:
     """Gradient accumulation: a forward and a backward per micro-batch; after the last one of a step, the step.
+
+    Micro-batches are counted from the last step on, not from the beginning of the run, during which `num_steps` may
+    change.
 
     Args:
         num_steps: micro-batches per optimizer step (`gradient_accumulation_steps`).
@@ -67,7 +74,8 @@ class Accumulation:
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
-        self.micro_steps = 0
+        self._micro_steps = 0
+        self._step_began = 0  # `micro_steps` at that time
         self._boundary: bool | None = None  # set by the user, instead of counting
         self._syncs = True
 
@@ -80,13 +88,37 @@ class Accumulation:
             yield Step()
 
     def advance(self) -> None:
-        self.micro_steps += 1
+        ends = self._syncs and self.is_boundary()
+        self._micro_steps += 1
+        if ends:
+            self.restart()
+
+    def restart(self) -> None:
+        self._step_began = self._micro_steps
+
+    def count_batch(self) -> None:
+        """A pipeline is about to step, with all micro-batches of the step at once; `advance` counts one of them."""
+        self._micro_steps += self.num_steps - 1
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches since the beginning of the run."""
+        return self._micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, number: int) -> None:
+        self._micro_steps = number
+        self._step_began = number - number % self.num_steps
+
+    @property
+    def _since_step(self) -> int:
+        return self._micro_steps - self._step_began
 
     def is_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.num_steps == 0
+        return self._since_step + 1 >= self.num_steps
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the current and the following micro-batches are the last of a step; None: count again."""

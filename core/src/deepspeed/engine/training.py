@@ -47,6 +47,8 @@ class Training:
         self.stats: StepStats | None = None  # of the last step
         self._loss_is_scaled = False
         self._had_backward = False  # since the last step
+        self._was_dropped = False  # a failure has cost the gradients of this step, and `step` was not called since
+        self._next_batch: tuple[int, int] | None = None  # from the next step on: its samples, its micro-batches
 
     def backward(
         self,
@@ -57,10 +59,11 @@ class Training:
         **kwargs: Any,
     ) -> Tensor | list[Tensor]:
         """See `DeepSpeedEngine.backward`; `is_divided`: by the accumulation steps."""
+        self.sharding.window.abort_if_left()
+        self._begin_again_if_dropped()
         tensors, gradients = backward_roots(loss, gradient)
         if self.schedule.num_steps > 1 and not is_divided:
             tensors = [tensor / self.schedule.num_steps for tensor in tensors]
-        self.sharding.window.abort_if_left()
         if self.schedule.num_steps > 1 or self.precision.loss_scaler.loss_scale != 1.0:
             self.sharding.take_unseen()  # they have another factor
         with self.observers.phase("backward"):
@@ -119,6 +122,7 @@ class Training:
 
     def plan_backward(self, by_user: bool) -> BackwardPlan:
         """Called by the sharding when a backward begins. An unscaled loss in fp16 is refused at its first gradient."""
+        self._begin_again_if_dropped()
         self._had_backward = True
         refusal = None
         scale = self.precision.loss_scaler.loss_scale
@@ -137,6 +141,7 @@ class Training:
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """What the schedule says is to follow the current micro-batch's backward."""
         self.sharding.window.abort_if_left()
+        self._was_dropped = False
         for instruction in self.schedule.instructions():  # forward and backward were calls of the user
             if isinstance(instruction, ReduceGradients):
                 self._reduce_gradients()
@@ -144,11 +149,41 @@ class Training:
                 self._update(lr_kwargs)
         self.observers.micro_batch_ended()
         self.schedule.advance()
+        self._take_next_batch()
 
     def optimizer_step(self) -> None:
         """One step, whatever the schedule says: what `engine.optimizer.step()` does."""
         self._reduce_gradients()
         self._update(None)
+        self.schedule.restart()
+        self._take_next_batch()
+
+    def set_batch(self, train_batch_size: int, num_steps: int) -> None:
+        """Change the samples and the micro-batches of a step: of the next one, if gradients of this one, which are
+        divided by the former number, are there."""
+        self._next_batch = train_batch_size, num_steps
+        self._take_next_batch()
+
+    @property
+    def next_num_steps(self) -> int:
+        """Micro-batches of a step, as set last."""
+        return self.schedule.num_steps if self._next_batch is None else self._next_batch[1]
+
+    def gradients_were_dropped(self) -> None:
+        """Called by the sharding when a failure has cost the gradients of this step. It begins again with the next
+        backward; where `step` is called before, the script counts micro-batches that failed."""
+        self._was_dropped = True
+
+    def _begin_again_if_dropped(self) -> None:
+        if self._was_dropped:
+            self._was_dropped = self._had_backward = False
+            self.schedule.restart()
+            self._take_next_batch()
+
+    def _take_next_batch(self) -> None:
+        if self._next_batch is not None and not self._had_backward:
+            self.train_batch_size, self.schedule.num_steps = self._next_batch
+            self._next_batch = None
 
     def _reduce_gradients(self) -> None:
         if self.basic_optimizer is None:

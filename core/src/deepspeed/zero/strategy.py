@@ -138,6 +138,7 @@ class Sharding(Stateful):
         module: torch.nn.Module,
         optimizer: Optimizer | None,
         plan: Callable[[bool], BackwardPlan],
+        dropped: Callable[[], None],
         *,
         is_elementwise: bool = True,
     ) -> None:
@@ -148,13 +149,14 @@ class Sharding(Stateful):
 
         Args:
             plan: asked at the beginning of every backward, with True if the user started it.
+            dropped: called when a failure has cost the gradients of a step.
             is_elementwise: whether the optimizer's update of an element depends on that element only.
 
         Raises:
             ConfigError: for a parameter that is not in the module, or on every rank if ranks differ.
         """
         self.optimizer = optimizer
-        self._plan = plan
+        self._plan, self._dropped = plan, dropped
         self._is_whole = not is_elementwise
         self._prepare(module, optimizer)
         self._positions = {id(param): place for place, param in enumerate(module.parameters())}
@@ -337,6 +339,7 @@ class Sharding(Stateful):
             if not self.placement.is_offloaded:  # else copies are summed
                 self._drop_gradient_memory()
         self.zero_grad()
+        self._dropped()
         self._facts.abandon()
         for ranks in self.backends:
             if ranks.world_size > 1:

@@ -256,6 +256,97 @@ def test_batch_sizes_can_be_changed(make_engine):
     assert engine.get_batch_info() == (5, 5, 1)
 
 
+class Counted:
+    """An engine of one weight, whose every micro-batch has the gradient 1, with SGD of lr 1."""
+
+    def __init__(self, make_engine, num_steps, **keys):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        sgd = {"type": "SGD", "params": {"lr": 1.0}}
+        keys = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 1, "optimizer": sgd, **keys}
+        self.engine = make_engine(model, gradient_accumulation_steps=num_steps, **keys)
+        self.weight = model.weight
+
+    def backward(self, *, by_user=False, fails=False):
+        x = torch.ones(1, 1, dtype=self.weight.dtype).requires_grad_()
+        if fails:
+            x.register_hook(self._fail)
+        loss = self.engine(x).sum()
+        loss.backward() if by_user else self.engine.backward(loss)
+
+    def _fail(self, grad):
+        raise RuntimeError("in the middle")
+
+    def step(self, num_micros=1):
+        """How far the weight went, after which of the micro-batches."""
+        moves = {}
+        for number in range(1, num_micros + 1):
+            before, steps = self.engine.module.weight.item(), self.engine.global_steps
+            self.backward()
+            self.engine.step()
+            if self.engine.global_steps > steps:
+                moves[number] = round(before - self.engine.module.weight.item(), 1)
+        return moves
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_changed_batch_size_counts_from_the_last_step(make_engine, stage, keys):
+    """A step averages as many micro-batches as it has, whatever the number of steps and micro-batches before it."""
+    job = Counted(make_engine, 2, zero_optimization={"stage": stage}, **keys)
+    assert job.step(4) == {2: 1, 4: 1}
+    job.engine.set_train_batch_size(3)
+    assert job.step(6) == {3: 1, 6: 1}
+    job.engine.set_gradient_accumulation_steps(1)
+    assert job.step(2) == {1: 1, 2: 1}
+    job.engine.set_train_batch_size(4)
+    assert job.step(4) == {4: 1}
+    assert job.engine.global_samples == 2 * 2 + 2 * 3 + 2 + 4
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (3, 1), (3, 2)])
+def test_a_batch_size_changed_within_a_step_is_that_of_the_next(make_engine, before, after, by_user):
+    job = Counted(make_engine, before)
+    job.backward(by_user=by_user)
+    job.engine.set_train_batch_size(after)
+    assert job.engine.get_batch_info() == (before, 1, before)
+    job.engine.step()
+    assert job.step(before - 1 + 2 * after) == {before - 1: 1, before - 1 + after: 1, before - 1 + 2 * after: 1}
+    assert job.engine.get_batch_info() == (after, 1, after)
+    job.backward()
+    job.engine.set_train_batch_size(5)
+    job.engine.set_train_micro_batch_size(2)
+    job.engine.step()
+    job.step(after - 1)
+    assert job.engine.get_batch_info() == (10, 2, 5)
+
+
+def test_steps_by_hand_begin_the_count_again(make_engine):
+    job = Counted(make_engine, 2, zero_optimization={"stage": 1})
+    job.backward()
+    job.engine.set_gradient_accumulation_boundary(True)
+    job.engine.step()
+    job.engine.set_gradient_accumulation_boundary(None)
+    assert job.step(4) == {2: 1, 4: 1}
+    job.step()
+    job.backward()
+    job.engine.optimizer.step()  # of the wrapper
+    assert job.step(4) == {2: 1, 4: 1}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("by_user", [False, True])
+def test_micro_batches_of_a_failed_step_can_be_repeated(make_engine, stage, by_user):
+    """A failed backward drops the gradients of its step; the next one is the first of a whole step."""
+    job = Counted(make_engine, 2, zero_optimization={"stage": stage})
+    for _ in range(2):
+        assert job.step() == {}
+        with pytest.raises(RuntimeError, match="in the middle"):
+            job.backward(by_user=by_user, fails=True)
+        assert job.step(4) == {2: 1, 4: 1}
+
+
 @pytest.mark.parametrize("size", [0, 3, -2])
 def test_batch_sizes_that_do_not_fit(make_engine, size):
     engine = make_engine(Net(), train_batch_size=None, train_micro_batch_size_per_gpu=2)

@@ -25,6 +25,34 @@ def test_the_users_word_beats_counting_until_it_is_taken_back():
     schedule.set_boundary(False)
     assert not schedule.is_boundary()
     schedule.set_boundary(None)
+    assert not schedule.is_boundary()  # the first micro-batch after the step by hand
+    schedule.advance()
+    assert schedule.is_boundary()
+
+
+def test_micro_batches_count_from_the_last_step():
+    schedule = Accumulation(2)
+    for _ in range(4):
+        schedule.advance()
+    schedule.num_steps = 3
+    boundaries = []
+    for _ in range(6):
+        boundaries.append(schedule.is_boundary())
+        schedule.advance()
+    assert boundaries == [False, False, True] * 2
+    schedule.micro_steps = 4  # of a checkpoint, or written by a script
+    assert not schedule.is_boundary()
+    schedule.advance()
+    assert schedule.is_boundary()
+    schedule.restart()
+    assert not schedule.is_boundary()
+
+
+def test_inside_no_sync_no_step_ends():
+    schedule = Accumulation(2)
+    with schedule.no_sync():
+        for _ in range(3):
+            schedule.advance()
     assert schedule.is_boundary()
 
 
