@@ -71,6 +71,19 @@ class Capabilities:
     matches_by_order: bool = False
 
 
+class Messages(Protocol):
+    """Messages between two ranks of a group in host memory; see `PointToPoint`, whose tags are 0 to 7."""
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        """Start to send a contiguous tensor to the rank `peer` of the group; waits for nothing."""
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        """Start to receive into a contiguous tensor, from the rank `peer` of the group; waits for nothing."""
+
+    def abandon(self) -> None:
+        """This rank failed: peers that wait for its messages raise, and name it. Waits for nobody."""
+
+
 @runtime_checkable
 class GroupBackend(Protocol):
     """The collectives of one process group. `deepspeed.comm.group_backend(group)` makes it, once per group.
@@ -86,6 +99,9 @@ class GroupBackend(Protocol):
 
     Sums are in the order of ranks where the core makes them, and low-precision sums of three or more ranks are then
     made in fp32 and rounded once.
+
+    A backend may also have `messages() -> Messages | None`, which all ranks call together after `connect`: messages
+    that are faster than those of torch.distributed.
 
     A `tag` says what the collective is for, for example the path of a module. Where the transport can compare what the
     ranks do, ranks that issue different collectives or tags get a `CommError` that names both: where they read each

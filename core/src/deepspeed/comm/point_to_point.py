@@ -8,7 +8,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.backend import Work
+from deepspeed.comm.backend import Messages, Work
+from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.issued import Collective
 from deepspeed.comm.libraries import library_by_device
 from deepspeed.comm.own_group import own_group
@@ -16,14 +17,17 @@ from deepspeed.comm.watch import Watch
 
 
 class PointToPoint:
-    """Args:
-    group: this process is a member of it.
+    """Those of the group's backend for host memory, where it has some, and of torch.distributed.
+
+    Args:
+        group: this process is a member of it.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.rank = torch_dist.get_rank(group)
         self._own = group
+        self._host: Messages | None = None
         self._watch = Watch(group)
         self._is_connected = False
 
@@ -33,9 +37,13 @@ class PointToPoint:
         return set(library_by_device(self.group).values()) == {"gloo"}
 
     def connect(self) -> None:
-        """Create the process group of the messages, where the library needs one. Called by all ranks together."""
+        """Set up what messages need. Called by all ranks together."""
         if not self._is_connected:
             self._is_connected = True
+            backend = group_backend(self.group)
+            backend.connect()
+            messages = getattr(backend, "messages", None)
+            self._host = messages() if messages is not None else None
             self._own = self._watch.group = own_group(self.group)
 
     def send(self, tensor: torch.Tensor, peer: int, *, tag: int = 0) -> Work:
@@ -43,7 +51,7 @@ class PointToPoint:
 
         Args:
             peer: rank within the group.
-            tag: as the receive has it.
+            tag: 0 to 7, as the receive has it.
         """
         return self._start("a send to", tensor, peer, tag)
 
@@ -54,10 +62,15 @@ class PointToPoint:
     def abandon(self) -> None:
         """This rank failed, and leaves its messages unfinished: peers that wait for it raise, and name it. Waits for
         nobody."""
+        if self._host is not None:
+            self._host.abandon()
         self._watch.abandon([], failed=True, others_finished=self._is_connected and self._own is not self.group)
 
     def _start(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         self.connect()
+        if self._host is not None and tensor.device.type == "cpu":
+            move = self._host.send if kind.startswith("a send") else self._host.receive
+            return move(tensor, peer, tag)
         ranks = torch_dist.get_process_group_ranks(self.group)
         message = Collective(f"{kind} rank {ranks[peer]}", tensor.numel(), tensor.dtype, "")
         try:

@@ -138,6 +138,7 @@ class RecordedGroup:
         self.connect = backend.connect
         self.allocate = backend.allocate
         self.release = backend.release
+        self.messages = getattr(backend, "messages", None)
 
     @property
     def capabilities(self) -> Capabilities:

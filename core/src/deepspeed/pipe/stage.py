@@ -264,10 +264,10 @@ class Stage:
                 "inputs all have the same shapes; pass dynamic_shape=True"
             )
         self._sent[chunk] = spec
+        self._outbox.send_activations(spec, buffer.outputs, self._after, with_header=with_header)
         if torch.is_grad_enabled():
             self._gradients.expect(spec.gradients)
-        self._outbox.send_activations(spec, buffer.outputs, self._after, with_header=with_header)
-        if not torch.is_grad_enabled():
+        else:
             buffer.outputs = ()
 
     def _send_gradient(self, instruction: SendGrad) -> None:

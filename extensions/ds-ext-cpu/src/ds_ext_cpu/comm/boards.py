@@ -193,8 +193,8 @@ class Peer:
             read_memory(self._process, source, target, num_bytes)
         except ProcessLookupError:
             raise PeerGone(
-                f"rank {self.rank} (process {self._process}) ended before a collective with it was over; its own "
-                "output says why, or it had fewer batches than this rank"
+                f"rank {self.rank} (process {self._process}) ended before a collective or message with it was "
+                "over; its own output says why, or it had fewer batches than this rank"
             ) from None
         except OSError as error:
             raise CommError(

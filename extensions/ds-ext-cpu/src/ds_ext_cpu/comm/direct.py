@@ -10,14 +10,9 @@ machine or may not read each other's memory. No byte goes through a socket, and 
     sees it: flat_N may be written again
 
 Announcements and `done` stand on a *board* (`boards.py`), which a rank writes and its peers read. A rank does its
-collectives in the order of issue, and looks at the boards whenever it issues one or waits for one; nothing happens in
-between. So a wait ends when the peers have come to that collective *and* issue or wait for one after it, as ranks of
-one program do that wait at the same places.
-
-[Note: threads] A wait advances the queues of all groups, in whatever thread it runs: autograd may run hooks in a thread
-of its own. One lock serves all queues. It is held for one look at the boards, never while a thread pauses: a thread
-that waits for peers does not keep another one from issuing what those peers wait for. A failure in the queue of another
-group is raised to the callers of that group, not to the thread that saw it.
+collectives in the order of issue, and looks at the boards whenever it issues one or waits (`waiting.py`); nothing
+happens in between. So a wait ends when the peers have come to that collective *and* issue or wait for one after it,
+as ranks of one program do that wait at the same places.
 
 [Note: epochs] A rank that leaves its collectives unfinished (`abandon`) begins an epoch: its numbers continue at the
 next multiple of 2**32, and its `done` says so. A peer that needs anything of the old epoch from it raises `PeerLeft` at
@@ -27,10 +22,6 @@ Shape legend: N numel of a flat buffer, W ranks of the group.
 """
 
 import contextlib
-import itertools
-import threading
-import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -46,18 +37,10 @@ from torch.distributed import ProcessGroup
 
 from ds_ext_cpu.comm.boards import EPOCH_BITS, NUM_SLOTS, Meeting, Peer, PeerLeft, epoch_of, meet, what
 from ds_ext_cpu.comm.readings import Copy, Reading, Sum, Swap
+from ds_ext_cpu.comm.waiting import lock, queues, wait_until
 
 #: what a rank that cannot go on says it has done: an epoch that no peer can join
 _NOTHING_MORE = 2**62
-#: looks at the boards before a wait gives the processor away; the pauses then grow with the time waited, to a limit
-_NUM_LOOKS = 50
-_PAUSE_SHARE = 0.02
-_MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
-
-#: queues in use; a wait in one group goes on with the collectives of all
-_queues: "weakref.WeakSet[DirectQueue]" = weakref.WeakSet()
-#: guards all queues, what they know of their peers, and their staging: [Note: threads]
-_lock = threading.RLock()
 
 
 def connect(group: ProcessGroup, staging: StagingPool) -> "DirectQueue | None":
@@ -97,9 +80,9 @@ class DirectQueue:
         self._failure: CommError | None = None
         self._left_epoch = first_epoch  # in which a peer left, where that is the failure
         self._failures = FailureRecord(group)
-        with _lock:
+        with lock:
             self._begin_epoch(first_epoch)
-            _queues.add(self)
+            queues.add(self)
 
     # ----- one call per collective -----------------------------------------------------------------------------------
 
@@ -163,7 +146,7 @@ class DirectQueue:
             return
         if failed:  # first, so that peers which see this rank leave find the cause
             self._failures.record(self._left_epoch if self._has_joined else epoch_of(self._next))
-        with _lock:
+        with lock:
             self._keep(works)
             if self._has_joined:
                 self._failure = None
@@ -177,19 +160,7 @@ class DirectQueue:
 
     def wait_until(self, is_over: Callable[[], bool], number: int) -> None:
         """Go on with the collectives of all groups until `is_over`, which is about the collective `number`."""
-        start_s = time.monotonic()
-        for look in itertools.count():
-            with _lock:
-                if self._look(is_over, number):
-                    return
-                self._advance_others()
-            if look < _NUM_LOOKS:
-                continue
-            waited_s = time.monotonic() - start_s
-            if waited_s > self._timeout_s:
-                with _lock:
-                    raise self._fail(self._late(number))
-            time.sleep(min(max(waited_s * _PAUSE_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
+        wait_until(self, lambda: self._look(is_over, number), self._timeout_s, lambda: self._fail(self._late(number)))
 
     def poll(self, is_over: Callable[[], bool], number: int) -> bool:
         """`is_over`, which is about the collective `number`, after advancing. Waits for nothing."""
@@ -200,7 +171,7 @@ class DirectQueue:
             except PeerLeft:  # for a wait to raise, as in `_advance_unless_left`
                 return False
 
-        with _lock:
+        with lock:
             return self._look(is_over_here, number)
 
     def _issue(self, make: Callable[[int], Reading], *, announce: bool = True) -> Reading:
@@ -222,7 +193,7 @@ class DirectQueue:
             issued.append(reading)
             return self._advance_unless_left()
 
-        with _lock:
+        with lock:
             self._look(issue, self._next)
         return issued[0]
 
@@ -277,11 +248,11 @@ class DirectQueue:
             if not reading.is_announced:
                 reading.announce()
 
-    def _advance_others(self) -> None:
-        for queue in list(_queues):
-            if queue is not self and queue._open and queue._failure is None:
-                with contextlib.suppress(CommError):  # that queue keeps it, for its own callers
-                    queue._look(queue._advance_unless_left, queue._next)
+    def go_on(self) -> None:
+        """Advance for a wait elsewhere."""
+        if self._open and self._failure is None:
+            with contextlib.suppress(CommError):  # kept, for the callers of this queue
+                self._look(self._advance_unless_left, self._next)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._open.clear()

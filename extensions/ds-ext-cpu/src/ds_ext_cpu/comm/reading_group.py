@@ -12,6 +12,7 @@ from deepspeed.comm.work import parts_of
 from torch.distributed import ProcessGroup
 
 from ds_ext_cpu.comm.direct import DirectQueue, connect
+from ds_ext_cpu.comm.direct_messages import DirectMessages
 from ds_ext_cpu.comm.messages import MessageQueue
 from ds_ext_cpu.comm.readings import Reading
 
@@ -58,6 +59,11 @@ class ReadingGroup(TorchGroup):
         if device_type != "cpu":
             return super().transport(device_type)
         return self.queue or _Messages(self.own_group, self.staging)
+
+    def messages(self) -> DirectMessages | None:
+        """Messages between two ranks, where they read each other's memory; None elsewhere. Called by all ranks
+        together, after `connect`."""
+        return None if self.queue is None else DirectMessages(self.group, self.queue.peers)
 
     def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
         """Leave `works` unfinished. Ranks that read memory can go on if all of them abandon; see `watch.py` else."""

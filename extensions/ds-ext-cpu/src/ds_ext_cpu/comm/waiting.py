@@ -1,0 +1,59 @@
+"""How a rank waits for its peers: it looks at their boards, and goes on with everything that others may wait for.
+
+Used by `direct.py` (collectives) and `direct_messages.py` (messages between two ranks).
+
+[Note: threads] A wait advances the queues of all groups, in whatever thread it runs: autograd may run hooks in a thread
+of its own. One lock serves all queues. It is held for one look at the boards, never while a thread pauses: a thread
+that waits for peers does not keep another one from issuing what those peers wait for. A failure in the queue of another
+group is raised to the callers of that group, not to the thread that saw it.
+"""
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from deepspeed.errors import CommError
+
+#: looks at the boards before a wait gives the processor away; the pauses then grow with the time waited, to a limit
+_NUM_LOOKS = 50
+_PAUSE_SHARE = 0.005
+_MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
+
+
+class Queue(Protocol):
+    """What one group has in flight."""
+
+    def go_on(self) -> None:
+        """Do what can be done without waiting; what fails is kept for the callers of this queue."""
+
+
+#: queues in use; a wait in one group goes on with all
+queues: "weakref.WeakSet[Queue]" = weakref.WeakSet()
+#: guards all queues, what they know of their peers, and their staging: [Note: threads]
+lock = threading.RLock()
+
+
+def wait_until(queue: Queue, is_over: Callable[[], bool], timeout_s: float, late: Callable[[], CommError]) -> None:
+    """Go on with all queues until `is_over`, which advances `queue`.
+
+    Raises:
+        CommError: what `is_over` raises, or `late` gives after `timeout_s` seconds.
+    """
+    start_s = time.monotonic()
+    for look in itertools.count():
+        with lock:
+            if is_over():
+                return
+            for other in list(queues):
+                if other is not queue:
+                    other.go_on()
+        if look < _NUM_LOOKS:
+            continue
+        waited_s = time.monotonic() - start_s
+        if waited_s > timeout_s:
+            with lock:
+                raise late()
+        time.sleep(min(max(waited_s * _PAUSE_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
