@@ -26,6 +26,8 @@ FILES = [
         "test_norm.py",
         "test_activation.py",
         "test_rotary.py",
+        "test_inference_core.py",
+        "test_decode_attention.py",
         "test_async_io.py",
     )
     if (HERE / name).is_file()

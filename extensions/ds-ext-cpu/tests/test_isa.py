@@ -22,6 +22,8 @@ FILES = (
     "test_norm.py",
     "test_activation.py",
     "test_rotary.py",
+    "test_inference_core.py",
+    "test_decode_attention.py",
 )
 CAPABILITIES = {"DEFAULT": ("scalar",), "AVX2": ("scalar", "avx2"), "AVX512": ("scalar", "avx2", "avx512")}
 PRESENT = CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ("scalar",))

@@ -47,13 +47,15 @@ OPS: dict[str, Op] = {
     "fused_lamb": Op("FusedLambBuilder", operators=("lamb_step_",), front="lamb.FusedLamb"),
     "fused_lion": Op("FusedLionBuilder", operators=("lion_step_",), front="lion.FusedLion"),
     "gds": Op("GDSBuilder"),
-    "inference_core_ops": Op("InferenceCoreBuilder"),
+    "inference_core_ops": Op(
+        "InferenceCoreBuilder", operators=("linear", "packed_linear", "gated_activation"), front="transformer.linear"
+    ),
     "quantizer": Op(
         "QuantizerBuilder",
         operators=("quantize_groups", "dequantize_groups", "dequantize_reduce", "fake_quantize_groups"),
         front="quantizer",
     ),
-    "ragged_device_ops": Op("RaggedOpsBuilder"),
+    "ragged_device_ops": Op("RaggedOpsBuilder", operators=("decode_attention",), front="transformer.decode_attention"),
     "ragged_ops": Op("RaggedUtilsBuilder"),
     "random_ltd": Op("RandomLTDBuilder"),
     "sparse_attn": Op("SparseAttnBuilder"),

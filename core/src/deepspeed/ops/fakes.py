@@ -82,9 +82,16 @@ def _dequantized(q: Tensor, params: Tensor, group_size: int, *numbers: Any) -> T
     return q.new_empty((q.shape[-2], group_size), dtype=numbers[-1])
 
 
+def linear_like(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    """x's rows, with as many elements as the weight has rows; weight or packed data."""
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("adam_step_", "adagrad_step_", "lion_step_", "lamb_step_"), _nothing),
     **dict.fromkeys(("layer_norm", "rms_norm", "gelu", "bias_gelu", "rotary"), like_first),
+    **dict.fromkeys(("gated_activation", "decode_attention"), like_first),
+    **dict.fromkeys(("linear", "packed_linear"), linear_like),
     **dict.fromkeys(("layer_norm_residual", "rms_norm_residual"), two_like_first),
     "quantize_groups": quantized,
     "fake_quantize_groups": like_first,

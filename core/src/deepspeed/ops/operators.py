@@ -6,6 +6,7 @@ is needed: these operators have none. Otherwise the caller runs its torch refere
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,19 +25,29 @@ def operator_for(op: str, name: str, *tensors: Tensor | None) -> Callable[..., A
         name: the operator in the kernel's namespace. Its schema is in the caller's docstring.
         tensors: every floating tensor that the operator would get; None for one that was omitted.
     """
-    given = [tensor for tensor in tensors if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        return None
-    device_type = given[0].device.type
-    if not all(type(one) in PLAIN and one.dtype in FLOATS and one.device.type == device_type for one in given):
-        return None
-    namespace = _namespace(op, device_type)
+    needs_none, device_type = torch.is_grad_enabled(), None
+    for one in tensors:  # written out, because it runs for every operator of every layer
+        if one is None:
+            continue
+        if type(one) not in PLAIN or one.dtype not in FLOATS or (needs_none and one.requires_grad):
+            return None
+        if device_type is None:
+            device_type = one.device.type
+        elif one.device.type != device_type:
+            return None
+    namespace = _namespace(op, device_type) if device_type is not None else None
     return None if namespace is None else getattr(getattr(torch.ops, namespace), name, None)
 
 
 @torch.compiler.assume_constant_result
 def _namespace(op: str, device_type: str) -> str | None:
     """Where the operators of `op` are registered, if it has a kernel for tensors of `device_type`."""
-    if device_type != torch.device(get_accelerator().device_name()).type or registry.kernel(op) is None:
+    if device_type != _device_type(get_accelerator().device_name()):
         return None
-    return getattr(registry.resolve(op).builder, "op_namespace", None)
+    return getattr(registry.loaded(op).builder, "op_namespace", None)
+
+
+@cache
+def _device_type(name: str) -> str:
+    """The kind of device that an accelerator's device name names."""
+    return torch.device(name).type

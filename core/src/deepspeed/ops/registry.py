@@ -120,6 +120,20 @@ def kernel(op: str) -> Any | None:
     return (found or _load(op)).kernel
 
 
+def loaded(op: str) -> Resolution:
+    """Where `op` comes from, after it was loaded as `kernel` loads it: `builder` is None for the torch reference.
+
+    Args:
+        op: as `resolve` takes it.
+
+    Raises:
+        ConfigError: the op is unknown.
+    """
+    table = _table
+    found = table.found.get(op) if _is_current(table) else None
+    return (found or _load(op)).resolution
+
+
 def require(op: str) -> Any:
     """The loaded op, for a user who asked for it by name.
 

@@ -11,8 +11,12 @@ WITH_EXAMPLES = [
     "op_builder.kernel_path",
     "quantizer.fake",
     "quantizer.groups",
+    "quantizer.packed",
     "registry",
+    "transformer.decode_attention",
+    "transformer.gated",
     "transformer.gelu",
+    "transformer.linear",
     "transformer.norm",
     "transformer.rotary",
 ]

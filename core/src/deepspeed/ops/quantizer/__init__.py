@@ -1,12 +1,24 @@
-"""Quantization by group: int8 and packed int4 with fp32 scales, and fake quantization, with their torch reference.
+"""Quantization by group: int8 and packed int4 with fp32 scales, fake quantization, and linear layers of packed weights.
 
     q, params = quantize(x, num_groups=x.numel() // 128, num_bits=4)
     y = dequantize(q, params, num_bits=4, shape=x.shape, dtype=x.dtype)     # |x - y| <= scale / 2
 
-May import `errors` and `ops.operators`. Read `groups.py` first (formulas and layout), then `fake.py`.
+May import `errors` and `ops.operators`. Read `groups.py` first (formulas and layout), then `packed.py` and
+`fake.py`.
 """
 
 from deepspeed.ops.quantizer.fake import ds_quantizer, fake_quantize
 from deepspeed.ops.quantizer.groups import dequantize, dequantize_reduce, quantize
+from deepspeed.ops.quantizer.packed import PackedWeight, pack_weight, packed_linear, unpack_weight
 
-__all__ = ["dequantize", "dequantize_reduce", "ds_quantizer", "fake_quantize", "quantize"]
+__all__ = [
+    "PackedWeight",
+    "dequantize",
+    "dequantize_reduce",
+    "ds_quantizer",
+    "fake_quantize",
+    "pack_weight",
+    "packed_linear",
+    "quantize",
+    "unpack_weight",
+]

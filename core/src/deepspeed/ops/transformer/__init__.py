@@ -1,20 +1,27 @@
-"""Building blocks of a transformer's forward pass: norms, gelu and rotary embedding, with their torch references.
+"""Building blocks of a transformer's forward pass, with their torch references: norms, activations, rotary embedding,
+linear layers of few rows, and attention over a cache.
 
 For inference and for layers whose backward is elsewhere: the compiled operators have no gradient, and a call whose
 input requires one runs the torch reference, which has. May import `errors` and `ops.operators`. Read `norm.py` first.
 """
 
 from deepspeed._forward import forward
+from deepspeed.ops.transformer.decode_attention import decode_attention
+from deepspeed.ops.transformer.gated import gated_activation
 from deepspeed.ops.transformer.gelu import bias_gelu, gelu
+from deepspeed.ops.transformer.linear import linear
 from deepspeed.ops.transformer.norm import layer_norm, layer_norm_residual, rms_norm, rms_norm_residual
 from deepspeed.ops.transformer.rotary import apply_rotary, rotary_table
 
 __all__ = [
     "apply_rotary",
     "bias_gelu",
+    "decode_attention",
+    "gated_activation",
     "gelu",
     "layer_norm",
     "layer_norm_residual",
+    "linear",
     "rms_norm",
     "rms_norm_residual",
     "rotary_table",

@@ -22,6 +22,8 @@ _MODULES = {
     "FusedLambBuilder": "lamb",
     "QuantizerBuilder": "quantizer",
     "InferenceBuilder": "inference",
+    "InferenceCoreBuilder": "inference_core",
+    "RaggedOpsBuilder": "ragged",
     "AsyncIOBuilder": "async_io",
 }
 

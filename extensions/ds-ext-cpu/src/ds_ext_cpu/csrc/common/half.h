@@ -1,5 +1,6 @@
-// bf16 and fp16 as storage types, and their conversions from and to fp32: branch-free, so that plain loops over them
-// vectorize in every pass. Rounding is to nearest, ties to even; NaN stays NaN; overflow gives infinity.
+// bf16, fp16 and small integers as storage types, and conversions of halves from and to fp32: branch-free, so that
+// plain loops over them vectorize in every pass. Rounding is to nearest, ties to even; NaN stays NaN; overflow gives
+// infinity.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +16,13 @@ struct Bf16 {
 };
 struct Fp16 {
     uint16_t bits;
+};
+// Integers that only kernels of quantized weights read: a number of 8 bits, and two of 4 bits, the first of them low.
+struct Int8 {
+    int8_t value;
+};
+struct Int4Pair {
+    uint8_t bits;
 };
 
 DS_CPU_INLINE uint32_t bits_of(float value) {

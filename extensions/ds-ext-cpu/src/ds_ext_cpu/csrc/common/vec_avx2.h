@@ -14,6 +14,12 @@ DS_CPU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.value, b.
 DS_CPU_INLINE Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.value)}; }
 // 1 / a to 11 bits or more.
 DS_CPU_INLINE Vec rough_reciprocal(Vec a) { return {_mm256_rcp_ps(a.value)}; }
+// By halves.
+DS_CPU_INLINE float sum_of_lanes(Vec a) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(a.value), _mm256_extractf128_ps(a.value, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
 // a, or b where a is NaN.
 DS_CPU_INLINE Vec number_or(Vec a, Vec b) {
     return {_mm256_blendv_ps(a.value, b.value, _mm256_cmp_ps(a.value, a.value, _CMP_UNORD_Q))};
@@ -32,6 +38,10 @@ DS_CPU_INLINE Vec load(const Bf16* from) {
 }
 DS_CPU_INLINE Vec load(const Fp16* from) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+}
+DS_CPU_INLINE Vec load(const Int8* from) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))};
 }
 
 DS_CPU_INLINE void store(float* to, Vec a) { _mm256_storeu_ps(to, a.value); }
@@ -76,4 +86,10 @@ DS_CPU_INLINE void load_pair(const Bf16* from, Vec* pair) {
 DS_CPU_INLINE void store_pair(Bf16* to, const Vec* pair) {
     const __m256i even = _mm256_srli_epi32(rounded_to_bf16(pair[0]), 16);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_blend_epi16(even, rounded_to_bf16(pair[1]), 0xAA));
+}
+// kSize bytes: the low numbers, then the high ones.
+DS_CPU_INLINE void load_pair(const Int4Pair* from, Vec* pair) {
+    const __m256i bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    pair[0].value = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(bytes, 28), 28));
+    pair[1].value = _mm256_cvtepi32_ps(_mm256_srai_epi32(bytes, 4));
 }

@@ -14,6 +14,8 @@ DS_CPU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.value, b.
 DS_CPU_INLINE Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.value)}; }
 // 1 / a to 11 bits or more.
 DS_CPU_INLINE Vec rough_reciprocal(Vec a) { return {_mm512_rcp14_ps(a.value)}; }
+// By halves.
+DS_CPU_INLINE float sum_of_lanes(Vec a) { return _mm512_reduce_add_ps(a.value); }
 // a, or b where a is NaN.
 DS_CPU_INLINE Vec number_or(Vec a, Vec b) {
     return {_mm512_mask_mov_ps(a.value, _mm512_cmp_ps_mask(a.value, a.value, _CMP_UNORD_Q), b.value)};
@@ -48,6 +50,9 @@ template <typename T>
 DS_CPU_INLINE Vec load(const T* from) {
     return widen16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), from);
 }
+DS_CPU_INLINE Vec load(const Int8* from) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))};
+}
 DS_CPU_INLINE void store(float* to, Vec a) { _mm512_storeu_ps(to, a.value); }
 template <typename T>
 DS_CPU_INLINE void store(T* to, Vec a) {
@@ -80,4 +85,11 @@ DS_CPU_INLINE void load_pair(const Bf16* from, Vec* pair) {
 DS_CPU_INLINE void store_pair(Bf16* to, const Vec* pair) {
     const __m512i even = _mm512_srli_epi32(rounded_to_bf16(pair[0]), 16);
     _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xAAAAAAAAu, even, rounded_to_bf16(pair[1])));
+}
+// kSize bytes: the low numbers, then the high ones. Looked up in a register, by the low 4 bits of each lane.
+DS_CPU_INLINE void load_pair(const Int4Pair* from, Vec* pair) {
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    pair[0].value = _mm512_permutexvar_ps(bytes, numbers);
+    pair[1].value = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
 }

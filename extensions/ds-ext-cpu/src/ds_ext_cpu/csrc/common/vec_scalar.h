@@ -22,12 +22,20 @@ DS_CPU_INLINE Vec fma(Vec a, Vec b, Vec c) {
 DS_CPU_INLINE Vec sqrt(Vec a) { return {__builtin_sqrtf(a.value)}; }
 // 1 / a to 11 bits or more.
 DS_CPU_INLINE Vec rough_reciprocal(Vec a) { return {1.0f / a.value}; }
+DS_CPU_INLINE float sum_of_lanes(Vec a) { return a.value; }
 DS_CPU_INLINE Vec number_or(Vec a, Vec b) { return a.value == a.value ? a : b; }
 DS_CPU_INLINE Vec sign(Vec a) { return {a.value > 0 ? 1.0f : a.value < 0 ? -1.0f : 0.0f}; }
 
 template <typename T>
 DS_CPU_INLINE Vec load(const T* from) {
     return {widen(*from)};
+}
+DS_CPU_INLINE Vec load(const Int8* from) { return {static_cast<float>(from->value)}; }
+// kSize bytes: the low numbers, then the high ones.
+DS_CPU_INLINE void load_pair(const Int4Pair* from, Vec* pair) {
+    const int8_t high = static_cast<int8_t>(from->bits), low = static_cast<int8_t>(from->bits << 4);
+    pair[0].value = static_cast<float>(low >> 4);
+    pair[1].value = static_cast<float>(high >> 4);
 }
 template <typename T>
 DS_CPU_INLINE void store(T* to, Vec a) {

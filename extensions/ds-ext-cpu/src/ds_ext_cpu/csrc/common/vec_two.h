@@ -12,3 +12,9 @@ DS_CPU_INLINE void store_pair(T* to, const Vec* pair) {
     store(to, pair[0]);
     store(to + Vec::kSize, pair[1]);
 }
+
+// Two Vecs of the 2 * kSize elements of a quantized weight. A byte each: in order.
+DS_CPU_INLINE void load_pair(const Int8* from, Vec* pair) {
+    pair[0] = load(from);
+    pair[1] = load(from + Vec::kSize);
+}

@@ -37,7 +37,7 @@ struct LambRule {
 };
 
 // Sums of squares are kept by lane in fp32 over a block of 1024 elements, and in fp64 from there on.
-DS_CPU_INLINE double sum_of_lanes(Vec a) {
+DS_CPU_INLINE double fp64_sum_of_lanes(Vec a) {
     float lanes[Vec::kSize];
     store(lanes, a);
     double sum = 0.0;
@@ -63,7 +63,7 @@ static LambNorms lamb_moments(const LambItem& item, int64_t begin, int64_t end) 
         param_squares = fma(param, param, param_squares);
         direction_squares = fma(direction, direction, direction_squares);
     }
-    LambNorms norms = {sum_of_lanes(param_squares), sum_of_lanes(direction_squares)};
+    LambNorms norms = {fp64_sum_of_lanes(param_squares), fp64_sum_of_lanes(direction_squares)};
     if (at < end) {
         const int64_t count = end - at;
         const Vec param = load_part(item.param, at, count);
@@ -74,7 +74,7 @@ static LambNorms lamb_moments(const LambItem& item, int64_t begin, int64_t end) 
         // lanes without an element hold 0 / 0 with eps = 0: they must not reach the sum
         float directions[Vec::kSize];
         store(directions, rule.direction(param, states));
-        norms.param += sum_of_lanes(param * param);
+        norms.param += fp64_sum_of_lanes(param * param);
         for (int64_t lane = 0; lane < count; ++lane) {
             norms.direction += static_cast<double>(directions[lane]) * static_cast<double>(directions[lane]);
         }

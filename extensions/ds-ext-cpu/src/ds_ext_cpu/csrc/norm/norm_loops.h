@@ -1,17 +1,5 @@
 // Loops of layer norm and RMS norm, with and without the residual addition before them.
 
-// By halves: four additions wait for each other, not sixteen.
-DS_CPU_INLINE float sum_of_lanes(Vec a) {
-    float lanes[Vec::kSize];
-    store(lanes, a);
-#pragma GCC unroll 8
-    for (int64_t width = Vec::kSize / 2; width > 0; width /= 2) {
-#pragma GCC unroll 8
-        for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    }
-    return lanes[0];
-}
-
 // Partial sums by lane, in four chains that do not wait for each other; also more exact than one chain.
 struct Sums {
     Vec part[4];

@@ -1,0 +1,220 @@
+"""Weights of linear layers in int8 or int4, and the product with them: 1 or 1/2 byte per weight, and scales.
+
+A weight (out, in) is cut along `in` into groups of `group_size` elements, each quantized as `groups.py` has it:
+
+    w[o, i] ~ q[o, i] scales[o, i // group_size] + zeros[o, i // group_size]         zeros: 0 where symmetric
+
+    data      int8 (out, in), or (out, in / 2) with 4 bits: element 2i is the low nibble of byte i and 2i + 1 the high
+              one, both in two's complement
+    scales    fp32 (out, in / group_size)
+    zeros     fp32, of the same shape; None where symmetric
+
+Rows are whole, so that a weight is divided over ranks along `out`, and along `in` between groups, by slicing the three.
+Source of the scheme: B. Jacob et al., arXiv 1712.05877; groups along `in`: E. Frantar et al., arXiv 2210.17323.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.operators import FLOATS, operator_for
+from deepspeed.ops.quantizer.groups import PACKED_BITS, dequantize, quantize
+
+OP = "inference_core_ops"
+# Rows of x up to which a kernel reads the packed weight itself. For more the weight is widened once, and torch's
+# product, which is bound by arithmetic then, runs over it.
+MOST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A quantized weight (out, in); made by `pack_weight`, read by `packed_linear`. Layout: see the file's docstring.
+
+    Fields:
+        data: int8 (out, in * bits / 8).
+        scales: fp32 (out, in / group_size).
+        zeros: fp32 as scales, or None: symmetric.
+        bits: 8 or 4.
+        group_size: consecutive elements of a row that share a scale.
+        shape: (out, in).
+
+    Raises:
+        ConfigError: a tensor has not the dtype or shape that the others ask for.
+    """
+
+    data: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group_size: int
+    shape: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        _check_bits(self.bits)
+        rows, cols = self.shape
+        _check_group(self.group_size, cols, self.bits)
+        of_groups = (rows, cols // self.group_size if cols else 0)
+        wanted = {"data": (self.data, torch.int8, (rows, cols * self.bits // 8))}
+        wanted["scales"] = (self.scales, torch.float32, of_groups)
+        if self.zeros is not None:
+            wanted["zeros"] = (self.zeros, torch.float32, of_groups)
+        for name, (tensor, dtype, shape) in wanted.items():
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise ConfigError(
+                    f"{name}: found {tensor.dtype} of shape {tuple(tensor.shape)}, but for a weight of shape "
+                    f"{self.shape} with {self.bits} bits and groups of {self.group_size} it must be {dtype} of shape "
+                    f"{shape}"
+                )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of data, scales and zeros."""
+        tensors = (self.data, self.scales) if self.zeros is None else (self.data, self.scales, self.zeros)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def to(self, device: torch.device | str) -> "PackedWeight":
+        """The same weight on `device`."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, data=self.data.to(device), scales=self.scales.to(device), zeros=zeros)
+
+    def narrow(self, dim: int, start: int, length: int) -> "PackedWeight":
+        """Rows (dim 0) or columns (dim 1) [start, start + length) as a packed weight of its own, contiguous.
+
+        Columns can be cut between groups alone; a group that is a whole row can be cut at any even column, and both
+        parts keep its scale.
+
+        Raises:
+            ConfigError: the range lies outside of the weight, or cuts a group; the message has the sizes that fit.
+        """
+        size = self.shape[dim]
+        if start < 0 or length < 1 or start + length > size:
+            raise ConfigError(f"dim {dim}: found [{start}, {start + length}), but the weight has {size} there")
+        rows, cols = self.shape
+        if dim == 0:
+            data, scales = (one[start : start + length].contiguous() for one in (self.data, self.scales))
+            zeros = None if self.zeros is None else self.zeros[start : start + length].contiguous()
+            return replace(self, data=data, scales=scales, zeros=zeros, shape=(length, cols))
+        whole_row = self.group_size == cols
+        step = 8 // self.bits if whole_row else self.group_size
+        if start % step or length % step:
+            raise ConfigError(
+                f"dim 1: found [{start}, {start + length}), but the weight has groups of {self.group_size} elements: "
+                f"begin and length must be multiples of {step}"
+            )
+        first, count = (0, 1) if whole_row else (start // step, length // step)
+        data = self.data[:, start * self.bits // 8 : (start + length) * self.bits // 8].contiguous()
+        scales = self.scales[:, first : first + count].contiguous()
+        zeros = None if self.zeros is None else self.zeros[:, first : first + count].contiguous()
+        group_size = length if whole_row else self.group_size
+        return PackedWeight(data, scales, zeros, self.bits, group_size, (rows, length))
+
+
+def pack_weight(weight: Tensor, bits: int = 8, group_size: int = 0, symmetric: bool = True) -> PackedWeight:
+    """`weight` in few bits. Called once per layer, when its weight has been loaded. No gradient.
+
+    Args:
+        weight: (out, in), floating, as `torch.nn.Linear` has it.
+        bits: 8 or 4.
+        group_size: elements of a row that share a scale, a divisor of `in`, even with 4 bits; 0: the whole row.
+        symmetric: q = 0 is 0; False: from the minimum to the maximum of each group, which costs 4 bytes more per group.
+
+    Raises:
+        ConfigError: an argument does not fit; the message names the group sizes that would.
+
+    >>> packed = pack_weight(torch.tensor([[127.0, -3.0], [0.5, 63.5]]))
+    >>> packed.data.tolist(), packed.scales.tolist(), packed.zeros
+    ([[127, -3], [1, 127]], [[1.0], [0.5]], None)
+    """
+    if weight.dim() != 2:
+        raise ConfigError(f"weight: found shape {tuple(weight.shape)}, but it must be (out, in)")
+    _check_bits(bits)
+    rows, cols = weight.shape
+    size = group_size or cols
+    _check_group(size, cols, bits)
+    num_groups = rows * cols // size if cols else 0
+    if not num_groups:
+        raise ConfigError(f"weight: found shape {(rows, cols)}, but a weight without elements cannot be packed")
+    q, params = quantize(weight, num_groups, bits, symmetric)
+    data = q.reshape(rows, cols * bits // 8)
+    scales = params[:, 0].reshape(rows, cols // size).contiguous()
+    zeros = None if symmetric else params[:, 1].reshape(rows, cols // size).contiguous()
+    return PackedWeight(data, scales, zeros, bits, size, (rows, cols))
+
+
+def unpack_weight(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight (out, in) again, rounded to `dtype` from fp32.
+
+    |w - w'| <= scale / 2 with the scale of its group, up to the rounding of fp32 and of `dtype`; scale is
+    max|w| / (2^(bits-1) - 1) of the group, or (max - min) / (2^bits - 1) where asymmetric.
+
+    >>> weight = torch.tensor([[7.0, -7.0, 0.4, 1.0]])
+    >>> unpack_weight(pack_weight(weight, bits=4))
+    tensor([[ 7., -7.,  0.,  1.]])
+    """
+    rows, cols = packed.shape
+    params = packed.scales.reshape(-1, 1)
+    if packed.zeros is not None:
+        params = torch.cat((params, packed.zeros.reshape(-1, 1)), 1)
+    q = packed.data.reshape(params.shape[0], packed.group_size * packed.bits // 8)
+    return dequantize(q, params, packed.bits, shape=(rows, cols), dtype=dtype)
+
+
+def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """x w^T + bias with a packed weight, as `torch.nn.functional.linear` with `unpack_weight(packed)`.
+
+    Up to `MOST_ROWS` rows of x a kernel reads the packed bytes; arithmetic is fp32, rounded once to x's dtype. More
+    rows, and x that requires a gradient, go to torch with the weight widened to x's dtype, which is freed after it. x
+    gets a gradient, the weight none. Operator: `packed_linear(x, data, scales, zeros, bias, bits)`.
+
+    Args:
+        x: (..., in) in fp32, bf16 or fp16.
+        bias: (out,), of x's dtype or fp32.
+
+    Returns:
+        (..., out), of x's dtype.
+
+    Raises:
+        ConfigError: x or bias does not fit the weight; the message names it.
+
+    >>> packed_linear(torch.tensor([1.0, 2.0]), pack_weight(torch.tensor([[127.0, 1.0], [-127.0, 0.0]])))
+    tensor([ 129., -127.])
+    """
+    rows, cols = packed.shape
+    if x.dim() == 0 or x.shape[-1] != cols or x.dtype not in FLOATS:
+        raise ConfigError(
+            f"x: found {x.dtype} of shape {tuple(x.shape)}, but for a packed weight of shape {packed.shape} it must be "
+            f"float32, bfloat16 or float16 with {cols} at the end"
+        )
+    if bias is not None and bias.shape != (rows,):
+        raise ConfigError(f"bias: found shape {tuple(bias.shape)}, but it must be ({rows},)")
+    if x.numel() <= MOST_ROWS * cols:
+        kernel = operator_for(OP, "packed_linear", x, packed.scales, packed.zeros, bias)
+        if kernel is not None:
+            return kernel(x, packed.data, packed.scales, packed.zeros, bias, packed.bits)
+    return packed_linear_reference(x, packed, bias)
+
+
+def packed_linear_reference(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    """`packed_linear` in torch, with the weight rounded to x's dtype."""
+    return F.linear(x, unpack_weight(packed, x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in PACKED_BITS:
+        raise ConfigError(f"bits: found {bits}, but it must be 8 or 4")
+
+
+def _check_group(group_size: int, cols: int, bits: int) -> None:
+    step = 8 // bits
+    if group_size >= 1 and cols % group_size == 0 and group_size % step == 0:
+        return
+    fits = [size for size in (32, 64, 128, 256, cols) if size and cols % size == 0 and size % step == 0]
+    advice = f"for example {', '.join(map(str, sorted(set(fits))))}" if fits else "which has none: leave it unquantized"
+    even = ", even, because a byte holds two" if bits == 4 else ""
+    raise ConfigError(
+        f"group_size: found {group_size}, but with {bits} bits it must divide the {cols} columns of the weight{even}; "
+        f"{advice}"
+    )

@@ -1,0 +1,168 @@
+"""Attention of the newest tokens of each sequence over a cache of keys and values, whole or in blocks.
+
+    y[b, h, i] = sum_j softmax_j(scale q[b, h, i] . k[b, g, j] + bias) v[b, g, j],      g = h // (heads / kv_heads)
+
+The `lengths[b]` tokens of sequence b that lie in the cache include the Q new ones, so query i is token
+p = lengths[b] - Q + i, and sees j <= p; with a window, p - window < j <= p. With ALiBi (arXiv 2108.12409) the bias is
+slope[h] (j - p). Grouped heads: arXiv 2305.13245. Blocks of a cache and tables of them: arXiv 2309.06180.
+Arithmetic is fp32, rounded once to q's dtype.
+"""
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.operators import FLOATS, operator_for
+
+OP = "ragged_device_ops"
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    scale: float,
+    block_table: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """The attention's output for the newest tokens. Called after their keys and values were written into the cache.
+
+    Operator: `decode_attention(q, k_cache, v_cache, lengths, scale, block_table, alibi_slopes, window)`.
+
+    Args:
+        q: (B, heads, Q, D) in fp32, bf16 or fp16; Q of 1 or few: every one reads the cache.
+        k_cache, v_cache: (B, kv_heads, max_tokens, D); with a block table (num_blocks, block_size, kv_heads, D). Of q's
+            dtype. Only the last dimension has to be contiguous.
+        lengths: int32 or int64 (B,), tokens in the cache, the new ones among them: Q to max_tokens. A kernel trusts
+            them on a device; on the host they are checked.
+        scale: of the products, usually D^-0.5.
+        block_table: int32 or int64 (B, blocks of the longest): token j lies in block `block_table[b, j // block_size]`.
+        alibi_slopes: fp32 (heads,).
+        window: tokens that a query sees, itself among them; None: all before it.
+
+    Returns:
+        Contiguous, of q's shape and dtype.
+
+    Raises:
+        ConfigError: shapes, dtypes or values do not fit; the message names the argument.
+
+    >>> q, k, v = torch.ones(1, 2, 1, 4), torch.zeros(1, 1, 8, 4), torch.arange(8.0).view(1, 1, 8, 1).expand(1, 1, 8, 4)
+    >>> decode_attention(q, k, v, torch.tensor([5]), scale=0.5)[0, :, 0, 0]        # the mean of 0, 1, 2, 3, 4
+    tensor([2., 2.])
+    """
+    _check(q, k_cache, v_cache, lengths, block_table, alibi_slopes, window)
+    if (kernel := operator_for(OP, "decode_attention", q, k_cache, v_cache, alibi_slopes)) is not None:
+        return kernel(q, k_cache, v_cache, lengths, scale, block_table, alibi_slopes, window)
+    return decode_attention_reference(q, k_cache, v_cache, lengths, scale, block_table, alibi_slopes, window)
+
+
+def decode_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    scale: float,
+    block_table: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """`decode_attention` in torch, over the whole cache; what kernels are compared with."""
+    batch, heads, num_queries, head_dim = q.shape
+    keys, values = (_whole(cache, block_table) for cache in (k_cache, v_cache))
+    kv_heads, num_tokens = keys.shape[1:3]
+    queries = q.float().reshape(batch, kv_heads, -1, head_dim)  # the heads of a group side by side
+    scores = (queries @ keys.float().mT).mul(scale).view(batch, heads, num_queries, num_tokens)
+    first = lengths.to(q.device).view(-1, 1, 1, 1) - num_queries
+    position = first + torch.arange(num_queries, device=q.device).view(1, 1, -1, 1)
+    distance = torch.arange(num_tokens, device=q.device) - position  # (B, 1, Q, tokens), 0 for the query's own
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.float().view(1, -1, 1, 1) * distance
+    hidden = (distance > 0) if window is None else (distance > 0) | (distance <= -window)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    # what lies behind a sequence's end may be anything, nan too, and 0 times nan is nan
+    beyond = torch.arange(num_tokens, device=q.device).view(1, 1, -1, 1) >= lengths.to(q.device).view(-1, 1, 1, 1)
+    wide = values.float().masked_fill(beyond, 0.0)
+    out = weights.view(batch, kv_heads, -1, num_tokens) @ wide
+    return out.view(q.shape).to(q.dtype)
+
+
+def _whole(cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """(B, kv_heads, tokens, D)."""
+    if block_table is None:
+        return cache
+    entries = block_table.long().clamp(0, max(cache.shape[0] - 1, 0))  # places behind a sequence's end hold anything
+    return cache[entries].flatten(1, 2).transpose(1, 2)
+
+
+# ----- checks --------------------------------------------------------------------------------------------------------
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    window: int | None,
+) -> None:
+    if q.dim() != 4 or q.dtype not in FLOATS or not q.numel():
+        raise ConfigError(
+            f"q: found {q.dtype} of shape {tuple(q.shape)}, but it must be float32, bfloat16 or float16 of shape (B, "
+            "heads, Q, D), not empty"
+        )
+    batch, heads, num_queries, head_dim = q.shape
+    paged = block_table is not None
+    layout = "(num_blocks, block_size, kv_heads, D)" if paged else "(B, kv_heads, max_tokens, D)"
+    heads_dim = 2 if paged else 1
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        fits = cache.dim() == 4 and cache.shape[3] == head_dim and cache.shape == k_cache.shape
+        fits = fits and cache.shape[heads_dim] > 0 and heads % cache.shape[heads_dim] == 0
+        if not fits or cache.dtype != q.dtype or not (paged or cache.shape[0] == batch):
+            raise ConfigError(
+                f"{name}: found {cache.dtype} of shape {tuple(cache.shape)}, but for q, {q.dtype} of shape "
+                f"{tuple(q.shape)}, it must be of its dtype and {layout} with kv_heads that divide {heads}"
+            )
+    if block_table is not None:
+        if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.dtype not in _INTEGERS:
+            raise ConfigError(
+                f"block_table: found {block_table.dtype} of shape {tuple(block_table.shape)}, but it must be int32 or "
+                f"int64 of shape ({batch}, blocks)"
+            )
+    if lengths.shape != (batch,) or lengths.dtype not in _INTEGERS:
+        raise ConfigError(
+            f"lengths: found {lengths.dtype} of shape {tuple(lengths.shape)}, but it must be int32 or int64 of shape "
+            f"({batch},)"
+        )
+    if alibi_slopes is not None and (alibi_slopes.shape != (heads,) or alibi_slopes.dtype != torch.float32):
+        raise ConfigError(
+            f"alibi_slopes: found {alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}, but it must be float32 of "
+            f"shape ({heads},)"
+        )
+    if window is not None and window < 1:
+        raise ConfigError(f"window: found {window}, but it must be 1 or more")
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_on_host(num_queries, k_cache, lengths, block_table)
+
+
+def _check_on_host(num_queries: int, k_cache: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
+    """Values that a device would have to be waited for."""
+    block_size = k_cache.shape[2] if block_table is None else k_cache.shape[1]
+    capacity = block_size if block_table is None else block_size * block_table.shape[1]
+    given = lengths.tolist()
+    for row, length in enumerate(given):
+        if not num_queries <= length <= capacity:
+            raise ConfigError(
+                f"lengths[{row}]: found {length}, but it must be from {num_queries}, the new tokens, to {capacity}, "
+                "what the cache holds"
+            )
+    if block_table is not None and block_table.device.type == "cpu":
+        num_blocks = k_cache.shape[0]
+        for row, (length, blocks) in enumerate(zip(given, block_table.tolist(), strict=True)):
+            used = blocks[: -(-length // block_size)]
+            if used and not 0 <= min(used) <= max(used) < num_blocks:
+                raise ConfigError(f"block_table[{row}]: found {used}, but the cache has blocks 0 to {num_blocks - 1}")

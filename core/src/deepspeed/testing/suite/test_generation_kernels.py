@@ -1,0 +1,87 @@
+"""Kernels of a step of generation (linear layers of few rows, packed weights, the gate) against products on the host.
+
+Each is called through its front in `deepspeed.ops` with tensors on the device: fp32 to 1e-5, what is rounded to half
+within one unit in the last place.
+"""
+
+import pytest
+import torch
+
+from deepspeed.ops import transformer
+from deepspeed.ops.quantizer import pack_weight, packed_linear, unpack_weight
+from deepspeed.ops.transformer.decode_attention import decode_attention_reference
+from deepspeed.ops.transformer.gated import gated_activation_reference
+from deepspeed.testing import requirements
+from deepspeed.testing.suite.test_tensor_kernels import _assert_close, _random, each_dtype, each_scheme, each_size
+
+each_row_count = pytest.mark.parametrize("rows", [1, 3, 8, 16])
+
+
+@each_row_count
+@pytest.mark.parametrize("cols", [1, 33, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear_of_few_rows_equals_its_reference(
+    device: torch.device, dtype: torch.dtype, cols: int, rows: int
+) -> None:
+    requirements.op("inference_core_ops").check()
+    x, weight = _random(rows, cols, dtype=dtype), _random(7, cols, dtype=dtype, seed=1) / cols**0.5
+    bias = _random(7, dtype=dtype, seed=2)
+    found = transformer.linear(x.to(device), weight.to(device), bias.to(device))
+    _assert_close(found, (x.float() @ weight.float().t() + bias.float()).to(dtype))
+
+
+@each_row_count
+@each_scheme
+@pytest.mark.parametrize(("num_bits", "group_size"), [(8, 0), (8, 32), (4, 0), (4, 32)])
+@each_dtype
+def test_packed_linear_equals_its_reference(
+    device: torch.device, dtype: torch.dtype, num_bits: int, group_size: int, symmetric: bool, rows: int
+) -> None:
+    requirements.op("inference_core_ops").check()
+    packed = pack_weight(_random(7, 96, seed=1) / 10, num_bits, group_size, symmetric)
+    x, bias = _random(rows, 96, dtype=dtype), _random(7, seed=2)
+    found = packed_linear(x.to(device), packed.to(device), bias.to(device))
+    _assert_close(found, (x.float() @ unpack_weight(packed).t() + bias).to(dtype))
+
+
+@pytest.mark.parametrize("form", ["silu", "gelu", "gelu_tanh"])
+@each_dtype
+@each_size
+def test_gated_activation_equals_its_reference(device: torch.device, size: int, dtype: torch.dtype, form: str) -> None:
+    requirements.op("inference_core_ops").check()
+    gate, up = _random(2, 2 * size, dtype=dtype).chunk(2, -1)
+    found = transformer.gated_activation(gate.to(device), up.to(device), form)
+    _assert_close(found, gated_activation_reference(gate, up, form))
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
+@pytest.mark.parametrize(("num_queries", "window", "alibi"), [(1, None, False), (2, 5, True)])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@each_dtype
+def test_decode_attention_equals_its_reference(
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_heads: int,
+    num_queries: int,
+    window: int | None,
+    alibi: bool,
+    paged: bool,
+) -> None:
+    requirements.op("ragged_device_ops").check()
+    shape = (9, 8, kv_heads, 20) if paged else (2, kv_heads, 32, 20)
+    q = _random(2, 4, num_queries, 20, dtype=dtype)
+    k, v = (_random(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
+    lengths = torch.tensor([31, 9])
+    table = torch.tensor([[3, 0, 8, 1], [5, 2, 0, 0]], dtype=torch.int32) if paged else None
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
+    found = transformer.decode_attention(
+        q.to(device),
+        k.to(device),
+        v.to(device),
+        lengths.to(device),
+        0.2,
+        None if table is None else table.to(device),
+        None if slopes is None else slopes.to(device),
+        window,
+    )
+    _assert_close(found, decode_attention_reference(q, k, v, lengths, 0.2, table, slopes, window))
