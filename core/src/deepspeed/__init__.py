@@ -13,7 +13,7 @@ _NAMES = {
     "DeepSpeedConfig": "deepspeed.config.root:DeepSpeedConfig",
     "DeepSpeedConfigError": "deepspeed.errors:ConfigError",
     "DeepSpeedEngine": "deepspeed.engine.engine:DeepSpeedEngine",
-    "DeepSpeedHybridEngine": "deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine",
+    "DeepSpeedHybridEngine": "deepspeed.engine.hybrid:DeepSpeedHybridEngine",
     "DeepSpeedInferenceConfig": "deepspeed.inference.config:DeepSpeedInferenceConfig",
     "DeepSpeedOptimizer": "deepspeed.zero.optimizer:DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable": "deepspeed.engine.optimizers:DeepSpeedOptimizerCallable",

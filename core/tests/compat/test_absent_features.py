@@ -19,8 +19,7 @@ DOCUMENTED = """
     deepspeed.compression.compress:init_compression
     deepspeed.compression.compress:redundancy_clean
     deepspeed.elasticity:compute_elastic_config
-    deepspeed.inference.config:DeepSpeedInferenceConfig
-    deepspeed.inference.engine:InferenceEngine
+    deepspeed.inference.v2:InferenceEngineV2
     deepspeed.linear:LoRAConfig
     deepspeed.linear:OptimizedLinear
     deepspeed.module_inject.auto_tp:AutoTP
@@ -29,10 +28,8 @@ DOCUMENTED = """
     deepspeed.ops.transformer:DeepSpeedTransformerLayer
     deepspeed.profiling.flops_profiler:FlopsProfiler
     deepspeed.profiling.flops_profiler:get_model_profile
-    deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine
     deepspeed.sequence.fpdt_layer:FPDT_Attention
     deepspeed:DeepSpeedTransformerConfig
-    deepspeed:init_inference
 """
 
 

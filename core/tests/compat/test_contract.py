@@ -184,7 +184,6 @@ ENGINE_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 # What libraries probe on parameters of stage 3 is in test_contract_stage3.py: ds_id, ds_shape, ds_numel,
 # ds_status, ds_tensor, ds_active_sub_modules, partition_numel(), all_gather(), partition(), ds_external_parameters().
 CONFIGS_OUT_OF_SCOPE: dict[str, dict[str, Any]] = {
-    "the hybrid engine": {"hybrid_engine": {"enabled": True}},
     "DeepCompile": {"compile": {"deepcompile": True}},
 }
 

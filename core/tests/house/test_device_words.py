@@ -20,7 +20,7 @@ OLD_NAMES = {
     "activation/checkpointing.py": {
         *("CudaRNGStatesTracker", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"),
     },
-    "config/parallel.py": {"enable_cuda_graph"},
+    "config/inference.py": {"enable_cuda_graph"},
     "ops/documented.py": {"CCLCommBuilder", "deepspeed_ccl_comm"},
     # methods of DeepSpeed's OpBuilder that builders written for it call and extend
     "ops/op_builder/questions.py": {"nvcc_args", "is_rocm_pytorch", "installed_rocm_version", "hip"},

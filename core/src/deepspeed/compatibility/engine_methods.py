@@ -23,7 +23,7 @@ _INSTEAD = {
     "clip_fp32_gradients": 'set "gradient_clipping" in the configuration',
     "create_deepcompile_backend": _COMPILE,
     "eval_batch": "it belongs to the engine of a PipelineModule; call engine.eval() and the engine itself",
-    "generate": "it belongs to inference and the hybrid engine; call engine.module.generate",
+    "generate": "the model has none; give initialize a model of transformers that generates",
     "launch_compile_passes": _COMPILE,
     "load_moe_state_dict": "it belongs to mixture of experts; call load_checkpoint",
     "quantize_training": "it belongs to compression; use torch.ao.quantization",

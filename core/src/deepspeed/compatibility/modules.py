@@ -77,22 +77,6 @@ MODULES = {
         functions="compute_elastic_config ensure_immutable_elastic_config get_compatible_gpus",
         forwards={"config.elastic": "elasticity_enabled is_torch_elastic_compatible"},
     ),
-    "inference": _absent(
-        "inference",
-        forwards={
-            "inference.config": "DeepSpeedInferenceConfig DeepSpeedTPConfig",
-            "inference.engine": "InferenceEngine",
-            "inference.v2": (
-                "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine build_engine_from_ds_checkpoint"
-            ),
-        },
-    ),
-    "inference.config": _absent(
-        "inference",
-        "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig InferenceCheckpointConfig",
-    ),
-    "inference.engine": _absent("inference", "InferenceEngine"),
-    "inference.entry": _absent("inference", functions="init_inference default_inference_config"),
     "inference.v2": _absent(
         "inference", "InferenceEngineV2 RaggedInferenceEngineConfig", "build_hf_engine build_engine_from_ds_checkpoint"
     ),
@@ -195,7 +179,6 @@ MODULES = {
     "runtime.fp16.onebit.adam": _absent("1-bit optimizers", "OnebitAdam"),
     "runtime.fp16.onebit.lamb": _absent("1-bit optimizers", "OnebitLamb"),
     "runtime.fp16.onebit.zoadam": _absent("1-bit optimizers", "ZeroOneAdam"),
-    "runtime.hybrid_engine": _absent("hybrid engine", "DeepSpeedHybridEngine"),
     "runtime.progressive_layer_drop": _absent("layer drop", "ProgressiveLayerDrop"),
     "runtime.quantize": _absent("weight quantization", "Quantizer"),
     "runtime.sparse_tensor": _absent("sparse gradient tensors", "SparseTensor"),

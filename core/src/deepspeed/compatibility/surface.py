@@ -91,8 +91,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.runtime.utils",
             D,
-            "The functions in old-addresses.md; not `CheckOverflow`, `PartitionedTensor`, `partition_balanced` or "
-            "`partition_uniform`.",
+            "The functions in old-addresses.md; not `CheckOverflow` or `PartitionedTensor`. `partition_uniform` and "
+            "`partition_balanced` refuse more parts than items.",
         ),
         (
             "deepspeed.utils",
@@ -101,7 +101,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "`link_hp_params`.",
         ),
         (
-            "deepspeed.utils.numa, .debug, .types, .bwc, deepspeed.checkpoint.constants",
+            "deepspeed.utils.numa, .debug, .types, .bwc",
             N,
             "Internal helpers of DeepSpeed; these modules do not exist.",
         ),
@@ -377,8 +377,16 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "`deepspeed.sequence.chunked.ChunkedAttention` keeps chunks in host memory.",
         ),
         ("deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy", W, "As documented."),
-        ("deepspeed.init_inference", N, "Raises `ConfigError`."),
-        ("deepspeed.DeepSpeedHybridEngine", N, "Raises `ConfigError`."),
+        (
+            "deepspeed.init_inference",
+            W,
+            "Divided over ranks, fused blocks, weights in 8 and 4 bits. Not yet: checkpoints by JSON.",
+        ),
+        (
+            "deepspeed.DeepSpeedHybridEngine",
+            W,
+            "`hybrid_engine.enabled` makes one. Tokens are generated over the tensor-parallel ranks of training.",
+        ),
         (
             "deepspeed.utils.groups",
             W,

@@ -1,4 +1,4 @@
-"""Parallelism beyond data: tensor, expert, pipeline; compile, inference and the hybrid engine.
+"""Parallelism beyond data: tensor, expert, pipeline; compile.
 
 Of what is not acted on yet the keys are known, so that a mistake is named and a request is refused, never ignored.
 """
@@ -119,18 +119,6 @@ class PipelineConfig(Section):
     pipe_partitioned: Flag = key(True, "Send activations partitioned.", support=_PIPE)
     grad_partitioned: Flag = key(True, "Send gradients partitioned.", support=_PIPE)
     use_reentrant: Flag = key(True, "Checkpoint activations in the reentrant way.", support=_PIPE)
-
-
-class HybridEngineConfig(Section):
-    """`hybrid_engine`: training and generation in one loop."""
-
-    enabled: Flag = key(False, "Use the hybrid engine.", support=refused("the hybrid engine is not in this version"))
-    max_out_tokens: Int = key(512, "Longest generation.", unit="tokens", ge=1, support=_OFF)
-    inference_tp_size: Int = key(1, "Tensor-parallel degree of generation.", unit="ranks", ge=1, support=_OFF)
-    release_inference_cache: Flag = key(False, "Free the cache after a generation.", support=_OFF)
-    pin_parameters: Flag = key(True, "Keep generation's parameters.", support=_OFF)
-    tp_gather_partition_size: Int = key(8, "Layers gathered at a time.", ge=1, support=_OFF)
-    enable_cuda_graph: Flag = key(False, "Replay token generation from a graph.", support=_OFF)
 
 
 class CompileConfig(Section):

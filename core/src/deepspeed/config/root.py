@@ -25,6 +25,7 @@ from deepspeed.config.data import (
     DataEfficiencyConfig,
     ElasticityConfig,
 )
+from deepspeed.config.inference import HybridEngineConfig
 from deepspeed.config.intake import take_in
 from deepspeed.config.monitor import (
     CometConfig,
@@ -40,7 +41,6 @@ from deepspeed.config.optim import EigenvalueConfig, OptimizerConfig, Progressiv
 from deepspeed.config.parallel import (
     CompileConfig,
     ExpertParallelConfig,
-    HybridEngineConfig,
     MeshConfig,
     PipelineConfig,
     TensorParallelConfig,

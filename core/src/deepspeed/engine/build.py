@@ -25,6 +25,7 @@ from deepspeed.engine.accessors import read_answers
 from deepspeed.engine.device import check_dtypes, claim_device, local_rank
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.events import notify
+from deepspeed.engine.hybrid import DeepSpeedHybridEngine
 from deepspeed.engine.observers import Observers, ranks_of_table
 from deepspeed.engine.optimizers import (
     OptimizerLike,
@@ -171,6 +172,7 @@ def initialize(
         unresolved=settings.unresolved_auto(),
     )
     refuse_managed(module, basic_optimizer, precision.model_dtype)
+    _refuse_of_parts(module, basic_optimizer)
     refuse_sharded(module, zero.stage)
     leaf = zero.leaf_module
     mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
@@ -208,6 +210,8 @@ def initialize(
         engine_type = partial(PipelineEngine, pipeline=settings.pipeline)
         interval = settings.pipeline.activation_checkpoint_interval
         module.activation_checkpoint_interval = interval or module.activation_checkpoint_interval
+    if settings.hybrid_engine.enabled:
+        engine_type = partial(DeepSpeedHybridEngine, hybrid=settings.hybrid_engine)
     engine = engine_type(
         module,
         device=device,
@@ -446,6 +450,19 @@ def _refuse_quantized(zero: ZeroConfig) -> None:
                 f"zero_optimization.{name}: found true with zero_optimization.stage {zero.stage}, which sends weights "
                 f"and gradients in their own dtype; set stage to 3, or {name} to false"
             )
+
+
+def _refuse_of_parts(module: torch.nn.Module, optimizer: Optimizer | None) -> None:
+    """Optimizers that take norms or products of whole parameters would take those of this rank's parts."""
+    if optimizer is None or is_elementwise(optimizer):
+        return
+    divided = next((name for name, part in parts_held(module).items() if not part.is_whole), None)
+    if divided is not None:
+        raise ConfigError(
+            f"optimizer: found {type(optimizer).__name__} for a model of which tensor-parallel ranks have parts "
+            f"({divided}); it needs whole parameters, so use an elementwise optimizer, such as AdamW, or "
+            "tensor_parallel.autotp_size 1"
+        )
 
 
 def _move(model: torch.nn.Module, device: torch.device, stage: int) -> torch.nn.Module:

@@ -63,6 +63,32 @@ def whole_weights(
     return {**{each.name: each.value for each in held}, **rest} if keeps else None
 
 
+def tensor_parallel_whole(
+    module: Module, group: ProcessGroup | None, *, keeps: bool, device: torch.device
+) -> dict[str, Any] | None:
+    """The state dict of a model that is divided over tensor-parallel ranks alone, whole and in host memory.
+
+    A collective of `group`; None: the model is whole. Names of one weight share it. Weights travel one at a time.
+
+    Args:
+        keeps: whether this rank gets the result; others get None.
+        device: through whose memory the weights travel.
+    """
+    state = gathered(module, keeps=True, exclude_frozen=False)
+    assert state is not None
+    if group is not None:
+        parts = parts_held(module)
+        first_name = {id(value): name for name, value in reversed(state.items())}
+        own = [
+            _Held(name, parts[name], value, None)
+            for name, value in state.items()
+            if name in parts and not parts[name].is_whole and first_name[id(value)] == name
+        ]
+        wholes = {each.name: each.value for each in _joined(own, group, device, keeps=keeps)}
+        state = {name: wholes.get(first_name[id(value)], value) for name, value in state.items()}
+    return state if keeps else None
+
+
 def _split(held: list[_Held], is_first: list[bool]) -> tuple[list[_Held], list[_Held]]:
     first = [each for each, wanted in zip(held, is_first, strict=True) if wanted]
     return first, [each for each, wanted in zip(held, is_first, strict=True) if not wanted]

@@ -10,6 +10,7 @@ from deepspeed.optim.norm import (
     get_grad_norm,
     get_weight_norm,
 )
+from deepspeed.pipe.partition import partition_balanced, partition_uniform
 from deepspeed.profiling.memory import see_memory_usage
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "get_grad_norm",
     "get_weight_norm",
     "move_to_device",
+    "partition_balanced",
+    "partition_uniform",
     "see_memory_usage",
     "set_random_seed",
 ]

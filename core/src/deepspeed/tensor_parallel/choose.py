@@ -8,14 +8,19 @@ from torch import nn
 from deepspeed.tensor_parallel.own_plan import own_plan
 from deepspeed.tensor_parallel.partition_config import plan_of_config
 from deepspeed.tensor_parallel.plans import PLANS, TensorPlan, preset_plan
+from deepspeed.tensor_parallel.policy import Policy, plan_of_policy
 from deepspeed.tensor_parallel.structure import plan_of_structure
 
 
 def choose_plan(
-    model: nn.Module, *, preset_model: str | None = None, partition_config: Mapping[str, Any] | None = None
+    model: nn.Module,
+    *,
+    preset_model: str | None = None,
+    partition_config: Mapping[str, Any] | None = None,
+    policy: Policy | None = None,
 ) -> TensorPlan:
-    """The plan for `model`, first that there is of: `partition_config`, `preset_model`, the table of its model type,
-    the `tp_plan` that transformers gives it, and what its structure tells.
+    """The plan for `model`, first that there is of: `partition_config`, `policy` (see `policy.py`), `preset_model`, the
+    table of its model type, the `tp_plan` that transformers gives it, and what its structure tells.
 
     Raises:
         ConfigError: for an unknown preset, a malformed config, or a model whose structure does not tell.
@@ -26,6 +31,8 @@ def choose_plan(
         uses_table = bool(partition_config.get("use_default_specs", False))
         default = _table_of(model_type, preset_model, config) if uses_table or preset_model else None
         return plan_of_config(partition_config, default, model_type, model)
+    if policy is not None:
+        return plan_of_policy(model, policy, _table_of(model_type, preset_model, config))
     if preset_model is not None:
         return preset_plan(preset_model, config)
     if model_type in PLANS:

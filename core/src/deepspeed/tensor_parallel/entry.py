@@ -16,6 +16,7 @@ from deepspeed.parallel.sharded_params import is_sharded, reshard
 from deepspeed.tensor_parallel.choose import choose_plan
 from deepspeed.tensor_parallel.divide import divide_model, ranks_of
 from deepspeed.tensor_parallel.marks import mark_params
+from deepspeed.tensor_parallel.policy import Policy
 from deepspeed.tensor_parallel.ranks import TensorRanks
 from deepspeed.tensor_parallel.structure import plan_of_structure
 from deepspeed.tensor_parallel.vocabulary import check_loss
@@ -86,8 +87,11 @@ def divide_expert(expert: nn.Module, mesh: Mesh) -> None:
     divide_model(expert, TensorRanks(mesh.group("tp"), mesh.gradient_group(ep_size)), plan_of_structure(expert))
 
 
-def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig) -> None:
+def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig, *, policy: Policy | None = None) -> None:
     """Divide `model` over the axis "tp" of `mesh`, unless it is divided already. A collective of that axis.
+
+    Args:
+        policy: names of its row-parallel layers, see `policy.py`; None: the plan is chosen by the model.
 
     Raises:
         ConfigError: if the model is divided over other ranks, or cannot be divided so.
@@ -103,7 +107,9 @@ def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig) -> 
         return
     if section.vocab_parallel_lm_head:
         check_loss(model)
-    plan = choose_plan(model, preset_model=section.preset_model, partition_config=section.partition_config)
+    plan = choose_plan(
+        model, preset_model=section.preset_model, partition_config=section.partition_config, policy=policy
+    )
     divide_model(
         model,
         TensorRanks(mesh.group("tp"), mesh.gradient_group()),

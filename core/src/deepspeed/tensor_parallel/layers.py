@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear
 from deepspeed.parallel.sharded_params import whole_shape
 from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, sum_gradient, sum_over
 from deepspeed.tensor_parallel.sequence_ranks import scatter_sum
@@ -42,6 +43,7 @@ class ColumnParallelLinear(Module):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.ranks, self.block, self.transposed, self.gathered_sizes = ranks, block, transposed, gathered_sizes
+        self.packed: PackedWeight | None = None  # that takes the weight's place for inference
         self.reads_gathered = False  # set where the sequence is gathered before the block, which sums the gradient
         self.out_features, self.in_features = _sizes(weight, transposed=transposed)
 
@@ -52,11 +54,8 @@ class ColumnParallelLinear(Module):
             input = self.ranks.enter(input, self.block, training=self.training, sums_gradient=sums)
         else:
             input = sum_gradient(input, self.ranks)
-        output = self._linear(input)
+        output = _product(self, input, self.bias)
         return gather_last_dim(output, self.gathered_sizes, self.ranks) if self.gathered_sizes else output
-
-    def _linear(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight.t() if self.transposed else self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return _shown(self, "column")
@@ -79,13 +78,14 @@ class RowParallelLinear(Module):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.ranks, self.transposed = ranks, transposed
+        self.packed: PackedWeight | None = None
         self.scatters_sequence = False  # set where the sequence is divided between blocks
         self.out_features, self.in_features = _sizes(weight, transposed=transposed)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., i] -> [..., O], equal on all ranks; [B, T, i] -> [B, T/W, O] where the sequence is divided."""
         self.ranks.leave()
-        part = F.linear(input, self.weight.t() if self.transposed else self.weight)
+        part = _product(self, input, None)
         scatters = self.scatters_sequence and self.ranks.sequence_is_divided
         total = scatter_sum(part, self.ranks) if scatters else sum_over(part, self.ranks)
         return total if self.bias is None else total + self.bias
@@ -121,6 +121,13 @@ class VocabParallelEmbedding(Module):
 
     def extra_repr(self) -> str:
         return f"tokens [{self.start}, {self.start + self.num_embeddings}), {self.embedding_dim} features"
+
+
+def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + bias with this rank's weight."""
+    if layer.packed is not None:
+        return packed_linear(x, layer.packed, bias)
+    return F.linear(x, layer.weight.t() if layer.transposed else layer.weight, bias)
 
 
 def _sizes(weight: Parameter, *, transposed: bool) -> torch.Size:

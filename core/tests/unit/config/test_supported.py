@@ -166,6 +166,7 @@ def test_no_switch_is_ignored_in_silence(said):
         *("fp16.enabled", "bf16.enabled", "torch_autocast.enabled"),
         *("tensorboard.enabled", "wandb.enabled", "comet.enabled", "csv_monitor.enabled"),
         *("comms_logger.enabled", "timers.throughput.enabled", "nebula.enabled", "expert_parallel.enabled"),
+        "hybrid_engine.enabled",
     }
     for where, _, info in _keys(DeepSpeedConfig):
         if not where.endswith(".enabled") or where in acted:

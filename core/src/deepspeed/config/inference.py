@@ -1,0 +1,158 @@
+"""Inference and generation: the keys of `deepspeed.init_inference`, and the section `hybrid_engine`.
+
+What is not acted on yet is refused where going on without it would change results or memory.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from deepspeed.config.base import Flag, Free, Int, Says, Section, key, quiet, refused, warned
+from deepspeed.config.precision import canonical_dtype
+
+_INJECTED = quiet("of injected layers only")
+_LOADS = "weights are not loaded from a checkpoint in this version; give init_inference a model that has its weights"
+
+
+def _dtype(value: Any) -> str:
+    if str(value).removeprefix("torch.").lower() == "int8":
+        return "int8"
+    return canonical_dtype(value)
+
+
+InferenceDType = Annotated[
+    str, BeforeValidator(_dtype), Says('a torch dtype or its name: "fp32", "fp16", "bf16" or "int8"')
+]
+
+
+class DeepSpeedTPConfig(Section):
+    """`tensor_parallel`: the ranks over which the model's layers are divided."""
+
+    enabled: Flag = key(True, "Divide the layers, where tp_size is above 1.")
+    tp_size: Int = key(1, "Ranks that hold the parts of one model.", unit="ranks", ge=1)
+    tp_grain_size: Int = key(1, "Features are divided in multiples of this.", unit="elements", ge=1)
+    mpu: Any = key(None, "Groups of the caller's own.", support=refused("groups of your own are not in this version"))
+    tp_group: Any = key(
+        None, "A group of the caller's own.", support=refused("it is not in this version; give tp_size")
+    )
+
+
+class WeightQuantConfig(Section):
+    """`quant.weight`."""
+
+    enabled: Flag = key(True, "Quantize weights.", support=refused("dtype int8 is that; give another dtype", (True,)))
+    num_bits: Literal[4, 8] = key(8, "Of a weight.", unit="bits")
+    q_type: Literal["symmetric", "asymmetric"] = key("symmetric", "Whether 0 is exact, or a group has a minimum.")
+    q_groups: Int = key(
+        1, "Groups of a weight that have a scale each, at least; a group is never more than a row.", ge=1
+    )
+    quantized_initialization: Free = key(
+        dict, "Quantize while a checkpoint loads.", support=refused("checkpoints are not loaded here")
+    )
+    post_init_quant: Free = key(dict, "By name of a layer.", support=refused("all linear layers are quantized"))
+
+
+class QuantizationConfig(Section):
+    """`quant`: acted on with dtype int8."""
+
+    enabled: Flag = key(True, "Quantize, with dtype int8.", support=quiet("dtype decides"))
+    weight: WeightQuantConfig = key(WeightQuantConfig, "Of weights.")
+    activation: Free = key(dict, "Of activations.", support=quiet("the kernels choose"))
+    qkv: Free = key(dict, "Of attention's layers.", support=quiet("they are quantized like the others"))
+
+
+class DeepSpeedInferenceConfig(Section):
+    """Keys of `init_inference`, by argument or in its `config`."""
+
+    dtype: InferenceDType = key(
+        "fp16", "Type of the weights; int8: linear layers as `quant` says, all else as the model has it."
+    )
+    tensor_parallel: DeepSpeedTPConfig = key(
+        DeepSpeedTPConfig, "Layers divided over ranks.", json_key="tensor_parallel"
+    )
+    injection_policy: Any = key(
+        None, "By class of a model's layers the names of those linear layers in it whose outputs are summed over ranks."
+    )
+    injection_policy_tuple: Any = key(None, "The same names for every layer.", support=refused("give injection_policy"))
+    replace_with_kernel_inject: Flag = key(False, "Compute the layers of known families by fused blocks.")
+    replace_method: str | None = key("auto", "DeepSpeed ignores it, too.", support=quiet("it has no meaning any more"))
+    keep_module_on_host: Flag = key(False, "Leave the weights where they are, instead of on the device.")
+    enable_cuda_graph: Flag = key(
+        False, "Replay a forward from a graph.", support=refused("forwards are not captured in this version")
+    )
+    use_triton: Flag = key(
+        False, "Kernels in Triton.", support=warned("the model keeps its own layers; the results are the same")
+    )
+    triton_autotune: Flag = key(False, "Tune them.", support=_INJECTED)
+    checkpoint: Any = key(None, "JSON path or dict that names the files of the weights.", support=refused(_LOADS))
+    base_dir: str = key("", "Where those files are.", support=quiet("of checkpoint only"))
+    set_empty_params: Flag = key(False, "Build the model without values.", support=refused(_LOADS))
+    save_mp_checkpoint_path: str | None = key(
+        None,
+        "Save the parts of a divided model there.",
+        support=refused("parts are not saved in this version; use save_pretrained on the whole model"),
+    )
+    checkpoint_config: Any = key(None, "As checkpoint.", support=refused(_LOADS))
+    zero: Free = key(
+        dict,
+        "ZeRO-Inference.",
+        support=refused(
+            'it is not part of init_inference in this version; use deepspeed.initialize with {"stage": 3} and no '
+            "optimizer"
+        ),
+    )
+    quant: QuantizationConfig = key(QuantizationConfig, "Weights in few bits, with dtype int8.")
+    quantization_setting: Any = key(
+        None, "The older form of quant.weight.q_groups: groups, or (twice as many for feed-forward layers, groups)."
+    )
+    moe: Any = key(False, "Divide experts over ranks.", support=refused("experts are not divided for inference"))
+    ep_size: Int = key(
+        1, "Ranks that share the experts.", ge=1, support=refused("experts are not divided for inference")
+    )
+    moe_experts: Any = key(None, "Experts per layer.", support=quiet("of moe only"))
+    moe_type: str = key("standard", "standard or residual.", support=quiet("of moe only"))
+    max_out_tokens: Int = key(
+        1024, "Longest sequence that injected layers generate, prompt included.", unit="tokens", ge=1
+    )
+    min_out_tokens: Int = key(1, "Tokens that it must hold.", ge=1, support=_INJECTED)
+    max_batch_size: Int | None = key(None, "Sequences that it holds.", ge=1, support=_INJECTED)
+    transposed_mode: Flag = key(False, "Weights of injected layers are transposed.", support=_INJECTED)
+    return_tuple: Flag = key(True, "Injected layers return a tuple.", support=_INJECTED)
+    training_mp_size: Int = key(
+        1, "Ranks over which the checkpoint was divided.", ge=1, support=refused("checkpoints are not loaded here")
+    )
+
+    moved: ClassVar[dict[str, tuple[str, str]]] = {
+        "mp_size": ("tensor_parallel.tp_size", "same"),
+        "tp": ("tensor_parallel", "same"),
+        "kernel_inject": ("replace_with_kernel_inject", "same"),
+        "ckpt_config": ("checkpoint", "same"),
+        "injection_dict": ("injection_policy", "same"),
+        "max_tokens": ("max_out_tokens", "same"),
+        "min_tokens": ("min_out_tokens", "same"),
+    }
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks over which the model is divided; 1: none."""
+        return self.tensor_parallel.tp_size if self.tensor_parallel.enabled else 1
+
+
+class HybridEngineConfig(Section):
+    """`hybrid_engine`: training and generation in one loop."""
+
+    enabled: Flag = key(False, "Use the hybrid engine.")
+    max_out_tokens: Int = key(
+        512, "Longest sequence, prompt included.", unit="tokens", ge=1, support=quiet("of injected blocks only")
+    )
+    inference_tp_size: Int = key(1, "Tensor-parallel ranks of generation: those of training.", unit="ranks", ge=1)
+    release_inference_cache: Flag = key(
+        False, "Free the cache after a generation.", support=quiet("it is freed after each generation")
+    )
+    pin_parameters: Flag = key(True, "At stage 3 gather all weights for a generation, not each layer for each token.")
+    tp_gather_partition_size: Int = key(
+        8, "Layers gathered at a time.", ge=1, support=quiet("units of stage 3 are gathered in turn")
+    )
+    enable_cuda_graph: Flag = key(
+        False, "Replay token generation from a graph.", support=refused("generation is not captured in this version")
+    )

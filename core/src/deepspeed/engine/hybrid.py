@@ -1,0 +1,193 @@
+"""`DeepSpeedHybridEngine`: trains, and generates with the same weights; `initialize` returns it where
+`hybrid_engine.enabled` is true.
+
+    engine.eval(); tokens = engine.generate(input_ids, max_new_tokens=32)
+    engine.train(); loss = engine(tokens); engine.backward(loss); engine.step()
+
+generate -> whole weights (stage 3: gathered), LoRA fused, the model's own generate; then all is put back
+"""
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config.inference import HybridEngineConfig
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.lora import FusedLora
+from deepspeed.errors import CommError, ConfigError, StateError
+from deepspeed.log import log_dist
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.tensor_parallel.sampling import same_random_numbers
+from deepspeed.zero.gather import GatheredParameters
+
+
+@dataclass
+class GenerationTimes:
+    """Seconds between two changes to training mode.
+
+    switch_s: gathering weights, fusing LoRA, and putting both back.
+    generate_s: in the model's own `generate`.
+    num_calls: of `generate`.
+    is_over: training has begun since.
+    """
+
+    switch_s: float = 0.0
+    generate_s: float = 0.0
+    num_calls: int = 0
+    is_over: bool = False
+
+
+class DeepSpeedHybridEngine(DeepSpeedEngine):
+    """A `DeepSpeedEngine` whose `generate` calls the model's with whole weights, at every ZeRO stage.
+
+    `module.generate` leads here too, until `destroy()`.
+
+    Args:
+        hybrid: section `hybrid_engine` of the configuration.
+        **parts: as for `DeepSpeedEngine`.
+
+    Raises:
+        ConfigError: for a pipeline, whose stages do not generate, and for a model without `generate`.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, hybrid: HybridEngineConfig, **parts: Any) -> None:
+        super().__init__(module, **parts)
+        if isinstance(module, PipelineModule) or not callable(getattr(module, "generate", None)):
+            raise ConfigError(
+                f"hybrid_engine.enabled: found true for a {type(module).__name__}, which has no generate(); pass a "
+                "model of transformers that generates, or set it to false"
+            )
+        if hybrid.inference_tp_size != self.mesh.size("tp"):
+            raise ConfigError(
+                f"hybrid_engine.inference_tp_size: found {hybrid.inference_tp_size} with {self.mesh.size('tp')} "
+                "tensor-parallel ranks in training; tokens are generated over these ranks, so set both to the same "
+                "number (tensor_parallel.autotp_size)"
+            )
+        self._gathers_all = self.sharding.stage == 3 and hybrid.pin_parameters
+        self._tensor_ranks = self.mesh.group("tp") if self.mesh.size("tp") > 1 else None
+        self._lora = FusedLora(module)
+        self._generate = cast(Callable[..., Any], module.generate)
+        self._takes_synced = "synced_gpus" in inspect.signature(self._generate).parameters
+        #: of the generation that goes on, or else of the last one
+        self.generation_times = GenerationTimes()
+        vars(module)["generate"] = self.generate  # scripts call engine.module.generate
+
+    @property
+    def is_lora_fused(self) -> bool:
+        """Whether LoRA's products are in the base weights now: within `generate`, or after `fuse_lora_weight`."""
+        return self._lora.is_fused
+
+    @torch.no_grad()
+    def generate(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's `generate` with whole weights; LoRA layers are fused meanwhile. All ranks call it together.
+
+        At stage 3 `pin_parameters` gathers all weights once, and ranks generate as many tokens as each needs. Without
+        it each layer is gathered for each token, so all ranks go on until the last is done, and LoRA stays unfused.
+        Tensor-parallel ranks give the same inputs, and sample the same tokens.
+
+        Args:
+            *inputs, **kwargs: those of the model's `generate`.
+
+        Returns:
+            What the model's `generate` returns.
+
+        Raises:
+            StateError: after `destroy()`, or where states were moved by `offload_states`.
+        """
+        self._refuse_destroyed("generate")
+        self.sharding.require_states("generate", weights_only=True)
+        if self._takes_synced and self.sharding.stage == 3:
+            kwargs.setdefault("synced_gpus", not self._gathers_all and self.sharding.world_size > 1)
+        started_s = _now_s()
+        if self.generation_times.is_over:
+            self.generation_times = GenerationTimes()
+        times = self.generation_times
+        times.num_calls += 1
+        try:
+            with self._whole(), same_random_numbers(self._tensor_ranks), self.precision.forward_context():
+                began_s = _now_s()
+                tokens = self._generate(*inputs, **kwargs)
+                generated_s = _now_s() - began_s
+        except (CommError, OSError):  # as in forward: peers wait for this rank's part of the weights
+            self.sharding.abandon()
+            raise
+        times.generate_s += generated_s
+        times.switch_s += _now_s() - started_s - generated_s
+        return tokens
+
+    def fuse_lora_weight(self) -> None:
+        """Fuse LoRA until `unfuse_lora_weight` or `train()`, for forwards without gradients.
+
+        Raises:
+            ConfigError: at stage 3, whose weights are whole within `generate` only.
+        """
+        if self.sharding.stage == 3:
+            raise ConfigError(
+                "fuse_lora_weight: zero_optimization.stage is 3, which shards the weights; generate() fuses them while "
+                "they are whole"
+            )
+        self._lora.fuse()
+
+    def unfuse_lora_weight(self) -> None:
+        """Put the base weights back."""
+        self._lora.unfuse()
+
+    def train(self, mode: bool = True) -> "DeepSpeedHybridEngine":
+        """The mode of the module; `train()` unfuses LoRA, and logs (INFO) what generation took."""
+        if mode and "_lora" in self.__dict__:
+            self._lora.unfuse()
+            self._end_times()
+        super().train(mode)
+        return self
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_fused("backward")
+        return super().backward(*args, **kwargs)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        self._refuse_fused("save_checkpoint")
+        return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_fused("load_checkpoint")
+        return super().load_checkpoint(*args, **kwargs)
+
+    def destroy(self) -> None:
+        self._lora.unfuse()
+        self.module.__dict__.pop("generate", None)
+        super().destroy()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Weights are whole, where the configuration asks for it, and LoRA is fused, where they are."""
+        with ExitStack() as stack:
+            if self._gathers_all:
+                stack.enter_context(GatheredParameters(self.module.parameters()))
+            if not self._lora.is_fused and (self._gathers_all or self.sharding.stage < 3):
+                stack.callback(self._lora.unfuse)
+                self._lora.fuse()
+            yield
+
+    def _end_times(self) -> None:
+        times = self.generation_times
+        if times.num_calls and not times.is_over:
+            times.is_over = True
+            log_dist(
+                f"hybrid engine: {times.num_calls} calls of generate took {times.generate_s:.3f} s, and switching to "
+                f"generation and back {times.switch_s:.3f} s"
+            )
+
+    def _refuse_fused(self, name: str) -> None:
+        if self._lora.is_fused:
+            raise StateError(f"{name}: LoRA is fused into the base weights; call train() or unfuse_lora_weight() first")
+
+
+def _now_s() -> float:
+    get_accelerator().synchronize()
+    return time.perf_counter()

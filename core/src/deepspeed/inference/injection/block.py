@@ -1,0 +1,230 @@
+"""A transformer layer computed by fused parts; one for all families. See `policies.py` for what differs.
+
+It takes the place of the layer's `forward`. The layer stays in the model with its parameters, so the model's state
+dict, its hooks on layers and its class stay what they are.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import ConfigError
+from deepspeed.inference.injection.attention import (
+    attend,
+    rotate_halves,
+    rotate_pairs,
+    split_heads,
+    with_alibi,
+    within_window,
+)
+from deepspeed.inference.injection.policies import InjectionPolicy
+from deepspeed.inference.injection.weights import FusedLinear, output_linear
+from deepspeed.ops.transformer import layer_norm, layer_norm_residual, rms_norm, rms_norm_residual
+from deepspeed.tensor_parallel.layers import ColumnParallelLinear
+
+_CACHES = ("past_key_values", "layer_past")
+
+
+class FusedBlock:
+    """Call it as the layer's `forward`.
+
+    The layer's own forward runs where the fused one would not do the same: in training mode, where a gradient is
+    needed, for cross-attention, for attention weights, and for masks that are no tensor of four dimensions.
+
+    Args:
+        layer: whose linears become views of fused weights.
+        policy: of its class.
+
+    Raises:
+        ConfigError: the layer is not as its policy says; the message begins with what was found.
+    """
+
+    def __init__(self, layer: nn.Module, policy: InjectionPolicy) -> None:
+        self.layer, self.policy = layer, policy
+        self.original: Callable[..., Any] = layer.forward
+        self.attention = _found(layer, policy.attention)
+        self.head_dim = int(_found(self.attention, policy.head_dim))
+        self.layer_index = int(_found(self.attention, policy.layer_index)) if policy.layer_index else 0
+        self.scale = self._scale()
+        self.activation = _found(layer, policy.activation)
+        self.norm_attention = _norm(_found(layer, policy.norm_attention))
+        self.norm_mlp = _norm(_found(layer, policy.norm_mlp)) if policy.norm_mlp else None
+        self.norm_query, self.norm_key = (
+            _norm(getattr(self.attention, path.rpartition(".")[2]))
+            if path and hasattr(self.attention, path.rpartition(".")[2])
+            else None
+            for path in (policy.norm_query, policy.norm_key)
+        )
+        self.window = self._window()
+        names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        self._names = names[: names.index("kwargs")] if "kwargs" in names else names
+        self._params = list(layer.parameters())
+        self._make_linears()
+
+    def _make_linears(self) -> None:
+        """Last, because it changes the layer: what does not fit is found before."""
+        layer, policy = self.layer, self.policy
+        found = [_found(layer, path) for path in (*policy.qkv, policy.out, *policy.up, policy.down)]
+        for each in found:
+            if each._forward_hooks or each._forward_pre_hooks:
+                raise ConfigError("one of its linears has forward hooks, which a fused layer would not call")
+        num_qkv, num_up = len(policy.qkv), len(policy.up)
+        self._ranks = next((each.ranks for each in found if isinstance(each, ColumnParallelLinear)), None)
+        self.qkv = FusedLinear(found[:num_qkv])
+        self.out = output_linear(found[num_qkv])
+        self.up = FusedLinear(found[num_qkv + 1 : num_qkv + 1 + num_up])
+        self.down = output_linear(found[-1])
+        self._qkv_sizes = self.qkv.sizes
+        if policy.layout == "grouped":
+            self._qkv_sizes = (0, self._num_groups())
+
+    def _num_groups(self) -> int:
+        """Key-value heads of a grouped product, of this rank."""
+        config: Any = self.layer.config
+        heads, groups = config.num_attention_heads, config.num_kv_heads if config.new_decoder_architecture else 1
+        if groups == 1:
+            return 1
+        return int(self.qkv.sizes[0]) // (self.head_dim * (heads // groups + 2))
+
+    def _scale(self) -> float:
+        scale = self.policy.scale
+        if isinstance(scale, str):
+            return float(_found(self.attention, scale)) if scale else self.head_dim**-0.5
+        return scale
+
+    def _window(self) -> int | None:
+        if self.policy.local is None:
+            return None
+        name, value, size = self.policy.local
+        return int(getattr(self.attention.config, size)) if _found(self.attention, name) == value else None
+
+    # ----- the forward -----------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if not self._serves(given):
+            return self.original(*args, **kwargs)
+        hidden = self._compute(given["hidden_states"], given)
+        return hidden if self.policy.returns == "tensor" else (hidden, None)
+
+    def _serves(self, given: dict[str, Any]) -> bool:
+        mask = given.get("attention_mask")
+        if self.layer.training or given.get("output_attentions") or given.get("encoder_hidden_states") is not None:
+            return False
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+            return False
+        if self.policy.alibi == "in_mask" and given.get("alibi") is not None:
+            config: Any = self.layer.config
+            if config._attn_implementation != "sdpa":  # then the mask does not have it
+                return False
+        if self._ranks is not None and self._ranks.sequence_is_divided:
+            return False
+        if torch.is_grad_enabled():
+            return not (given["hidden_states"].requires_grad or any(each.requires_grad for each in self._params))
+        return True
+
+    def _compute(self, x: Tensor, given: dict[str, Any]) -> Tensor:
+        if self.policy.placement == "post":
+            attended = self.norm_attention(self.out(self._context(x, given)), x)[0]
+            assert self.norm_mlp is not None
+            return self.norm_mlp(self._mlp(attended), attended)[0]
+        normed = self.norm_attention(x)
+        attended = self.out(self._context(normed, given))
+        if self.policy.placement == "parallel":
+            mlp_input = normed if self.norm_mlp is None else self.norm_mlp(x)
+            return attended.add_(self._mlp(mlp_input)).add_(x)
+        assert self.norm_mlp is not None
+        normed, total = self.norm_mlp(attended, x)
+        return self._mlp(normed).add_(total)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        wide = self.up(x)
+        if len(self.policy.up) == 2:
+            gate, value = wide.split(self.up.sizes, -1)
+            return self.down(self.activation(gate).mul_(value))
+        return self.down(self.activation(wide))
+
+    def _context(self, x: Tensor, given: dict[str, Any]) -> Tensor:
+        """Attention's output before its last linear, [B, T, heads x D]."""
+        policy = self.policy
+        mask, alibi = self._per_head(given)
+        query, key, value = split_heads(self.qkv(x), policy.layout, self.head_dim, self._qkv_sizes)
+        if self.norm_query is not None and self.norm_key is not None:
+            query, key = self.norm_query(query), self.norm_key(key)
+        if policy.rotary and alibi is None:
+            query, key = self._rotated(query, key, given)
+        cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_index)
+        num_new, num_seen = query.shape[2], key.shape[2]
+        if self.window is not None and num_seen > self.window:
+            if num_new == 1:
+                key, value = key[:, :, -self.window :], value[:, :, -self.window :]
+                mask = None if mask is None else mask[..., -self.window :]
+            else:
+                mask = within_window(mask, num_new, num_seen, self.window, query)
+        if policy.alibi == "added" and alibi is not None:
+            mask = with_alibi(mask, alibi, query.shape[0], policy.is_causal, num_new)
+        return attend(query, key, value, mask, scale=self.scale, is_causal=policy.is_causal)
+
+    def _per_head(self, given: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """Mask and ALiBi for this rank's heads: a divided model cuts them in hooks before the attention module."""
+        mask, alibi = given.get("attention_mask"), given.get("alibi")
+        if alibi is None or self._ranks is None:
+            return mask, alibi
+        kwargs: dict[str, Any] = {"attention_mask": mask, "alibi": alibi}
+        for hook in self.attention._forward_pre_hooks.values():
+            _, kwargs = hook(self.attention, (), kwargs)
+        return kwargs["attention_mask"], kwargs["alibi"]
+
+    def _rotated(self, query: Tensor, key: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        if self.policy.rotary == "halves":
+            cos, sin = (part.unsqueeze(1) for part in given["position_embeddings"])
+            return rotate_halves(query, cos, sin), rotate_halves(key, cos, sin)
+        table = _found(self.layer, self.policy.rotary_table)
+        sin, cos = table[given["position_ids"]].to(query.dtype).unsqueeze(1).chunk(2, -1)
+        return rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin)
+
+    def release(self) -> None:
+        """Give the layer its own forward back, and every parameter memory of its own."""
+        del self.layer.forward
+        for each in (self.qkv, self.up, self.out, self.down):
+            if isinstance(each, FusedLinear):
+                each.release()
+
+
+def _found(root: Any, path: str) -> Any:
+    at = root
+    for name in path.split("."):
+        if not hasattr(at, name):
+            raise ConfigError(f"its policy names {path!r}, and {type(at).__name__} has no {name!r}")
+        at = getattr(at, name)
+    return at
+
+
+def _norm(module: Any) -> Callable[..., Any]:
+    """The norm as a function of x, or of x and a residual: then (norm(x + residual), x + residual)."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise ConfigError("one of its norms has forward hooks, which a fused layer would not call")
+    if isinstance(module, nn.LayerNorm):
+        eps = module.eps
+
+        def layer(x: Tensor, residual: Tensor | None = None) -> Any:
+            if residual is None:
+                return layer_norm(x, module.weight, module.bias, eps)
+            return layer_norm_residual(x, residual, module.weight, module.bias, eps)
+
+        return layer
+    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        rms_eps = float(module.variance_epsilon)
+
+        def rms(x: Tensor, residual: Tensor | None = None) -> Any:
+            if residual is None:
+                return rms_norm(x, module.weight, rms_eps)
+            return rms_norm_residual(x, residual, module.weight, rms_eps)
+
+        return rms
+    raise ConfigError(f"its norm is a {type(module).__name__}; torch.nn.LayerNorm or an RMSNorm is fused")

@@ -1,0 +1,136 @@
+"""`inject`: replace what a model's transformer layers compute by fused blocks, and `Injected`, which says what was."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import ConfigError, StateError
+from deepspeed.inference.generate import StaticGeneration, can_generate
+from deepspeed.inference.injection.block import FusedBlock
+from deepspeed.inference.injection.policies import POLICIES, InjectionPolicy
+from deepspeed.inference.injection.weights import OutputLayer
+
+Policies = Mapping[type[nn.Module] | str, InjectionPolicy | tuple[InjectionPolicy, ...]]
+
+
+@dataclass
+class Injected:
+    """What `inject` did.
+
+    model: the one given; its class, names of parameters and their values are unchanged.
+    replaced: names of the layers that compute by fused blocks.
+    left: names of layers of known classes that were left whole, and why.
+    """
+
+    model: nn.Module
+    replaced: tuple[str, ...] = ()
+    left: dict[str, str] = field(default_factory=dict)
+    _blocks: list[FusedBlock | OutputLayer] = field(default_factory=list, repr=False)
+    _generation: StaticGeneration | None = field(default=None, repr=False)
+
+    def restore(self) -> nn.Module:
+        """Undo the injection: the model's own forwards, every parameter in memory of its own, equal bit by bit."""
+        for block in self._blocks:
+            block.release()
+        if self._generation is not None:
+            self._generation.release()
+        self._blocks, self._generation, self.replaced = [], None, ()
+        return self.model
+
+
+def inject(
+    model: nn.Module,
+    *,
+    policies: Policies | None = None,
+    dtype: torch.dtype | None = None,
+    max_out_tokens: int = 1024,
+    quantization: Any = None,
+) -> Injected:
+    """Let the layers of `model` compute by fused blocks, and `model.generate` use a preallocated cache.
+
+    A model that is divided over tensor-parallel ranks is divided first (`tensor_parallel`), then injected: the heads of
+    this rank are read from its weights. Layers of classes that no policy names are left as they are; a model with none
+    that is named is returned whole, with `replaced` empty.
+
+    The fused blocks serve calls without gradients (`torch.no_grad`, or parameters that require none) in evaluation
+    mode. Other calls run the layers' own forwards.
+
+    Args:
+        policies: layer class, or its qualified name, to its policy; they come before the table's.
+        dtype: that floating-point parameters and buffers are cast to; None: as they are.
+        max_out_tokens: tokens, prompt and new ones, that the cache of `generate` holds.
+        quantization: None. Packed weights are not in this version.
+
+    Raises:
+        ConfigError: quantization is asked for, max_out_tokens is not positive, or a policy of the caller does not fit.
+        StateError: the model is injected already.
+    """
+    if quantization is not None:
+        raise ConfigError(f"inject: quantization={quantization!r}: packed weights are not in this version; pass None")
+    if max_out_tokens < 1:
+        raise ConfigError(f"inject: max_out_tokens is {max_out_tokens}; give the tokens of the longest sequence")
+    layers = list(_known_layers(model, policies or {}))
+    if any(isinstance(layer.__dict__.get("forward"), FusedBlock) for _, layer, _, _ in layers):
+        raise StateError("inject: the model is injected already; call restore() of what inject returned first")
+    if dtype is not None:
+        model.to(dtype)
+    done = Injected(model)
+    names = []
+    for name, layer, candidates, is_asked in layers:
+        try:
+            block = FusedBlock(layer, _chosen(layer, candidates))
+        except ConfigError as error:
+            if is_asked:
+                raise ConfigError(f"inject: {name} ({type(layer).__name__}): {error}") from error
+            done.left[name] = str(error)
+            continue
+        layer.forward = block  # type: ignore[method-assign]
+        done._blocks.append(block)
+        names.append(name)
+    done.replaced = tuple(names)
+    if names and (output := _output_of(model)) is not None:
+        fused = OutputLayer(output)
+        output.forward = fused  # type: ignore[method-assign, assignment]
+        done._blocks.append(fused)
+    if names and can_generate(model):
+        done._generation = StaticGeneration(model, max_out_tokens)
+    return done
+
+
+def _output_of(model: nn.Module) -> nn.Linear | None:
+    """The linear that gives the logits, where it is a plain one."""
+    asks = getattr(model, "get_output_embeddings", None)
+    found = asks() if callable(asks) else None
+    is_plain = type(found) is nn.Linear and not (found._forward_hooks or found._forward_pre_hooks)
+    return found if is_plain else None
+
+
+def _known_layers(model: nn.Module, policies: Policies) -> Any:
+    """(name, layer, its policies, whether the caller gave them)."""
+    asked = {key if isinstance(key, str) else _qualified(key): value for key, value in policies.items()}
+    for name, layer in model.named_modules():
+        key = _qualified(type(layer))
+        found = asked.get(key, POLICIES.get(key))
+        if found is not None:
+            yield name, layer, found if isinstance(found, tuple) else (found,), key in asked
+
+
+def _chosen(layer: nn.Module, candidates: tuple[InjectionPolicy, ...]) -> InjectionPolicy:
+    for policy in candidates:
+        if all(_value(layer, path) == value for path, value in policy.when):
+            return policy
+    conditions = "; ".join(", ".join(f"{path} {value}" for path, value in policy.when) for policy in candidates)
+    raise ConfigError(f"its configuration fits no policy, which are for: {conditions}")
+
+
+def _value(layer: Any, path: str) -> Any:
+    for name in path.split("."):
+        layer = getattr(layer, name, None)
+    return layer
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

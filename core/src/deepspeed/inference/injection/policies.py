@@ -1,0 +1,252 @@
+"""The table of policies: where a family's transformer layer keeps its parts, and how they are laid out. Data only.
+
+A layer's class is looked up by its qualified name, so nothing of a model library is imported. A family whose layers
+differ by configuration has several policies; the first whose `when` holds is used. Paths are attributes of the layer.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Layout = Literal["separate", "by_part", "by_head", "grouped"]
+Placement = Literal["pre", "post", "parallel"]
+
+
+@dataclass(frozen=True)
+class InjectionPolicy:
+    """One kind of transformer layer.
+
+    Args:
+        attention: the attention module, which has `layer_index` and `head_dim`.
+        qkv: the query, key and value linears, or the one that is all three; with `attention.` before them.
+        out, up, down: linears after attention, of the first half of the MLP (gate and up: two), and of its second.
+        norm_attention, norm_mlp: norms before (placement "pre", "parallel") or after ("post") the halves of the layer.
+            A parallel layer without `norm_mlp` gives both halves the same normed input.
+        activation: module or function between `up` and `down`; of the gate, where there are two.
+        placement: "pre" x + f(norm(x)), "post" norm(x + f(x)), "parallel" x + attention(norm(x)) + mlp(norm(x)).
+        layout: outputs of a single `qkv`: "by_part" [3, heads, D], "by_head" [heads, 3, D],
+            "grouped" [kv_heads, heads of a group + 2, D].
+        head_dim, layer_index: attributes of the attention module.
+        scale: attribute of the attention module or a number; "": D^-0.5.
+        rotary: "halves" over `position_embeddings` (arXiv 2104.09864, as Llama lays it out), "pairs" over the table of
+            sines and cosines at `rotary_table` (as GPT-J does); "": none. Partial where the table is narrower than D.
+        norm_query, norm_key: norms of every head before the rotary embedding; absent ones are omitted.
+        alibi: "added" to the scores from the argument `alibi` (arXiv 2108.12409); "in_mask": the mask has it; "": none.
+        local: (attribute, value, window): layers whose attribute of the attention module has that value see only as
+            many tokens as `window` of `config` says, and the mask does not have it.
+        is_causal: where no mask is given.
+        returns: "tensor", or "pair" with None for the attention weights.
+        when: (path, value) from the layer, all of which must hold.
+    """
+
+    attention: str
+    qkv: tuple[str, ...]
+    out: str
+    up: tuple[str, ...]
+    down: str
+    norm_attention: str
+    norm_mlp: str
+    activation: str
+    placement: Placement = "pre"
+    layout: Layout = "separate"
+    head_dim: str = "head_dim"
+    layer_index: str = "layer_idx"
+    scale: str | float = ""
+    rotary: Literal["", "halves", "pairs"] = ""
+    rotary_table: str = ""
+    norm_query: str = ""
+    norm_key: str = ""
+    alibi: Literal["", "added", "in_mask"] = ""
+    local: tuple[str, Any, str] | None = None
+    is_causal: bool = True
+    returns: Literal["tensor", "pair"] = "tensor"
+    when: tuple[tuple[str, Any], ...] = ()
+
+
+_GPT2 = InjectionPolicy(
+    attention="attn",
+    qkv=("attn.c_attn",),
+    layout="by_part",
+    out="attn.c_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    norm_attention="ln_1",
+    norm_mlp="ln_2",
+    activation="mlp.act",
+    scale="scaling",
+)
+_GPT_NEO = replace(
+    _GPT2,
+    attention="attn.attention",
+    qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+    layout="separate",
+    out="attn.attention.out_proj",
+    scale=1.0,
+    layer_index="layer_id",
+    local=("attention_type", "local", "window_size"),
+    returns="pair",
+)
+_GPT_J = InjectionPolicy(
+    attention="attn",
+    qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    out="attn.out_proj",
+    up=("mlp.fc_in",),
+    down="mlp.fc_out",
+    norm_attention="ln_1",
+    norm_mlp="",
+    activation="mlp.act",
+    placement="parallel",
+    rotary="pairs",
+    rotary_table="attn.embed_positions",
+    returns="pair",
+)
+_GPT_NEOX = InjectionPolicy(
+    attention="attention",
+    qkv=("attention.query_key_value",),
+    layout="by_head",
+    head_dim="head_size",
+    out="attention.dense",
+    up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+    norm_attention="input_layernorm",
+    norm_mlp="post_attention_layernorm",
+    activation="mlp.act",
+    rotary="halves",
+    when=(("use_parallel_residual", False),),
+)
+_OPT = InjectionPolicy(
+    attention="self_attn",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.out_proj",
+    up=("fc1",),
+    down="fc2",
+    norm_attention="self_attn_layer_norm",
+    norm_mlp="final_layer_norm",
+    activation="activation_fn",
+    when=(("do_layer_norm_before", True),),
+)
+_BLOOM = replace(
+    _GPT_NEOX,
+    attention="self_attention",
+    qkv=("self_attention.query_key_value",),
+    head_dim="head_dim",
+    out="self_attention.dense",
+    activation="mlp.gelu_impl",
+    rotary="",
+    alibi="added",
+    returns="pair",
+    when=(("apply_residual_connection_post_layernorm", False), ("self_attention.slow_but_exact", False)),
+)
+_BERT = InjectionPolicy(
+    attention="attention.self",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    head_dim="attention_head_size",
+    out="attention.output.dense",
+    up=("intermediate.dense",),
+    down="output.dense",
+    norm_attention="attention.output.LayerNorm",
+    norm_mlp="output.LayerNorm",
+    activation="intermediate.intermediate_act_fn",
+    placement="post",
+    is_causal=False,
+    when=(("is_decoder", False),),
+)
+_DISTILBERT = InjectionPolicy(
+    attention="attention",
+    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    head_dim="attention_head_size",
+    layer_index="",
+    out="attention.out_lin",
+    up=("ffn.lin1",),
+    down="ffn.lin2",
+    norm_attention="sa_layer_norm",
+    norm_mlp="output_layer_norm",
+    activation="ffn.activation",
+    placement="post",
+    is_causal=False,
+)
+_LLAMA = InjectionPolicy(
+    attention="self_attn",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.o_proj",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    norm_attention="input_layernorm",
+    norm_mlp="post_attention_layernorm",
+    activation="mlp.act_fn",
+    rotary="halves",
+)
+_QWEN3 = replace(_LLAMA, norm_query="self_attn.q_norm", norm_key="self_attn.k_norm")
+_PHI = replace(
+    _LLAMA,
+    out="self_attn.dense",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    norm_mlp="",
+    activation="mlp.activation_fn",
+    placement="parallel",
+    norm_query="self_attn.q_layernorm",
+    norm_key="self_attn.k_layernorm",
+)
+_FALCON = replace(
+    _BLOOM,
+    activation="mlp.act",
+    rotary="halves",
+    alibi="in_mask",
+    placement="parallel",
+    norm_mlp="",
+    layout="grouped",
+    when=(("config.new_decoder_architecture", False), ("config.parallel_attn", True), ("config.multi_query", True)),
+)
+_FALCON_NEW = replace(
+    _FALCON,
+    when=(
+        ("config.new_decoder_architecture", True),
+        ("config.parallel_attn", True),
+        ("config.num_ln_in_parallel_attn", 1),
+    ),
+)
+
+POLICIES: dict[str, tuple[InjectionPolicy, ...]] = {
+    "transformers.models.gpt2.modeling_gpt2.GPT2Block": (_GPT2,),
+    "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoBlock": (_GPT_NEO,),
+    "transformers.models.gptj.modeling_gptj.GPTJBlock": (_GPT_J,),
+    "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXLayer": (
+        _GPT_NEOX,
+        replace(_GPT_NEOX, placement="parallel", when=(("use_parallel_residual", True),)),
+    ),
+    "transformers.models.opt.modeling_opt.OPTDecoderLayer": (
+        _OPT,
+        replace(_OPT, placement="post", when=(("do_layer_norm_before", False),)),
+    ),
+    "transformers.models.bloom.modeling_bloom.BloomBlock": (_BLOOM,),
+    "transformers.models.bert.modeling_bert.BertLayer": (_BERT,),
+    "transformers.models.roberta.modeling_roberta.RobertaLayer": (_BERT,),
+    "transformers.models.distilbert.modeling_distilbert.TransformerBlock": (_DISTILBERT,),
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer": (_LLAMA,),
+    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": (_LLAMA,),
+    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": (_LLAMA,),
+    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": (_QWEN3,),
+    "transformers.models.phi.modeling_phi.PhiDecoderLayer": (_PHI,),
+    "transformers.models.falcon.modeling_falcon.FalconDecoderLayer": (
+        _FALCON,
+        _FALCON_NEW,
+        replace(
+            _FALCON_NEW,
+            norm_attention="ln_attn",
+            norm_mlp="ln_mlp",
+            when=(*_FALCON_NEW.when[:2], ("config.num_ln_in_parallel_attn", 2)),
+        ),
+        replace(_FALCON, layout="by_head", when=(*_FALCON.when[:2], ("config.multi_query", False))),
+        replace(
+            _FALCON,
+            placement="pre",
+            norm_mlp="post_attention_layernorm",
+            layout="by_head",
+            when=(
+                ("config.new_decoder_architecture", False),
+                ("config.parallel_attn", False),
+                ("config.multi_query", False),
+            ),
+        ),
+    ),
+}

@@ -1,0 +1,177 @@
+"""The weights of a fused block: those of the layer's linears, side by side in one buffer that the parameters view.
+
+So no weight is held twice, and the model's state dict keeps its names and values. Shape legend: I input features,
+O output features, of this rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear
+from deepspeed.ops.transformer import linear
+from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class FusedLinear:
+    """One product for linears of the same input: y = x [w_1; w_2; ...]^T + [b_1; b_2; ...].
+
+    Args:
+        linears: `torch.nn.Linear`, transformers' `Conv1D` ([I, O] weights), or divided column-parallel layers; weights
+            are packed in all of them or in none.
+
+    Raises:
+        ConfigError: a linear is of another kind, or its output is gathered; the message names its class.
+    """
+
+    def __init__(self, linears: Sequence[nn.Module]) -> None:
+        self.linears: tuple[Any, ...] = tuple(linears)
+        self.is_transposed = tuple(_is_transposed(each) for each in self.linears)
+        self.sizes = tuple(
+            _out_features(each, transposed) for each, transposed in zip(self.linears, self.is_transposed, strict=True)
+        )
+        self.fuse()
+
+    def fuse(self) -> None:
+        """Move the parameters into one buffer, [O, I], unless they are one already. The parameters then view it."""
+        self.packed = _fused_packed(self.linears)
+        if self.packed is not None:
+            self.bias = self._fused_bias()
+            self._address = self.linears[0].packed.data.data_ptr()
+            return
+        with torch.no_grad():
+            weights = [
+                each.weight.detach().t() if transposed else each.weight.detach()
+                for each, transposed in zip(self.linears, self.is_transposed, strict=True)
+            ]
+            if len(weights) == 1 and weights[0].is_contiguous():
+                self.weight = weights[0]
+            else:
+                self.weight = torch.cat(weights).contiguous()
+                rows = self.weight.split(self.sizes)
+                for each, transposed, part in zip(self.linears, self.is_transposed, rows, strict=True):
+                    each.weight.data = part.t() if transposed else part
+            self.bias = self._fused_bias()
+        self._address = self.linears[0].weight.data_ptr()
+
+    def _fused_bias(self) -> Tensor | None:
+        biases = [each.bias for each in self.linears]
+        if all(bias is None for bias in biases):
+            return None
+        if len(biases) == 1:
+            return biases[0].detach()
+        one = next(bias for bias in biases if bias is not None)
+        present = [
+            one.new_zeros(size) if bias is None else bias.detach()
+            for bias, size in zip(biases, self.sizes, strict=True)
+        ]
+        fused = torch.cat(present)
+        for bias, part in zip(biases, fused.split(self.sizes), strict=True):
+            if bias is not None:
+                bias.data = part
+        return fused
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        if self.linears[0].weight.data_ptr() != self._address:  # moved or cast since
+            self.fuse()
+        if self.packed is not None:
+            return packed_linear(x, self.packed, self.bias)
+        return linear(x, self.weight, self.bias)
+
+    def release(self) -> None:
+        """Give every parameter memory of its own, contiguous, with equal values."""
+        with torch.no_grad():
+            for each in self.linears:
+                for parameter in (each.bias,) if self.packed is not None else (each.weight, each.bias):
+                    if parameter is not None:
+                        parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+
+
+class OutputLayer:
+    """The last linear of a model, from features to the vocabulary: call it as the linear's `forward`.
+
+    With a gradient the linear's own forward runs.
+
+    Raises:
+        ConfigError: as `FusedLinear`.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self.linear, self.original = linear, linear.forward
+        self.fused = FusedLinear([linear])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        weight = self.linear.weight
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            return self.original(x)
+        return self.fused(x)
+
+    def release(self) -> None:
+        """Give the linear its own forward back."""
+        del self.linear.forward
+
+
+def output_linear(linear: nn.Module) -> "FusedLinear | nn.Module":
+    """A linear that ends a half of a layer: a row-parallel one sums over its ranks, so it is called itself."""
+    return linear if isinstance(linear, RowParallelLinear) else FusedLinear([linear])
+
+
+def _packed(linear: Any) -> PackedWeight | None:
+    packed = getattr(linear, "packed", None)
+    return packed if isinstance(packed, PackedWeight) else None
+
+
+def _fused_packed(linears: Sequence[Any]) -> PackedWeight | None:
+    """One packed weight of all rows, which those of the linears view; None: they are not packed."""
+    packed = [_packed(each) for each in linears]
+    found = [each for each in packed if each is not None]
+    if not found:
+        return None
+    if len(found) < len(packed) or len({(each.bits, each.group_size, each.zeros is None) for each in found}) > 1:
+        raise ConfigError("its linears have weights that are packed in different ways")
+    if len(found) == 1:
+        return found[0]
+    zeros = [each.zeros for each in found if each.zeros is not None]
+    rows = [each.shape[0] for each in found]
+    fused = replace(
+        found[0],
+        data=torch.cat([each.data for each in found]),
+        scales=torch.cat([each.scales for each in found]),
+        zeros=torch.cat(zeros) if zeros else None,
+        shape=(sum(rows), found[0].shape[1]),
+    )
+    start = 0
+    for each, length in zip(linears, rows, strict=True):
+        each.packed = fused.narrow(0, start, length)  # whole rows, which lie side by side: a view
+        if isinstance(each, ColumnParallelLinear):
+            each.weight.data = each.packed.data
+        start += length
+    return fused
+
+
+def _is_transposed(linear: nn.Module) -> bool:
+    if _packed(linear) is not None and not getattr(linear, "gathered_sizes", ()):
+        return False
+    if isinstance(linear, ColumnParallelLinear):
+        if linear.gathered_sizes:
+            raise ConfigError("its linear is divided, and its output gathered")
+        return linear.transposed
+    if isinstance(linear, nn.Linear):
+        return False
+    if type(linear).__name__ == "Conv1D" and hasattr(linear, "nf"):
+        return True
+    raise ConfigError(f"its linear is a {type(linear).__name__}; torch.nn.Linear, Conv1D or a divided one is fused")
+
+
+def _out_features(linear: nn.Module, transposed: bool) -> int:
+    if (packed := _packed(linear)) is not None:
+        return packed.shape[0]
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[1 if transposed else 0]

@@ -1,0 +1,124 @@
+"""Weights of linear layers in 8 or 4 bits: `init_inference(model, dtype=torch.int8)`.
+
+Each linear layer but the output layer gets a packed weight (`ops/quantizer/packed.py`); its bias, norms and embeddings
+keep their type, in which the model goes on computing. For outputs y = x W^T of one layer
+
+    |y_o - y'_o| <= sum_i |x_i| scale_o,i / 2,    scale = max|W| / (2^(bits - 1) - 1) of the group of W_o,i
+
+where symmetric, plus the rounding of the type: what `pack_weight` rounds, times what it is multiplied with.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.config.inference import DeepSpeedInferenceConfig, WeightQuantConfig
+from deepspeed.errors import ConfigError
+from deepspeed.ops.quantizer.packed import PackedWeight, pack_weight, packed_linear
+from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+# path of a layer -> groups of its weight, at least
+GroupsOf = Callable[[str], int]
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with a packed weight, for inference.
+
+    Args:
+        packed: [out, in].
+        bias: [out].
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, packed: PackedWeight, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.packed = packed
+        self.register_parameter("bias", bias)
+        self.out_features, self.in_features = packed.shape
+
+    @property
+    def weight(self) -> Tensor:
+        """The packed bytes: models look at the dtype of a layer's weight."""
+        return self.packed.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], of x's dtype."""
+        return packed_linear(x, self.packed, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, {self.packed.bits} bits, groups of {self.packed.group_size}"
+
+
+def layer_groups(settings: DeepSpeedInferenceConfig) -> GroupsOf | None:
+    """How many groups a layer's weight has at least; None: weights are not quantized.
+
+    Raises:
+        ConfigError: `quantization_setting` has another form, or is given without dtype int8.
+    """
+    setting = settings.quantization_setting
+    if settings.dtype != "int8":
+        if setting is not None or settings.quant.model_fields_set - {"enabled"}:
+            name = "quantization_setting" if setting is not None else "quant"
+            raise ConfigError(f"{name}: found {setting or settings.quant.model_dump(exclude_unset=True)!r} with dtype "
+                              f"{settings.dtype!r}; weights are quantized with dtype int8")  # fmt: skip
+        return None
+    if setting is None:
+        return lambda path: settings.quant.weight.q_groups
+    pair = setting if isinstance(setting, tuple | list) else (False, setting)
+    if len(pair) != 2 or isinstance(pair[1], bool) or not isinstance(pair[1], int) or pair[1] < 1:
+        raise ConfigError(
+            f"quantization_setting: found {setting!r}; give the number of groups, or (True, groups) for twice as many "
+            "in feed-forward layers"
+        )
+    more_for_mlp, groups = pair
+    return lambda path: groups * (2 if more_for_mlp and "mlp" in path.lower() else 1)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The floating-point type that most of the model's parameters have."""
+    counts: dict[torch.dtype, int] = {}
+    for param in model.parameters():
+        if param.is_floating_point():
+            counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
+    return max(counts, key=counts.__getitem__) if counts else torch.get_default_dtype()
+
+
+@torch.no_grad()
+def quantize(model: nn.Module, groups_of: GroupsOf, config: WeightQuantConfig) -> None:
+    """Give the linear layers of `model` packed weights, in place; one whole weight at a time is in memory beside them.
+
+    Raises:
+        ConfigError: a number of groups does not fit a weight; names the layer, and the sizes that fit.
+    """
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    for path, module in list(model.named_modules()):
+        is_transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
+        is_divided = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+        if module is head or not (is_divided or type(module) is nn.Linear or type(module).__name__ == "Conv1D"):
+            continue
+        weight: Any = module.weight
+        packed = _pack(weight.t() if is_transposed else weight, groups_of(path), config, path)
+        if is_divided:
+            module.packed = packed
+            module.weight = nn.Parameter(packed.data, requires_grad=False)
+        else:
+            bias: Any = module.bias
+            model.set_submodule(path, PackedLinear(packed, bias))
+
+
+def _pack(weight: Tensor, num_groups: int, config: WeightQuantConfig, path: str) -> PackedWeight:
+    rows, cols = weight.shape
+    per_row = -(-num_groups // rows)
+    if cols % per_row:
+        raise ConfigError(
+            f"quant.weight.q_groups: found {num_groups} groups for {path}, whose weight is {rows} x {cols}: {per_row} "
+            f"per row do not divide {cols}; give a multiple of {rows} times a divisor of {cols}, or 1"
+        )
+    try:
+        return pack_weight(weight.contiguous(), config.num_bits, cols // per_row, config.q_type == "symmetric")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

@@ -1,0 +1,435 @@
+"""`init_inference` beside the plain model: logits to 1e-4 in fp32, the same tokens, on 1, 2 and 3 ranks.
+
+Models are made from tiny configurations with random weights.
+"""
+
+import copy
+import json
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.errors import ConfigError, StateError
+from deepspeed.inference.quantized import PackedLinear
+from deepspeed.ops.quantizer.packed import pack_weight, unpack_weight
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
+
+VOCABULARY, NEW = 48, 8
+COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+LLAMA = {
+    "hidden_size": 48,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+NEOX = {name: value for name, value in LLAMA.items() if name not in ("num_key_value_heads", "head_dim")}
+GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64}
+FAMILIES = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {
+            **{"hidden_size": 48, "num_layers": 2, "num_heads": 6, "window_size": 4, "max_position_embeddings": 64},
+            **{"attention_types": [[["global", "local"], 1]], "intermediate_size": 96},
+        },
+    ),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", {**GPT2, "rotary_dim": 4}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", NEOX),
+    "opt": ("OPTConfig", "OPTForCausalLM", {**NEOX, "ffn_dim": 50, "word_embed_proj_dim": 48}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 48, "n_layer": 2, "n_head": 6}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**LLAMA, "sliding_window": 4}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", LLAMA),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", LLAMA),
+    "phi": ("PhiConfig", "PhiForCausalLM", LLAMA),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {**NEOX, "multi_query": True, "bias": True}),
+    "bert": ("BertConfig", "BertForMaskedLM", NEOX),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", NEOX),
+    "distilbert": (
+        "DistilBertConfig",
+        "DistilBertForMaskedLM",
+        {"dim": 48, "n_layers": 2, "n_heads": 6, "hidden_dim": 96, "max_position_embeddings": 64},
+    ),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            **{"d_model": 48, "d_kv": 8, "d_ff": 50, "num_layers": 2, "num_heads": 6},
+            **{"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
+        },
+    ),
+}
+ENCODERS = ("bert", "roberta", "distilbert")
+
+
+def create(name):
+    import transformers
+
+    config_class, model_class, keys = FAMILIES[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**COMMON, **keys))
+    with torch.no_grad():  # norms and biases are ones and zeros, which hide mistakes
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.05)
+    return model.eval()
+
+
+def prompt():
+    """Two sequences, of which the first is padded on the left."""
+    ids = torch.randint(2, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    ids[0, :3], mask[0, :3] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def logits_of(model, name):
+    more = {"decoder_input_ids": prompt()["input_ids"]} if name == "t5" else {}
+    mask = prompt()["attention_mask"].bool()
+    return model(**prompt(), **more).logits[mask if name != "t5" else ...]
+
+
+def tokens_of(model, **keys):
+    return model.generate(**prompt(), max_new_tokens=NEW, **keys)
+
+
+def family_job(name, tp, sections=None):
+    plain = create(name)
+    engine = deepspeed.init_inference(copy.deepcopy(plain), **(sections or {"mp_size": tp, "dtype": torch.float}))
+    torch.testing.assert_close(logits_of(engine, name), logits_of(plain, name), atol=1e-4, rtol=1e-4)
+    divided = sum(
+        type(module).__name__.endswith(("ParallelLinear", "ParallelEmbedding")) for module in engine.modules()
+    )
+    assert bool(divided) == (tp > 1)
+    if name not in ENCODERS:
+        assert torch.equal(tokens_of(engine, do_sample=False), tokens_of(plain, do_sample=False))
+        torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+        sampled = tokens_of(engine, do_sample=True)
+        return sampled.tolist()
+    return None
+
+
+IN_EVERY_RUN = {
+    *(("gpt2", 2), ("gpt_neo", 2), ("gptj", 2), ("gpt_neox", 3), ("opt", 2), ("bloom", 3), ("llama", 3)),
+    *(("phi", 2), ("falcon", 2), ("bert", 3), ("distilbert", 2), ("t5", 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), swept([(name, tp) for name in FAMILIES for tp in (2, 3)], lambda *case: case in IN_EVERY_RUN)
+)
+def test_a_divided_model_gives_what_the_whole_one_gives(name, tp):
+    sampled = run_ranks(tp, family_job, name, tp)
+    assert all(each == sampled[0] for each in sampled)  # whatever their random states were
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_one_rank_without_a_launcher(name):
+    family_job(name, 1)
+
+
+def replicas_job():
+    """Four ranks with tp 2 are two models."""
+    return family_job("llama", 2)
+
+
+@pytest.mark.sweep
+def test_two_models_of_two_ranks():
+    run_ranks(4, replicas_job)
+
+
+INJECTED = {("gpt2", 1), ("llama", 2), ("gpt_neo", 2), ("bert", 1)}
+
+
+def injected_job(name, tp):
+    sections = {"mp_size": tp, "dtype": torch.float, "replace_with_kernel_inject": True, "max_out_tokens": 16}
+    return family_job(name, tp, sections)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    swept(
+        [(name, tp) for name in FAMILIES if name != "t5" for tp in (1, 2, 3)],
+        lambda *case: case in INJECTED,
+    ),
+)
+def test_fused_blocks_give_what_the_plain_model_gives(name, tp):
+    if tp == 1:
+        injected_job(name, 1)
+    else:
+        sampled = run_ranks(tp, injected_job, name, tp)
+        assert all(each == sampled[0] for each in sampled)
+
+
+def test_more_tokens_than_the_cache_holds():
+    keys = {"dtype": "fp32", "replace_with_kernel_inject": True, "max_out_tokens": 10}
+    engine = deepspeed.init_inference(create("gpt2"), **keys)
+    with pytest.raises(ConfigError, match=r"max_out_tokens.* 10"):
+        tokens_of(engine, do_sample=False)
+
+
+def test_a_model_without_fused_blocks_says_so(capfd):
+    engine = deepspeed.init_inference(create("t5"), dtype="fp32", replace_with_kernel_inject=True)
+    assert torch.equal(tokens_of(engine, do_sample=False), tokens_of(create("t5"), do_sample=False))
+    said = capfd.readouterr()
+    assert "layers of T5ForConditionalGeneration stay its own" in said.out + said.err
+
+
+def policy_job(name, policy):
+    import transformers
+
+    classes = {"T5Block": transformers.models.t5.modeling_t5.T5Block}
+    classes["GPTNeoBlock"] = transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoBlock
+    sections = {"mp_size": 2, "dtype": torch.float, "injection_policy": {classes[policy[0]]: policy[1]}}
+    return family_job(name, 2, sections)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("t5", ("T5Block", ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo"))),
+        ("gpt_neo", ("GPTNeoBlock", ("attn.attention.out_proj", "mlp.c_proj"))),
+    ],
+)
+def test_layers_that_a_policy_names(name, policy):
+    run_ranks(2, policy_job, name, policy)
+
+
+def pipeline_job():
+    """As the listings of the tutorials: a pipeline of transformers whose model is an engine."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, pipeline
+
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, "w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w0")
+    texts = []
+    for divides in (False, True):
+        generator = pipeline("text-generation", model=create("gpt_neo"), tokenizer=tokenizer)
+        if divides:
+            generator.model = deepspeed.init_inference(
+                generator.model, mp_size=2, dtype=torch.float, replace_with_kernel_inject=True
+            )
+        texts.append(generator("w5 w6 w7", do_sample=False, max_new_tokens=NEW))
+    assert texts[0] == texts[1]
+    return texts[1]
+
+
+def test_a_pipeline_of_transformers():
+    first, second = run_ranks(2, pipeline_job)
+    assert first == second
+
+
+def test_times_of_forwards():
+    engine = deepspeed.init_inference(create("gpt2"), dtype="fp32")
+    with pytest.raises(StateError, match="call profile_model_time"):
+        engine.model_times()
+    engine.profile_model_time()
+    engine(**prompt())
+    assert len(engine.model_times()) == 1
+    tokens_of(engine, do_sample=False)
+    times = engine.model_times()
+    assert len(times) == NEW
+    assert min(times) > 0
+    assert engine.model_times() == []
+
+
+def test_what_the_module_has_is_found_on_the_engine():
+    model = create("gpt2")
+    engine = deepspeed.init_inference(model, config={"dtype": torch.bfloat16})
+    assert engine.module is model
+    assert engine.dtype is torch.bfloat16
+    assert {param.dtype for param in engine.parameters()} == {torch.bfloat16}
+    assert engine.config is model.config
+    assert engine.can_generate()
+    assert not engine.training
+    assert not model.training
+
+
+def test_the_default_type_is_half_as_documented():
+    assert deepspeed.init_inference(torch.nn.Linear(2, 2)).dtype is torch.float16
+    assert deepspeed.default_inference_config()["dtype"] == "fp16"
+
+
+def test_a_config_from_a_file_and_objects(tmp_path):
+    path = tmp_path / "inference.json"
+    path.write_text(json.dumps({"dtype": "bf16", "tensor_parallel": {"tp_size": 1}}))
+    assert deepspeed.init_inference(torch.nn.Linear(2, 2), config=str(path)).dtype is torch.bfloat16
+    config = deepspeed.DeepSpeedInferenceConfig(dtype="fp32")
+    assert deepspeed.init_inference(torch.nn.Linear(2, 2), config=config).dtype is torch.float32
+    tp = deepspeed.inference.DeepSpeedTPConfig(tp_size=1)
+    assert deepspeed.init_inference(torch.nn.Linear(2, 2), tensor_parallel=tp).mp_world_size == 1
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+
+WRONG = {
+    "unknown key": ({"dtyp": "fp32"}, "dtyp: found an unknown key; did you mean 'dtype'"),
+    "dtype": ({"dtype": "fp12"}, "dtype: found 'fp12'"),
+    "groups that do not fit": (
+        {"dtype": "int8", "quant": {"weight": {"q_groups": 24}}},
+        "24 groups for 0.up, .* 8 x 4",
+    ),
+    "odd groups of 4 bits": (
+        {"dtype": "int8", "quant": {"weight": {"num_bits": 4, "q_groups": 32}}},
+        "0.up: group_size: found 1, but with 4 bits",
+    ),
+    "3 bits": ({"dtype": "int8", "quant": {"weight": {"num_bits": 3}}}, "quant.weight.num_bits: found 3"),
+    "quantization of fp16": ({"quantization_setting": 8}, "quantization_setting: found 8 with dtype 'fp16'"),
+    "a setting of another form": (
+        {"dtype": "int8", "quantization_setting": "many"},
+        "quantization_setting: found 'many",
+    ),
+    "two sizes": ({"mp_size": 2, "tensor_parallel": {"tp_size": 3}}, "mp_size: found 2, but its replacement"),
+    "twice": ({"config": {"dtype": "fp32"}, "dtype": "bf16"}, "found dtype 'fp32' in config and 'bf16' as an argument"),
+    "size 0": ({"mp_size": 0}, "tensor_parallel.tp_size: found 0"),
+    "more ranks than there are": ({"mp_size": 2, "dtype": "fp32"}, "tensor_parallel.tp_size"),
+    "checkpoint": (
+        {"checkpoint": "checkpoint.json"},
+        "checkpoint: found 'checkpoint.json', but weights are",
+    ),
+    "a class that is not there": (
+        {"injection_policy": {torch.nn.Conv2d: ("down",)}},
+        "found the class Conv2d, of which Sequential has no module",
+    ),
+    "a layer that is not there": (
+        {"injection_policy": {Block: ("out",)}},
+        "found 'out' for Block, which has no such linear layer; it has down, up",
+    ),
+    "a policy of another form": ({"injection_policy": ["down"]}, r"injection_policy: found \['down'\]; give a dict"),
+    "a graph": ({"enable_cuda_graph": True}, "enable_cuda_graph: found true"),
+    "zero": ({"zero": {"stage": 3}}, "deepspeed.initialize"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_calls(case):
+    keys, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message):
+        deepspeed.init_inference(torch.nn.Sequential(Block()), **keys)
+
+
+def heads_job():
+    import transformers
+
+    sizes = {**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, **sizes))
+    with pytest.raises(ConfigError, match="2.* heads.* 3|3.* 2.* heads"):
+        deepspeed.init_inference(model, mp_size=3, dtype="fp32")
+
+
+def test_more_ranks_than_heads_are_refused():
+    run_ranks(3, heads_job)
+
+
+def test_what_is_no_model_and_what_has_no_weights():
+    with pytest.raises(ConfigError, match="model is str"):
+        deepspeed.init_inference("gpt2")
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="meta"):
+        deepspeed.init_inference(model)
+    with pytest.raises(ConfigError, match="Linear has none"):
+        deepspeed.init_inference(torch.nn.Linear(2, 2)).generate()
+
+
+# ----- weights in few bits -------------------------------------------------------------------------------------------
+
+
+def rounded(model, bits, symmetric, groups_of):
+    """The model with the values that its packed weights stand for."""
+    head = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        is_transposed = type(module).__name__ == "Conv1D"
+        if module is not head and (is_transposed or type(module) is torch.nn.Linear):
+            weight = module.weight.data.t().contiguous() if is_transposed else module.weight.data
+            per_row = -(-groups_of(path) // weight.shape[0])
+            value = unpack_weight(pack_weight(weight, bits, weight.shape[1] // per_row, symmetric))
+            module.weight.data.copy_(value.t() if is_transposed else value)
+    return model
+
+
+@pytest.mark.parametrize("name", swept(list(FAMILIES), lambda name: name in ("gpt2", "llama", "bert", "t5")))
+@pytest.mark.parametrize(
+    ("keys", "bits", "symmetric", "groups_of"),
+    [
+        ({}, 8, True, lambda path: 1),
+        ({"quantization_setting": (True, 48)}, 8, True, lambda path: 96 if "mlp" in path else 48),
+        ({"quant": {"weight": {"num_bits": 4, "q_type": "asymmetric"}}}, 4, False, lambda path: 1),
+    ],
+)
+def test_packed_weights_give_what_their_values_give(name, keys, bits, symmetric, groups_of):
+    plain = create(name)
+    engine = deepspeed.init_inference(copy.deepcopy(plain), dtype=torch.int8, **keys)
+    packed = [module for module in engine.modules() if isinstance(module, PackedLinear)]
+    assert len(packed) >= 8
+    assert {module.weight.dtype for module in packed} == {torch.int8}
+    wanted = rounded(plain, bits, symmetric, groups_of)
+    torch.testing.assert_close(logits_of(engine, name), logits_of(wanted, name), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", swept([each for each in FAMILIES if each != "t5"], ["gpt2", "llama"].__contains__))
+@pytest.mark.parametrize("keys", [{}, {"quant": {"weight": {"num_bits": 4, "q_type": "asymmetric"}}}])
+def test_fused_blocks_over_packed_weights(name, keys):
+    packed = deepspeed.init_inference(create(name), dtype=torch.int8, **keys)
+    fused = deepspeed.init_inference(create(name), dtype=torch.int8, replace_with_kernel_inject=True, **keys)
+    assert any("forward" in vars(module) for module in fused.modules())
+    torch.testing.assert_close(logits_of(fused, name), logits_of(packed, name), atol=1e-4, rtol=1e-4)
+    if name not in ENCODERS:
+        assert torch.equal(tokens_of(fused, do_sample=False), tokens_of(packed, do_sample=False))
+
+
+def packed_job(name):
+    """Rows that are cut over ranks have a scale per part, so they are rounded no worse than the whole."""
+    exact = logits_of(create(name), name)
+    whole = deepspeed.init_inference(create(name), dtype=torch.int8)
+    divided = deepspeed.init_inference(create(name), dtype=torch.int8, mp_size=2, replace_with_kernel_inject=True)
+    error = (logits_of(whole, name) - exact).abs().mean()
+    assert 0 < (logits_of(divided, name) - exact).abs().mean() < 1.5 * error
+    return tokens_of(divided, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_packed_weights_of_a_divided_model(name):
+    first, second = run_ranks(2, packed_job, name)
+    assert first == second
+
+
+def test_perplexity_of_a_trained_model(single_rank):
+    """At most 1% more in 8 bits, 3% in 4."""
+    model = create("gpt2").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def batch(seed):
+        generator = torch.Generator().manual_seed(seed)
+        counted = (torch.randint(0, VOCABULARY, (16, 1), generator=generator) + torch.arange(24)) % VOCABULARY
+        others = torch.randint(0, VOCABULARY, (16, 24), generator=generator)
+        return counted.where(torch.rand(16, 24, generator=generator) < 0.8, others)
+
+    for step in range(150):
+        tokens = batch(step)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tokens = batch(1000)
+
+    @torch.no_grad()
+    def perplexity(model):
+        return model(input_ids=tokens, labels=tokens).loss.exp().item()
+
+    exact = perplexity(model.eval())
+    assert exact < VOCABULARY / 2  # it learned
+    of_8 = deepspeed.init_inference(copy.deepcopy(model), dtype=torch.int8)
+    quant = {"weight": {"num_bits": 4, "q_groups": 576}}
+    of_4 = deepspeed.init_inference(copy.deepcopy(model), dtype=torch.int8, quant=quant)
+    assert perplexity(of_8) < 1.01 * exact
+    assert perplexity(of_4) < 1.03 * exact
