@@ -41,3 +41,8 @@ def _pairs(count: int) -> Iterator[dict[str, str]]:
             "chosen": " " + " ".join(words[4:]),
             "rejected": " " + " ".join(reversed(words[4:])),
         }
+
+
+def create_prompts(count: int) -> Dataset:
+    """For trainers that generate the completions."""
+    return Dataset.from_list([{"prompt": " ".join(words[:4])} for words in _words(count)])
