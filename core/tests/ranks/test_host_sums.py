@@ -47,13 +47,12 @@ def test_a_rank_that_fails_ends_the_sum_of_its_peers_and_all_can_go_on():
 
 
 def refused_job():
-    def create(group, name, timeout):
-        if dist.get_rank() == 1:
+    def connect(store, rank, size, timeout):
+        if rank == 1:
             raise RuntimeError("no address")
-        return group
 
     sums = HostSums(torch.distributed.group.WORLD)
-    with mock.patch.object(own_group, "_create", create), mock.patch.object(own_group, "warn_once") as warn:
+    with mock.patch.object(own_group, "_connect", connect), mock.patch.object(own_group, "warn_once") as warn:
         assert not sums.connect()
         with pytest.raises(CommError, match="GLOO_SOCKET_IFNAME"):
             sums.sum([1.0])

@@ -67,7 +67,7 @@ def train(stage, ways, reentrant=False, connects=True, optimizer=None, is_bf16=F
     model = create_model(reentrant).to(get_accelerator().current_device_name())
     with contextlib.ExitStack() as stack:
         if not connects:
-            stack.enter_context(mock.patch.object(own_group, "_create", side_effect=RuntimeError("no address")))
+            stack.enter_context(mock.patch.object(own_group, "_connect", side_effect=RuntimeError("no address")))
         engine = make_engine(
             model,
             stage,

@@ -36,7 +36,8 @@ def own_group(group: ProcessGroup) -> ProcessGroup:
     """
     if set(library_by_device(group).values()) != {"gloo"} or group.size() == 1:
         return group
-    return _create(group, _name_of_first(group), timeout_of(group))
+    store = _store_of_first(group)
+    return _group_over(store, _connect(store, group.rank(), group.size(), timeout_of(group)))
 
 
 def host_group(group: ProcessGroup) -> ProcessGroup | None:
@@ -45,36 +46,43 @@ def host_group(group: ProcessGroup) -> ProcessGroup | None:
 
     All ranks of `group` call it together.
     """
-    name = _name_of_first(group)
-    own, error = None, ""
+    store, rank, size = _store_of_first(group), group.rank(), group.size()
+    limit = timeout_of(group)
+    library, error = None, ""
     try:
-        own = _create(group, name, min(CONNECT_LIMIT, timeout_of(group)))
-    except RuntimeError as found:
+        library = _connect(store, rank, size, min(CONNECT_LIMIT, limit))
+    except RuntimeError as found:  # the network's; what torch's classes are asked for is outside this block
         error = first_line(found)
-    for rank, its_error in enumerate(all_gather_values(error, group)):
+    for peer, its_error in enumerate(all_gather_values(error, group)):
         if its_error:
             warn_once(
-                f"gloo finds no way from rank {rank} of a group to the hosts of its peers ({its_error}), so in each "
+                f"gloo finds no way from rank {peer} of a group to the hosts of its peers ({its_error}), so in each "
                 "step the host waits for the device; set GLOO_SOCKET_IFNAME to the name of a network interface that "
                 "reaches them"
             )
             return None
-    assert own is not None
-    own._get_backend(torch.device("cpu"))._set_default_timeout(timeout_of(group))
-    return own
+    assert library is not None
+    library._set_default_timeout(limit)
+    return _group_over(store, library)
 
 
-def _name_of_first(group: ProcessGroup) -> str:
-    """That the first rank draws. A collective."""
-    return str(all_gather_values(secrets.token_hex(_NAME_BYTES), group)[0])
+def _store_of_first(group: ProcessGroup) -> PrefixStore:
+    """Keys of the default store under a name that the first rank draws. A collective."""
+    name = all_gather_values(secrets.token_hex(_NAME_BYTES), group)[0]
+    return PrefixStore(f"deepspeed/{name}", torch_dist.distributed_c10d._get_default_store())
 
 
-def _create(group: ProcessGroup, name: str, timeout: timedelta) -> ProcessGroup:
-    host = torch.device("cpu")
-    default_store = torch_dist.distributed_c10d._get_default_store()
-    store = PrefixStore(f"deepspeed/{name}", default_store)
-    own, kind = ProcessGroup(store, group.rank(), group.size()), ProcessGroup.BackendType.GLOO
+def _connect(store: PrefixStore, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    """Connect the ranks. Raises RuntimeError where gloo finds no way to a peer."""
+    library = ProcessGroupGloo(store, rank, size, timeout)
+    # a rank that drops the group at once would break the connections that a peer still makes
+    library.barrier().wait()  # type: ignore[attr-defined]  # torch's stub lacks it
+    return library
+
+
+def _group_over(store: PrefixStore, library: ProcessGroupGloo) -> ProcessGroup:
+    """The class that functions of `torch.distributed` take. It has no rank of its own before its backend is set."""
+    own, kind = ProcessGroup(store, library.rank(), library.size()), ProcessGroup.BackendType.GLOO
     own._set_default_backend(kind)
-    own._register_backend(host, kind, ProcessGroupGloo(store, own.rank(), own.size(), timeout))
-    own.barrier().wait()  # a rank that drops the group at once would break the connections that a peer still makes
+    own._register_backend(torch.device("cpu"), kind, library)
     return own
