@@ -177,11 +177,35 @@ class FlatGroup:
             if shard.has_master:
                 self.placement.write(shard, MASTER, shard.master, shard.load_weight())
 
-    def take_changes(self) -> None:
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer works on copies of the weights, which whole parameters do not share memory with."""
+        return not self._is_sharded and any(shard.has_master for shard in self.shards)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the optimizer updates the parameters themselves, whatever memory they have: stage 0 in fp32."""
+        return self.unit is None and self.flat_N is None and not any(shard.has_master for shard in self.shards)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.unit is not None and self.unit.is_sharded
+
+    def homes(self) -> list[tuple[Parameter, Tensor]]:
+        """Each parameter with the memory in which the engine has its weights, in its shape; none of sharded ones."""
+        if self._is_sharded or self.is_free:
+            return []
+        return [(param, param.data) for param in self.params]
+
+    def take_changes(self, place: int | None = None) -> None:
         """Copy the weights that were changed from outside into the master weights. The others keep their precision: a
-        master weight that rounds to its weight is left as it is."""
+        master weight that rounds to its weight is left as it is.
+
+        Args:
+            place: of the parameter that was changed; None: maybe all.
+        """
         for shard in self.shards:
-            if shard.has_master:
+            if shard.has_master and place in (None, shard.fragment.param):
                 master = self._master(shard).view(-1)
                 weight = shard.load_weight().to(master.device)
                 new = torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))

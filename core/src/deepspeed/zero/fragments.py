@@ -183,6 +183,8 @@ def _find(param: Parameter) -> tuple[Sharding, FlatGroup, int] | None:
     if sharding is None:
         return None
     sharding.require_states("safe_get and safe_set of a parameter")
+    if sharding.outside_changes is not None:
+        sharding.outside_changes.take_of(param)
     return sharding, *sharding.find(param)
 
 

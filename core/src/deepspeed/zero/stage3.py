@@ -55,7 +55,6 @@ class Stage3(Stage2):
 
     def _divide(self, module: Module) -> None:
         device, dtype = self.options.device, self.options.model_dtype
-        self._module = module
         self.module_units = ModuleUnits(module, self.unit_groups, self.partitioning, device=device, dtype=dtype)
 
     def agree(self, optimizer: Optimizer | None, param_groups: Sequence[Sequence[Parameter]]) -> None:

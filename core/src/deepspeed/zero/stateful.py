@@ -17,6 +17,7 @@ from deepspeed.zero import named_states
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.offload.moved_states import MovedStates
+from deepspeed.zero.outside_changes import OutsideChanges
 from deepspeed.zero.param_unit import ParamUnit
 
 
@@ -28,6 +29,7 @@ class Stateful(Holding):
         self.moved_states: MovedStates | None = None  # to host memory, for a while
         #: returns when no `PendingTensor` is read any more; called before master weights or states change or move
         self.wait_for_copy: Callable[[], None] = lambda: None
+        self.outside_changes: OutsideChanges | None = None  # of the attached parameters
         self.broken_by: str | None = None  # what failed and left weights of two steps, or of two checkpoints
 
     # ---- what a stage decides -----------------------------------------------------------------------------------
@@ -67,6 +69,7 @@ class Stateful(Holding):
         Args:
             is_pending: with `PendingTensor`s, which are copied before `wait_for_copy` returns.
         """
+        self.take_outside_changes()
         return states.collect(self, is_pending=is_pending)
 
     def load_state_dict(self, state: dict[str, Any], *, load_optimizer_states: bool = True) -> None:
@@ -101,15 +104,28 @@ class Stateful(Holding):
         self.wait_for_copy()
         named_states.restore(self, saved, with_states=with_states)
 
+    def take_outside_changes(self) -> None:
+        """Take the values that others than the engine gave to parameters; see `outside_changes.py`. Called before
+        master weights are read or written.
+
+        Raises:
+            StateError: names a parameter whose value cannot be taken.
+        """
+        if self.outside_changes is not None and self.moved_states is None:
+            self.outside_changes.take()
+
     def masters_from_weights(self) -> None:
         """Start the master weights again after the module's weights were loaded or changed from outside."""
         self.wait_for_copy()
+        self.take_outside_changes()
         for group in self.groups:
             group.masters_from_weights()
 
     def weights_from_masters(self) -> None:
         """Bring the master weights of all ranks into the model's weights."""
         self.release_gathered()
+        if self.outside_changes is not None:
+            self.outside_changes.drop()
         for group in self.groups:
             group.weights_from_masters()
         works = [work for index in range(len(self.groups)) if (work := self._all_gather_weights(index)) is not None]

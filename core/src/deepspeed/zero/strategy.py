@@ -41,6 +41,7 @@ from deepspeed.zero.gradient_norm import Scalar, norms_of_own_parts
 from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.offload.moved_states import reload_states
+from deepspeed.zero.outside_changes import OutsideChanges
 from deepspeed.zero.param_unit import ParamUnit
 from deepspeed.zero.replica_sum import ReplicaSum
 from deepspeed.zero.shown_gradients import ShownGradients
@@ -94,6 +95,7 @@ class Sharding(Stateful):
         self._replica_sum = ReplicaSum(options.wire_dtype)
         self._norm: Scalar | None = None
         self._facts = self._create_facts()
+        self._module = torch.nn.Module()  # the model
         self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
         self._updates: OptimizerUpdate | None = None
         self.reduction = self._create_reduction()  # of nothing yet
@@ -158,6 +160,7 @@ class Sharding(Stateful):
         self.optimizer = optimizer
         self._plan, self._dropped = plan, dropped
         self._is_whole = not is_elementwise
+        self._module = module
         self._prepare(module, optimizer)
         self._positions = {id(param): place for place, param in enumerate(module.parameters())}
         self.named_parameters = list(module.named_parameters())
@@ -231,6 +234,7 @@ class Sharding(Stateful):
             self._ranks_by_param = [group.ranks for group in self.groups for _ in group.params]
             self._facts.attach(self._ranks_by_param, self.groups[0].device)
         managed.register(self)
+        self.outside_changes = OutsideChanges(self._module, self.groups, self._name_of)
         if takes_only_sparse(self.optimizer) and self.params:
             everyone = [self.unit_groups.of(param).everyone for param in self.params]
             self._rows = TouchedRows(self.params, everyone)
@@ -448,6 +452,7 @@ class Sharding(Stateful):
     def update(self, scale: Scalar = 1.0) -> None:
         """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
         assert self._updates is not None
+        self._take_before_update()
         self.wait_for_copy()
         gathers: list[tuple[GroupBackend, Work]] = []
         try:
@@ -470,6 +475,10 @@ class Sharding(Stateful):
             self._abandon(*gathers)
             raise
         self.placement.finish_sending()
+
+    @_abandons_on_error
+    def _take_before_update(self) -> None:
+        self.take_outside_changes()
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
@@ -515,6 +524,7 @@ class Sharding(Stateful):
         managed.release(self)
         self.optimizer = self._updates = self._rows = None
         self.groups, self.params, self.buckets = [], [], []
+        self._module, self.outside_changes = torch.nn.Module(), None
         self._gradients, self._reduced = [], []
         self.reduction = self._create_reduction()
         self._shown, self._facts = ShownGradients(), self._create_facts()
@@ -543,6 +553,7 @@ class Sharding(Stateful):
     def finish_before_moving(self) -> None:
         """Return when nothing is in flight that reads or writes states."""
         self.wait_for_copy()
+        self.take_outside_changes()
         self.reduction.finish()
         self.placement.settle()
         self.release_gathered()
