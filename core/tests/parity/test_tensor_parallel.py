@@ -11,6 +11,7 @@ import functools
 import deepspeed
 import pytest
 import torch
+from deepspeed.activation import checkpointing
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.model_part import part_held
 from deepspeed.testing.distributed import run_ranks
@@ -214,6 +215,172 @@ def test_a_sequence_that_is_divided_between_blocks(name, tp, checkpoints):
     for worst, divided in run_ranks(tp, sequence_job, name, tp, checkpoints):
         assert worst < 1e-5
         assert divided >= 9
+
+
+STEPS_BETWEEN = 3
+
+
+def forwards(kind, model):
+    """The losses of one step, whose backwards are called one after the other: in the order of their forwards."""
+    ids = [tokens(0, micro) for micro in range(2)]
+    first = loss_of(model, ids[0])
+    if kind == "without gradients":
+        with torch.no_grad():
+            loss_of(model, ids[1])
+        return [first]
+    if kind == "evaluation mode":
+        model.eval()
+        second = loss_of(model, ids[1])
+        model.train()
+        return [first, second]
+    if kind == "two forwards":
+        return [first, loss_of(model, ids[1])]
+    return [first]
+
+
+def recompute(model, how):
+    """Activation checkpointing of each layer."""
+    if how is None:
+        return
+    reentrant = how == "reentrant"
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if how in ("partitioned", "contiguous"):
+        buffers = {"contiguous_checkpointing": True, "num_checkpoints": 40} if how == "contiguous" else {}
+        checkpointing.configure(None, partition_activations=True, **buffers)
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = checkpointing.checkpoint
+
+
+def between_job(kind, stage, how, sequence_parallel, other_engine):
+    plain = create("llama, biases")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(STEPS_BETWEEN):
+        for loss in forwards(kind, plain):
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = create("llama, biases")
+    recompute(model, how)
+    config = {**config_of(2, stage, 2, sequence_parallel=sequence_parallel), "gradient_clipping": 0.0}
+    del config["optimizer"]
+    engine = deepspeed.initialize(model=model, config=config, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))[
+        0
+    ]
+    if other_engine:  # with another mesh, from now on that of `deepspeed.utils.groups`
+        another = {**config, "tensor_parallel": {"autotp_size": 1}}
+        other = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=another)[0]
+        assert other.mesh.size("tp") == 1
+    for _ in range(STEPS_BETWEEN):
+        losses = forwards(kind, engine)
+        for micro in range(2):
+            if micro < len(losses):
+                engine.backward(losses[micro])
+            engine.step()
+    assert engine.global_steps == STEPS_BETWEEN
+    worst, _ = compare(engine, dict(plain.named_parameters()))
+    norms = [param.detach().clone() for path, param in model.named_parameters() if "norm" in path and param.numel()]
+    engine.destroy()
+    return worst, norms
+
+
+BETWEEN = [
+    *[
+        (kind, stage, how, True, False)
+        for kind in ("without gradients", "evaluation mode", "two forwards")
+        for stage in (0, 1, 2, 3)
+        for how in (None, "reentrant", "not reentrant", "partitioned")
+    ],
+    *[
+        ("without gradients", stage, how, sequence_parallel, True)
+        for stage in (0, 3)
+        for how in ("partitioned", "contiguous")
+        for sequence_parallel in (False, True)
+    ],
+]
+BETWEEN_IN_EVERY_RUN = {
+    ("without gradients", 1, "not reentrant", True, False),
+    ("evaluation mode", 0, None, True, False),
+    ("two forwards", 2, "partitioned", True, False),
+    ("evaluation mode", 3, "reentrant", True, False),
+    ("without gradients", 0, "partitioned", False, True),
+    ("without gradients", 0, "contiguous", True, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "how", "sequence_parallel", "other_engine"),
+    swept(BETWEEN, lambda *case: case in BETWEEN_IN_EVERY_RUN),
+)
+def test_a_forward_between_another_and_its_backward(kind, stage, how, sequence_parallel, other_engine):
+    """Whether the sequence is divided, and on which ranks, is the state of each forward, not of the last one."""
+    (worst, norms), (other, theirs) = run_ranks(2, between_job, kind, stage, how, sequence_parallel, other_engine)
+    assert max(worst, other) < 1e-6
+    assert all(map(torch.equal, norms, theirs))  # the copies of one weight do not drift apart
+
+
+def mixed_job():
+    engine = deepspeed.initialize(model=create("llama"), config=config_of(2, sequence_parallel=True))[0]
+    losses = forwards("evaluation mode", engine)
+    with pytest.raises(ConfigError, match="one backward goes through a forward in training mode"):
+        engine.backward(sum(losses))
+    engine.destroy()
+
+
+def test_one_backward_through_a_divided_and_a_whole_sequence_is_refused():
+    run_ranks(2, mixed_job)
+
+
+def fail(*_):
+    raise MemoryError("no memory for this batch")
+
+
+def random_numbers_job(how, sequence_parallel):
+    """Masks between blocks, the gradients of a norm, and what is drawn after the forward and after failed ones."""
+    model = create("phi", rate=0.5)
+    recompute(model, how)
+    tensor_parallel = {"autotp_size": 2, "sequence_parallel": sequence_parallel}
+    engine = deepspeed.initialize(model=model, config={**config_of(2), "tensor_parallel": tensor_parallel})[0]
+    torch.manual_seed(7)
+    masks, after = [], []
+    dropout = model.model.layers[0].resid_dropout
+    dropout.register_forward_hook(lambda _, __, out: masks.append((out == 0).detach()))
+    loss = loss_of(engine, tokens(0))
+    after.append(torch.rand(()).item())
+    masks_of_forward = list(masks)
+    engine.backward(loss)
+    after.append(torch.rand(()).item())
+    grads = [param.grad.clone() for path, param in model.named_parameters() if "layernorm" in path]
+    for path in ("model.layers.1.self_attn.dense", "model.layers.0.mlp.fc2", "model.layers.1.resid_dropout", "lm_head"):
+        hook = model.get_submodule(path).register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError):
+            loss_of(engine, tokens(1))
+        hook.remove()
+        after.append(torch.rand(()).item())
+    hook = model.model.layers[1].self_attn.dense.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):  # not through the model itself
+        model.model(tokens(1))
+    hook.remove()
+    after.append(torch.rand(()).item())
+    engine.destroy()
+    return masks_of_forward, grads, after, loss.item()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("how", swept([None, "not reentrant", "reentrant"], lambda how: how != "reentrant"))
+def test_random_numbers_agree_where_activations_do(how, sequence_parallel):
+    (masks, grads, after, loss), (other_masks, other_grads, other_after, _) = run_ranks(
+        2, random_numbers_job, how, sequence_parallel
+    )
+    assert after == other_after
+    assert len(set(after)) == len(after)  # no state is used twice
+    assert [torch.equal(a, b) for a, b in zip(masks, other_masks, strict=True)] == [not sequence_parallel] * len(masks)
+    assert all(map(torch.equal, grads, other_grads))
+    if how is not None:  # a block that is computed again draws the same numbers
+        once = run_ranks(2, random_numbers_job, None, sequence_parallel)[0]
+        assert loss == once[3]
+        assert all(map(torch.equal, masks, once[0]))
+        torch.testing.assert_close(grads, once[1])
 
 
 def odd_sequence_job():

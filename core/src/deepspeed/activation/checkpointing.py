@@ -11,7 +11,7 @@ the random states that its forward had, named ones included (`rng.py`). Options 
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.errors import ConfigError
 from deepspeed.log import report
-from deepspeed.parallel import groups
+from deepspeed.parallel.running import RunningModel, running, running_model
 
 # the documented names, whatever the device
 CudaRNGStatesTracker = RNGStatesTracker
@@ -79,9 +79,11 @@ def configure(
 
     Args:
         mpu_: Megatron's model parallel unit, whose tensor-parallel ranks `partition_activations` and the seeds of
-            `model_parallel_cuda_manual_seed` use; None: those of the engine's mesh.
+            `model_parallel_cuda_manual_seed` use; None: those of the engine whose forward runs.
         deepspeed_config: the engine's configuration: path, dict, JSON, or a `DeepSpeedConfig`.
-        partition_activations: keep a part of each input on each tensor-parallel rank, and gather it in the backward.
+        partition_activations: keep a part of each input on each tensor-parallel rank, and gather it in the backward;
+            where the ranks have different inputs, as between blocks with `tensor_parallel.sequence_parallel`, each
+            keeps its own.
         contiguous_checkpointing: keep inputs in one buffer per size, made at the first use.
         num_checkpoints: inputs of a size that a buffer holds: checkpoints between a forward and its backward.
         checkpoint_in_cpu: keep inputs in host memory.
@@ -115,7 +117,7 @@ def configure(
         partition=bool(found["partition_activations"]),
         on_host=bool(found["checkpoint_in_cpu"]),
         num_slots=found["num_checkpoints"] if found["contiguous_checkpointing"] else None,
-        backend=lambda: _tensor_parallel(mpu_),
+        ranks=lambda: _tensor_parallel(mpu_),
     )
     use_rank(next((each for axis in _AXES_OF_MPU if (each := getattr(mpu_, f"get_{axis}_rank", None))), None))
     _settings = _Settings(keeping, synchronize=bool(found["synchronize"]), profile=bool(found["profile"]))
@@ -168,30 +170,37 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], **options: 
     if not keeping.is_plain:
         hooks = torch.autograd.graph.saved_tensors_hooks(keeping.pack, keeping.unpack)
     states = RandomStates.now()
-    if states or settings.synchronize or settings.profile:
-        function = _Block(function, settings, states)
+    if states or settings.synchronize or settings.profile or keeping.partition:
+        function = _Block(function, settings, states, running_model().in_backward())
     with hooks:  # autograd asks them about the inputs; of what the block computes torch keeps nothing
         return torch.utils.checkpoint.checkpoint(function, *args, **options)
 
 
 class _Block:
     """A function that is called once in the forward and then in the backward: there with the random states of the
-    forward. Waits for the device and logs times as the settings say."""
+    forward, and as a part of the same model. Waits for the device and logs times as the settings say."""
 
-    def __init__(self, function: Callable[..., Any], settings: _Settings, states: RandomStates) -> None:
-        self._function, self._settings, self._states = function, settings, states
+    def __init__(
+        self, function: Callable[..., Any], settings: _Settings, states: RandomStates, model: RunningModel
+    ) -> None:
+        self._function, self._settings, self._states, self._model = function, settings, states, model
         self._is_forward = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         what = "forward" if self._is_forward else "recomputation"
-        states = nullcontext() if self._is_forward else restored(self._states)
-        self._is_forward = False
+        with ExitStack() as scope:
+            if not self._is_forward:
+                scope.enter_context(restored(self._states))
+                scope.enter_context(running(self._model))
+            self._is_forward = False
+            return self._run(what, *args, **kwargs)
+
+    def _run(self, what: str, *args: Any, **kwargs: Any) -> Any:
         if self._settings.synchronize:
             get_accelerator().synchronize()
         start_s = time.perf_counter()
         try:
-            with states:
-                return self._function(*args, **kwargs)
+            return self._function(*args, **kwargs)
         finally:  # a recomputation is stopped by an exception when it has all that the backward needs
             if self._settings.synchronize:
                 get_accelerator().synchronize()
@@ -201,10 +210,13 @@ class _Block:
                 report(f"activation checkpointing: {what} of {name} in {milliseconds:.3f} ms")
 
 
-def _tensor_parallel(mpu: Any) -> GroupBackend:
-    """The collectives of the tensor-parallel ranks."""
+def _tensor_parallel(mpu: Any) -> GroupBackend | None:
+    """The collectives of the tensor-parallel ranks; None where they have different activations."""
+    model = running_model()
+    if model.activations_differ():
+        return None
     if mpu is None:
-        return dist.group_backend(groups._get_model_parallel_group())
+        return dist.group_backend(model.tensor_group())
     for name in _GROUPS_OF_MPU:
         if hasattr(mpu, name):
             return dist.group_backend(getattr(mpu, name)())

@@ -21,11 +21,13 @@ class Kept:
     stored: the tensor, this rank's part of it as a flat tensor, or a slot.
     shape: of the whole tensor; None: `stored` is the tensor itself.
     device: where it is needed again.
+    ranks: those that have the other parts; None: `stored` is all of it.
     """
 
     stored: "torch.Tensor | Slot"
     shape: torch.Size | None
     device: torch.device
+    ranks: GroupBackend | None = None
 
 
 class Slot:
@@ -56,17 +58,18 @@ class Keeping:
     """The options, and the buffers that they need.
 
     Args:
-        partition: keep 1 / W of each tensor on each of the W tensor-parallel ranks, which have equal ones; the whole is
-            gathered in the backward.
+        partition: keep 1 / W of each tensor on each of the W tensor-parallel ranks, where they have equal ones; the
+            whole is gathered in the backward.
         on_host: keep tensors of a device in host memory, page-locked.
         num_slots: number of inputs of each size that a buffer holds; None: no buffers, each tensor has its own memory.
-        backend: of the tensor-parallel ranks, asked at the first use.
+        ranks: gives the tensor-parallel ranks of the model whose forward runs; None where they have different
+            activations now, so that each keeps its own.
     """
 
     partition: bool = False
     on_host: bool = False
     num_slots: int | None = None
-    backend: Callable[[], GroupBackend] | None = None
+    ranks: Callable[[], GroupBackend | None] | None = None
     _pools: dict[tuple[int, torch.dtype, torch.device], _Pool] = field(default_factory=dict)
 
     @property
@@ -87,16 +90,17 @@ class Keeping:
         if self.is_plain or isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point():
             return Kept(tensor, None, tensor.device)
         flat = tensor.detach().reshape(-1)
-        if self.partition:
-            flat = self._own_part(flat)
+        ranks = self.ranks() if self.partition and self.ranks is not None else None
+        if ranks is not None:
+            flat = _own_part(flat, ranks)
         if self.on_host and flat.device.type != "cpu":
             flat = get_accelerator().pin_memory(torch.empty(flat.shape, dtype=flat.dtype)).copy_(flat)
         stored: torch.Tensor | Slot = flat
         if self.num_slots is not None:
             stored = self._slot(flat)
-        elif flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and self.partition:
+        elif flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and ranks is not None:
             stored = flat.clone()  # or the part would keep the whole in memory
-        return Kept(stored, tensor.shape, tensor.device)
+        return Kept(stored, tensor.shape, tensor.device, ranks)
 
     def unpack(self, kept: Kept) -> torch.Tensor:
         """The tensor again. With `partition` a collective: the ranks of a model compute the same blocks again."""
@@ -106,26 +110,9 @@ class Keeping:
             return stored
         flat = stored.tensor.clone() if isinstance(stored, Slot) else stored
         flat = flat.to(kept.device, non_blocking=True)
-        if self.partition:
-            flat = self._whole(flat)[: kept.shape.numel()]
+        if kept.ranks is not None:
+            flat = _whole(flat, kept.ranks)[: kept.shape.numel()]
         return flat.view(kept.shape)
-
-    def _own_part(self, flat: torch.Tensor) -> torch.Tensor:
-        backend = self._backend()
-        size = math.ceil(flat.numel() / backend.world_size)
-        start = min(backend.rank * size, flat.numel())
-        own = flat[start : start + size]
-        return torch.nn.functional.pad(own, (0, size - own.numel())) if own.numel() < size else own
-
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
-        backend = self._backend()
-        whole = backend.allocate(part.numel() * backend.world_size, part.dtype, part.device)
-        backend.all_gather(whole, part, tag="activations").wait()
-        return whole
-
-    def _backend(self) -> GroupBackend:
-        assert self.backend is not None
-        return self.backend()
 
     def _slot(self, flat: torch.Tensor) -> Slot:
         assert self.num_slots is not None
@@ -142,3 +129,16 @@ class Keeping:
         slot = Slot(pool, pool.free.pop())
         slot.tensor.copy_(flat)
         return slot
+
+
+def _own_part(flat: torch.Tensor, ranks: GroupBackend) -> torch.Tensor:
+    size = math.ceil(flat.numel() / ranks.world_size)
+    start = min(ranks.rank * size, flat.numel())
+    own = flat[start : start + size]
+    return torch.nn.functional.pad(own, (0, size - own.numel())) if own.numel() < size else own
+
+
+def _whole(part: torch.Tensor, ranks: GroupBackend) -> torch.Tensor:
+    whole = ranks.allocate(part.numel() * ranks.world_size, part.dtype, part.device)
+    ranks.all_gather(whole, part, tag="activations").wait()
+    return whole

@@ -7,6 +7,7 @@ step      -> what the schedule says: at a boundary sharding.reduce and the step 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
 from deepspeed.errors import CommError, ConfigError, StateError
 from deepspeed.log import warn_once
 from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.running import RunningModel, running
 from deepspeed.precision.dtype_hint import add_dtype_hint
 from deepspeed.zero.offload.moved_states import offload_states, reload_states
 from deepspeed.zero.released_hint import add_released_hint
@@ -90,6 +92,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self._answers = answers
         self._arguments = dict(arguments)
         self._is_destroyed = False
+        self._running = RunningModel(partial(mesh.group, "tp"))
         data = arguments.get("training_data")
         self.training_dataloader = self.deepspeed_io(data) if data is not None else None
 
@@ -100,7 +103,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.sharding.require_states("forward", weights_only=True)
         self.sharding.window.begin_forward()
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
-        with self._observers.forward(), self.precision.forward_context():
+        with self._observers.forward(), self.precision.forward_context(), running(self._running):
             try:
                 outputs = self.module(*inputs, **kwargs)
             except (CommError, OSError):  # offloaded weights are lost, and peers wait for this rank's part of them

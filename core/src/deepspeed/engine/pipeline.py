@@ -21,6 +21,7 @@ from deepspeed.engine.training import Training
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.running import RunningModel, running
 from deepspeed.pipe.batch import Batch, take_batch
 from deepspeed.pipe.errors import PipelineError
 from deepspeed.pipe.message_order import in_message_order
@@ -69,7 +70,7 @@ class PipelineEngine(DeepSpeedEngine):
             peers.connect()
         self._orders_messages = self.num_stages > 1 and not peers.completes_on_host
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
-        self._compute = _Compute(self._training, self._observers, module, self._step)
+        self._compute = _Compute(self._training, self._observers, module, self._running, self._step)
         self._stage = Stage(
             self._compute,
             peers,
@@ -303,9 +304,14 @@ class _Compute:
     """What the instructions of a stage do with this engine's parts; see `pipe.stage.Compute`."""
 
     def __init__(
-        self, training: Training, observers: Observers, module: PipelineModule, step: Callable[[Sequence[Tensor]], None]
+        self,
+        training: Training,
+        observers: Observers,
+        module: PipelineModule,
+        model: RunningModel,
+        step: Callable[[Sequence[Tensor]], None],
     ) -> None:
-        self._training, self._observers, self._module = training, observers, module
+        self._training, self._observers, self._module, self._running = training, observers, module, model
         self._step = step
         self._losses: list[Tensor] = []
         self._num_micros = 1
@@ -325,7 +331,7 @@ class _Compute:
         training.sharding.require_states("forward", weights_only=True)
         training.sharding.window.begin_forward()
         (inputs,), _ = training.precision.cast_inputs((inputs,), {})
-        with self._observers.phase("forward"), training.precision.forward_context():
+        with self._observers.phase("forward"), training.precision.forward_context(), running(self._running):
             return self._module(inputs, chunk)
 
     def loss(self, outputs: Any, labels: Any) -> Tensor:

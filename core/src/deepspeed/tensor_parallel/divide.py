@@ -90,13 +90,29 @@ def divide_model(
         cut_inputs_of_all_heads(model, plan.inputs_of_all_heads, _own_share(divisions, ranks))
     divide_vocabulary(model, ranks, keeps_logits_divided=keeps_logits_divided)
     _shard_whole_parameters(model, ranks)
+    model.register_forward_pre_hook(lambda *_: ranks.begin_forward())
     if stack is not None:
         divide_sequence(model, stack, ranks)
     remember_parts(model)
     mark_params(model, ranks)
-    model.register_forward_pre_hook(lambda *_: ranks.leave())
+    _end_with_exceptions(model, ranks)
     check_first_inputs(model, ranks)
     object.__setattr__(model, _MARK, ranks)
+
+
+def _end_with_exceptions(model: nn.Module, ranks: TensorRanks) -> None:
+    """Whatever ends a forward, or the module around a divided block, ends the block with its random state."""
+
+    def leave(_: nn.Module, __: Any, output: Any) -> None:
+        if output is None:  # an exception has left the module
+            ranks.leave()
+
+    around = {
+        path.rpartition(".")[0] for path, module in model.named_modules() if isinstance(module, ColumnParallelLinear)
+    }
+    for path in around:
+        model.get_submodule(path).register_forward_hook(leave, always_call=True)
+    model.register_forward_hook(lambda *_: ranks.end_forward(), always_call=True)
 
 
 def _check_dividable(model: nn.Module, ranks: TensorRanks) -> None:

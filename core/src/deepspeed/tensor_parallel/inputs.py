@@ -43,7 +43,7 @@ def check_first_inputs(model: nn.Module, ranks: TensorRanks) -> None:
 
 def _digest(values: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for tensor in _tensors(values):
+    for tensor in tensors_in(values):
         digest.update(str((tuple(tensor.shape), tensor.dtype)).encode())
         if tensor.numel():
             flat = tensor.detach().to("cpu").contiguous().view(-1)
@@ -51,14 +51,15 @@ def _digest(values: Any) -> str:
     return digest.hexdigest()
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors in containers of any nesting."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
+        yield from tensors_in(list(values.values()))
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def cut_inputs_of_all_heads(model: nn.Module, path: str, share: HeadShare) -> None:

@@ -50,8 +50,8 @@ class ColumnParallelLinear(Module):
     def forward(self, input: Tensor) -> Tensor:
         """[..., I] -> [..., o], or [..., O] if it gathers."""
         if self.block:
-            sums = not (self.reads_gathered and self.ranks.sequence_is_divided)
-            input = self.ranks.enter(input, self.block, training=self.training, sums_gradient=sums)
+            is_gathered = self.reads_gathered and self.ranks.sequence_is_divided
+            input = self.ranks.enter(input, self.block, training=self.training, is_gathered=is_gathered)
         else:
             input = sum_gradient(input, self.ranks)
         output = _product(self, input, self.bias)

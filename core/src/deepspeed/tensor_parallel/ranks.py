@@ -8,8 +8,13 @@ other features. Two things hold for a whole block:
 - Dropout inside is to differ between ranks, whose heads differ, and dropout outside is to agree. The ranks have the
   same random state outside; inside each has its own, seeded by a number drawn from the common one. So a block that is
   computed again by activation checkpointing, which restores the common state, gets the same numbers.
+
+[Note: whose state] Whether the sequence is divided between blocks (`sequence_norms.py`) belongs to a forward: its
+backward sums gradients and computes blocks again accordingly, whatever forwards came in between. So the tensors that a
+forward returns, and those of modules whose gradients depend on it, bring its state back when a backward reaches them.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +24,10 @@ from torch.distributed import ProcessGroup
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.libraries import serves
+from deepspeed.errors import ConfigError
+from deepspeed.parallel.running import RunningModel, enter, leave
+
+_NO_BACKWARD = -1
 
 
 class TensorRanks:
@@ -36,30 +45,41 @@ class TensorRanks:
         self.backend.connect()
         self.rank, self.world_size = self.backend.rank, self.backend.world_size
         self.has_dropout = False  # set when a model is divided: whether blocks need random states of their own
-        self.sequence_is_divided = False  # between the blocks of the current forward; see `sequence_norms.py`
+        #: between the blocks of the current forward, or of the one whose backward runs; see [Note: whose state]
+        self.sequence_is_divided = False
+        self.in_layers = False  # the current forward is where the sequence is divided
+        self._backward = _NO_BACKWARD
         self._block: str | None = None  # that runs now
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._common_state: Tensor | None = None
+        self._common_state_of_layer: Tensor | None = None
+        self._model = RunningModel(lambda: group, lambda: self.activations_differ)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorRanks":
         return self  # a copy of the model is divided over the same ranks
 
-    def enter(self, x: Tensor, block: str, *, training: bool, sums_gradient: bool = True) -> Tensor:
+    @property
+    def activations_differ(self) -> bool:
+        """Whether the ranks have different activations at this place of the current forward."""
+        return self._block is not None or (self.in_layers and self.sequence_is_divided)
+
+    def enter(self, x: Tensor, block: str, *, training: bool, is_gathered: bool = False) -> Tensor:
         """The input of a column-parallel layer, whose gradient is summed over the ranks; see [Note: a divided block].
 
         Args:
             x: any shape, equal on all ranks.
             block: the same for the layers that begin one block.
-            sums_gradient: False: the gradient is summed elsewhere.
+            is_gathered: the block is inside a layer that has a part of the sequence: its gradient is summed where the
+                sequence was gathered, and the random state is this rank's own already.
         """
         if self._block != block:
             # One that did not end was left by an exception: the caller's, or that of activation checkpointing, which
             # computes no further than it needs and restores the random state itself.
             self._copies.clear()
             self._block, self._common_state = block, None
-            if training and self.has_dropout:
-                self._use_own_random_state()
-        if not torch.is_grad_enabled() or not sums_gradient:
+            if training and self.has_dropout and not is_gathered:
+                self._common_state = self._use_own_random_state()
+        if not torch.is_grad_enabled() or is_gathered:
             return x
         for known, copy in self._copies:
             if known is x:
@@ -69,12 +89,55 @@ class TensorRanks:
         return copy
 
     def leave(self) -> None:
-        """The block ends: called by its row-parallel layer, and before each forward of the model."""
+        """The block ends: called by its row-parallel layer, where an exception has left it, and around forwards."""
         self._copies.clear()
         self._block = None
         if self._common_state is not None:
             get_accelerator().set_rng_state(self._common_state)
             self._common_state = None
+
+    def enter_layer(self, *, training: bool) -> None:
+        """A layer begins. Where it has a part of the sequence, its random numbers are for other tokens on each rank."""
+        self.leave_layer()
+        self.in_layers = True
+        if self.sequence_is_divided and training and self.has_dropout:
+            self._common_state_of_layer = self._use_own_random_state()
+
+    def leave_layer(self) -> None:
+        """A layer has ended, maybe by an exception."""
+        if self._common_state_of_layer is not None:
+            get_accelerator().set_rng_state(self._common_state_of_layer)
+            self._common_state_of_layer = None
+
+    def begin_forward(self, *, divides_sequence: bool = False) -> None:
+        """A forward of the model begins."""
+        self.end_forward()
+        self.sequence_is_divided = divides_sequence
+        enter(self._model)
+
+    def end_forward(self) -> None:
+        """A forward of the model has ended, maybe by an exception."""
+        self.leave()
+        self.leave_layer()
+        self.in_layers = False
+        leave(self._model)
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """A backward that reaches `outputs` has the state that the forward has now."""
+        state = self.sequence_is_divided
+        for tensor in outputs:
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda _: self._begin_backward(state))
+
+    def _begin_backward(self, is_divided: bool) -> None:
+        task: int = torch._C._current_graph_task_id()
+        if self._backward == task and is_divided != self.sequence_is_divided:
+            raise ConfigError(
+                "tensor_parallel.sequence_parallel: one backward goes through a forward in training mode, whose "
+                "sequence is divided, and through one in evaluation mode, whose sequence is whole; call backward for "
+                "each, or run both in training mode"
+            )
+        self._backward, self.sequence_is_divided = task, is_divided
 
     def sum_in_place(self, values: Tensor) -> Tensor:
         """Sum over the ranks, in `values` itself if it is contiguous."""
@@ -107,11 +170,13 @@ class TensorRanks:
             self.copy_from_first(state)
             accelerator.set_rng_state(state)
 
-    def _use_own_random_state(self) -> None:
+    def _use_own_random_state(self) -> Tensor:
+        """Returns the common state."""
         seed = int(torch.randint(2**62, (1,), device="cpu"))  # from the common state, which moves on
         accelerator = get_accelerator()
-        self._common_state = accelerator.get_rng_state()
+        common = accelerator.get_rng_state()
         accelerator.manual_seed(seed + self.rank)
+        return common
 
 
 def sum_gradient(x: Tensor, ranks: TensorRanks) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.model_part import part_held
+from deepspeed.tensor_parallel.inputs import tensors_in
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from deepspeed.tensor_parallel.marks import remember_sums
 from deepspeed.tensor_parallel.plans import TensorPlan
@@ -57,13 +58,27 @@ def divide_sequence(model: nn.Module, stack: nn.ModuleList, ranks: TensorRanks) 
         whole = [name for name, param in module.named_parameters(recurse=False) if part_held(param) is None]
         if whole and not hasattr(module, "ds_gradient_sums"):
             remember_sums(module, None, whole, only_where_divided=True)
+            module.register_forward_hook(_WatchOutputs(ranks))
     stack[0].register_forward_pre_hook(_TakePart(ranks), with_kwargs=True)
+    for layer in stack:
+        layer.register_forward_pre_hook(lambda layer, _: ranks.enter_layer(training=layer.training))
+        layer.register_forward_hook(lambda *_: ranks.leave_layer(), always_call=True)
     stack[-1].register_forward_hook(_GatherAfter(ranks))
+    model.register_forward_pre_hook(
+        lambda model, _: ranks.begin_forward(divides_sequence=model.training and torch.is_grad_enabled())
+    )
+    model.register_forward_hook(_WatchOutputs(ranks))
 
-    def decide(*_: Any) -> None:
-        ranks.sequence_is_divided = model.training and torch.is_grad_enabled()
 
-    model.register_forward_pre_hook(decide)
+class _WatchOutputs:
+    """See [Note: whose state] in `ranks.py`."""
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        if torch.is_grad_enabled():
+            self.ranks.watch(tensors_in(output))
 
 
 class _TakePart:
@@ -103,6 +118,7 @@ class _GatherAfter:
         self.ranks = ranks
 
     def __call__(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        self.ranks.in_layers = False
         if not self.ranks.sequence_is_divided:
             return None
         if isinstance(output, tuple):
