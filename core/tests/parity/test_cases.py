@@ -426,7 +426,7 @@ def create_engine(case, stage, net, is_offloaded):
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": case.accumulation,
         "zero_optimization": zero,
-        "steps_per_print": 1_000_000,
+        "gradient_clipping": 0,
         **keys,
     }
     if not case.by_client:

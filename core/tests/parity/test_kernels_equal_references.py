@@ -177,7 +177,7 @@ def test_one_rank_without_the_kernel_trains_with_the_others(stage, precision):
         2, one_rank_lacks_kernel, precision, stage
     )
     assert line == other_line
-    assert line.endswith("FusedAdam on torch's operators")
+    assert "FusedAdam on torch's operators" in line
     assert max(one_difference, other_difference) <= 1e-6
     assert all(map(torch.equal, one, other)), "replicas stay equal bit for bit"
 

@@ -61,7 +61,7 @@ def train_engine(stage, optimizer=None, name=None):
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 40},
         "zero_allow_untested_optimizer": True,
-        "steps_per_print": 1_000_000,
+        "gradient_clipping": 0,
     }
     if name:
         config["optimizer"] = {"type": name, "params": NAMED[name]}
@@ -117,7 +117,7 @@ def test_by_name_every_stage_is_the_same(name, world_size):
 
 CLIP = 0.05
 KEYS = {"gradient_clipping": CLIP}
-IN_BF16 = {**KEYS, "bf16": {"enabled": True}}
+IN_BF16 = {**KEYS, "bf16": {"enabled": True, "check_grad_overflow": False}}
 
 
 def create_poisoned_net(value):

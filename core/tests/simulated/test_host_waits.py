@@ -50,7 +50,12 @@ def test_what_is_counted(sim):
 
 # ----- one step ------------------------------------------------------------------------------------------------------
 
-PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True, "check_grad_overflow": False}},
+    "checked bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True}},
+}
 
 
 def waits_of_a_step(stage, precision, clipping):
@@ -105,6 +110,7 @@ def test_a_step_never_waits(sim, sim_ranks, stage, precision, clipping):
             assert small == num_small
 
 
-def test_whether_an_fp16_step_is_made_is_the_one_wait(sim_ranks):
-    for waits, reading, _ in sim_ranks(waits_of_a_step, 2, "fp16", 0.5):
+@pytest.mark.parametrize("precision", ["fp16", "checked bf16"])
+def test_whether_a_step_is_made_is_the_one_wait(sim_ranks, precision):
+    for waits, reading, _ in sim_ranks(waits_of_a_step, 2, precision, 0.5):
         assert (waits, reading) == ((0, 0, 1), 0)

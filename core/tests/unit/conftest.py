@@ -13,7 +13,11 @@ def make_engine(single_rank):
     engines = []
 
     def make(model, *, arguments=None, **config):
-        defaults = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+        defaults = {
+            "train_batch_size": 4,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+            "gradient_clipping": 0.0,  # as plain torch, which results are compared with
+        }
         config = {name: value for name, value in {**defaults, **config}.items() if value is not None}
         engine, *_ = deepspeed.initialize(model=model, config=config, **(arguments or {}))
         engines.append(engine)

@@ -66,7 +66,11 @@ def get_world_group() -> ProcessGroup:
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = None, **kwargs: Any) -> ProcessGroup:
-    """A new group of global `ranks`; every rank of the world must call it, members or not."""
+    """A new group of global `ranks`; every rank of the world must call it, members or not.
+
+    timeout: of its collectives; None: that of the world's group.
+    """
+    timeout = libraries.timeout_of(get_world_group()) if timeout is None else timeout
     return torch_dist.new_group(None if ranks is None else list(ranks), timeout=timeout, **kwargs)
 
 

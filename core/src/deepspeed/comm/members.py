@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from deepspeed.comm.libraries import timeout_of
+
 # By world group, how many groups of the same ranks were made: all members have made as many.
 _num_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 _lock = threading.Lock()  # not held while a group is made, for which this rank waits for others
@@ -25,7 +27,8 @@ _torchs_name = distributed_c10d._hash_ranks_to_str
 
 
 def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
-    """A new process group over the library of the world. Called by these ranks together, and by no other.
+    """A new process group over the library of the world, with its timeout. Called by these ranks together, and by no
+    other.
 
     Args:
         ranks: global ranks, of which this process is one.
@@ -38,7 +41,7 @@ def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
         name = f"deepspeed/{'_'.join(map(str, members))}/{num_made[members]}"
         num_made[members] += 1
     with _named(name):
-        return torch_dist.new_group(list(members), use_local_synchronization=True)
+        return torch_dist.new_group(list(members), timeout=timeout_of(world), use_local_synchronization=True)
 
 
 @contextmanager

@@ -28,8 +28,30 @@ from deepspeed.errors import CommError, first_line
 from deepspeed.log import log_dist
 from deepspeed.uncaught import report_to_launcher
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
+TIMEOUT_VARIABLE = "DEEPSPEED_TIMEOUT"
+_DEFAULT_MINUTES = "10"
+
+
+def default_timeout() -> timedelta:
+    """How long collectives wait where `init_distributed` is not told: DEEPSPEED_TIMEOUT in minutes, or 10 minutes.
+
+    Raises `CommError` unless the variable is a positive number.
+    """
+    value = os.environ.get(TIMEOUT_VARIABLE) or _DEFAULT_MINUTES
+    try:
+        timeout = timedelta(minutes=float(value))
+    except (ValueError, OverflowError):
+        timeout = timedelta(0)
+    if timeout <= timedelta(0):
+        raise CommError(f"{TIMEOUT_VARIABLE}: found {value!r}; set it to a positive number of minutes, or unset it")
+    return timeout
+
+
+def __getattr__(name: str) -> timedelta:
+    if name == "DEFAULT_TIMEOUT":  # `deepspeed.constants.default_pg_timeout`, read from the environment
+        return default_timeout()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def init_distributed(
@@ -37,7 +59,7 @@ def init_distributed(
     auto_mpi_discovery: bool = True,
     distributed_port: int = DEFAULT_PORT,
     verbose: bool = True,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    timeout: timedelta | None = None,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
     config: Any = None,
@@ -49,8 +71,8 @@ def init_distributed(
     `dist_backend` None asks the accelerator; a name that torch does not know is a plugin's (`ds_comm_backend`).
     `distributed_port` serves where the environment names none. With `dist_init_required=False` the group must exist
     already. Does nothing but `configure(config)` if it exists. Afterwards RANK, WORLD_SIZE and LOCAL_RANK are in the
-    environment, and MASTER_ADDR and MASTER_PORT if there is more than one rank. Raises `CommError` within `timeout`,
-    saying what is missing or what cannot be reached.
+    environment, and MASTER_ADDR and MASTER_PORT if there is more than one rank. Raises `CommError` within `timeout`
+    (None: see `default_timeout`), saying what is missing or what cannot be reached.
     """
     report_to_launcher()
     if config is not None:
@@ -72,7 +94,7 @@ def init_distributed(
         rank, world_size, distributed_port, auto_mpi_discovery, has_init_method=init_method is not None
     )
     placement.export()
-    _join(library, placement, init_method, timeout)
+    _join(library, placement, init_method, default_timeout() if timeout is None else timeout)
     if offered is not None:
         set_backend(offered)
     if verbose:

@@ -85,7 +85,7 @@ class BF16Config(Section):
     """`bf16`: weights and gradients in bfloat16, fp32 master weights, no loss scaling."""
 
     enabled: Flag = key(False, "Train in bf16. Excludes fp16 and amp.")
-    check_grad_overflow: Flag = key(False, "Skip the update when a gradient is not finite.")
+    check_grad_overflow: Flag = key(True, "Skip the update when a gradient is not finite.")
     immediate_grad_update: Flag = key(
         True,
         "Add a gradient to the accumulation buffer as soon as it exists.",

@@ -89,7 +89,7 @@ class DeepSpeedConfig(Section):
     optimizer: OptimizerConfig | None = key(None, "The optimizer, by name; null: the one given to initialize().")
     scheduler: SchedulerConfig | None = key(None, "The learning rate schedule, by name.")
     gradient_clipping: Float = key(
-        0.0, "Largest global gradient norm; 0: no clipping. A norm of nan or inf clips as in torch.", ge=0
+        1.0, "Largest global gradient norm; 0: no clipping. A norm of nan or inf clips as in torch.", ge=0
     )
     zero_optimization: ZeroConfig = key(ZeroConfig, "ZeRO.")
     zero_allow_untested_optimizer: Flag = key(False, "Let ZeRO shard an optimizer it does not know.")
@@ -125,7 +125,12 @@ class DeepSpeedConfig(Section):
     )
     disable_allgather: Flag = key(False, "Deprecated.", support=quiet("the backend chooses"))
 
-    steps_per_print: Steps = key(10, "Print progress every so many updates; infinity: never.", unit="steps")
+    steps_per_print: Steps | None = key(
+        None,
+        "Print progress every so many updates; null or infinity: never. The tables of wall_clock_breakdown and "
+        "memory_breakdown come then too, and every 10 updates where it is null.",
+        unit="steps",
+    )
     wall_clock_breakdown: Flag = key(False, "Time forward, backward and step; a table every steps_per_print.")
     memory_breakdown: Flag = key(False, "Memory after each phase, in the same table.")
     dump_state: Flag = key(False, "Print the resolved config after initialization.")
@@ -156,7 +161,7 @@ class DeepSpeedConfig(Section):
         None, "Sequence-parallel degree, as mesh.sp. The model communicates, or is made to.", unit="ranks", ge=1
     )
     data_parallel_size: Int | None = key(None, "Data-parallel degree, as mesh.dp.", unit="ranks", ge=1)
-    use_data_before_expert_parallel_: Flag = key(
+    use_data_before_expert_parallelism: Flag = key(
         False, "Lay ranks with the same experts next to each other, in place of those that divide them."
     )
     hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "Training and generation in one loop.")
@@ -181,6 +186,7 @@ class DeepSpeedConfig(Section):
         "bfloat16": ("bf16", "same"),
         "pld": ("progressive_layer_drop", "same"),
         "fp32_allreduce": ("communication_data_type", "true means fp32"),
+        "use_data_before_expert_parallel_": ("use_data_before_expert_parallelism", "same"),
     }
 
     _raw: dict[str, Any] = PrivateAttr(default_factory=dict)

@@ -161,7 +161,9 @@ class ZeroConfig(Section):
         False, "Keep Muon's momentum out of NVMe.", support=quiet("it is swapped with the other states")
     )
     enable_sanity_checks: Flag = key(
-        False, "Extra checks of stage 3's state.", support=quiet("illegal moves of a parameter always raise")
+        False,
+        "Before each update, compare what several ranks hold whole: a parameter whose values differ between ranks "
+        "raises on all of them. Illegal moves of a sharded parameter raise in any case.",
     )
 
     sub_group_size: Int = key(

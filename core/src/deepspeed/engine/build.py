@@ -67,6 +67,7 @@ from deepspeed.zero.module_units import Stage3Options
 from deepspeed.zero.offload.policy import asks_for_host, choose_placement, choose_shard_home
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.replicas import check_replicas
 from deepspeed.zero.shard_home import ShardHome
 from deepspeed.zero.stage0 import Stage0
 from deepspeed.zero.stage1 import Stage1
@@ -75,6 +76,8 @@ from deepspeed.zero.stage3 import Stage3
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.synchronize import synchronize_module, synchronize_tied
 from deepspeed.zero.unit_groups import Copies, UnitGroups, unit_groups
+
+_STEPS_PER_TABLE = 10  # of `wall_clock_breakdown` and `memory_breakdown`, where `steps_per_print` does not say it
 
 
 def initialize(
@@ -135,7 +138,7 @@ def initialize(
     settings.resolve_batch(mesh.size("dp"))
     _check_same(settings, mesh)
     mesh = _split_data(mesh, settings.zero_optimization)
-    mesh.data_before_expert = settings.use_data_before_expert_parallel_
+    mesh.data_before_expert = settings.use_data_before_expert_parallelism
     group = mesh.gradient_group()
     groups.view(mesh)
     plugin_manager().hook.ds_check_config(config=settings)
@@ -180,6 +183,7 @@ def initialize(
     connect_moe_layers(module, mesh, divide_expert)
     sharding = _create_sharding(settings, precision, basic_optimizer, mesh, units, placement, shard_home, device)
     schedule = Accumulation(settings.gradient_accumulation_steps)
+    experts = {name: mesh.gradient_group(size) for name, size in expert_sizes(module).items()}
     training = Training(
         sharding=sharding,
         precision=precision,
@@ -187,8 +191,8 @@ def initialize(
         observers=_create_observers(settings, group, scales_loss=precision.loss_scaler.is_dynamic),
         basic_optimizer=basic_optimizer,
         train_batch_size=int(settings.train_batch_size),
+        check=partial(check_replicas, module, group, experts) if zero.enable_sanity_checks else None,
     )
-    experts = {name: mesh.gradient_group(size) for name, size in expert_sizes(module).items()}
     synchronize_module(module, group, experts)
     synchronize_tied(module, units)
     sharding.attach(
@@ -501,17 +505,17 @@ def _optimizer_of_user(training: Training) -> Optimizer | None:
 
 def _create_observers(config: DeepSpeedConfig, group: Any, *, scales_loss: bool) -> Observers:
     """A collective over `group`, whose ranks print their tables together."""
-    throughput = config.timers.throughput
+    throughput, every = config.timers.throughput, config.steps_per_print
+    if every is None:
+        every = _STEPS_PER_TABLE if config.wall_clock_breakdown or config.memory_breakdown else float("inf")
     return Observers(
         MonitorMaster(config.monitor_config),
         Breakdown(times=config.wall_clock_breakdown, memory=config.memory_breakdown),
         # the observers say when a line is due, so that it is due with the others after a checkpoint was loaded too
         ThroughputTimer(throughput, int(config.train_batch_size), steps_per_output=1, logging_fn=log.announce),
-        steps_per_print=config.steps_per_print,
+        steps_per_print=every,
         shows_loss_scale=config.fp16.enabled or scales_loss,
-        group=ranks_of_table(
-            is_enabled=config.wall_clock_breakdown, steps_per_print=config.steps_per_print, group=group
-        ),
+        group=ranks_of_table(is_enabled=config.wall_clock_breakdown, steps_per_print=every, group=group),
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def start_line(engine: "DeepSpeedEngine") -> str:
-    """Ranks, device, backend, ZeRO stage, dtype, number of parameters, and the optimizer with its kernel.
+    """Ranks, device, backend, ZeRO stage, dtype, number of parameters, the optimizer with its kernel, and clipping.
 
     Called when the sharding is attached: by then the kernel was loaded, and the ranks have agreed on whether to use it.
     """
@@ -31,6 +31,7 @@ def start_line(engine: "DeepSpeedEngine") -> str:
         _dtype(engine.precision),
         _parameters(engine),
         _optimizer(engine),
+        _clipping(engine.precision),
     ]
     return f"deepspeed {__version__}: {', '.join(facts)}"
 
@@ -39,6 +40,10 @@ def _dtype(precision: Precision) -> str:
     if isinstance(precision, Autocast):
         return f"fp32 with autocast to {dtype_name(precision.dtype)}"
     return precision.name
+
+
+def _clipping(precision: Precision) -> str:
+    return f"gradients clipped to norm {precision.clip_norm:g}" if precision.clip_norm > 0 else "gradients not clipped"
 
 
 def _parameters(engine: "DeepSpeedEngine") -> str:

@@ -1,6 +1,6 @@
 """`Training`: backward and step of one engine, over its parts. The engine's calls of these names come here."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class Training:
     Args:
         basic_optimizer: torch's; None for an engine that only evaluates.
         train_batch_size: samples per step, over all ranks.
+        check: called before each update, by all ranks; None: nothing is checked.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Training:
         observers: Observers,
         basic_optimizer: Optimizer | None,
         train_batch_size: int,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.sharding = sharding
         self.precision = precision
@@ -43,6 +45,7 @@ class Training:
         self.optimizer: Optimizer | None = None  # what users hold: torch's or its wrapper; set by build.py
         self.lr_scheduler: Any = None
         self.train_batch_size = train_batch_size
+        self._check = check
         self.progress = Progress()
         self.stats: StepStats | None = None  # of the last step
         self._loss_is_scaled = False
@@ -215,6 +218,8 @@ class Training:
         """Judge the reduced gradients, update, forget. The learning rate moves only if the step is made."""
         sharding, precision = self.sharding, self.precision
         loss_scale = precision.loss_scaler.loss_scale
+        if self._check is not None:
+            self._check()
         with self.observers.phase("step"):
             verdict = precision.verdict(sharding.norm())
             if verdict.applies:

@@ -1,7 +1,9 @@
 """DeepSpeed's learning-rate schedules. Each is a closed form of the step count, so its state is one number.
 
 `n` below is `last_batch_iteration`: -1 at construction, 0 after the first `step()`. The engine calls `step()` after
-every optimizer step; construction already sets the learning rate of n = -1, which the first optimizer step uses.
+every optimizer step; construction already sets the learning rate of n = -1, which the first optimizer step uses. One
+that is constructed with another count leaves the optimizer as it is until its first `step()`. Values and defaults are
+those of DeepSpeed 0.19.6 (`core/tests/unit/optim/test_lr_schedules.py` has numbers that it printed).
 """
 
 import math
@@ -65,6 +67,8 @@ class Schedule:
     def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
         self.optimizer = get_torch_optimizer(optimizer)
         self.last_batch_iteration = last_batch_iteration
+        self.org_lrs: list[float] = []
+        self._own_lrs()
         self._last_lr: list[float] | None = None
 
     def get_lr(self) -> list[float]:
@@ -100,6 +104,17 @@ class Schedule:
 
     def _write(self) -> list[float]:
         return update_lr(self.optimizer.param_groups, self.get_lr())
+
+    def _begin(self) -> None:
+        """Write what the first optimizer step uses, unless another schedule has come as far as this count."""
+        if self.last_batch_iteration == -1:
+            self._write()
+
+    def _own_lrs(self) -> list[float]:
+        """The learning rates that the groups brought with them; those of groups added later are seen here first."""
+        for group in self.optimizer.param_groups[len(self.org_lrs) :]:
+            self.org_lrs.append(float(group["lr"]))
+        return self.org_lrs
 
     def _per_group(self, value: float | Sequence[float], name: str) -> list[float]:
         """One number for each param group there is now; a single number serves also groups added later."""
@@ -140,7 +155,7 @@ class LRRangeTest(Schedule):
         self.step_size = lr_range_test_step_size
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
-        self._write()
+        self._begin()
 
     def get_lr(self) -> list[float]:
         interval = (self.last_batch_iteration + 1) / self.step_size
@@ -163,9 +178,10 @@ class OneCycle(Schedule):
         cycle_min_lr, cycle_max_lr: one number, or one per param group.
         decay_lr_rate, decay_mom_rate, decay_step_size: see above.
         cycle_first_step_size, cycle_second_step_size: steps of the halves; the second as the first if None.
-        cycle_first_stair_count, cycle_second_stair_count: s moves in so many stairs; 0 means at every step; the second
+        cycle_first_stair_count, cycle_second_stair_count: s is rounded down to so many stairs; 0 means none; the second
             as the first if None.
-        cycle_momentum: also write `betas[0]` (or `momentum`) of each group; off, with a warning, where there is none.
+        cycle_momentum: also write `betas[0]` of each group; off, with a warning, where there are no betas. The first
+            optimizer step has min_mom.
         cycle_min_mom, cycle_max_mom: one number, or one per param group.
     """
 
@@ -199,8 +215,8 @@ class OneCycle(Schedule):
         self.second_stair_count = _given(cycle_second_stair_count, otherwise=self.first_stair_count)
         self.total_size = self.first_step_size + self.second_step_size
         self.decay_step_size = decay_step_size
-        self.cycle_momentum = cycle_momentum and self._has_momentum()
-        self._write()
+        self.cycle_momentum = cycle_momentum and self._has_betas()
+        self._begin()
 
     def get_lr(self) -> list[float]:
         scale, decay = self._position()
@@ -217,6 +233,8 @@ class OneCycle(Schedule):
         scale, decay = self._position()
         min_moms = self._per_group(self.cycle_min_mom, "cycle_min_mom")
         max_moms = self._per_group(self.cycle_max_mom, "cycle_max_mom")
+        if self.last_batch_iteration < 0:
+            return min_moms
         if decay is not None:
             return [mom * (1 + self.decay_mom_rate * decay) for mom in max_moms]
         return [high - (high - low) * scale for low, high in zip(min_moms, max_moms, strict=True)]
@@ -228,25 +246,21 @@ class OneCycle(Schedule):
             after = steps - self.total_size
             return 0.0, after / self.decay_step_size if self.decay_step_size else 0.0
         if steps <= self.first_step_size:
-            return _stairs(steps / self.first_step_size, self.first_stair_count), None
-        fallen = (steps - self.first_step_size) / self.second_step_size
-        return 1.0 - _stairs(fallen, self.second_stair_count), None
+            return _stairs(steps, self.first_step_size, self.first_stair_count), None
+        return _stairs(self.total_size - steps, self.second_step_size, self.second_stair_count), None
 
-    def _has_momentum(self) -> bool:
-        found = all("betas" in group or "momentum" in group for group in self.optimizer.param_groups)
+    def _has_betas(self) -> bool:
+        found = all("betas" in group for group in self.optimizer.param_groups)
         if not found:
             name = type(self.optimizer).__name__
-            warn_once(f"OneCycle: cycle_momentum is off, because {name} has neither betas nor momentum")
+            warn_once(f"OneCycle: cycle_momentum is off, because {name} has no betas; a momentum of its own stays")
         return found
 
     def _write(self) -> list[float]:
         moms = self.get_mom()
         if moms is not None:
             for group, mom in zip(self.optimizer.param_groups, moms, strict=True):
-                if "betas" in group:
-                    group["betas"] = (mom, *group["betas"][1:])
-                else:
-                    group["momentum"] = mom
+                group["betas"] = (mom, *group["betas"][1:])
         return super()._write()
 
 
@@ -258,7 +272,8 @@ class WarmupLR(Schedule):
         gamma(n) = 1                                                        from then on
 
     Args:
-        warmup_min_lr, warmup_max_lr: one number, or one per param group.
+        warmup_min_lr: one number, or one per param group.
+        warmup_max_lr: the same; None: each group's own learning rate.
         warmup_num_steps: positive.
         warmup_type: "log" or "linear".
     """
@@ -267,7 +282,7 @@ class WarmupLR(Schedule):
         self,
         optimizer: Any,
         warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
@@ -278,12 +293,13 @@ class WarmupLR(Schedule):
         self.warmup_type = warmup_type
         # a schedule that needs more than this writes the first rates itself, once it has it
         if type(self) is WarmupLR:
-            self._write()
+            self._begin()
 
     def get_lr(self) -> list[float]:
         gamma = self._get_gamma()
         min_lrs = self._per_group(self.warmup_min_lr, "warmup_min_lr")
-        max_lrs = self._per_group(self.warmup_max_lr, "warmup_max_lr")
+        own = self._own_lrs()
+        max_lrs = own if self.warmup_max_lr is None else self._per_group(self.warmup_max_lr, "warmup_max_lr")
         return [low + (high - low) * gamma for low, high in zip(min_lrs, max_lrs, strict=True)]
 
     def _get_gamma(self) -> float:
@@ -298,7 +314,7 @@ class WarmupDecayLR(WarmupLR):
 
     Args:
         total_num_steps: steps of the whole training.
-        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type: as in `WarmupLR`.
+        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type: as in `WarmupLR`, but for the default 0.001.
     """
 
     def __init__(
@@ -306,7 +322,7 @@ class WarmupDecayLR(WarmupLR):
         optimizer: Any,
         total_num_steps: int,
         warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_max_lr: float | Sequence[float] | None = 0.001,
         warmup_num_steps: int = 1000,
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
@@ -314,7 +330,7 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         self.total_num_steps = total_num_steps
         _warn_if_short(type(self).__name__, total_num_steps, warmup_num_steps)
-        self._write()
+        self._begin()
 
     def _get_gamma(self) -> float:
         n = self.last_batch_iteration
@@ -326,14 +342,14 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(Schedule):
     """Scales each group's own learning rate: a warm-up to 1, then half a cosine down to `cos_min_ratio`.
 
-        lr = lr at construction * ratio(n)
+        lr = lr at construction * ratio(n), ratio(-1) = 0
         ratio(n) = warmup_min_ratio + (1 - warmup_min_ratio) * gamma(n)             for n < W, gamma as in `WarmupLR`
         ratio(n) = cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * q)) / 2      from then on
                    q = min(1, (n - W + 1) / (T - W)), T = total_num_steps
 
     Args:
         total_num_steps: steps of the whole training.
-        warmup_min_ratio: ratio at the first step.
+        warmup_min_ratio: ratio after the first step; before it the ratio is 0.
         warmup_num_steps: positive.
         cos_min_ratio: ratio at the end, and after it.
         warmup_type: "log" or "linear".
@@ -358,23 +374,21 @@ class WarmupCosineLR(Schedule):
         self.warmup_num_steps = _checked_warmup(warmup_num_steps, warmup_type)
         self.warmup_type = warmup_type
         _warn_if_short(type(self).__name__, total_num_steps, warmup_num_steps)
-        self.org_lrs: list[float] = []
-        self._write()
+        self._begin()
 
     def get_lr_ratio(self) -> float:
         """What the groups' own learning rates are multiplied by at `last_batch_iteration`."""
-        n, W = max(0, self.last_batch_iteration), self.warmup_num_steps
+        n, W = self.last_batch_iteration, self.warmup_num_steps
+        if n < 0:
+            return 0.0
         if n < W:
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * _warmup_gamma(n, W, self.warmup_type)
         progress = min(1.0, (n - W + 1) / max(1, self.total_num_steps - W))
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
     def get_lr(self) -> list[float]:
-        # groups added after construction bring their learning rate with them
-        for group in self.optimizer.param_groups[len(self.org_lrs) :]:
-            self.org_lrs.append(float(group["lr"]))
         ratio = self.get_lr_ratio()
-        return [lr * ratio for lr in self.org_lrs]
+        return [lr * ratio for lr in self._own_lrs()]
 
 
 def _warmup_gamma(n: int, num_steps: int, warmup_type: str) -> float:
@@ -403,5 +417,6 @@ def _given(value: int | None, otherwise: int) -> int:
     return otherwise if value is None or value < 0 else value
 
 
-def _stairs(fraction: float, count: int) -> float:
-    return math.floor(fraction * count) / count if count else fraction
+def _stairs(steps: int, num_steps: int, count: int) -> float:
+    """`steps / num_steps`, rounded down to one of `count` stairs if there are any."""
+    return math.floor(steps * count / num_steps) / count if count else steps / num_steps

@@ -32,6 +32,9 @@ class LossScaler:
     def update(self, *, overflow: bool) -> None:
         """Called once per step, after it was judged."""
         self.overflow = overflow
+        if overflow:
+            scale = "" if self.loss_scale == 1.0 else f", at the constant loss scale {self.loss_scale:g}"
+            report(f"gradient overflow: step skipped{scale}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"cur_scale": self.loss_scale}

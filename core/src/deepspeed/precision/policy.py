@@ -110,5 +110,5 @@ def warn_unless_finite(norm: float) -> None:
     if not math.isfinite(norm):
         warn_once(
             f"step: the norm of the gradients is {norm}, and the step is made all the same: the weights are lost. Look "
-            'for the cause; in bf16 "bf16": {"check_grad_overflow": true} skips such steps'
+            'for the cause; in bf16 "bf16": {"check_grad_overflow": true}, the default, skips such steps'
         )

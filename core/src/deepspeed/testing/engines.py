@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 DEFAULTS = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+    "gradient_clipping": 0.0,  # as plain torch, which results are compared with
     "steps_per_print": float("inf"),
 }
 SMALL_BUCKETS = {"reduce_bucket_size": 20}

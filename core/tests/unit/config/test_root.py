@@ -64,8 +64,8 @@ def test_documented_defaults():
     fp16 = config.fp16
     assert (fp16.enabled, fp16.loss_scale, fp16.initial_scale_power, fp16.loss_scale_window) == (False, 0, 16, 1000)
     assert (fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale) == (2, False, 1)
-    assert (config.steps_per_print, config.wall_clock_breakdown, config.dump_state) == (10, False, False)
-    assert (config.gradient_clipping, config.prescale_gradients, config.gradient_predivide_factor) == (0.0, False, 1.0)
+    assert (config.steps_per_print, config.wall_clock_breakdown, config.dump_state) == (None, False, False)
+    assert (config.gradient_clipping, config.prescale_gradients, config.gradient_predivide_factor) == (1.0, False, 1.0)
     assert config.communication_data_type is None
     assert config.data_types.grad_accum_dtype is None
     assert config.torch_autocast.lower_precision_safe_modules[0] == "torch.nn.Linear"
@@ -119,7 +119,7 @@ MALFORMED = [
         {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
         "bf16.enabled: found true together with fp16.enabled; keep one of them",
     ),
-    ({"steps_per_print": 0}, "steps_per_print: found 0; allowed: an integer >= 1 or infinity"),
+    ({"steps_per_print": 0}, "steps_per_print: found 0; allowed: an integer >= 1 or infinity or null"),
     (
         {"checkpoint": {"tag_validation": "shout"}},
         'checkpoint.tag_validation: found \'shout\'; allowed: "Ignore" or "Warn" or "Fail"',
@@ -305,7 +305,7 @@ def test_null_and_false_mean_not_said():
         fp16=None,
         zero_optimization={"offload_param": False, "offload_optimizer": {"device": None, "nvme_path": None}},
     )
-    assert config.gradient_clipping == 0.0
+    assert config.gradient_clipping == 1.0  # the default
     assert config.optimizer is None
     assert config.zero_optimization.offload_param is None
     assert config.zero_optimization.offload_optimizer.device == "none"

@@ -375,14 +375,15 @@ def test_steps_are_printed_as_asked_for(make_engine, lines):
     assert re.fullmatch(r"step=2, skipped=0, lr=\[0\.1\], mom=\[.*0\.9.*0\.999.*\]", printed[0])
 
 
-def test_every_tenth_step_is_printed_by_default(make_engine, lines):
-    train(make_engine(Net()), 20)
+def test_every_tenth_step_is_printed(make_engine, lines):
+    train(make_engine(Net(), steps_per_print=10), 20)
     printed = [text for _, text in lines if text.startswith("step=")]
     assert [text.split(",")[0] for text in printed] == ["step=10", "step=20"]
 
 
-def test_no_step_is_printed_with_infinity(make_engine, lines):
-    train(make_engine(Net(), steps_per_print=float("inf")), 20)
+@pytest.mark.parametrize("every", [None, float("inf")])
+def test_no_step_is_printed_by_default_and_with_infinity(make_engine, lines, every):
+    train(make_engine(Net(), steps_per_print=every), 20)
     assert [text for _, text in lines if "step=" in text or "phase" in text or "PerSec" in text] == []
 
 
@@ -399,7 +400,37 @@ def test_the_start_line_without_an_optimizer(make_engine, lines):
     next(net.parameters()).requires_grad_(False)
     make_engine(net, optimizer=None)
     (line,) = [text for _, text in lines if text.startswith("deepspeed ")]
-    assert line.endswith("trained), no optimizer")
+    assert line.endswith("trained), no optimizer, gradients not clipped")
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"gradient_clipping": None}, "gradients clipped to norm 1"),  # the default of 0.19.6
+        ({"gradient_clipping": 0.25}, "gradients clipped to norm 0.25"),
+        ({"gradient_clipping": 0}, "gradients not clipped"),
+    ],
+)
+def test_the_start_line_says_the_clipping(make_engine, lines, keys, says):
+    make_engine(Net(), **keys)
+    (line,) = [text for _, text in lines if text.startswith("deepspeed ")]
+    assert line.endswith(says)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("checks", [None, False])
+def test_bf16_skips_a_step_whose_gradients_are_not_finite(make_engine, lines, stage, checks):
+    """As fp16 does, by default; the step counts of the engine and of the schedule are those of a skipped one."""
+    section = {"enabled": True} if checks is None else {"enabled": True, "check_grad_overflow": checks}
+    engine = make_engine(Net(), bf16=section, zero_optimization={"stage": stage})
+    for factor in (1.0, float("inf"), 1.0):
+        loss = engine(X.bfloat16()).sum()
+        engine.backward(loss * factor)
+        engine.step()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        is_finite = all(param.isfinite().all() for param in engine.module.parameters())
+    assert (is_finite, engine.skipped_steps, engine.global_steps) == ((True, 1, 3) if checks is None else (False, 0, 3))
+    assert ("gradient overflow: step skipped" in [text for _, text in lines]) is (checks is None)
 
 
 def test_the_level_error_silences_the_lines(make_engine, lines):

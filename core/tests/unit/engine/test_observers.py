@@ -213,10 +213,10 @@ def test_nothing_is_measured_for_lines_that_nobody_sees(make_engine, monkeypatch
     monkeypatch.setattr(ThroughputTimer, "avg_samples_per_sec", lambda timer: pytest.fail("the speed was read"))
     train(make_engine(Net(), steps_per_print=float("inf")), 10)
     with pytest.raises(pytest.fail.Exception, match="the speed was read"):
-        train(make_engine(Net()), 10)
+        train(make_engine(Net(), steps_per_print=10), 10)
     logger.setLevel(logging.ERROR)
     try:
-        train(make_engine(Net()), 10)
+        train(make_engine(Net(), steps_per_print=10), 10)
     finally:
         logger.setLevel(logging.WARNING)
 
@@ -246,6 +246,12 @@ def test_memory_by_phase(make_engine, lines):
 def test_no_table_without_steps_per_print(make_engine, lines):
     train(make_engine(Net(), wall_clock_breakdown=True, steps_per_print=float("inf")), 3)
     assert tables(lines) == []
+
+
+@pytest.mark.parametrize("asked", ["wall_clock_breakdown", "memory_breakdown"])
+def test_a_table_every_ten_steps_where_steps_per_print_does_not_say_it(make_engine, lines, asked):
+    train(make_engine(Net(), **{asked: True}), 20)
+    assert len(tables(lines)) == 2
 
 
 def test_a_table_with_a_monitor_has_all_steps_of_its_window(make_engine, events, lines):

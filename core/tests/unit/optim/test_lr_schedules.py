@@ -38,6 +38,25 @@ def test_warmup_linear():
     assert _lrs(schedule, 6) == pytest.approx([0.0, 0.0, 0.1, 0.2, 0.3, 0.4, 0.4])
 
 
+@pytest.mark.parametrize("arguments", [{}, {"warmup_max_lr": None}])
+def test_warmup_leads_to_the_own_rate_of_each_group(arguments):
+    optimizer = Face(1.0, 4.0)
+    schedule = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear", **arguments)
+    assert _lrs(schedule, 6) == pytest.approx([0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0])
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(4.0)
+    optimizer.param_groups.append({"params": [], "lr": 9.0})
+    schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([1.0, 4.0, 9.0])
+
+
+def test_warmup_decay_leads_to_0_001_unless_it_is_told():
+    optimizer = Face(1.0, 4.0)
+    schedule = WarmupDecayLR(optimizer, 8, warmup_num_steps=4, warmup_type="linear")
+    assert _lrs(schedule, 6)[-2:] == pytest.approx([0.001, 0.00075])
+    own = WarmupDecayLR(Face(1.0), 8, warmup_max_lr=None, warmup_num_steps=4, warmup_type="linear")
+    assert _lrs(own, 9) == pytest.approx([0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
 def test_warmup_of_one_step():
     assert _lrs(WarmupLR(Face(1.0), warmup_max_lr=0.4, warmup_num_steps=1), 3) == pytest.approx([0.0, 0.0, 0.4, 0.4])
 
@@ -55,7 +74,7 @@ def test_warmup_cosine_scales_each_group():
         optimizer, 6, warmup_min_ratio=0.2, warmup_num_steps=2, cos_min_ratio=0.1, warmup_type="linear"
     )
     cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * q)) / 2 for q in (0.25, 0.5, 0.75, 1.0)]
-    assert _lrs(schedule, 8) == pytest.approx([0.2, 0.2, 0.6, *cosine, 0.1, 0.1])
+    assert _lrs(schedule, 8) == pytest.approx([0.0, 0.2, 0.6, *cosine, 0.1, 0.1])
     assert optimizer.param_groups[1]["lr"] == pytest.approx(1.0)
     assert cosine[1] == pytest.approx(0.55)
 
@@ -87,7 +106,7 @@ def test_one_cycle_with_decay():
         cycle_max_mom=0.9,
         decay_mom_rate=0.1,
     )
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.999)
     lrs, moms = [0.1], []
     for _ in range(8):
         schedule.step()
@@ -99,16 +118,48 @@ def test_one_cycle_with_decay():
 
 
 def test_one_cycle_stairs_and_no_decay():
-    schedule = OneCycle(Face(1.0, momentum=0.0), 0.0, 1.0, cycle_first_step_size=4, cycle_first_stair_count=2)
-    assert _lrs(schedule, 9) == pytest.approx([0, 0, 0.5, 0.5, 1, 1, 0.5, 0.5, 0, 0])
-    assert schedule.optimizer.param_groups[0]["momentum"] == 0.9
+    schedule = OneCycle(Face(1.0, betas=(0.5, 0.9)), 0.0, 1.0, cycle_first_step_size=4, cycle_first_stair_count=2)
+    assert _lrs(schedule, 9) == pytest.approx([0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0, 0])
+    assert schedule.optimizer.param_groups[0]["betas"] == (0.9, 0.9)
+    # as 0.19.6 printed it, for 3 stairs up and 4 down
+    sizes = {"cycle_first_step_size": 4, "cycle_second_step_size": 6}
+    other = OneCycle(Face(1.0), 0.1, 0.5, **sizes, cycle_first_stair_count=3, cycle_second_stair_count=4)
+    up, down = [0.1, 0.1, 0.1 + 0.4 / 3, 0.1 + 0.8 / 3, 0.5], [0.4, 0.3, 0.3, 0.2, 0.1, 0.1]
+    assert _lrs(other, 10) == pytest.approx([*up, *down])
+
+
+def test_one_cycle_leaves_a_momentum_that_is_not_a_beta(monkeypatch):
+    said = []
+    monkeypatch.setattr(lr_schedules, "warn_once", said.append)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.7)
+    schedule = OneCycle(optimizer, 0.0, 1.0, cycle_first_step_size=2, decay_step_size=1, decay_mom_rate=0.5)
+    _lrs(schedule, 6)
+    assert optimizer.param_groups[0]["momentum"] == 0.7
+    assert "SGD has no betas" in said[0]
+
+
+@pytest.mark.parametrize("name", lr_schedules.VALID_LR_SCHEDULES)
+def test_one_that_begins_later_writes_nothing_before_its_first_step(name):
+    arguments = {
+        "LRRangeTest": {},
+        "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 3},
+        "WarmupLR": {},
+        "WarmupDecayLR": {"total_num_steps": 2000},
+        "WarmupCosineLR": {"total_num_steps": 2000},
+    }[name]
+    optimizer = Face(0.25, betas=(0.75, 0.9))
+    schedule = getattr(lr_schedules, name)(optimizer, **arguments, last_batch_iteration=2)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (0.25, (0.75, 0.9))
+    schedule.step()
+    assert schedule.last_batch_iteration == 3
+    assert optimizer.param_groups[0]["lr"] != 0.25
 
 
 def test_one_cycle_without_momentum_warns_and_goes_on(monkeypatch):
     said = []
     monkeypatch.setattr(lr_schedules, "warn_once", said.append)
     schedule = OneCycle(Face(1.0), 0.0, 1.0, cycle_first_step_size=2)
-    assert "Face has neither betas nor momentum" in said[0]
+    assert "Face has no betas" in said[0]
     assert schedule.get_mom() is None
     assert _lrs(schedule, 2) == pytest.approx([0.0, 0.5, 1.0])
     OneCycle(Face(1.0), 0.0, 1.0, cycle_momentum=False)
