@@ -169,13 +169,12 @@ class GroupBackend(Protocol):
     def barrier(self) -> None:
         """Return when every rank of the group has called it."""
 
-    def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """Leave `works` of this group unfinished; their buffers are not used any more. Waits for nobody.
 
-        `failed`: an exception is the reason, so peers that wait for this rank are to raise, and to name it. Otherwise
-        all ranks abandon the same collectives, and go on. `others_finished`: no work of this rank may be in flight, and
-        yet peers wait in the collectives that were to follow. Afterwards a collective works where that is safe, and
-        raises `CommError` where it is not.
+        `failed`: an exception, which is being handled, is the reason. Peers that wait for this rank, or come to wait
+        for it, are to raise `PeerFailed`, and to name it; when all ranks have abandoned, collectives work again.
+        Otherwise all ranks abandon the same collectives, and go on.
         """
 
     def release(self) -> None:

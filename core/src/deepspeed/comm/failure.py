@@ -1,6 +1,6 @@
 """The first failure in a group, kept in the job's store, so that a rank which fails after it can name the cause.
 
-Used by `watch.py`, `issued.py` and `direct.py` of ds-ext-cpu.
+Used by `watch.py`, `issued.py` and `direct.py` of ds-ext-cpu; `give_up.py` tells all groups of a rank.
 
 [Note: a rank that leaves] A rank that fails waits for nobody: its exception must reach the user while the peers may be
 in a collective of their own. It records the exception in the store, lets its peers know in the way of its transport,
@@ -8,8 +8,9 @@ and keeps the buffers of its collectives alive, since peers may still read them 
 """
 
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as torch_dist
@@ -22,8 +23,35 @@ from deepspeed.log import logger
 _num_records: Counter[str] = Counter()
 
 
+_LONGEST_PAUSE_S = 0.05  # between two questions to the store
+
+
 class PeerFailed(CommError):
-    """A rank cannot go on because another one failed: a consequence, which is never recorded as a cause."""
+    """A rank cannot go on because another one failed: a consequence, which is never recorded as a cause.
+
+    Args:
+        message: for the user.
+        cause: the rank that failed first, and why, where that is known; what is recorded in the groups that this rank
+            leaves in turn, of which that one may not be a member.
+    """
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+def handled_errors() -> Iterator[BaseException]:
+    """The exception that is being handled, and those that it came from."""
+    error, seen = sys.exc_info()[1], set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
+def handled_consequence() -> PeerFailed | None:
+    """The failure of a peer that the exception which is being handled came from."""
+    return next((error for error in handled_errors() if isinstance(error, PeerFailed)), None)
 
 
 class FailureRecord:
@@ -41,13 +69,52 @@ class FailureRecord:
         error = sys.exc_info()[1]
         reason = f"{type(error).__name__}: {first_line(error)}" if error else "an exception that was caught"
         mine = f"rank {torch_dist.get_rank()} failed with {reason}"
-        if isinstance(error, PeerFailed):
-            first = self.first(epoch)
+        consequence = handled_consequence()
+        if consequence is not None:
+            first = self._claim(epoch, consequence.cause) if consequence.cause else self.first(epoch)
         else:
-            first = self._ask(lambda store: store.compare_set(f"{self._prefix}/{epoch}", "", mine))
+            first = self._claim(epoch, mine)
         if first and first not in (mine, self._logged):
             self._logged = first
             logger.error("%s; the failure of this rank follows from that", first)
+
+    def _claim(self, epoch: int, cause: str) -> str:
+        """Record a cause, unless there is one. Returns the one that is recorded."""
+        return self._ask(lambda store: store.compare_set(f"{self._prefix}/{epoch}", "", cause))
+
+    def next_epoch(self, epoch: int) -> int:
+        """The epoch in which this rank goes on after a failure in `epoch` that it has recorded.
+
+        A rank that fails because its peers did goes to where they are, and one that fails by itself to the next epoch,
+        as its peers do that have failed as often.
+        """
+        epoch += 1
+        while handled_consequence() is not None and self.first(epoch):
+            epoch += 1
+        return epoch
+
+    def meet(self, epoch: int, num_ranks: int, timeout_s: float) -> str:
+        """Return when so many ranks have come to this epoch, with a name for what they make together.
+
+        Raises:
+            PeerFailed: a rank failed before all had come.
+            CommError: they did not come within `timeout_s`.
+        """
+        store = torch_dist.distributed_c10d._get_default_store()
+        key = f"{self._prefix}/{epoch}/met"
+        start_s = time.monotonic()
+        store.add(key, 1)
+        while store.add(key, 0) < num_ranks:
+            if cause := self.first(epoch):
+                raise PeerFailed(f"rank {torch_dist.get_rank()} cannot go on: {cause}", cause)
+            waited_s = time.monotonic() - start_s
+            if waited_s > timeout_s:
+                raise CommError(
+                    f"rank {torch_dist.get_rank()} waited {timeout_s:g} s for all ranks of its group, which go on "
+                    "together after a failure; see what the others are doing"
+                )
+            time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
+        return f"{self._prefix}/{epoch}"
 
     def first(self, epoch: int) -> str:
         """The first failure of this epoch in words; "" where none is known."""

@@ -47,6 +47,11 @@ def group_backend(group: ProcessGroup | None = None) -> GroupBackend:
     return RecordedGroup(chosen) if comms_logger.enabled else chosen
 
 
+def known_backends() -> list[GroupBackend]:
+    """Those that were made for groups of the current world."""
+    return list(_backends.values()) if _world is _current_world() else []
+
+
 def forget(group: ProcessGroup | None = None, *, failed: bool = False) -> None:
     """Release the backend of `group` (None: of all groups), which ends.
 

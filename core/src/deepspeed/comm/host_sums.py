@@ -11,6 +11,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
+from deepspeed.comm.give_up import join
 from deepspeed.comm.issued import Collective
 from deepspeed.comm.own_group import host_group
 from deepspeed.comm.record import comms_logger
@@ -28,6 +29,7 @@ class HostSums:
         self._device_group = group
         self._watch: Watch | None = None  # over the connections
         self._is_refused = False
+        join(self)
 
     def connect(self) -> bool:
         """Make the connections; idempotent. Called by all ranks together. The first sum does it, too.
@@ -60,7 +62,7 @@ class HostSums:
         A rank whose peer failed calls it, too, so that those which go on make new connections together.
         """
         if self._watch is not None:
-            self._watch.abandon([], failed=True, others_finished=True)
+            self._watch.abandon([], failed=True)
             self._watch = None
 
     def _connected(self) -> Watch | None:

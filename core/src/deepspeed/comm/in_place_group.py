@@ -51,7 +51,7 @@ class InPlaceGroup(TorchGroup):
         """The backend, for every device."""
         return _InPlace(self.backend, self.group)
 
-    def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """The backend's for its own works; for torch's, their streams wait."""
         own = [work.work for work in parts_of(works) if isinstance(work, _Unpolled)]
         self.backend.abandon(own, self.group, failed=failed)

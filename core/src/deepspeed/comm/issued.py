@@ -54,12 +54,14 @@ class Issued:
         rank: of this process within the group.
         world_size: of the group.
         failures: the group's record in the store.
+        epoch: of the group; each has an order of its own.
     """
 
-    def __init__(self, rank: int, world_size: int, failures: FailureRecord) -> None:
+    def __init__(self, rank: int, world_size: int, failures: FailureRecord, epoch: int = 0) -> None:
         self._rank = rank
         self._world_size = world_size
         self._failures = failures
+        self._epoch = epoch
         self._collectives: deque[Collective] = deque(maxlen=_NUM_KEPT)
         self._number = 0
         self._checksum = 0
@@ -97,7 +99,7 @@ class Issued:
         deadline_s = time.monotonic() + grace_s
         first = self._number - len(self._collectives)
         mine = {"rank": torch_dist.get_rank(), "first": first, "issued": [str(each) for each in self._collectives]}
-        key = f"issued/{self._num_compared}"
+        key = f"issued/{self._epoch}/{self._num_compared}"
         self._num_compared += 1
         self._failures.note(f"{key}/{self._rank}", json.dumps(mine))
         for rank in range(self._world_size):

@@ -12,6 +12,7 @@ group among those of the process. So the groups are made of torch's classes, und
 """
 
 import secrets
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -28,15 +29,18 @@ CONNECT_LIMIT = timedelta(minutes=1)
 _NAME_BYTES = 8
 
 
-def own_group(group: ProcessGroup) -> ProcessGroup:
+def own_group(group: ProcessGroup, meet: Callable[[], str] | None = None) -> ProcessGroup:
     """A gloo group of the same ranks as `group`, with its timeout; `group` itself where it is not gloo's, or one rank.
 
     All ranks of `group` call it together. torch has no record of the new group, which ends when nothing refers to it;
     it is for functions of `torch.distributed` that take ranks within a group.
+
+    Args:
+        meet: waits until all ranks have come, and returns the same name on each; None: they are at the same place.
     """
     if set(library_by_device(group).values()) != {"gloo"} or group.size() == 1:
         return group
-    store = _store_of_first(group)
+    store = _store_of_first(group) if meet is None else _store(meet())
     return _group_over(store, _connect(store, group.rank(), group.size(), timeout_of(group)))
 
 
@@ -68,8 +72,11 @@ def host_group(group: ProcessGroup) -> ProcessGroup | None:
 
 def _store_of_first(group: ProcessGroup) -> PrefixStore:
     """Keys of the default store under a name that the first rank draws. A collective."""
-    name = all_gather_values(secrets.token_hex(_NAME_BYTES), group)[0]
-    return PrefixStore(f"deepspeed/{name}", torch_dist.distributed_c10d._get_default_store())
+    return _store(f"deepspeed/{all_gather_values(secrets.token_hex(_NAME_BYTES), group)[0]}")
+
+
+def _store(name: str) -> PrefixStore:
+    return PrefixStore(name, torch_dist.distributed_c10d._get_default_store())
 
 
 def _connect(store: PrefixStore, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:

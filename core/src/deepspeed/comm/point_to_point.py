@@ -9,10 +9,10 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Messages, Work
+from deepspeed.comm.give_up import join
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.issued import Collective
 from deepspeed.comm.libraries import library_by_device
-from deepspeed.comm.own_group import own_group
 from deepspeed.comm.watch import Watch
 
 
@@ -30,6 +30,7 @@ class PointToPoint:
         self._host: Messages | None = None
         self._watch = Watch(group)
         self._is_connected = False
+        join(self)
 
     @property
     def completes_on_host(self) -> bool:
@@ -37,14 +38,14 @@ class PointToPoint:
         return set(library_by_device(self.group).values()) == {"gloo"}
 
     def connect(self) -> None:
-        """Set up what messages need. Called by all ranks together."""
+        """Set up what messages need; again after a failure. Called by all ranks together."""
         if not self._is_connected:
-            self._is_connected = True
+            self._own = self._watch.connect()
             backend = group_backend(self.group)
             backend.connect()
             messages = getattr(backend, "messages", None)
             self._host = messages() if messages is not None else None
-            self._own = self._watch.group = own_group(self.group)
+            self._is_connected = True
 
     def send(self, tensor: torch.Tensor, peer: int, *, tag: int = 0) -> Work:
         """Start to send a contiguous tensor; it is neither written nor freed before `wait()`.
@@ -61,10 +62,11 @@ class PointToPoint:
 
     def abandon(self) -> None:
         """This rank failed, and leaves its messages unfinished: peers that wait for it raise, and name it. Waits for
-        nobody."""
+        nobody. `give_up` calls it."""
         if self._host is not None:
             self._host.abandon()
-        self._watch.abandon([], failed=True, others_finished=self._is_connected and self._own is not self.group)
+        self._watch.abandon([], failed=True)
+        self._own, self._host, self._is_connected = self.group, None, False
 
     def _start(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         self.connect()

@@ -187,12 +187,13 @@ class RecordedGroup:
         if comms_logger.wants("barrier", prof=False):
             comms_logger.add("barrier", 0, time.perf_counter() - start)
 
-    def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """The recorded backend's; what was abandoned is not recorded."""
-        self.recorded.abandon(_unrecorded(works), failed=failed, others_finished=others_finished)
+        self.recorded.abandon(unrecorded(works), failed=failed)
 
 
-def _unrecorded(works: Sequence[Work]) -> list[Work]:
+def unrecorded(works: Sequence[Work]) -> list[Work]:
+    """The works in flight, as their backend made them."""
     return [work.recorded if isinstance(work, _RecordedWork) else work for work in parts_of(works)]
 
 

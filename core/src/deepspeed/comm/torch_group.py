@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm.backend import Capabilities, Work
 from deepspeed.comm.issued import CARRIER_NUMEL, Collective
 from deepspeed.comm.libraries import library_by_device
-from deepspeed.comm.own_group import own_group
 from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, TensorCollectives, Transport
 from deepspeed.comm.watch import Watch
@@ -67,8 +66,8 @@ class TorchGroup:
         """Create a process group for these collectives alone, where the library needs one; see `own_group.py`."""
         if self._is_connected:
             return
+        self.own_group = self.watch.connect()
         self._is_connected = True
-        self.own_group = self.watch.group = own_group(self.group)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """An uninitialized 1-D tensor of torch's own allocator."""
@@ -165,9 +164,14 @@ class TorchGroup:
         """Wait for every rank of the group."""
         torch_dist.barrier(group=self.group)
 
-    def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
-        """Leave `works` unfinished; see `watch.py`."""
-        self.watch.abandon(parts_of(works), failed=failed, others_finished=others_finished)
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+        """Leave `works` unfinished; see `watch.py`. After a failure the next collective makes new connections."""
+        self.watch.abandon(parts_of(works), failed=failed)
+        if failed:
+            self._is_connected = False
+            self.own_group = self.group
+            self._transports.clear()
+            self.staging = StagingPool(self.staging.limit_bytes)  # works that were left may still write the other's
 
     def release(self) -> None:
         """Drop the staging memory."""

@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm.backend import Work
 from deepspeed.comm.failure import FailureRecord, PeerFailed
 from deepspeed.comm.issued import GRACE_S, Collective, Issued
+from deepspeed.comm.libraries import timeout_of
+from deepspeed.comm.own_group import own_group
 from deepspeed.errors import CommError, first_line
 
 #: of messages that nobody sends
@@ -18,16 +20,34 @@ _UNUSED_TAG = 1 << 22
 
 
 class Watch:
-    """What this rank has in flight in one group over gloo, and whether that failed."""
+    """What this rank has in flight in one group over gloo, and whether that failed.
+
+    Args:
+        group: this process is a member of it.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group  # whose connections `close` closes
+        self._of = group
         self._failures = FailureRecord(group)
-        self.issued = Issued(group.rank(), group.size(), self._failures)
-        self._num_failures = 0
+        self._epoch = 0
+        self._begin_epoch()
+        self._failure: CommError | None = None  # where no connections of this group can be made again
+        self._kept: list[object] = []  # gloo may still write the buffers of works, over the connections of groups
+
+    def _begin_epoch(self) -> None:
+        self.issued = Issued(self._of.rank(), self._of.size(), self._failures, self._epoch)
         self._is_compared = False
-        self._failure: CommError | None = None
-        self._abandoned: list[Work] = []  # gloo may still write their buffers
+
+    def connect(self) -> ProcessGroup:
+        """The group in which works run: one of its own where the library needs it, and a new one after a failure.
+        Called by all ranks together."""
+        if self._epoch == 0:
+            self.group = own_group(self._of)
+        else:
+            timeout_s = timeout_of(self._of).total_seconds()
+            self.group = own_group(self._of, lambda: self._failures.meet(self._epoch, self._of.size(), timeout_s))
+        return self.group
 
     def start(self, call: Callable[[], Work], collective: Collective) -> Work:
         """Start a collective of gloo in this group, whose errors then say what it is and which rank failed first."""
@@ -44,8 +64,8 @@ class Watch:
         if isinstance(error, CommError):
             return error
         asked = f"rank {torch_dist.get_rank()} cannot finish {collective}"
-        if cause := self._failures.first(self._num_failures):
-            return PeerFailed(f"{asked}: {cause}. The output of the rank that failed first says why")
+        if cause := self._failures.first(self._epoch):
+            return PeerFailed(f"{asked}: {cause}. The output of the rank that failed first says why", cause)
         return CommError(f"{asked}: {first_line(error)}. {self._difference(error)}")
 
     def _difference(self, error: RuntimeError) -> str:
@@ -57,27 +77,32 @@ class Watch:
                 return found
         return "The output of the rank that failed first says why"
 
-    def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """Leave `works` unfinished; see `GroupBackend.abandon`.
 
-        Nobody can know whether the peers issued the same collectives. So after a failure with gloo's collectives in
-        flight, or finished in the same backward, the connections are closed, and further calls raise.
+        Nobody can know whether the peers issued the same collectives. So after a failure the connections are closed.
+        `connect` makes new ones, unless they are those that torch made for the group.
         """
         over_gloo = [work for work in works if isinstance(work, _Watched)]
         for work in works:
             if not isinstance(work, _Watched):
                 work.wait()  # on a device, the stream waits
-        self._abandoned += over_gloo
+        self._kept += over_gloo
         if not failed:
             return
-        self._failures.record(self._num_failures)
-        self._num_failures += 1
-        if (over_gloo or others_finished) and self._failure is None:
+        self._failures.record(self._epoch)
+        self._epoch = self._failures.next_epoch(self._epoch)
+        if self.group is not self._of:
+            self.close()
+            self._kept.append(self.group)
+            self.group = self._of
+        elif over_gloo:
+            self.close()
             self._failure = CommError(
                 f"rank {torch_dist.get_rank()} left collectives of this group unfinished after a failure, and closed "
                 "its connections; destroy the process group and initialize it again, or start the job again"
             )
-            self.close()
+        self._begin_epoch()
 
     def close(self) -> None:
         """Close the connections of this rank in the group: peers that wait for it there raise.

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.location import location
+from deepspeed.comm.give_up import begin_use
 from deepspeed.compatibility import ENGINE_METHODS, FEATURES
 from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.data import DeepSpeedDataLoader
@@ -26,7 +27,7 @@ from deepspeed.engine.saving import Saving
 from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.training import Training
 from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
-from deepspeed.errors import CommError, ConfigError, StateError
+from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import warn_once
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
@@ -101,17 +102,17 @@ class DeepSpeedEngine(torch.nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, in the engine's precision."""
         self.sharding.require_states("forward", weights_only=True)
+        begin_use()
         self.sharding.window.begin_forward()
         inputs, kwargs = self.precision.cast_inputs(inputs, kwargs)
         with self._observers.forward(), self.precision.forward_context(), running(self._running):
             try:
                 outputs = self.module(*inputs, **kwargs)
-            except (CommError, OSError):  # offloaded weights are lost, and peers wait for this rank's part of them
-                self.sharding.abandon()
-                raise
-            except (RuntimeError, ValueError) as error:
-                add_dtype_hint(error, self.precision.model_dtype, self.module.parameters(), inputs, kwargs)
-                add_released_hint(error, self.module.parameters())
+            except BaseException as error:
+                self.sharding.forward_failed(error)
+                if isinstance(error, RuntimeError | ValueError):
+                    add_dtype_hint(error, self.precision.model_dtype, self.module.parameters(), inputs, kwargs)
+                    add_released_hint(error, self.module.parameters())
                 raise
         if torch.is_grad_enabled():
             self.sharding.window.watch(outputs)
@@ -143,6 +144,7 @@ class DeepSpeedEngine(torch.nn.Module):
             ValueError: for a tensor of several elements without its gradient, or one that requires no gradient.
         """
         self.sharding.require_states("backward")  # before it begins: one that fails drops all gradients of the step
+        begin_use()
         return self._training.backward(
             loss, gradient, is_divided=not scale_wrt_gas, retain_graph=retain_graph, **kwargs
         )
@@ -163,6 +165,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self._refuse_destroyed("step")
         if not self.schedule.syncs:
             raise StateError("step: found inside no_sync(); leave it before the step")
+        begin_use()
         self._training.step(lr_kwargs)
         self.checkpointer.raise_failure()  # after the step, which the peers make too
 

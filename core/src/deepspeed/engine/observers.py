@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed import comm, log
+from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.engine.events import notify
 from deepspeed.engine.step import Progress, StepStats
@@ -123,7 +124,7 @@ class Observers:
         window = self.breakdown.take_window()
         by_rank = [window.times_ms]
         if self._group is not None:
-            by_rank = all_gather_values(window.times_ms, self._group)
+            by_rank = all_gather_values(window.times_ms, backend=group_backend(self._group))
         if is_writer():
             log.report(f"time and memory by phase\n{step_table(window, by_rank)}")
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from deepspeed.comm.give_up import begin_use
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.point_to_point import PointToPoint
 from deepspeed.comm.values import all_gather_values
@@ -18,7 +19,7 @@ from deepspeed.data import RepeatingLoader
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.observers import Observers
 from deepspeed.engine.training import Training
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, StateError
 from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
@@ -63,7 +64,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._iterator: Iterator[Any] | None = None
         #: mean loss of the last batch, over micro-batches and data-parallel ranks
         self.agg_train_loss: Tensor | None = None
-        self._losses = group_backend(mesh.norm_group)
+        self._losses = group_backend(mesh.norm_group)  # and what ranks agree on
         self._losses.connect()
         peers = PointToPoint(mesh.group("pp"))
         if self.num_stages > 1:
@@ -101,13 +102,13 @@ class PipelineEngine(DeepSpeedEngine):
         if not torch.is_grad_enabled():
             raise PipelineError("train_batch: found gradients disabled; call it outside of torch.no_grad()")
         self.sharding.require_states("train_batch")
+        begin_use()
         num_micros = self.schedule.num_steps
         batch = self._take("train_batch", data_iter, num_micros)
         self.module.train()
         self._observers.tput_timer.start()
         schedule = self._schedule_of(num_micros, trains=True)
-        results = self._run(schedule, batch, lambda: self._stage.run(schedule, batch))
-        del results
+        self._run(schedule, lambda: self._stage.run(schedule, batch))
         assert self.agg_train_loss is not None
         return self.agg_train_loss
 
@@ -137,23 +138,25 @@ class PipelineEngine(DeepSpeedEngine):
             raise ConfigError(f'eval_batch: found reduce_output {reduce_output!r}; use "avg" or None')
         num_micros = self.schedule.num_steps if num_micro_batches is None else num_micro_batches
         options = {"compute_loss": compute_loss, "reduce_output": reduce_output, "bcast_loss": bcast_loss}
+        begin_use()
         batch = self._take("eval_batch", data_iter, num_micros, options)
-        was_training = self.module.training
-        self.module.eval()
         schedule = self._schedule_of(num_micros, trains=False)
         keeps_outputs = return_logits or not compute_loss
-        with torch.no_grad():
-            results = self._run(
-                schedule,
-                batch,
-                lambda: self._stage.run(schedule, batch, keeps_outputs=keeps_outputs, keeps_loss=compute_loss),
-            )
-            self.module.train(was_training)
+
+        def run() -> tuple[Any, Any]:
+            results = self._stage.run(schedule, batch, keeps_outputs=keeps_outputs, keeps_loss=compute_loss)
             if compute_loss:
-                value = self._losses_of(results.losses, num_micros, reduce_output, is_shared=bcast_loss)
-            else:
-                value = self._reduced(results.outputs, reduce_output) if self.is_last_stage() else None
-        return (value, results.outputs if self.is_last_stage() else None) if return_logits else value
+                return self._losses_of(results.losses, num_micros, reduce_output, is_shared=bcast_loss), results.outputs
+            return self._reduced(results.outputs, reduce_output) if self.is_last_stage() else None, results.outputs
+
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                value, outputs = self._run(schedule, run)
+        finally:
+            self.module.train(was_training)
+        return (value, outputs if self.is_last_stage() else None) if return_logits else value
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Take micro-batches from a loader, which starts again at its end."""
@@ -224,17 +227,23 @@ class PipelineEngine(DeepSpeedEngine):
         loads = self.is_first_stage() or self.is_last_stage()
         if loads and iterator is None:
             iterator = iter(())
-        return take_batch(
-            iterator if loads else None,
-            num_micros,
-            call=call,
-            options=options or {},
-            group=self.mesh.norm_group,
-            pipeline=self.mesh.rank("dp", "sp") * self.mesh.size("tp") + self.mesh.rank("tp"),
-            stage=self.stage_id,
-            batch_fn=self._batch_fn,
-            shapes_vary=self.module.dynamic_shape,  # type: ignore[arg-type]
-        )
+        try:
+            return take_batch(
+                iterator if loads else None,
+                num_micros,
+                call=call,
+                options=options or {},
+                backend=self._losses,
+                pipeline=self.mesh.rank("dp", "sp") * self.mesh.size("tp") + self.mesh.rank("tp"),
+                stage=self.stage_id,
+                batch_fn=self._batch_fn,
+                shapes_vary=self.module.dynamic_shape,  # type: ignore[arg-type]
+            )
+        except (ConfigError, StateError):  # raised on all ranks
+            raise
+        except BaseException:
+            self.sharding.abandon()
+            raise
 
     def _schedule_of(self, num_micros: int, *, trains: bool) -> PipeSchedule:
         """What this stage does with a batch of so many micro-batches."""
@@ -250,7 +259,7 @@ class PipelineEngine(DeepSpeedEngine):
             return InferenceSchedule
         return partial(InterleavedInferenceSchedule, num_chunks=num_chunks)
 
-    def _run(self, schedule: PipeSchedule, batch: Batch, run: Callable[[], Any]) -> Any:
+    def _run(self, schedule: PipeSchedule, run: Callable[[], Any]) -> Any:
         self._compute.begin(schedule.num_micro_batches)
         try:
             return run()

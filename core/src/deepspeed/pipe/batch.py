@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
+from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError, DeepSpeedError, StateError, first_line
 
@@ -35,20 +35,20 @@ def take_batch(
     *,
     call: str,
     options: Mapping[str, Any],
-    group: ProcessGroup,
+    backend: GroupBackend,
     pipeline: int,
     stage: int,
     batch_fn: Callable[[Any], Any] | None,
     shapes_vary: bool,
 ) -> Batch:
-    """Take the micro-batches of one batch. A collective of `group`.
+    """Take the micro-batches of one batch. A collective of `backend`.
 
     Args:
         iterator: None on stages that load nothing.
         num_micro_batches: to take.
         call: names the engine's method, for errors.
         options: of the call; those of all ranks are the same.
-        group: all ranks of the engine.
+        backend: of all ranks of the engine.
         pipeline: which of the pipelines this rank is in; the first and the last stage of each see the same samples.
         stage: of this rank.
         batch_fn: makes (inputs, labels) of what the iterator gives.
@@ -70,8 +70,8 @@ def take_batch(
     shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
     asked = f"{call} of {num_micro_batches} micro-batches" + (f" with {shown}" if shown else "")
     own = {"asked": asked, "pipeline": pipeline, "stage": stage, "problem": problem, "shapes": shapes}
-    found = all_gather_values(own, group)
-    ranks = dist.get_all_ranks_from_group(group)
+    found = all_gather_values(own, backend=backend)
+    ranks = dist.get_all_ranks_from_group(backend.group)
     for rank, theirs in zip(ranks, found, strict=True):
         if theirs["asked"] != found[0]["asked"]:
             raise ConfigError(

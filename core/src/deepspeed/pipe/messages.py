@@ -163,7 +163,7 @@ class Outbox:
             self._in_flight.popleft()[1].wait()
 
     def forget(self) -> None:
-        """Keep nothing; `PointToPoint.abandon` has ended the messages."""
+        """Keep nothing; `give_up` has ended the messages."""
         self._in_flight.clear()
 
     def _send(self, tensors: Sequence[Tensor], to: int, tag: int) -> None:

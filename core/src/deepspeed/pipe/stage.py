@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from deepspeed.comm.give_up import give_up
 from deepspeed.comm.point_to_point import PointToPoint
 from deepspeed.errors import ConfigError
 from deepspeed.pipe.batch import Batch
@@ -159,13 +160,15 @@ class Stage:
         last = max((at for at, each in enumerate(self._instructions) if isinstance(each, _BACKWARDS)), default=-1)
         self._activations.begin(chunks, all_have_headers=batch.shapes_vary)
         self._gradients.begin()
+        if self._num_stages > 1:
+            self._peers.connect()
         try:
             for at, instruction in enumerate(self._instructions):
                 self._ends = at == last
                 self._handler(instruction)(instruction)
             self._outbox.finish()
         except BaseException:
-            self._peers.abandon()
+            give_up()
             self._outbox.forget()
             raise
         finally:

@@ -29,7 +29,7 @@ def check_first_inputs(model: nn.Module, ranks: TensorRanks) -> None:
         if left == 0:
             return
         left -= 1
-        digests = all_gather_values(_digest([*args, *kwargs.values()]), ranks.group)
+        digests = all_gather_values(_digest([*args, *kwargs.values()]), backend=ranks.backend)
         if any(theirs != digests[0] for theirs in digests):
             other = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
             raise ConfigError(

@@ -250,11 +250,6 @@ class GradientReduction:
                 bucket.is_late = False
                 self._launch(bucket)
 
-    @property
-    def was_launched(self) -> bool:
-        """Whether this backward has launched a bucket; its reduction may be over already."""
-        return any(bucket.was_launched for bucket in self._buckets)
-
     def abandon(self) -> Iterator[tuple[GroupBackend, Work]]:
         """Forget the collectives in flight without waiting for them; yields the group and the work of each."""
         self._in_flight.clear()

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.comm.give_up import give_up
 from deepspeed.errors import StateError
 from deepspeed.zero import named_states
 from deepspeed.zero import state_dict as states
@@ -165,11 +166,7 @@ class Stateful(Holding):
         try:
             yield
         except BaseException:
-            works = self._abandon_gathers()
-            for ranks in self.backends:
-                if ranks.world_size > 1:
-                    left = [work for issuer, work in works if issuer is ranks]
-                    ranks.abandon(left, failed=True, others_finished=True)
+            give_up(self._abandon_gathers())
             for unit in self.sharded_units():
                 unit.shards_changed()
             raise

@@ -110,11 +110,6 @@ class StepFacts:
         squares = float(squares)
         return math.sqrt(squares) if squares >= 0 else math.nan
 
-    def abandon(self) -> None:
-        """This rank failed: peers that wait for it in `agree` raise. Waits for nobody."""
-        if self._hosts is not None:
-            self._hosts.abandon()
-
     def _sum(self, norms: Sequence[Tensor], flags: list[float]) -> tuple[Scalar, list[float]]:
         if self._on_host:
             squares, *flags = self._sum_values([square_sum(norms), *flags])

@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.comm.give_up import give_up, has_peers, makes_collectives_besides
 from deepspeed.errors import CommError, ConfigError, StateError, first_line
 from deepspeed.log import logger, warn_once
 from deepspeed.optim import takes_only_sparse
@@ -334,9 +335,8 @@ class Sharding(Stateful):
     def _abandon(self, *works: tuple[GroupBackend, Work]) -> None:
         """Forget every gradient, and the collectives in flight: `works` and those of buckets. This rank has failed.
 
-        Waits for no peer, since peers may be in another collective; those that wait for this rank raise.
+        Waits for no peer, since peers may be in another collective; those that wait for this rank raise: `give_up`.
         """
-        was_launched = self.reduction.was_launched  # peers may be beyond it, and wait for this rank in another group
         works += tuple(self.reduction.abandon())
         if sums := self._replica_sum.abandon():
             works += tuple(sums)
@@ -344,15 +344,25 @@ class Sharding(Stateful):
                 self._drop_gradient_memory()
         self.zero_grad()
         self._dropped()
-        self._facts.abandon()
-        for ranks in self.backends:
-            if ranks.world_size > 1:
-                left = [work for issuer, work in works if issuer is ranks]
-                ranks.abandon(left, failed=True, others_finished=was_launched)
+        give_up(works)
 
     def abandon(self) -> None:
-        """Forget every gradient, outside of a backward: this rank has failed, and peers that wait for it raise."""
+        """Forget every gradient, outside of a backward: this rank has failed, and peers that wait for it raise.
+
+        Called while the exception is handled.
+        """
         self._abandon()
+
+    def forward_failed(self, error: BaseException) -> None:
+        """The module's forward raised `error`, which is being handled. Peers that go on would wait for this rank in the
+        same forward, or in the reduction that follows it."""
+        is_lost = isinstance(error, CommError | OSError)  # offloaded weights, too
+        if is_lost or (has_peers() and (torch.is_grad_enabled() or self._waits_in_forwards())):
+            self._abandon()
+
+    def _waits_in_forwards(self) -> bool:
+        """Whether a forward without gradients may wait for peers, too."""
+        return bool(self.sharded_units()) or makes_collectives_besides(self.backends)
 
     def _drop_gradient_memory(self) -> None:
         """Leave the memory to works in flight; the next backward allocates other memory."""
@@ -372,19 +382,23 @@ class Sharding(Stateful):
         self._take_shown()
         if self._norm is not None:
             return
-        if len(self._gradients) < len(self.groups):
-            self._allocate_gradients()
         squares = self._finish_collectives()
         if not (self.options.allows_unused or all(self._used_anywhere)):
             self._refuse_unused()
         if not any(self._used_anywhere):  # no backward: what lies in the gradient memory is of a former step
             squares = 0.0
+        self._agree_on_norm(squares)
+
+    @_abandons_on_error
+    def _agree_on_norm(self, squares: Scalar) -> None:
         self._norm = self._facts.root_over_model(squares) * self._after_sum
         self._after_reduce()
 
     @_abandons_on_error
     def _finish_collectives(self) -> Scalar:
         """Sum of the squares of all gradients, over the ranks, with every bucket reduced."""
+        if len(self._gradients) < len(self.groups):
+            self._allocate_gradients()
         reduction = self.reduction
         if not reduction.is_launched:  # the boundary was declared after the backward
             reduction.launch_rest()
@@ -420,6 +434,7 @@ class Sharding(Stateful):
     def _name_of(self, param: Tensor) -> str:
         return next((name for name, other in self.named_parameters if other is param), "?")
 
+    @_abandons_on_error
     def _take_shown(self) -> None:
         """The step takes what the user made of the shown gradients: other values, another tensor, or None."""
         for index in self._shown.take():

@@ -95,7 +95,7 @@ class Backend:
     def all_reduce(self, full_N, *, tag=None):
         return DONE
 
-    def abandon(self, works, *, failed, others_finished=False):
+    def abandon(self, works, *, failed):
         self.abandoned = works
 
 

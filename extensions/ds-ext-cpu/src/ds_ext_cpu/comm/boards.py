@@ -31,6 +31,9 @@ _boards: list["Board"] = []
 _HEAD_WORDS, _SLOT_WORDS = 3, 5
 #: of the text that says what a collective is; a longer one is cut
 _TEXT_BYTES = 256
+#: what a rank that cannot go on says it has done: an epoch that no peer can join
+NOTHING_MORE = 2**62
+_LATER = 2**63 - 1
 #: what the slot of a nonce announces, of which no collective is made
 _NONCE = (0, 0)
 
@@ -69,8 +72,8 @@ class Board:
     """What a rank tells its peers. Words of 64 bits: done, left, check, and per slot number, address, digest and
     address of what it is, check.
 
-    `left` is what was done of the epoch that the rank left last. A check, made of the words before it by xor, shows a
-    reader that what it saw was written together.
+    `left` is what was done of the last epoch with collectives that the rank left. A check, made of the words before it
+    by xor, shows a reader that what it saw was written together.
     """
 
     def __init__(self) -> None:
@@ -110,6 +113,7 @@ class PeerLeft(PeerFailed):
 
     def name_cause(self, cause: str) -> None:
         """Say what failed first: the rank may have left because another one did. "" where that is not known."""
+        self.cause = cause
         if cause:
             self.args = (f"{self} ({cause})",)
 
@@ -179,6 +183,14 @@ class Peer:
         except PeerGone:
             return True
         return epoch_of(self._done) > epoch_of(number)
+
+    def epoch(self) -> int:
+        """The epoch that it is in; 0 if it has ended."""
+        try:
+            self._look_for(_LATER)
+        except PeerGone:
+            return 0
+        return epoch_of(self._done)
 
     def _look_for(self, number: int) -> None:
         """Read up to where it is done, if it was not done with `number` when we last looked."""

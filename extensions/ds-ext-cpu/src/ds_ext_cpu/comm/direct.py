@@ -29,18 +29,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as torch_dist
 from deepspeed.comm.backend import Work
-from deepspeed.comm.failure import FailureRecord
+from deepspeed.comm.failure import FailureRecord, handled_consequence
 from deepspeed.comm.libraries import timeout_of
 from deepspeed.comm.staging import StagingPool
 from deepspeed.errors import CommError, first_line
 from torch.distributed import ProcessGroup
 
-from ds_ext_cpu.comm.boards import EPOCH_BITS, NUM_SLOTS, Meeting, Peer, PeerLeft, epoch_of, meet, what
+from ds_ext_cpu.comm.boards import EPOCH_BITS, NOTHING_MORE, NUM_SLOTS, Meeting, Peer, PeerLeft, epoch_of, meet, what
 from ds_ext_cpu.comm.readings import Copy, Reading, Sum, Swap
 from ds_ext_cpu.comm.waiting import lock, queues, wait_until
-
-#: what a rank that cannot go on says it has done: an epoch that no peer can join
-_NOTHING_MORE = 2**62
 
 
 def connect(group: ProcessGroup, staging: StagingPool) -> "DirectQueue | None":
@@ -75,6 +72,8 @@ class DirectQueue:
         self.board, self.peers, first_epoch = meeting
         self._timeout_s = timeout_of(group).total_seconds()
         self.done = 0  # the last collective for which this rank has read
+        self._left = 0  # what that was in the last epoch that had collectives
+        self._first = self._next = 1  # numbers of the epoch's collectives, from the first to the one to come
         self._open: deque[Reading] = deque()
         self._unannounced: deque[Reading] = deque()  # those of `_open` that wait for a slot on the board
         self._failure: CommError | None = None
@@ -151,7 +150,15 @@ class DirectQueue:
             if self._has_joined:
                 self._failure = None
             elif self._failure is None:
-                self._begin_epoch(epoch_of(self._next) + 1)
+                self._begin_epoch(self._epoch_after(failed))
+
+    def _epoch_after(self, failed: bool) -> int:
+        """The next epoch; of a rank that fails because its peers did, theirs, which may have failed more often."""
+        epoch = epoch_of(self._next) + 1
+        if failed and handled_consequence() is not None:
+            theirs = (peer.epoch() for peer in self.peers.values())
+            epoch = max([epoch, *(each for each in theirs if each < epoch_of(NOTHING_MORE))])
+        return epoch
 
     @property
     def _has_joined(self) -> bool:
@@ -257,16 +264,18 @@ class DirectQueue:
     def _begin_epoch(self, epoch: int) -> None:
         self._open.clear()
         self._unannounced.clear()
-        left, self.done = self.done, epoch << EPOCH_BITS
+        if self._next > self._first:  # else a peer may still look for what was done in the epoch before
+            self._left = self.done
+        self.done = epoch << EPOCH_BITS
         self._first = self._next = self.done + 1
-        self.board.leave(left, self.done)
+        self.board.leave(self._left, self.done)
 
     def _join_epoch_of(self, error: PeerLeft) -> None:
         """Let the other peers know, too. Calls raise `error` until this rank has dropped its buffers."""
         self._failure, self._left_epoch = error, epoch_of(self._next)
         error.name_cause(self._failures.first(self._left_epoch))
         self._keep([])
-        if error.done < _NOTHING_MORE:
+        if error.done < NOTHING_MORE:
             self._begin_epoch(epoch_of(error.done))
         else:
             self._fail(CommError(str(error)))
@@ -284,7 +293,7 @@ class DirectQueue:
         self._failure = failure
         self._open.clear()
         self._unannounced.clear()
-        self.board.leave(self.done, _NOTHING_MORE)
+        self.board.leave(self.done, NOTHING_MORE)
         return failure
 
     def _late(self, number: int) -> CommError:

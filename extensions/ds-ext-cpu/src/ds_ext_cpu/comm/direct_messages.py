@@ -80,7 +80,7 @@ def slot_word(rank: int, tag: int, number: int) -> int:
 class DirectMessages:
     """The messages of this rank in one group.
 
-    After a failure every call raises it: what was announced cannot be taken back.
+    After a failure every call raises it: what was announced cannot be taken back. `PointToPoint.connect` makes others.
 
     Args:
         group: this process is a member of it.
@@ -131,8 +131,8 @@ class DirectMessages:
             self._outgoing.clear()
             self._incoming.clear()
             self._failure = CommError(
-                f"rank {torch_dist.get_rank()} left messages of this group unfinished after a failure; start the job "
-                "again, or build the engine again on all ranks"
+                f"rank {torch_dist.get_rank()} left messages of this group unfinished after a failure; their tensors "
+                "hold nothing"
             )
 
     def go_on(self) -> None:
@@ -221,7 +221,8 @@ class DirectMessages:
             cause = self._failures.first(0) or f"rank {peer.rank} left its messages unfinished"
             raise PeerFailed(
                 f"rank {torch_dist.get_rank()} cannot finish {message}: {cause}. The output of the rank that failed "
-                "first says why"
+                "first says why",
+                cause,
             )
 
     def _late(self, message: "DirectMessage") -> CommError:

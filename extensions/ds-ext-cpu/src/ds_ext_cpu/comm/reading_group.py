@@ -31,6 +31,7 @@ class ReadingGroup(TorchGroup):
     def __init__(self, group: ProcessGroup, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
         super().__init__(group, staging_bytes)
         self.queue: DirectQueue | None = None
+        self._has_met = False  # and knows whether ranks read each other's memory
 
     @property
     def capabilities(self) -> Capabilities:
@@ -48,8 +49,9 @@ class ReadingGroup(TorchGroup):
         """Find out together whether the ranks can read each other's memory."""
         if self._is_connected:
             return
-        if 1 < self.world_size <= MAX_READING_RANKS:
+        if not self._has_met and 1 < self.world_size <= MAX_READING_RANKS:
             self.queue = connect(self.group, self.staging)
+        self._has_met = True
         if self.queue is None:
             super().connect()
         self._is_connected = True
@@ -65,15 +67,14 @@ class ReadingGroup(TorchGroup):
         together, after `connect`."""
         return None if self.queue is None else DirectMessages(self.group, self.queue.peers)
 
-    def abandon(self, works: Sequence[Work], *, failed: bool, others_finished: bool = False) -> None:
-        """Leave `works` unfinished. Ranks that read memory can go on if all of them abandon; see `watch.py` else."""
+    def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
+        """Leave `works` unfinished. Ranks that read memory go on when all have abandoned; see `watch.py` else."""
         works = parts_of(works)
         read = [work for work in works if isinstance(work, Reading)]
         if self.queue is not None:
             self.queue.abandon(read, failed=failed)
         if self.queue is None or len(read) < len(works):
-            over_gloo = [work for work in works if not isinstance(work, Reading)]
-            super().abandon(over_gloo, failed=failed, others_finished=others_finished and self.queue is None)
+            super().abandon([work for work in works if not isinstance(work, Reading)], failed=failed)
 
 
 class _Messages(GlooOnHost):

@@ -1,0 +1,87 @@
+"""`give_up`: a rank that fails in a step leaves all of its groups together.
+
+A step runs collectives in several groups: those of ZeRO, and the model's own (of experts, divided tensors and divided
+sequences), messages between stages of a pipeline, sums between hosts. Peers may wait for the rank that failed in any of
+them, and in others a while later. So it leaves all groups of the process that the core makes collectives in, and peers
+which meet one that it has left do the same. Then each has left each group once, and a next step, also of another
+engine, works on all ranks.
+
+So one failure is told once per rank, however many parts of an engine see its exception pass, and whatever is done while
+it is handled, such as `destroy()`: the exception is marked. A mark is void when an engine is used again, as by a retry
+inside the `except`. Those who fail because of a peer go to where it is: `FailureRecord.next_epoch`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakSet
+
+from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.comm.failure import handled_errors
+from deepspeed.comm.group_backend import known_backends
+from deepspeed.comm.record import RecordedGroup, unrecorded
+
+#: attribute of an exception that peers know of: the number of uses at that time
+_MARK = "_deepspeed_told_peers"
+_num_uses = 0
+
+
+class Party(Protocol):
+    """Something else in which peers may wait for this rank."""
+
+    def abandon(self) -> None:
+        """This rank failed: peers that wait for it raise. Waits for nobody."""
+
+
+_parties: WeakSet[Party] = WeakSet()
+
+
+def join(party: Party) -> None:
+    """`party` is left, too, as long as it lives."""
+    _parties.add(party)
+
+
+def begin_use() -> None:
+    """An engine is called to compute: an exception from now on is another failure than those before."""
+    global _num_uses
+    _num_uses += 1
+
+
+def has_peers() -> bool:
+    """Whether some rank may wait for this one."""
+    return any(backend.world_size > 1 for backend in known_backends())
+
+
+def makes_collectives_besides(backends: Sequence[GroupBackend]) -> bool:
+    """Whether the core makes collectives among ranks other than those of `backends`, as models do."""
+    own = [_plain(backend) for backend in backends]
+    return any(backend.world_size > 1 and backend not in own for backend in known_backends())
+
+
+def give_up(works: Sequence[tuple[GroupBackend, Work]] = ()) -> None:
+    """This rank has failed; called while the exception is handled. Peers that wait for it raise, and name it. Waits for
+    nobody.
+
+    Args:
+        works: what the caller leaves unfinished, and the group of each.
+    """
+    if _is_told():
+        return
+    for backend in known_backends():
+        if backend.world_size > 1:
+            left = [work for issuer, work in works if _plain(issuer) is backend]
+            backend.abandon(unrecorded(left), failed=True)
+    for party in list(_parties):
+        party.abandon()
+
+
+def _is_told() -> bool:
+    """Whether peers know of the exception that is being handled; from now on they do."""
+    errors = list(handled_errors())
+    is_told = any(getattr(error, _MARK, -1) == _num_uses for error in errors)
+    for error in errors[:1]:
+        setattr(error, _MARK, _num_uses)
+    return is_told
+
+
+def _plain(backend: GroupBackend) -> GroupBackend:
+    return backend.recorded if isinstance(backend, RecordedGroup) else backend

@@ -1,0 +1,246 @@
+"""A step that fails on one rank ends on all of them, whatever group each waits in, and all can go on afterwards.
+
+The ranks stay alive, as those of a program that catches the error do, and the timeout of groups is half an hour: a rank
+that nobody tells hangs until the limit of the pool.
+"""
+
+import os
+import re
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.comm.failure import PeerFailed
+from deepspeed.comm.group_backend import forget
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
+from torch import nn
+
+WIDTH = 8
+CAUSE = "rank 1 failed with MemoryError: no memory"
+
+
+class Net(nn.Module):
+    """Fails in its last layer: before the reduction of gradients, and between collectives of the model's own."""
+
+    def __init__(self, *, has_experts):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        experts = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2, drop_tokens=False)
+        self.experts = experts if has_experts else None
+        self.fails_in = ""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if self.fails_in == "forward":
+            fail()
+        if self.experts is not None:
+            hidden, _, _ = self.experts(hidden)
+        hidden = self.last(hidden)
+        if self.fails_in == "backward":
+            hidden.register_hook(fail)
+        return hidden.square().mean()
+
+
+def fail(*_):
+    raise MemoryError("no memory")
+
+
+def create_engine(stage, *, has_experts=False, **sections):
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **sections,
+    }
+    return deepspeed.initialize(model=Net(has_experts=has_experts), config=config)[0]
+
+
+def take_path(path):
+    """Put back after the job."""
+    os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"
+    forget()
+
+
+def train_step(engine):
+    engine.backward(engine(torch.full((2, WIDTH), 1.0 + torch.distributed.get_rank())))
+    engine.step()
+
+
+def sums(engine):
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        names = ("first", "last")
+        return [float(getattr(engine.module, name).weight.detach().double().sum()) for name in names]
+
+
+def fail_and_go_on(path, stage, where, after, has_experts):
+    """What the failed step raised here, and the weights after steps that follow it."""
+    take_path(path)
+    rank = torch.distributed.get_rank()
+    engine = create_engine(stage, has_experts=has_experts)
+    train_step(engine)
+    engine.module.fails_in = where if rank == 1 else ""
+    try:
+        train_step(engine)
+        found = "no error"
+    except Exception as error:  # noqa: BLE001
+        found = f"{type(error).__name__}: {error}"
+        if after == "destroy":
+            engine.destroy()
+            engine = create_engine(stage, has_experts=has_experts)
+            train_step(engine)
+    engine.module.fails_in = ""
+    train_step(engine)
+    weights = sums(engine)
+    engine.destroy()
+    return found, weights
+
+
+def check(results):
+    failed, peer = results[1][0], results[0][0]
+    assert failed == "MemoryError: no memory"
+    assert CAUSE in peer, peer
+    weights = [weights for _, weights in results]
+    assert weights[0] == weights[1]
+
+
+CASES = [
+    (stage, where, experts) for stage in range(4) for where in ("forward", "backward") for experts in (False, True)
+]
+IN_EVERY_RUN = {(1, "forward", False), (1, "backward", True), (2, "forward", True), (3, "backward", False)}
+
+
+@pytest.mark.parametrize(("stage", "where", "has_experts"), swept(CASES, lambda *case: case in IN_EVERY_RUN))
+@pytest.mark.parametrize("after", ["next step", "destroy"])
+def test_all_ranks_leave_a_failed_step_and_go_on(path, stage, where, after, has_experts):
+    check(run_ranks(2, fail_and_go_on, path, stage, where, after, has_experts))
+
+
+def fail_twice(path):
+    """Rank 1 fails two times before rank 0 looks; both retry until a step is made."""
+    take_path(path)
+    engine = create_engine(1)
+    train_step(engine)
+    found = []
+    failures = 2 if torch.distributed.get_rank() == 1 else 0
+    for attempt in range(6):
+        engine.module.fails_in = "forward" if attempt < failures else ""
+        try:
+            train_step(engine)
+            break
+        except (MemoryError, PeerFailed) as error:
+            found.append(type(error).__name__)
+    weights = sums(engine)
+    engine.destroy()
+    return found, weights
+
+
+def test_a_rank_may_fail_more_often_than_its_peer_notices(path):
+    (peer, weights), (failed, others) = run_ranks(2, fail_twice, path)
+    assert failed == ["MemoryError"] * 2
+    assert len(peer) in (1, 2)
+    assert weights == others
+
+
+def fail_on_all(path, where):
+    """All ranks fail alike, as for want of memory, and then nothing is in anyone's way."""
+    take_path(path)
+    engine = create_engine(2)
+    for fails_in in (where, where, "", where, ""):
+        engine.module.fails_in = fails_in
+        try:
+            train_step(engine)
+        except MemoryError:
+            engine.zero_grad()
+    weights = sums(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_all_ranks_may_fail_by_themselves(path, where):
+    first, second = run_ranks(2, fail_on_all, path, where)
+    assert first == second
+
+
+def evaluate_and_fail():
+    """Without gradients nobody waits: a sample that cannot be evaluated is the affair of one rank."""
+    engine = create_engine(1)
+    engine.module.fails_in = "forward" if torch.distributed.get_rank() == 1 else ""
+    with torch.no_grad():
+        try:
+            engine(torch.ones(2, WIDTH))
+        except MemoryError:
+            engine.module.fails_in = ""
+    train_step(engine)
+    weights = sums(engine)
+    engine.destroy()
+    return weights
+
+
+def test_an_evaluation_that_fails_is_told_to_nobody():
+    first, second = run_ranks(2, evaluate_and_fail)
+    assert first == second
+
+
+class Layer(nn.Linear):
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            fail()
+        return torch.tanh(super().forward(x))
+
+
+def fail_in_a_pipeline(path, stage, schedule, failing_rank):
+    take_path(path)
+    torch.manual_seed(0)
+    model = PipelineModule(
+        [LayerSpec(Layer, WIDTH, WIDTH) for _ in range(4)], num_stages=2, loss_fn=nn.functional.mse_loss
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "zero_optimization": {"stage": stage},
+        "pipeline": {"schedule": schedule},
+    }
+    engine = deepspeed.initialize(model=model, config=config, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))[
+        0
+    ]
+    batch = [(torch.randn(2, WIDTH), torch.randn(2, WIDTH)) for _ in range(3)]
+    losses = [float(engine.train_batch(iter(batch)))]
+    found = []
+    for call in (engine.train_batch, engine.eval_batch):
+        Layer.fails = torch.distributed.get_rank() == failing_rank
+        try:
+            call(iter(batch))
+            found.append("no error")
+        except Exception as error:  # noqa: BLE001
+            found.append(f"{type(error).__name__}: {error}")
+        Layer.fails = False
+        losses.append(float(engine.train_batch(iter(batch))))
+    assert engine.module.training
+    engine.destroy()
+    return found, losses
+
+
+@pytest.mark.parametrize(
+    ("stage", "schedule", "failing_rank"),
+    swept(
+        [(stage, schedule, rank) for stage in (0, 1) for schedule in ("1f1b", "zero_bubble") for rank in (0, 3)],
+        lambda *case: case in {(1, "1f1b", 0), (0, "zero_bubble", 3)},
+    ),
+)
+def test_all_replicas_of_a_pipeline_leave_a_failed_batch_and_go_on(path, stage, schedule, failing_rank):
+    results = run_ranks(4, fail_in_a_pipeline, path, stage, schedule, failing_rank)
+    for rank, (found, losses) in enumerate(results):
+        assert losses == results[0][1]
+        for each in found:
+            if rank == failing_rank:
+                assert each == "MemoryError: no memory"
+            else:
+                assert re.search(f"rank {failing_rank} failed with MemoryError: no memory", each), (rank, found)
+    assert results[0][1][0] > results[0][1][1] > results[0][1][2]
