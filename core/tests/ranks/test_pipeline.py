@@ -103,9 +103,15 @@ class Whole(nn.Module):
         yield from self.tied.named_parameters(prefix="tied_modules")
 
 
-def reference(kind, dp, *, clip=0.0, varies=False):
+def halve(grad):
+    return grad / 2
+
+
+def reference(kind, dp, *, clip=0.0, varies=False, hooked=False):
     """Losses of the steps, the last norm, and weights by the names of PipelineModule."""
     model = Whole(layers_of(kind))
+    for param in model.parameters() if hooked else ():
+        param.register_hook(halve)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     data = [batches(rank, varies=varies) for rank in range(dp)]
     losses, norm = [], None
@@ -145,8 +151,10 @@ def create(kind, stages, stage, module_keys=None, **keys):
     return deepspeed.initialize(model=model, config=config_of(stage, **keys))[0]
 
 
-def train_job(kind, stages, stage, varies, module_keys, keys):
+def train_job(kind, stages, stage, varies, module_keys, hooked, keys):
     engine = create(kind, stages, stage, module_keys, **keys)
+    for param in engine.module.parameters() if hooked else ():
+        param.register_hook(halve)
     data = batches(engine.mesh.rank("dp"), varies=varies)
     ends = engine.is_first_stage() or engine.is_last_stage()
     losses = [engine.train_batch(data if ends else None).item() for _ in range(STEPS)]
@@ -156,11 +164,13 @@ def train_job(kind, stages, stage, varies, module_keys, keys):
     return losses, norm, weights, engine.global_steps, engine.micro_steps
 
 
-def check(world, kind, stages, stage, *, varies=False, module_keys=None, clip=0.0, tolerance=1e-5, **keys):
+def check(
+    world, kind, stages, stage, *, varies=False, module_keys=None, clip=0.0, tolerance=1e-5, hooked=False, **keys
+):
     if clip:
         keys["gradient_clipping"] = clip
-    losses, norm, weights = reference(kind, world // stages, clip=clip, varies=varies)
-    found = run_ranks(world, train_job, kind, stages, stage, varies, module_keys, keys)
+    losses, norm, weights = reference(kind, world // stages, clip=clip, varies=varies, hooked=hooked)
+    found = run_ranks(world, train_job, kind, stages, stage, varies, module_keys, hooked, keys)
     for own_losses, own_norm, own, steps, micro_steps in found:
         assert own_losses == pytest.approx(losses, abs=tolerance, rel=tolerance)
         assert own_norm == pytest.approx(norm, rel=10 * tolerance)
@@ -192,6 +202,22 @@ TWICE = {"interleave": 2}
 )
 def test_two_stages(kind, stage, keys, module_keys):
     check(2, kind, 2, stage, module_keys=module_keys, **keys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "keys", "interval", "hooked"),
+    [
+        ("plain", 0, SPLIT, 1, False),
+        sweep("plain", 1, SPLIT, 2, False),
+        sweep("tied", 2, SPLIT, 1, False),
+        sweep("plain", 0, SPLIT, 0, True),
+        ("plain", 2, SPLIT, 1, True),
+        sweep("tied", 1, SPLIT, 0, True),
+        sweep("plain", 2, {}, 1, True),
+    ],
+)
+def test_split_backwards_see_what_autograd_sees(kind, stage, keys, interval, hooked):
+    check(2, kind, 2, stage, module_keys={"activation_checkpoint_interval": interval}, hooked=hooked, **keys)
 
 
 def test_three_stages_with_shapes_that_change():

@@ -363,7 +363,7 @@ class _Compute:
 
     def backward_weights(self, gradients: Iterator[tuple[Tensor, Tensor]], *, ends: bool) -> None:
         self._training.schedule.set_boundary(ends)  # type: ignore[attr-defined]
-        self._training.take_gradients(gradients, ends=ends)
+        self._training.backward_weights(gradients, ends=ends)
 
     def reduce(self) -> None:
         self._training.end_backward()

@@ -91,18 +91,17 @@ class Training:
             if not ends:
                 self.end_backward()
 
-    def take_gradients(self, gradients: Iterable[tuple[Tensor, Tensor]], *, ends: bool) -> None:
+    def backward_weights(self, gradients: Iterable[tuple[Tensor, Tensor]], *, ends: bool) -> None:
         """A backward whose gradients come as pairs of a parameter and its gradient, which is scaled.
 
         Args:
+            gradients: computed one after the other, so that no more than one waits to be taken.
             ends: as in `backward_part`.
         """
-        window = self.sharding.window
         with self.observers.phase("backward"):
-            with window.opened(), self.observers.phase("backward_inner"), torch.no_grad():
+            with self.sharding.window.opened(), self.observers.phase("backward_inner"):
                 for param, grad in gradients:
-                    param.grad = grad if param.grad is None else param.grad + grad
-                    self.sharding.reduction.gradient_was_set(param)
+                    torch.autograd.backward(param, grad)
             if not ends:
                 self.end_backward()
 

@@ -5,13 +5,18 @@
         outputs = module(inputs)
     with deferred.in_backward():
         torch.autograd.backward(outputs, gradients)      # gradients of the inputs
-    for weight, gradient in deferred.gradients(): ...    # those of the weights, computed now
+    for weight, gradient in deferred.gradients(): torch.autograd.backward(weight, gradient)    # those of the weights
 
 Deferred are the weights and biases of linear layers: for a product X W^T with the gradient Y of its result, the
 gradient of X is Y W and that of W is Y^T X, of as much work each. All other gradients come with those of the inputs.
+
+[Note: what autograd sees] A layer is deferred only where nobody can tell the difference. Not where somebody else keeps
+its inputs: activation checkpointing computes them again outside of `in_forward`, as other tensors than were kept. Not
+where a hook is to get the gradient of the weight or the bias, and may replace it: autograd calls it in its own
+backward, with the sum of all uses. What is deferred goes to the weight through autograd, as one gradient of all its
+products.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +32,7 @@ class DeferredWeights:
     """The weight gradients of one micro-batch in one part."""
 
     def __init__(self) -> None:
-        self._products: deque[tuple[Parameter, Parameter | None, Tensor, Tensor]] = deque()
+        self._products: dict[int, list[tuple[Parameter, Parameter | None, Tensor, Tensor]]] = {}  # by id of the weight
         self._defers = False
 
     @contextmanager
@@ -46,15 +51,23 @@ class DeferredWeights:
             self._defers = False
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Weights and biases with their gradients; a weight that several layers share comes several times."""
+        """Weights and biases with their gradients: a weight that several layers share comes once, a bias as often as
+        there are weights that it is used with."""
         while self._products:
-            yield from _gradients(*self._products.popleft())
+            products = self._products.pop(next(iter(self._products)))
+            of_all: dict[int, tuple[Tensor, Tensor]] = {}
+            while products:
+                for param, grad in _gradients(*products.pop(0)):
+                    known = of_all.get(id(param))
+                    of_all[id(param)] = (param, grad if known is None else known[1].add_(grad))
+            yield from of_all.values()
 
     def keep(self, weight: Parameter, bias: Parameter | None, inputs: Tensor, outputs: Tensor) -> bool:
         """Called in a backward with the inputs of a layer and the gradient of its outputs: whether it is deferred."""
-        if self._defers:
-            self._products.append((weight, bias, inputs, outputs))
-        return self._defers
+        defers = self._defers and not _has_hooks(weight) and (bias is None or not _has_hooks(bias))
+        if defers:
+            self._products.setdefault(id(weight), []).append((weight, bias, inputs, outputs))
+        return defers
 
 
 class _LinearMode(TorchFunctionMode):
@@ -77,10 +90,14 @@ class _LinearMode(TorchFunctionMode):
 def _linear_call(
     input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Parameter, Parameter | None] | None:
-    """The arguments of a call of `linear` that can be deferred: of one dtype, with parameters that train."""
+    """The arguments of a call of `linear` that can be deferred: of one dtype, with parameters that train; see
+    [Note: what autograd sees]."""
     trains = isinstance(weight, Parameter) and weight.requires_grad and weight.dim() == 2
     has_bias = bias is None or (isinstance(bias, Parameter) and bias.requires_grad)
     if not trains or not has_bias or torch.is_autocast_enabled(input.device.type) or input.dtype != weight.dtype:
+        return None
+    others_keep = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if others_keep or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     return input, weight, bias  # type: ignore[return-value]
 
@@ -110,3 +127,8 @@ def _gradients(weight: Tensor, bias: Tensor | None, inputs: Tensor, outputs: Ten
     yield weight, rows.T @ inputs.reshape(-1, inputs.shape[-1])
     if bias is not None:
         yield bias, rows.sum(0)
+
+
+def _has_hooks(param: Parameter) -> bool:
+    """Whether a hook is to get the gradient of a backward before it is added up."""
+    return bool(param._backward_hooks)

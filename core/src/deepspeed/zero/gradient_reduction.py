@@ -91,13 +91,11 @@ class GradientReduction:
         self._refusal: Exception | None = None
         self._inspects = False  # every gradient of this backward, not only one that is sparse or has a graph
         self._hooks: list[RemovableHandle] = []
-        self._hooked: dict[int, tuple[int, int]] = {}  # id of a parameter whose gradient is taken at once -> its place
         opens = _opening_hook(weakref.ref(self), window.running)
         for index, unit in enumerate(units):
             for place, param in enumerate(unit.params):
                 if unit.unit is not None or place == 0 or unit.shapes[place].numel() >= LARGE_NUMEL:
                     hook = _gradient_hook(weakref.ref(self), index, place)
-                    self._hooked[id(param)] = (index, place)
                 elif sees_all:
                     hook = opens
                 else:
@@ -137,11 +135,6 @@ class GradientReduction:
             self._after_arrival(param_unit)
         if self._reduces and self._overlaps:
             self._launch_full(taken=index if place == 0 else None)
-
-    def gradient_was_set(self, param: Tensor) -> None:
-        """`param.grad` was set in an open window, not by autograd, which would have called the hook."""
-        if id(param) in self._hooked:
-            self.arrived(*self._hooked[id(param)])
 
     def _take(self, index: int, places: Iterable[int] | None = None) -> None:
         """Bring the gradients of a unit that are there into its bucket; `places`: of these parameters only."""

@@ -3,7 +3,7 @@
 import deepspeed
 import pytest
 import torch
-from deepspeed.activation import checkpointing
+from deepspeed.activation import checkpointing, rng
 from deepspeed.errors import ConfigError
 from torch.nn.functional import dropout
 
@@ -162,7 +162,7 @@ def test_times_are_logged(monkeypatch):
 
 @pytest.fixture
 def tracker(monkeypatch):
-    monkeypatch.setattr(checkpointing.groups, "_get_model_parallel_rank", lambda: 3)
+    monkeypatch.setattr(rng.groups, "_get_model_parallel_rank", lambda: 3)
     checkpointing.model_parallel_cuda_manual_seed(10)
     return checkpointing.get_cuda_rng_tracker()
 

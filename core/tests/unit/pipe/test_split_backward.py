@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe.split_backward import DeferredWeights
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Layers(nn.Module):
@@ -42,11 +43,109 @@ def test_both_parts_make_the_gradients_of_one_backward(shape):
     assert module.first.bias.grad is None
     assert module.norm.weight.grad is not None
     for param, grad in deferred.gradients():
-        param.grad = grad if param.grad is None else param.grad + grad
+        assert param.grad is None  # once each
+        torch.autograd.backward(param, grad)
     for found, want in zip(gradients(module, x), wanted, strict=True):
         torch.testing.assert_close(found, want)
     assert module.frozen.weight.grad is None
     assert list(deferred.gradients()) == []
+
+
+def split_backward(module, inputs, run=lambda module, inputs: module(inputs)):
+    """Both halves of a backward; the names of the parameters whose gradients come in the second one."""
+    deferred = DeferredWeights()
+    with deferred.in_forward():
+        loss = run(module, inputs).square().sum()
+    with deferred.in_backward():
+        loss.backward()
+    later = {name for name, param in module.named_parameters() if param.requires_grad and param.grad is None}
+    for param, grad in deferred.gradients():
+        torch.autograd.backward(param, grad)
+    return later
+
+
+LATER = {"first.weight", "first.bias", "second.weight"}
+
+
+def halve(grad):
+    return grad / 2
+
+
+def test_hooks_get_the_gradients_of_one_backward():
+    """Each is called once, with what autograd would give it; what it returns counts."""
+    seen = {}
+    results = []
+    for backward in (lambda module, x: module(x).square().sum().backward(), split_backward):
+        module, x, seen = Layers(), torch.linspace(-1, 1, 20).view(5, 4).requires_grad_(), {}
+        for name, param in module.named_parameters():
+            if not param.requires_grad:
+                continue
+            calls = seen.setdefault(name, [])
+            if name in ("first.bias", "second.weight"):
+                param.register_hook(halve)
+                param.register_hook(lambda grad, calls=calls: calls.append(grad.clone()))
+            param.register_post_accumulate_grad_hook(lambda param, calls=calls: calls.append(param.grad.clone()))
+        multi = []
+        torch.autograd.graph.register_multi_grad_hook([module.first.weight, module.norm.weight], multi.append)
+        backward(module, x)
+        results.append((gradients(module, x), seen, multi))
+    (wanted, calls_wanted, (multi_wanted,)), (found, calls_found, (multi_found,)) = results
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(calls_found, calls_wanted)
+    torch.testing.assert_close(multi_found, multi_wanted)
+
+
+def test_what_has_hooks_is_not_deferred():
+    module, x = Layers(), torch.randn(5, 4)
+    assert split_backward(module, x) == LATER
+    module.zero_grad()
+    handle = module.second.weight.register_hook(halve)
+    assert split_backward(module, x) == {"first.weight", "first.bias"}
+    module.zero_grad()
+    handle.remove()
+    assert split_backward(module, x) == LATER
+
+
+def recomputed(use_reentrant):
+    return lambda module, x: checkpoint(module, x, use_reentrant=use_reentrant)
+
+
+def kept_on_host(module, x):
+    with torch.autograd.graph.save_on_cpu():
+        return module(x)
+
+
+def by_vmap(module, x):
+    return torch.func.vmap(module)(x)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 5, 4)])
+@pytest.mark.parametrize(
+    "run", [recomputed(True), recomputed(False), kept_on_host, by_vmap], ids=["reentrant", "recomputed", "host", "vmap"]
+)
+def test_what_others_compute_again_or_keep_is_not_divided(run, shape):
+    module, x = Layers(), torch.randn(shape, requires_grad=True)
+    module(x).square().sum().backward()
+    wanted = [grad.clone() for grad in gradients(module, x)]
+    module.zero_grad()
+    x.grad = None
+    assert split_backward(module, x, run) == set()
+    torch.testing.assert_close(gradients(module, x), wanted)
+
+
+def test_layers_beside_a_checkpoint_are_divided():
+    module, x = Layers(), torch.randn(5, 4, requires_grad=True)
+    outer = nn.Sequential(nn.Linear(4, 4), module, nn.Linear(3, 3))
+
+    def run(outer, x):
+        return outer[2](checkpoint(outer[1], outer[0](x), use_reentrant=False))
+
+    outer(x).square().sum().backward()
+    wanted = [grad.clone() for grad in gradients(outer, x)]
+    outer.zero_grad()
+    x.grad = None
+    assert split_backward(outer, x, run) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    torch.testing.assert_close(gradients(outer, x), wanted)
 
 
 def test_a_backward_outside_of_it_is_whole():
