@@ -2,16 +2,16 @@
 #   make demo               train a small GPT on two ranks (make demo ARGS=--resume goes on from its checkpoint)
 #   make test               what a pull request must pass: every behavior once
 #   make test-all           the same with the sweeps: every world, kill, planted fault, template language, sanitizers
-#   make <session>          any other session of noxfile.py: lint types unit ext ranks simulated parity template examples docs downstream deepspeed sanitize sycl bench gpu build
+#   make <session>          any other session of noxfile.py: lint types unit ext ranks simulated parity template examples docs downstream deepspeed torch sanitize sycl bench gpu build
 PYTHON ?= python3
 NOX := .venv/bin/nox
 
-.PHONY: test test-all demo lint types unit ext ranks simulated parity template examples docs downstream deepspeed sanitize sycl bench gpu build clean
+.PHONY: test test-all demo lint types unit ext ranks simulated parity template examples docs downstream deepspeed torch sanitize sycl bench gpu build clean
 
 test: $(NOX)
 	@$(NOX)
 
-demo test-all lint types unit ext ranks simulated parity template examples docs downstream deepspeed sanitize sycl bench gpu build: $(NOX)
+demo test-all lint types unit ext ranks simulated parity template examples docs downstream deepspeed torch sanitize sycl bench gpu build: $(NOX)
 	@$(NOX) -s $@ -- $(ARGS)
 
 $(NOX):

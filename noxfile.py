@@ -42,6 +42,12 @@ KERNEL_LANGUAGES = ("none", "cpp", "cuda", "sycl", "own")  # that the template r
 # Intel's SYCL runtime, with its compiler for kernels given as text and its OpenCL for CPUs: 1.7 GB.
 SYCL_RUNTIME = "dpcpp-cpp-rt==2026.2.0"
 ORIGINAL_DEEPSPEED = "deepspeed==0.19.6"
+# The ends of the range of torch that core/pyproject.toml promises, beside the release of constraints.txt. On PyPI
+# they are CUDA builds, of some gigabytes each.
+TORCH_RANGE = {"oldest": "torch==2.6.*", "newest": "torch"}
+# What depends on torch: collectives over memory and over sockets, every stage, pipelines, and the pages' code.
+OF_TORCH = ("core/tests/ranks", "core/tests/parity", "docs/tests")
+OF_SOCKETS = ("group_backend", "host_sums", "pipeline", "pipeline_uses", "experts", "mesh")
 # One thread per process: ranks share the machine's cores, and threads would fight for them. Hundreds of processes
 # import core, so that its bytecode is kept even where the environment says otherwise.
 TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
@@ -76,6 +82,18 @@ def _pytest(session: nox.Session, *paths: Path, flags: tuple[str, ...] = ()) -> 
     session.run(PYTHON, "-m", "pytest", "-q", *flags, *present, *session.posargs, env=TEST_ENV, external=True)
 
 
+def _beside(session: nox.Session, name: str) -> Path:
+    """The python of another environment, in which packages of ours are found after its own."""
+    folder = Path(session.create_tmp()) / name
+    python = folder / "bin" / "python"
+    if not python.exists():
+        session.run(PYTHON, "-m", "venv", str(folder), external=True)
+        packages = next((folder / "lib").glob("python*/site-packages"))
+        ours = next((Path(sys.prefix) / "lib").glob("python*/site-packages"))
+        (packages / "zz_ours.pth").write_text(f"import site; site.addsitedir({str(ours)!r})\n")
+    return python
+
+
 @nox.session(name="test-all")
 def test_all(session: nox.Session) -> None:
     """What `make test` runs, with the sweeps: every world, kill and planted fault, template language, and sanitizer."""
@@ -84,6 +102,8 @@ def test_all(session: nox.Session) -> None:
     names = ["unit", "ranks", "simulated", "parity", "docs", "downstream"]
     names += [f"ext({name})" for name in EXTENSIONS]
     names += [f"template({language})" for language in KERNEL_LANGUAGES]
+    for version in TORCH_RANGE:
+        session.notify(f"torch({version})")
     for name in names:
         session.notify(name, posargs=(*EVERYTHING, *session.posargs))
 
@@ -167,13 +187,8 @@ def downstream(session: nox.Session) -> None:
 def deepspeed(session: nox.Session) -> None:
     """Checkpoints from DeepSpeed itself to here and back; it has an environment of its own, which sees our torch."""
     _prepare(session)
-    folder = Path(session.create_tmp()) / "original"
-    python = folder / "bin/python"
-    if not python.exists():
-        session.run(PYTHON, "-m", "venv", str(folder), external=True)
-        packages = next((folder / "lib").glob("python*/site-packages"))
-        ours = next((Path(sys.prefix) / "lib").glob("python*/site-packages"))
-        (packages / "zz_torch.pth").write_text(f"{ours}\n")  # after its own packages
+    python = _beside(session, "original")
+    if not (python.parent / "ds").exists():
         pip = (str(python), "-m", "pip", "install", "--quiet", "--ignore-installed")
         session.run(*pip, "wheel", "setuptools", external=True)
         flags = ("--no-deps", "--no-build-isolation")
@@ -182,6 +197,19 @@ def deepspeed(session: nox.Session) -> None:
         session.run(*pip, *flags, ORIGINAL_DEEPSPEED, *needs, env=build, external=True)
     session.env["ORIGINAL_DEEPSPEED_PYTHON"] = str(python)
     _pytest(session, Path("downstream/original"))
+
+
+@nox.session
+@nox.parametrize("version", TORCH_RANGE, ids=TORCH_RANGE)
+def torch(session: nox.Session, version: str) -> None:
+    """What depends on torch, with an end of the promised range; in an environment of its own, which sees our tools."""
+    _prepare(session)
+    python = _beside(session, version)
+    session.run(str(python), "-m", "pip", "install", "--quiet", "--upgrade", TORCH_RANGE[version], external=True)
+    run = (str(python), "-m", "pytest", "-q", "--timeout=600", *FILES_SIDE_BY_SIDE)
+    session.run(*run, *OF_TORCH, *session.posargs, env=TEST_ENV, external=True)
+    sockets = [f"core/tests/ranks/test_{name}.py" for name in OF_SOCKETS]
+    session.run(*run, *sockets, *session.posargs, env={**TEST_ENV, "DS_COMM_DIRECT": "0"}, external=True)
 
 
 @nox.session
