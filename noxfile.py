@@ -29,7 +29,7 @@ DISTRIBUTIONS = ("core", *(f"extensions/ds-ext-{name}" for name in EXTENSIONS), 
 # What each session needs beyond the distributions' own dependencies; the versions are in constraints.txt.
 TOOLS = (
     *("nox", "ruff", "mypy", "import-linter", "clang-format"),
-    *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
+    *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jedi"),
     *("matplotlib", "tensorboard"),
     *("fsspec", "universal-pathlib", "s3fs", "moto[s3,server]"),
     *("accelerate", "lightning", "peft", "transformers", "trl"),

@@ -17,20 +17,7 @@ of its former version), `sequential_file.py` (how a file is written), `backgroun
 `saved_run.py`, `dcp_write.py`.
 """
 
-from typing import TYPE_CHECKING
-
 from deepspeed._forward import forward
-
-if TYPE_CHECKING:
-    from deepspeed.checkpoint.checkpointer import Checkpointer
-    from deepspeed.checkpoint.layout import MODEL_STATE_KEYS
-    from deepspeed.checkpoint.load import LoadedCheckpoint, SavedParts, StatesByName
-    from deepspeed.checkpoint.save import save_state_dict_file
-    from deepspeed.checkpoint.store import IndexedStore, Store
-    from deepspeed.checkpoint.stores import create_store
-    from deepspeed.checkpoint.tags import check_new_tag, validate_tag
-    from deepspeed.checkpoint.torch_store import TorchStore
-    from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 __all__ = [
     "MODEL_STATE_KEYS",

@@ -8,7 +8,7 @@ step      -> what the schedule says: at a boundary sharding.reduce and the step 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,9 +35,14 @@ from deepspeed.precision.dtype_hint import add_dtype_hint
 from deepspeed.zero.offload.moved_states import offload_states, reload_states
 from deepspeed.zero.released_hint import add_released_hint
 
+if TYPE_CHECKING:
+    from deepspeed.engine.documented import Accessors  # a stub alone
+else:
+    Accessors = torch.nn.Module
+
 
 @with_accessors
-class DeepSpeedEngine(torch.nn.Module):
+class DeepSpeedEngine(Accessors):
     """What `deepspeed.initialize` returns: call it, `backward(loss)`, `step()`.
 
     Built by `engine/build.py`, which reads the configuration; the engine has values and parts, and only asks these.

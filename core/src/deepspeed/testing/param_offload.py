@@ -94,11 +94,15 @@ def access(precision: str, section: dict[str, Any]) -> list[Any]:
     with deepspeed.zero.GatheredParameters([weight, frozen], modifier_rank=0), torch.no_grad():
         weight.mul_(2)
         frozen.add_(1)
-    values = [deepspeed.utils.safe_get_full_fp32_param(weight)]
-    deepspeed.utils.safe_set_full_fp32_param(weight, values[-1] / 2)
+    whole = deepspeed.utils.safe_get_full_fp32_param(weight)
+    assert whole is not None
+    values: list[Any] = [whole]
+    deepspeed.utils.safe_set_full_fp32_param(weight, whole / 2)
     run(engine, 1)
     values.append(deepspeed.utils.safe_get_full_fp32_param(weight))
-    deepspeed.utils.safe_set_local_fp32_param(weight, deepspeed.utils.safe_get_local_fp32_param(weight) * 2)
+    local = deepspeed.utils.safe_get_local_fp32_param(weight)
+    assert local is not None
+    deepspeed.utils.safe_set_local_fp32_param(weight, local * 2)
     values.append(deepspeed.utils.safe_get_full_fp32_param(weight))
     values.append(deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg"))
     with deepspeed.zero.GatheredParameters([weight, frozen]):
