@@ -200,7 +200,7 @@ def deepspeed(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("version", TORCH_RANGE, ids=TORCH_RANGE)
+@nox.parametrize("version", list(TORCH_RANGE), ids=list(TORCH_RANGE))
 def torch(session: nox.Session, version: str) -> None:
     """What depends on torch, with an end of the promised range; in an environment of its own, which sees our tools."""
     _prepare(session)

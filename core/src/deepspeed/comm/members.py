@@ -3,8 +3,10 @@
 torch has `new_group(ranks, use_local_synchronization=True)` for that, and names the group after its ranks and the
 number of groups that this process is in. Members that are in different numbers of groups use different names, so each
 waits for the others' addresses under its own; and a group that is made again after one was destroyed finds the
-addresses of the former. torch has no public way to give a name (2.13), so the function that makes it is replaced for
-the time of the call, and for the calling thread alone. Called by `parallel/mesh.py`.
+addresses of the former. From 2.14 on such a group counts on its members alone, so that the next `new_group` of the
+world has another name on them than on other ranks, and hangs. torch has no public way to give a name (2.15), so the
+function that makes it is replaced for the time of the call, and for the calling thread alone. Called by
+`parallel/mesh.py`.
 """
 
 import threading
@@ -23,7 +25,7 @@ _num_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDi
 _lock = threading.Lock()  # not held while a group is made, for which this rank waits for others
 _thread = threading.local()  # `name`: of the group that the thread makes
 _num_threads = 0  # that make one
-_torchs_name = distributed_c10d._hash_ranks_to_str
+_torchs_name = distributed_c10d._process_group_name
 
 
 def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
@@ -50,7 +52,7 @@ def _named(name: str) -> Iterator[None]:
     global _num_threads
     with _lock:
         _num_threads += 1
-        distributed_c10d._hash_ranks_to_str = _name_of
+        distributed_c10d._process_group_name = _name_of  # type: ignore[assignment]  # newer ones return a NewType of str
     _thread.name = name
     try:
         yield
@@ -59,9 +61,9 @@ def _named(name: str) -> Iterator[None]:
         with _lock:
             _num_threads -= 1
             if _num_threads == 0:
-                distributed_c10d._hash_ranks_to_str = _torchs_name
+                distributed_c10d._process_group_name = _torchs_name
 
 
-def _name_of(ranks: list[int]) -> str:
+def _name_of(ranks: list[int], use_hashed_name: bool) -> str:
     given: str | None = getattr(_thread, "name", None)
-    return _torchs_name(ranks) if given is None else given
+    return _torchs_name(ranks, use_hashed_name=use_hashed_name) if given is None else given

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
+from deepspeed.comm.members import group_of_members
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import CommError, ConfigError
 from deepspeed.parallel.expert_params import EXPERT_PREFIX
@@ -151,7 +152,7 @@ def _clone_world_group() -> ProcessGroup:
     """
     world = dist.get_world_group()
     if world not in _world_clones:
-        _world_clones[world] = dist.new_group(range(world.size()))
+        _world_clones[world] = group_of_members(range(world.size()))
     return _world_clones[world]
 
 

@@ -109,9 +109,9 @@ class RankGrid:
 
     def _make(self, lines: Lines) -> ProcessGroup:
         (own,) = (line for line in lines if self._global_rank in line)
-        if len(lines) * len(own) < self.world.size():  # other ranks of the world may be elsewhere
-            return group_of_members(own)
-        # All ranks make all groups, as torch requires, and each keeps its own.
+        if torch.distributed.get_backend(self.world) != "mpi" or len(lines) * len(own) < self.world.size():
+            return group_of_members(own)  # other ranks of the world may be elsewhere
+        # With MPI all ranks make all groups, and each keeps its own.
         groups = {line: dist.new_group(line) for line in lines}
         return groups[own]
 

@@ -7,11 +7,11 @@ from torch.distributed import distributed_c10d
 
 
 def asked(ranks=(0, 1)):
-    return distributed_c10d._hash_ranks_to_str(list(ranks))
+    return distributed_c10d._process_group_name(list(ranks), use_hashed_name=True)
 
 
 def test_each_thread_gets_the_name_of_its_own_group():
-    torchs_function, torchs_name = distributed_c10d._hash_ranks_to_str, asked()
+    torchs_function = distributed_c10d._process_group_name
     is_inside, may_leave, names = threading.Event(), threading.Event(), []
 
     def make_another():
@@ -26,8 +26,9 @@ def test_each_thread_gets_the_name_of_its_own_group():
         thread.start()
         is_inside.wait()
         assert asked() == "a"
-    assert asked() == torchs_name
+    assert asked() not in ("a", "b")
     may_leave.set()
     thread.join()
-    assert names == [torchs_name, "b"]
-    assert distributed_c10d._hash_ranks_to_str is torchs_function
+    assert names[0] not in ("a", "b")
+    assert names[1] == "b"
+    assert distributed_c10d._process_group_name is torchs_function
