@@ -1,8 +1,12 @@
 """A loader's batches over the ranks of a sequence, and the mean loss of its parts."""
 
+import os
+
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.comm.failure import PeerFailed
+from deepspeed.comm.group_backend import forget
 from deepspeed.sequence.batches import UlyssesSPDataLoaderAdapter
 from deepspeed.sequence.loss import mean_over_sequence
 from deepspeed.sequence.parallel_unit import sequence_parallel_unit
@@ -57,7 +61,7 @@ def test_all_ranks_train_on_each_batch_each_on_its_part():
 
 def wrong_batch_job():
     loader = [made(0, 0, 6 + dist.get_rank())]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((ValueError, PeerFailed)) as caught:
         list(adapter(loader, pad_to_sp_multiple=False))
     with pytest.raises(ValueError) as numbers:
         UlyssesSPDataLoaderAdapter(loader, 0, dist.get_world_group(), 3, "cpu")
@@ -68,6 +72,52 @@ def test_a_wrong_batch_of_one_rank_is_refused_on_all():
     for batch, numbers in run_ranks(2, wrong_batch_job):
         assert "a batch of rank 1 of the sequence-parallel group: sequences of 7 tokens" in batch
         assert "sp_world_size 3" in numbers
+
+
+class Loader:
+    """Fails on one rank: as it begins, at its second batch, or with a batch that cannot be told to others."""
+
+    def __init__(self, fails, error):
+        self.fails, self.error = fails, error
+
+    def __iter__(self):
+        if self.fails == "begin":
+            raise self.error
+        return self.batches()
+
+    def batches(self):
+        yield made(0, 0, 6)
+        if self.fails == "second":
+            raise self.error
+        yield made(0, 1, 6) | ({"what": object()} if self.fails == "told" else {})
+
+
+def failing_loader_job(path, fails, error):
+    os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"  # put back after the job
+    forget()
+    found = []
+    try:
+        for each in adapter(Loader(fails if dist.get_rank() == 1 else "", error)):
+            found.append(each["step"])  # noqa: PERF401 - those before the failure
+    except BaseException as caught:  # noqa: BLE001 - KeyboardInterrupt, too
+        found.append(f"{type(caught).__name__}: {caught}")
+    return found, [each["step"] for each in adapter(Loader("", None))]
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "reason"),
+    [
+        ("begin", OSError("the disk is gone"), "OSError: the disk is gone"),
+        ("second", KeyboardInterrupt("stop"), "KeyboardInterrupt: stop"),
+        ("told", None, "ValueError: a batch of rank 1 of the sequence-parallel group: Object of type object is not"),
+    ],
+)
+def test_a_loader_that_fails_on_one_rank_fails_on_all(path, fails, error, reason):
+    (peer, goes_on), (failed, too) = run_ranks(2, failing_loader_job, path, fails, error)
+    assert goes_on == too == [0, 0, 1, 1]
+    assert failed[:-1] == peer[:-1] == ([] if fails == "begin" else [0, 0])
+    assert failed[-1].startswith(reason)
+    assert peer[-1].startswith(f"PeerFailed: UlyssesSPDataLoaderAdapter: no batch, since rank 1 failed with {reason}")
 
 
 def loss_job(counts):

@@ -9,16 +9,22 @@ come as many steps as there are ranks, in each of which all of them train on one
 Labels are shifted before they are divided, as the label of a part's last token is in the next part.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
+import deepspeed.comm as dist
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.failure import PeerFailed
+from deepspeed.comm.give_up import give_up
 from deepspeed.comm.libraries import host_or_device
 from deepspeed.comm.values import all_gather_values
+from deepspeed.errors import first_line
 from deepspeed.sequence.channel import channel
 
 IGNORED = -100
@@ -75,34 +81,58 @@ class UlyssesSPDataLoaderAdapter:
         return getattr(self.dl, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        batches = iter(self.dl)
+        batches: Iterator[Any] | None = None
         while True:
-            own = next(batches, None)
-            shared = self._share(own)
+            own, error = _NOTHING, None
+            try:
+                batches = iter(self.dl) if batches is None else batches
+                own = self._parts_of(next(batches, None))
+            except BaseException as found:  # noqa: BLE001 - raised when the others know of it
+                error = found
+            shared = self._share(own, error)
             if not shared:
                 return
             yield from shared
 
-    def _share(self, own: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-        """This rank's parts of the batches of all ranks that have one. A collective."""
-        problem, record = "", None
-        pieces: list[list[torch.Tensor]] = []
-        if own is not None:
-            try:
-                batch = prepare(own, self.sp_world_size, self.pad_to_sp_multiple)
-                pieces, record = _cut(batch, self.sp_world_size)
-            except ValueError as error:  # raised below, on all ranks
-                problem = str(error)
-        gathered = all_gather_values([record, problem], self.sp_group)
-        for rank, (_, theirs) in enumerate(gathered):
-            if theirs:
-                raise ValueError(f"a batch of rank {rank} of the sequence-parallel group: {theirs}")
-        return self._swap(pieces, [each for each, _ in gathered])
+    def _parts_of(self, batch: Mapping[str, Any] | None) -> "_Parts":
+        """What of this rank's batch goes to each rank; nothing at the end."""
+        if batch is None:
+            return _NOTHING
+        try:
+            pieces, record = _cut(prepare(batch, self.sp_world_size, self.pad_to_sp_multiple), self.sp_world_size)
+            json.dumps(record)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"a batch of rank {self.sp_rank} of the sequence-parallel group: {first_line(error)}"
+            ) from error
+        return _Parts(record, [torch.cat([_bytes(tensor) for tensor in theirs]) for theirs in pieces])
 
-    def _swap(self, pieces: list[list[torch.Tensor]], records: list[Any]) -> list[dict[str, Any]]:
-        backend = channel(self.sp_group)
+    def _share(self, own: "_Parts", error: BaseException | None) -> list[dict[str, Any]]:
+        """This rank's parts of the batches of all ranks that have one. A collective.
+
+        Args:
+            error: of this rank, in place of a batch. Then all ranks raise, also those that wait in a step for one of
+                this group.
+        """
+        reason = None if error is None else f"{type(error).__name__}: {first_line(error)}"
+        try:
+            backend = channel(self.sp_group)
+            gathered = all_gather_values([own.record, reason], backend=backend)
+            for rank, (_, theirs) in enumerate(gathered):
+                if theirs is not None and error is None:
+                    cause = f"rank {dist.get_global_rank(self.sp_group, rank)} failed with {theirs}"
+                    raise PeerFailed(f"UlyssesSPDataLoaderAdapter: no batch, since {cause}", cause)
+            if error is not None:
+                raise error
+            return self._swap(backend, own.to_each, [each for each, _ in gathered])
+        except BaseException as found:
+            give_up()
+            if error is None or found is error:
+                raise
+            raise error from None
+
+    def _swap(self, backend: GroupBackend, sent: list[torch.Tensor], records: list[Any]) -> list[dict[str, Any]]:
         where = host_or_device(self.sp_group)
-        sent = [torch.cat([_bytes(tensor) for tensor in theirs]) for theirs in pieces if theirs]
         input_numels = [each.numel() for each in sent] or [0] * self.sp_world_size
         layouts = [record["tensors"] if record else [] for record in records]
         sizes = [[math.prod(shape) * _dtype(name).itemsize for _, shape, name in layout] for layout in layouts]
@@ -119,6 +149,16 @@ class UlyssesSPDataLoaderAdapter:
             if record:
                 batches.append({**tensors, **record["values"]})
         return batches
+
+
+class _Parts(NamedTuple):
+    """Of a rank's batch: what it is, and the bytes for each rank."""
+
+    record: dict[str, Any] | None
+    to_each: list[torch.Tensor]
+
+
+_NOTHING = _Parts(None, [])
 
 
 def prepare(batch: Mapping[str, Any], num_ranks: int, pads: bool = True) -> dict[str, Any]:
