@@ -1,5 +1,6 @@
 """What users keep of whole parameters after they are sharded again (stage 3)."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -122,9 +123,13 @@ def assign_data() -> None:
     with GatheredParameters(weight, modifier_rank=0):
         if deepspeed.comm.get_rank() == 0:
             weight.data = torch.full((16, 8), 0.5)
-    with GatheredParameters(weight):
+    is_alone = deepspeed.comm.get_world_size() == 1
+    is_read_only = (
+        contextlib.nullcontext() if is_alone else pytest.raises(StateError, match="0.weight changed on ranks")
+    )
+    with is_read_only, GatheredParameters(weight):
         assert weight.eq(0.5).all()
-        weight.data = torch.zeros(16, 8)  # read only: dropped
+        weight.data = torch.full((16, 8), 0.5 if is_alone else 0.0)
     with GatheredParameters([weight, None]):
         assert weight.eq(0.5).all()
     context = GatheredParameters(weight, modifier_rank=0)

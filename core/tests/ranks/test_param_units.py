@@ -1,5 +1,6 @@
 """Sharded parameters on two ranks: units, `GatheredParameters` in its forms, and `zero.Init`."""
 
+import contextlib
 from datetime import timedelta
 from itertools import product
 
@@ -153,7 +154,8 @@ def modified_job(modifier_rank, keys):
     run_step(engine)
     masters = [safe_get_full_fp32_param(param).clone() for param in others]
     expected = [safe_get_full_fp32_param(param).clone() for param in params]
-    with GatheredParameters(params, modifier_rank=modifier_rank), torch.no_grad():
+    is_refused = contextlib.nullcontext() if modifier_rank is not None else pytest.raises(StateError, match="without")
+    with is_refused, GatheredParameters(params, modifier_rank=modifier_rank), torch.no_grad():
         for param in params:
             param.fill_(dist.get_rank() + 1 / 3)
     if modifier_rank is not None:
@@ -184,7 +186,7 @@ def kept_whole_job(max_reuse):
     with torch.no_grad():
         engine(torch.ones(4, 5))
         with GatheredParameters(param):
-            param.zero_()
+            param.data.zero_()
         output = engine(torch.ones(4, 5))
         torch.testing.assert_close(output, plain(torch.ones(4, 5)))
         with GatheredParameters(engine.module.parameters()):

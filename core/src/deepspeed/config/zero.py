@@ -163,7 +163,9 @@ class ZeroConfig(Section):
     enable_sanity_checks: Flag = key(
         False,
         "Before each update, compare what several ranks hold whole: a parameter whose values differ between ranks "
-        "raises on all of them. Illegal moves of a sharded parameter raise in any case.",
+        "raises on all of them. When a `GatheredParameters` without `modifier_rank` ends, compare its parameters with "
+        "the shards: one that a rank changed, also through `param.data`, raises on all. Illegal moves of a sharded "
+        "parameter raise in any case.",
     )
 
     sub_group_size: Int = key(

@@ -442,6 +442,7 @@ def _stage3_options(zero: ZeroConfig, home: ShardHome | None) -> Stage3Options:
         quantizes_weights=zero.zero_quantized_weights,
         quantizes_gradients=zero.zero_quantized_gradients,
         keeps_frozen_in_int8=zero.zero_quantized_nontrainable_weights,
+        checks_values=zero.enable_sanity_checks,
         home=home,
     )
 

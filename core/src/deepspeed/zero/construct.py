@@ -139,6 +139,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._ranks = comm.group_backend(group)
         self._ranks.connect()
         self._device = torch.device(get_accelerator().current_device_name())
+        self._checks_values = settings is not None and settings.zero_optimization.enable_sanity_checks
         aio = settings.aio if settings is not None else AioConfig()
         self._home = choose_shard_home(offload, aio, device=self._device)
         get_accelerator().return_freed_memory(_MIN_BYTES_TO_RETURN)
@@ -210,6 +211,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
     def _create_unit(self, param: Parameter, name: str, ranks: UnitRanks, **options: Any) -> None:
         unit = ParamUnit([param], [name], ranks, device=self._device, home=self._home, **options)
         unit.source_S = None
+        unit.checks_values = self._checks_values
         unit.reshard = self._reshard
 
     def _reshard(self, param: Parameter, take: Callable[[Tensor], Tensor], group: ProcessGroup) -> None:

@@ -24,7 +24,7 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.errors import StateError
 from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.joined_parts import join_parts, own_part
-from deepspeed.zero.managed import manager_of
+from deepspeed.zero.managed import manager_of, note_write
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.placement import GRADIENT, MASTER
@@ -240,6 +240,7 @@ def _agree_on_dtype(ranks: GroupBackend, dtype: torch.dtype | None, device: torc
 
 def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick) -> None:
     """Copy this rank's fragments of `value` to the tensors `name`, which `pick` gives."""
+    note_write()
     sharding, group, index = _managed(param, asked)
     if value.shape != shape_of(param):
         raise ValueError(
@@ -303,6 +304,7 @@ def _local(sharding: Sharding, group: FlatGroup, index: int, name: str, pick: _P
 
 def _set_local(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick) -> None:
     """Copy `value`, this rank's elements of `param`, to the tensors `name`, which `pick` gives."""
+    note_write()
     sharding, group, index = _managed(param, asked)
     shards = [shard for shard in group.shards if shard.fragment.param == index]
     numel = sum(shard.fragment.numel for shard in shards)

@@ -12,7 +12,8 @@ from torch.nn import Module, Parameter
 
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.errors import StateError
-from deepspeed.zero.managed import manager_of
+from deepspeed.zero.gathered_changes import GatheredChanges
+from deepspeed.zero.managed import manager_of, note_write
 from deepspeed.zero.module_hooks import EXTERNAL
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
@@ -27,7 +28,8 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             are not sharded are left as they are; None, as a layer without bias has it, is passed over.
         modifier_rank: global rank whose changes count: on leaving it broadcasts the whole parameters, and every rank
             keeps its shard of them, also of the fp32 master weights. Of experts that this rank does not hold, those of
-            the first rank that does count. None: the parameters are only read, and changes are dropped.
+            the first rank that does count. None: the parameters are only read, and changes are dropped, of which those
+            that are seen are an error (`gathered_changes.py`).
         fwd_module: a module whose forward reads the parameters, which are external to it.
         enabled: False turns the context off.
 
@@ -35,7 +37,8 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         TypeError: for anything else in `params`.
         ValueError: if `modifier_rank` is no rank of the job; on leaving, on a rank that has set `param.data` of a
             parameter to a value of another shape.
-        StateError: on entering, where this object is entered already.
+        StateError: on entering, where this object is entered already; on leaving without `modifier_rank`, where
+            parameters were changed: on every rank, where the context has gathered something.
 
     Contexts may be nested, each an object of its own: what an outer one gathered stays whole when an inner one ends.
     """
@@ -52,12 +55,13 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         self.enabled = enabled
         self._modifier_rank = modifier_rank
         self._held: list[tuple[ParamUnit, bool]] = []  # whether it is released when no other context holds it
+        self._changes: GatheredChanges | None = None  # made while it is entered
         if fwd_module is not None:
             for param in self.params:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> "GatheredParameters":
-        if self._held:
+        if self._changes is not None:
             raise StateError(
                 "GatheredParameters: found this object entered already, whose parameters the inner context would "
                 "release; make one for each with statement"
@@ -66,25 +70,36 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
             try:
                 for unit in self._units():
                     is_released = unit.status is not ZeroParamStatus.AVAILABLE or not unit.is_read
-                    unit.gather()
-                    unit.num_contexts += 1
+                    unit.enter_context()
                     self._held.append((unit, is_released))
+                self._changes = GatheredChanges(self._held, self._small_params())
             except BaseException:
-                self._let_go()
+                self._let_go(is_left=True)
                 raise
         return self
 
     def __exit__(self, *exc: object) -> None:
+        is_left = True
         try:
-            if self.enabled and self._modifier_rank is not None and exc[0] is None:
-                self._keep_changes(self._modifier_rank)
+            if self._changes is not None and exc[0] is None:
+                if self._modifier_rank is not None:
+                    self._keep_changes(self._modifier_rank)
+                else:
+                    self._changes.refuse()
+                is_left = False
+        except StateError:  # also of a module that reads them: its forward ends
+            self._held = [(unit, True) for unit, _ in self._held]
+            raise
         finally:
-            self._let_go()
+            self._let_go(is_left=is_left)
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, is_left: bool) -> None:
         held, self._held = self._held, []
+        changes, self._changes = self._changes, None
+        if changes is not None:
+            changes.close(keeps=self._modifier_rank is not None)
         for unit, is_released in held:
-            unit.leave_context()
+            unit.leave_context(is_left=is_left)
             if is_released:
                 unit.release()
 
@@ -93,12 +108,17 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         units = {unit for param in self.params if (unit := unit_of(param)) is not None}
         return sorted(units, key=lambda unit: min(param.ds_id for param in unit.params))  # type: ignore[attr-defined]
 
+    def _small_params(self) -> list[Any]:
+        """The parameters that stage 3 keeps whole, in the same order on all ranks."""
+        return sorted({param for param in self.params if _stays_whole(param)}, key=lambda each: each.ds_id)
+
     def _keep_changes(self, source: int) -> None:
         for unit in self._units():
             unit.keep_assigned()
             unit.broadcast(source)
             unit.take_from_full()
-        for param in sorted({param for param in self.params if _stays_whole(param)}, key=lambda each: each.ds_id):
+        note_write()
+        for param in self._small_params():
             value, ranks = param.data.contiguous(), group_backend(param.ds_process_group)
             ranks.broadcast(value.view(-1), source_in(ranks.group, source), tag="GatheredParameters").wait()
             param.data.copy_(value)

@@ -135,6 +135,8 @@ class _Whole:
         traceback: TracebackType | None = None,
     ) -> None:
         """Keep this rank's shard of what the first rank has; after an exception, of what was there before."""
+        if kind is None and not self.param.is_set_to(self._value):  # `param.set_(value)`
+            self.set(self.param.data)
         if kind is None and self._rounded is not self._value:
             self._rounded.copy_(self._value)
         self.param.data = self._rounded

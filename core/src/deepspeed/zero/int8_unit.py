@@ -44,8 +44,11 @@ class Int8Unit(ParamUnit):
     def kept_bytes(self) -> int:
         return super().kept_bytes - self.shard_S.nbytes + self._packed_B.nbytes  # codes and scales
 
-    def _all_gather(self, quantizes: bool) -> Work:
-        return quantized.all_gather_packed(self.ranks, self._full_N, self._packed_B, self._packing, tag=self.names[0])
+    def _is_as_sharded(self, index: int) -> bool:
+        return False  # codes are not compared with weights
+
+    def _all_gather(self, full_N: Tensor, quantizes: bool) -> Work:
+        return quantized.all_gather_packed(self.ranks, full_N, self._packed_B, self._packing, tag=self.names[0])
 
 
 def fits_int8(param: Parameter, dtype: torch.dtype | None, ranks: UnitRanks) -> bool:

@@ -39,6 +39,7 @@ class Stage3Options:
     quantizes_weights: bool = False  # modules get weights rounded to int8; see quantized.py
     quantizes_gradients: bool = False  # gradients are sent in int4
     keeps_frozen_in_int8: bool = False  # shards of frozen parameters; see int8_unit.py
+    checks_values: bool = False  # compare what `GatheredParameters` only reads (`enable_sanity_checks`)
     home: ShardHome | None = None  # of the shards; None: the device
 
     def facts(self) -> dict[str, str]:
@@ -53,6 +54,7 @@ class Stage3Options:
             "zero_quantized_weights": self.quantizes_weights,
             "zero_quantized_gradients": self.quantizes_gradients,
             "zero_quantized_nontrainable_weights": self.keeps_frozen_in_int8,
+            "enable_sanity_checks": self.checks_values,
             "offload_param.device": "none" if self.home is None else self.home.name,
         }
         return {key: str(value) for key, value in values.items()}
@@ -85,6 +87,7 @@ class ModuleUnits:
         self._groups, self._device, self._dtype = groups, device, dtype
         self._keeps_int8 = options.keeps_frozen_in_int8
         self._home = options.home
+        self._checks_values = options.checks_values
         self._marked: list[Parameter] = []  # those that stay whole
         is_sharded = self._choose_sharded(options)
         for param in module.parameters():
@@ -134,9 +137,9 @@ class ModuleUnits:
                     rest.setdefault(kind, []).append((name, param))
             for named in rest.values():
                 self._create(unit_module, named).source_S = None
-        for param in self._module.parameters():
+        for name, param in self._module.named_parameters():
             if unit_of(param) is None and not hasattr(param, "ds_persist"):
-                mark_whole(param, self._groups.of(param).everyone)
+                mark_whole(param, self._groups.of(param).everyone, name, checks_values=self._checks_values)
                 self._marked.append(param)
         get_accelerator().return_freed_memory()
 
@@ -153,6 +156,7 @@ class ModuleUnits:
             dtype=dtype,
             home=self._home,
         )
+        unit.checks_values = self._checks_values
         self.all.append(unit)
         if z3_leaf_module(unit_module.module):
             for param in unit.params:

@@ -31,11 +31,17 @@ def mark(param: Parameter, unit: "ParamUnit", index: int) -> None:
     _set(param, unit.ranks, ds_unit=unit, ds_index=index, ds_tensor=unit.shard_of(index), ds_shape=unit.shapes[index])
     param.ds_status = unit.status  # type: ignore[attr-defined]
     param.__deepcopy__ = MethodType(_deepcopy, param)  # type: ignore[method-assign]
+    param.set_ = MethodType(_set_memory, param)  # type: ignore[assignment]
 
 
-def mark_whole(param: Parameter, ranks: GroupBackend) -> None:
-    """Give the attributes to a parameter that every rank keeps whole: it is its own shard, always available."""
+def mark_whole(param: Parameter, ranks: GroupBackend, name: str, *, checks_values: bool) -> None:
+    """Give the attributes to a parameter that every rank keeps whole: it is its own shard, always available.
+
+    Args:
+        checks_values: contexts that only read it compare its values (`enable_sanity_checks`).
+    """
     _set(param, ranks, ds_persist=True, ds_tensor=param, ds_shape=param.shape)
+    param.ds_name, param.ds_checks_values = name, checks_values  # type: ignore[attr-defined]
 
 
 def unmark(param: Parameter) -> None:
@@ -65,7 +71,7 @@ def _set(param: Parameter, ranks: GroupBackend, **attributes: Any) -> None:
 _MARKS = (
     "ds_unit", "ds_index", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist",
     "ds_active_sub_modules", "ds_process_group", "ds_world_size", "partition_numel", "all_gather", "partition",
-    "ds_summary", "ds_z3_leaf_module", "__deepcopy__",
+    "ds_name", "ds_checks_values", "ds_summary", "ds_z3_leaf_module", "__deepcopy__", "set_",
 )  # fmt: skip
 
 
@@ -95,6 +101,12 @@ def _partition(param: Any, param_list: Sequence[Any] | None = None, has_been_upd
                 unit.take_from_full()
             unit.accept_changes()
             unit.release()
+
+
+def _set_memory(param: Any, *source: Any, **keys: Any) -> Any:
+    """`Tensor.set_`. `torch.nn.utils.parametrize` sets a parameter to itself, which torch counts as a change of it."""
+    is_itself = len(source) == 1 and source[0] is param and not keys
+    return param if is_itself else Parameter.set_(param, *source, **keys)  # type: ignore[call-overload]
 
 
 def _deepcopy(param: Any, memo: dict[int, Any]) -> Parameter:

@@ -90,10 +90,12 @@ class ParamUnit:
         self.num_contexts = 0  # `GatheredParameters` that are open and hold the unit whole
         self.num_gradients = 0  # that a backward brings, one for each parameter; 0 where they do not train
         self.num_missing = 0  # of these, still to arrive; less than 0 where more came than were expected
+        self.num_changes = 0  # of the shards
         self.num_gathers = 0  # all-gathers since the unit was made
         self.is_exact = True  # whole parameters are what the shards hold, not rounded to int8
         self.hooks: Any = None  # the `ModuleHooks` that gather it
         self.reshard: Reshard | None = None  # set by what made it for no engine; see parallel/sharded_params.py
+        self.checks_values = False  # contexts that only read it compare it with the shards (`enable_sanity_checks`)
         self.is_moved = False  # its shard is in host memory for a while (`offload_states`)
         self.live = LiveNumel(self.numel)
         self._work: Work | None = None
@@ -247,19 +249,20 @@ class ParamUnit:
                 self._work = near.ranks.all_gather(self._full_N, near.shard, tag=self.names[0])
                 self.is_exact = near.is_exact
             else:
-                self._work = self._all_gather(quantizes)
+                self.is_exact = not quantizes
+                self._work = self._all_gather(self._full_N, quantizes)
         except CommError as error:
             raise self._explained(error) from error
         self.num_gathers += 1
 
-    def _all_gather(self, quantizes: bool) -> Work:
-        self.is_exact = not quantizes
+    def _all_gather(self, full_N: Tensor, quantizes: bool) -> Work:
+        """Start to bring the shards of all ranks into `full_N`."""
         gather = partial(quantized.all_gather, self.ranks) if quantizes else self.ranks.all_gather
         if self.offloaded is None:
-            return gather(self._full_N, self.shard_S, tag=self.names[0])
-        own_S = self._full_N[self.start : self.stop]
+            return gather(full_N, self.shard_S, tag=self.names[0])
+        own_S = full_N[self.start : self.stop]
         with self.offloaded.copied_to(own_S):
-            return gather(self._full_N, own_S, tag=self.names[0])
+            return gather(full_N, own_S, tag=self.names[0])
 
     def finish(self) -> None:
         """Wait for the all-gather; the parameters are whole."""
@@ -278,6 +281,7 @@ class ParamUnit:
 
     def shards_changed(self) -> None:
         """The weights change, or ranks may not have gathered the same: the next all-gather is one of the shards."""
+        self.num_changes += 1
         if self.offloaded is not None:
             self.offloaded.settle()
         if self._near is not None:
@@ -356,12 +360,29 @@ class ParamUnit:
                 )
             view.copy_(param.data)
 
-    def leave_context(self) -> None:
-        """A `GatheredParameters` ends; changes that it was to keep were kept."""
-        self.num_contexts -= 1
-        self.accept_changes()
+    def enter_context(self) -> None:
+        """A `GatheredParameters` begins, which holds the unit whole.
+
+        Raises:
+            StateError: parameters were changed before, outside of one.
+        """
+        self.refuse_changes()
+        self.gather()
         if self.num_contexts == 0:
-            self._point_at_views()
+            self.accept_changes()
+        self.num_contexts += 1
+
+    def leave_context(self, *, is_left: bool) -> None:
+        """A `GatheredParameters` ends; changes that it was to keep were kept.
+
+        Args:
+            is_left: by an exception. Else what was assigned on a rank that is alone stays, to be taken as from outside.
+        """
+        self.num_contexts -= 1
+        if self.num_contexts == 0:
+            self.accept_changes()
+            if self.is_sharded or is_left:
+                self._point_at_views()
             own = self._num_own_references + len(self.params)
             self._is_viewed = self._is_viewed or (self.is_sharded and num_references(self._full_N) > own)
 
@@ -369,12 +390,31 @@ class ParamUnit:
         """What was changed up to now was kept, or dropped on purpose."""
         self._versions = [param._version for param in self.params]
 
+    def seen_changes(self) -> list[str]:
+        """The names of the whole parameters that were changed since the last `accept_changes`, as far as torch counts
+        it: not by an operation on `param.data`."""
+        each = zip(self.names, self.params, self._versions, self._views, strict=False)
+        return [name for name, param, version, view in each if param._version != version or not param.is_set_to(view)]
+
+    def changed_names(self) -> list[str]:
+        """The names of the whole parameters that are not what the shards hold. A collective of the ranks that hold
+        them, with memory for the unit a second time."""
+        shards_N = self.nothing.new_empty(self.layout.padded_numel)
+        if self.offloaded is not None:
+            self.offloaded.prepare()
+        self._all_gather(shards_N, quantizes=False).wait()
+        if self.offloaded is not None:
+            self.offloaded.arrived()
+        both = zip(self.names, self.params, self._cut(shards_N), strict=True)
+        return [name for name, param, value in both if not is_same(param.data, value)]
+
     def refuse_changes(self) -> None:
         """Called where what was changed outside of `GatheredParameters` would be lost: before the parameters are
         gathered, and before they are released.
 
         Torch counts the in-place operations on a parameter, also while it is an empty tensor. It does not count those
-        on `param.data`.
+        on `param.data`. What left the values as they are is no change: another tensor with them, or, while the
+        parameter is empty, another empty one, as `module.to(device)` puts it there.
 
         Raises:
             StateError: names a parameter; once for a change, so that what is cleaned up later does not fail.
@@ -384,19 +424,32 @@ class ParamUnit:
         is_whole = self.status is ZeroParamStatus.AVAILABLE
         for index, param in enumerate(self.params):
             expected = self._views[index] if is_whole else self.nothing
-            if param._version == self._versions[index] and param.is_set_to(expected):
-                continue
             is_in_place = param.is_set_to(expected)
-            change = (
-                "an in-place change" if is_in_place else f"a value of shape {tuple(param.shape)} that was put into it"
-            )
-            param.data = expected
-            self.accept_changes()
-            raise StateError(
-                f"parameter {self.names[index]}: found {change} outside of deepspeed.zero.GatheredParameters. The "
-                "parameter is sharded, so the change would be lost; make it inside "
-                "deepspeed.zero.GatheredParameters(params, modifier_rank=0)"
-            )
+            if is_in_place and param._version == self._versions[index]:
+                continue
+            if is_in_place:
+                is_changed, change = not is_whole or not self._is_as_sharded(index), "an in-place change"
+            else:
+                is_changed = param.numel() > 0 and not is_same(param.data, expected)
+                change = f"a value of shape {tuple(param.shape)} that was put into it"
+                set_data(param, expected)
+            self._versions[index] = param._version
+            if is_changed:
+                self.accept_changes()
+                raise StateError(
+                    f"parameter {self.names[index]}: found {change} outside of deepspeed.zero.GatheredParameters. The "
+                    "parameter is sharded, so the change would be lost; make it inside "
+                    "deepspeed.zero.GatheredParameters(params, modifier_rank=0)"
+                )
+
+    def _is_as_sharded(self, index: int) -> bool:
+        """Whether a whole parameter is, in this rank's elements, what the shard holds."""
+        first, last = self.layout.fragment_of(index, self.ranks.rank)
+        if not self.is_exact:  # rounded for the modules
+            return False
+        offloaded = self.offloaded
+        kept = self.shard_of(index) if offloaded is None else offloaded.load(first - self.start, last - first)
+        return is_same(self._full_N[first:last].to(kept.device), kept)
 
     def abandon(self) -> tuple[GroupBackend, Work] | None:
         """Forget an all-gather in flight without waiting for it; returns its work, and the group that gets it."""
@@ -441,7 +494,7 @@ class ParamUnit:
             param.data = param.data.clone()
             unmark(param)
         self._full_N, self._views = self.nothing, []  # a graph that is still there may read the former buffer
-        self.params = []
+        self.params, self._versions = [], []
 
     def _point_at_views(self) -> None:
         for param, view in zip(self.params, self._views, strict=True):
@@ -473,6 +526,13 @@ def set_data(param: Parameter, value: Tensor) -> None:
     attributes = dict(vars(param))
     torch.utils.swap_tensors(param, Parameter(value, requires_grad=param.requires_grad))
     vars(param).update(attributes)
+
+
+def is_same(value: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and elements; NaN is the same as NaN."""
+    if (value.shape, value.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(value, other) or torch.allclose(value, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def num_references(tensor: Tensor) -> int:

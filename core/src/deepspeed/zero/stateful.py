@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.give_up import give_up
 from deepspeed.errors import StateError
-from deepspeed.zero import named_states
+from deepspeed.zero import managed, named_states
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.offload.moved_states import MovedStates
@@ -118,6 +118,7 @@ class Stateful(Holding):
     def masters_from_weights(self) -> None:
         """Start the master weights again after the module's weights were loaded or changed from outside."""
         self.wait_for_copy()
+        managed.note_write()
         self.take_outside_changes()
         for group in self.groups:
             group.masters_from_weights()
@@ -125,6 +126,7 @@ class Stateful(Holding):
     def weights_from_masters(self) -> None:
         """Bring the master weights of all ranks into the model's weights."""
         self.release_gathered()
+        managed.note_write()
         if self.outside_changes is not None:
             self.outside_changes.drop()
         for group in self.groups:

@@ -468,6 +468,7 @@ class Sharding(Stateful):
         """One optimizer step with every gradient multiplied by `scale`; all ranks end with the same weights."""
         assert self._updates is not None
         self._take_before_update()
+        managed.note_write()
         self.wait_for_copy()
         gathers: list[tuple[GroupBackend, Work]] = []
         try:

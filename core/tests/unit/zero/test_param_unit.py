@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepspeed import comm
 from deepspeed.errors import CommError, StateError
+from deepspeed.zero import gathered_changes
 from deepspeed.zero.gather import GatheredParameters
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import LiveNumel, ParamUnit, shape_of, unit_of, whole, whole_in_turn
@@ -60,7 +61,8 @@ def peers():
 
 
 @pytest.fixture
-def unit(peers):
+def unit(peers, monkeypatch):
+    monkeypatch.setattr(gathered_changes, "is_on_any_rank", lambda value, ranks: value)
     params = make_params()
     peers.full = torch.cat([*(param.detach().reshape(-1) for param in params), torch.zeros(3)])
     return ParamUnit(params, NAMES, UnitRanks.over(peers), device=CPU)
@@ -237,15 +239,17 @@ def in_place(param):
 
 
 def through_a_view(param):
-    param.detach().reshape(-1)[:1].zero_()
+    param.detach().reshape(-1)[:1].fill_(-1.0)
 
 
 def with_data(param):
     param.data = param.data * 2
 
 
-@pytest.mark.parametrize("change", [in_place, through_a_view, with_data])
-@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize(
+    ("change", "is_whole"),
+    [(in_place, True), (in_place, False), (through_a_view, True), (through_a_view, False), (with_data, True)],
+)
 def test_a_change_outside_of_the_context_is_refused_once(unit, is_whole, change):
     if is_whole:
         unit.gather()
@@ -255,12 +259,65 @@ def test_a_change_outside_of_the_context_is_refused_once(unit, is_whole, change)
     unit.refuse_changes()
 
 
-def test_changes_inside_of_the_context_are_not_refused(unit):
+@torch.no_grad()
+def set_to_itself(param):
+    param.set_(param)
+
+
+@torch.no_grad()
+def times_one(param):
+    param.mul_(1.0)
+
+
+def copied(param):
+    param.data = param.data.clone()
+
+
+def emptied(param):
+    param.data = torch.empty(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_whole"),
+    [
+        (set_to_itself, True),
+        (set_to_itself, False),
+        (times_one, True),
+        (copied, True),
+        (copied, False),
+        (emptied, True),
+        (emptied, False),
+    ],
+)
+def test_what_leaves_the_values_as_they_are_is_no_change(unit, change, is_whole):
+    if is_whole:
+        unit.gather()
+    change(unit.params[0])
+    unit.refuse_changes()
+    expected = unit._views[0] if is_whole else unit.nothing
+    assert unit.params[0].is_set_to(expected)
+    unit.gather()
+    assert torch.equal(unit.params[0], torch.arange(6.0).view(2, 3))
+
+
+def test_a_change_inside_of_a_context_is_the_contexts(unit, monkeypatch):
+    told = []
+    monkeypatch.setattr(gathered_changes, "is_on_any_rank", lambda value, ranks: told.append(value))
     with GatheredParameters(unit.params):
         in_place(unit.params[0])
         unit.refuse_changes()
+        with GatheredParameters(unit.params):
+            pass
+    assert told == [True]
+    with GatheredParameters(unit.params):
+        set_to_itself(unit.params[0])
+        unit.params[1].data.add_(1)
+    assert told == [True, False]
     unit.gather()
     unit.refuse_changes()
+    assert unit.changed_names() == []
+    unit.params[1].data.add_(1)
+    assert unit.changed_names() == ["net.gain"]
     unit.params[0].partition()
     in_place(unit.params[0])
     with pytest.raises(StateError), GatheredParameters(unit.params):

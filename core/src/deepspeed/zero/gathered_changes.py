@@ -1,0 +1,132 @@
+"""`GatheredChanges`: what was changed inside a `GatheredParameters` without `modifier_rank` (stage 3).
+
+Nobody says whose changes count there, so they are dropped on every rank: the shards of large parameters were not
+touched, and small ones, which every rank keeps whole, get the values back that they had. Dropping alone would be
+silent. So a rank that sees a change says so to the others when the context ends, all compare their whole parameters
+with the shards, and all raise. A rank sees what torch counts, an in-place operation on a parameter or another
+`param.data`. With `zero_optimization.enable_sanity_checks` all compare every time, and find operations on `param.data`
+too.
+
+[Note: the outermost context] Of nested contexts the outermost one that holds a parameter looks at it: an outer one with
+`modifier_rank` keeps what is changed in an inner one. A load, an update or `safe_set_...` inside is no change of the
+user's: then the parameter is not looked at.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.libraries import host_or_device
+from deepspeed.comm.values import all_gather_values
+from deepspeed.errors import StateError
+from deepspeed.zero.agreement import named_ranks
+from deepspeed.zero.managed import num_writes
+from deepspeed.zero.param_unit import ParamUnit, is_same
+
+_KEPT = "_ds_kept_value"  # attribute of a small parameter that a context holds
+
+
+class GatheredChanges:
+    """Made when a context is entered; then `refuse` or not, and `close`.
+
+    Args:
+        held: units that the context holds whole, and whether it gathered them.
+        small: parameters that every rank keeps whole, in the same order on all ranks.
+    """
+
+    def __init__(self, held: Sequence[tuple[ParamUnit, bool]], small: Iterable[Any]) -> None:
+        outermost = [(unit, gathers) for unit, gathers in held if unit.num_contexts == 1 and unit.is_sharded]
+        self._units = [(unit, unit.num_changes) for unit, _ in outermost]
+        self._gathered = {unit for unit, gathers in outermost if gathers}
+        self._small = [_KeptValue(param) for param in small if _KEPT not in vars(param)]
+
+    def refuse(self) -> None:
+        """Raise if parameters were changed. A collective, unless the context has gathered nothing.
+
+        Raises:
+            StateError: names them; on every rank of a group that has gathered some.
+        """
+        found: dict[str, list[int]] = {}
+        units = [unit for unit, num_changes in self._units if unit.params and unit.num_changes == num_changes]
+        small = [kept for kept in self._small if not kept.was_written()]
+        for everyone in dict.fromkeys([unit.unit_ranks.everyone for unit in units] + [kept.ranks for kept in small]):
+            its_units = [unit for unit in units if unit.unit_ranks.everyone is everyone]
+            its_small = [kept for kept in small if kept.ranks is everyone]
+            for name, ranks in _changed(everyone, its_units, its_small, self._gathered).items():
+                found.setdefault(name, []).extend(ranks)
+        if found:
+            name, ranks = next(iter(found.items()))
+            more = f" and {len(found) - 1} others" if len(found) > 1 else ""
+            raise StateError(
+                f"GatheredParameters: found the parameter {name}{more} changed on {named_ranks(sorted(set(ranks)))} "
+                "in a context without modifier_rank. The change was dropped, since ranks would differ; give "
+                "modifier_rank=0, or the rank whose changes count"
+            )
+
+    def close(self, *, keeps: bool) -> None:
+        """The context ends. `keeps`: what was changed was kept, else it is dropped."""
+        for kept in self._small:
+            kept.close(keeps=keeps)
+
+
+class _KeptValue:
+    """The value that a small parameter had when the outermost context around it began."""
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+        self.name: str = param.ds_name
+        self.ranks = group_backend(param.ds_process_group)
+        self.checks_values: bool = param.ds_checks_values
+        self._home = param.data
+        self._value = self._home.clone()
+        self._version = param._version
+        self._num_writes = num_writes()
+        vars(param)[_KEPT] = self
+
+    def was_written(self) -> bool:
+        """Whether an engine wrote weights meanwhile."""
+        return num_writes() != self._num_writes
+
+    def is_seen(self) -> bool:
+        """Whether torch has counted a change."""
+        return self.param._version != self._version or not self.param.is_set_to(self._home)
+
+    def is_changed(self) -> bool:
+        return not is_same(self.param.data, self._value)
+
+    def close(self, *, keeps: bool) -> None:
+        vars(self.param).pop(_KEPT, None)
+        if not keeps and not self.was_written():
+            self.param.data = self._home
+            self._home.copy_(self._value)
+
+
+def _changed(
+    everyone: GroupBackend, units: Sequence[ParamUnit], small: Sequence[_KeptValue], gathered: set[ParamUnit]
+) -> dict[str, list[int]]:
+    """By name of a changed parameter of `everyone`, the global ranks that changed it."""
+    seen = [name for unit in units for name in unit.seen_changes()]
+    seen += [kept.name for kept in small if kept.is_seen() and kept.is_changed()]
+    compares = any(unit.checks_values for unit in units) or any(kept.checks_values for kept in small)
+    if not compares and not any(unit in gathered for unit in units):  # peers may not be in this context
+        return {name: [torch.distributed.get_rank()] for name in seen}
+    if not compares and not is_on_any_rank(bool(seen), everyone):
+        return {}
+    names = [name for unit in units for name in unit.changed_names()]
+    names += [kept.name for kept in small if kept.is_changed()]
+    found: dict[str, list[int]] = {}
+    members = torch.distributed.get_process_group_ranks(everyone.group)
+    for rank, theirs in zip(members, all_gather_values(names, everyone.group), strict=True):
+        for name in theirs:
+            found.setdefault(name, []).append(rank)
+    return found
+
+
+def is_on_any_rank(value: bool, ranks: GroupBackend) -> bool:
+    """Whether `value` is true on a rank of `ranks`. A collective."""
+    flag_1 = torch.tensor([float(value)], device=host_or_device(ranks.group))
+    ranks.all_reduce(flag_1, tag="changes").wait()
+    return bool(flag_1.item())

@@ -1,0 +1,156 @@
+"""Changes inside `GatheredParameters` without `modifier_rank` are an error on every rank, and ranks never differ."""
+
+import contextlib
+from itertools import product
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.errors import StateError
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
+from deepspeed.zero import GatheredParameters
+from torch import nn
+
+OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(20, 30, bias=False), nn.Parameter(torch.ones(30))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(x) * self.small
+
+
+def create_engine(**zero: Any) -> Any:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100, **zero},
+    }
+    return deepspeed.initialize(model=Net(), config=config)[0]
+
+
+def values(params: list[nn.Parameter]) -> torch.Tensor:
+    with GatheredParameters(params):
+        return torch.cat([param.detach().reshape(-1).clone() for param in params])
+
+
+@torch.no_grad()
+def in_place(param: nn.Parameter) -> None:
+    param.view(-1)[-1:] += 7.0  # of the last rank's shard
+
+
+def assigned(param: nn.Parameter) -> None:
+    param.data = param.data + 1.0
+
+
+def through_data(param: nn.Parameter) -> None:
+    param.data.view(-1)[-1:] += 7.0
+
+
+def step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(1, 20)).square().mean())
+    engine.step()
+
+
+def change(checks: bool, zero: dict[str, Any], only_rank: int | None) -> list[str]:
+    """What was said of each change."""
+    engine = create_engine(enable_sanity_checks=checks, **zero)
+    params = list(engine.module.parameters())
+    before, said = values(params), []
+    for name, how in product(("large", "small"), (in_place, assigned, through_data)):
+        is_refused = checks or how is not through_data
+        try:
+            with GatheredParameters(params):
+                if only_rank in (None, dist.get_rank()):
+                    how(dict(engine.module.named_parameters())[f"{name}.weight" if name == "large" else name])
+        except StateError as error:
+            assert is_refused
+            said.append(str(error))
+        else:
+            assert not is_refused
+        assert torch.equal(values(params), before), (name, how)
+        step(engine)
+    with GatheredParameters(params):
+        pass
+    with torch.no_grad():
+        output = engine(torch.eye(20))
+    torch.testing.assert_close(output, before[30:].view(30, 20).t() * before[:30])
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("checks", "zero", "only_rank"),
+    swept(
+        product([False, True], [{}, OFFLOADED], [None, 0, 1]),
+        lambda checks, zero, rank: (
+            (checks, bool(zero), rank) in {(False, False, 0), (True, True, 1), (True, False, None)}
+        ),
+    ),
+)
+def test_a_change_without_modifier_rank_is_refused_on_every_rank(checks, zero, only_rank):
+    for said in run_ranks(2, change, checks, zero, only_rank):
+        assert len(said) == (6 if checks else 4)
+        half = len(said) // 2
+        assert all("found the parameter large.weight changed on rank" in each for each in said[:half])
+        assert all("found the parameter small changed on rank" in each for each in said[half:])
+        assert all("modifier_rank=0" in each for each in said)
+
+
+def nested_job() -> None:
+    """The outermost context decides, and what an engine writes inside is no change of the user's."""
+    engine = create_engine(enable_sanity_checks=True)
+    params = list(engine.module.parameters())
+    with GatheredParameters(params, modifier_rank=1):
+        with GatheredParameters(params), torch.no_grad():
+            for param in params:
+                param.fill_(3.0 + dist.get_rank())
+        assert all(bool((param == 3.0 + dist.get_rank()).all()) for param in params)
+    assert bool((values(params) == 4.0).all())
+    with GatheredParameters(params), GatheredParameters(params, modifier_rank=0), torch.no_grad():
+        for param in params:
+            param.fill_(5.0 + dist.get_rank())
+    assert bool((values(params) == 5.0).all())
+    with GatheredParameters(params):
+        for param in params:
+            deepspeed.utils.safe_set_full_fp32_param(param, torch.full(param.ds_shape, 6.0))  # type: ignore[attr-defined]
+    assert bool((values(params) == 6.0).all())
+    with GatheredParameters(params):
+        with contextlib.suppress(KeyError), GatheredParameters(params):
+            params[0].data.zero_()
+            raise KeyError
+        params[0].data.fill_(6.0)
+    with GatheredParameters(params):
+        engine.destroy()
+
+
+def test_nested_contexts_and_writes_of_the_engine():
+    run_ranks(2, nested_job)
+
+
+def small_on_one_rank_job() -> str:
+    """Small parameters are whole anyway, so one rank may look at them alone; what it changes there is refused there."""
+    engine = create_engine()
+    small = engine.module.small
+    if dist.get_rank() == 0:
+        with GatheredParameters(small):
+            assert bool((small == 1.0).all())
+        with pytest.raises(StateError, match="small changed on rank 0"), GatheredParameters(small):
+            in_place(small)
+    step(engine)
+    assert bool((small == 1.0).all())
+    engine.destroy()
+    return ""
+
+
+def test_one_rank_may_read_small_parameters_alone():
+    run_ranks(2, small_on_one_rank_job)
