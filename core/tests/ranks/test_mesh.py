@@ -33,6 +33,7 @@ def make_engine(mesh_param, stage):
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0,
     }
     return deepspeed.initialize(model=Scale(), config=config, mesh_param=mesh_param)[0]
 

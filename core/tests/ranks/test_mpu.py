@@ -30,6 +30,7 @@ def train(stage, **arguments):
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0,
     }
     engine, *_ = deepspeed.initialize(model=Scale(), config=config, **arguments)
     engine.backward(engine(torch.tensor(float(dist.get_rank()))).sum())

@@ -167,8 +167,7 @@ def train_job(kind, stages, stage, varies, module_keys, hooked, keys):
 def check(
     world, kind, stages, stage, *, varies=False, module_keys=None, clip=0.0, tolerance=1e-5, hooked=False, **keys
 ):
-    if clip:
-        keys["gradient_clipping"] = clip
+    keys["gradient_clipping"] = clip
     losses, norm, weights = reference(kind, world // stages, clip=clip, varies=varies, hooked=hooked)
     found = run_ranks(world, train_job, kind, stages, stage, varies, module_keys, hooked, keys)
     for own_losses, own_norm, own, steps, micro_steps in found:

@@ -46,6 +46,7 @@ def train_job(stages, stage, schedule):
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": MICROS,
         "bf16": {"enabled": True},
+        "gradient_clipping": 0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},

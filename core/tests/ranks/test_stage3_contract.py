@@ -14,6 +14,7 @@ from torch import Tensor, nn
 CONFIG: dict[str, Any] = {
     "train_batch_size": 2,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10},
+    "gradient_clipping": 0,
 }
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
 

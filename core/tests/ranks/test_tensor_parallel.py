@@ -81,7 +81,7 @@ def build(**keys):
 
 
 def config_of(**keys):
-    return {"train_micro_batch_size_per_gpu": 2, "steps_per_print": float("inf"), **keys}
+    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, **keys}
 
 
 def sample(step, dp_rank=0):

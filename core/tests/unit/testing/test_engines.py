@@ -18,6 +18,7 @@ def test_keys_win_over_defaults_and_none_omits(monkeypatch):
     assert given["mpu"] == 7
     assert given["config"] == {
         "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
         "steps_per_print": float("inf"),
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 20, "overlap_comm": True},
         "bf16": {},
