@@ -4,11 +4,12 @@ Types stay names here ("fp32", "fp16", "bf16"), so that a config can be read wit
 by the rooms that make tensors.
 """
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
 
-from deepspeed.config.base import Finite, Flag, Float, Int, Says, Section, Texts, key, quiet, refused, warned
+from deepspeed.config.base import AUTO, Finite, Flag, Float, Int, Says, Section, Texts, key, quiet, refused, warned
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +129,36 @@ class AmpConfig(Section):
     max_loss_scale: Float = key(2.0**24, "Upper bound of the dynamic scale.", support=_APEX)
 
 
+def _patterns(value: Any) -> Any:
+    if value != AUTO and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        raise ValueError("not a list of patterns")
+    for pattern in value if value != AUTO else []:
+        try:
+            re.compile(pattern)
+        except re.error:
+            raise ValueError("not a regular expression") from None
+    return value
+
+
+Patterns = Annotated[Any, BeforeValidator(_patterns), Says('a list of regular expressions or "auto"')]
+
+
 class DataTypesConfig(Section):
-    """`data_types`."""
+    """`data_types`: types beside those of `fp16` and `bf16`."""
 
     grad_accum_dtype: DType | None = key(None, "Type in which gradients are accumulated; null: as the model.")
+    param_dtype: DType | None = key(
+        None,
+        "Type of the weights; null: that of bf16 or fp16, else their own. bf16 alone trains with fp32 master weights, as "
+        "bf16.enabled does.",
+    )
+    buffer_dtype: DType | None = key(
+        None,
+        "Type that floating-point buffers get; null: they stay as the model came. Running statistics of a batch norm "
+        "have the type of its weights, since torch takes no other.",
+    )
+    keep_in_fp32_modules: Patterns = key(
+        AUTO,
+        "Buffers that buffer_dtype leaves as they came: regular expressions for the parts of their names between dots. "
+        "auto: what the model says in _keep_in_fp32_modules_strict, and in fp16 also in _keep_in_fp32_modules.",
+    )

@@ -257,9 +257,24 @@ class DeepSpeedConfig(Section):
             other = "fp16" if self.fp16.enabled else "amp"
             raise ConfigError(f"torch_autocast.enabled: found true together with {other}.enabled; "
                               "keep one of them")  # fmt: skip
+        self._check_param_dtype()
         if self.bf16.bf16_optimizer_states and not self.bf16.bf16_master_weights_and_grads:
             raise ConfigError("bf16.bf16_optimizer_states: found true without bf16_master_weights_and_grads; "
                               "set both or neither")  # fmt: skip
+
+    def _check_param_dtype(self) -> None:
+        asked, enabled = self.data_types.param_dtype, "fp16" if self.fp16.enabled else "bf16"
+        found = f"data_types.param_dtype: found {asked!r}"
+        if asked is None:
+            return
+        if (self.fp16.enabled or self.bf16.enabled) and asked != enabled:
+            raise ConfigError(f"{found} together with {enabled}.enabled, whose weights are {enabled}; "
+                              "keep one of them")  # fmt: skip
+        if asked == "fp16" and not self.fp16.enabled:
+            raise ConfigError(f"{found} without fp16.enabled; fp16 needs its loss scale, so enable fp16")
+        if asked == "bf16" and self.torch_autocast.enabled and not self.bf16.enabled:
+            raise ConfigError(f"{found} together with torch_autocast.enabled, whose weights stay fp32; "
+                              "keep one of them")  # fmt: skip
 
     @property
     def raw(self) -> dict[str, Any]:
@@ -358,6 +373,12 @@ class DeepSpeedConfig(Section):
     def bfloat16_enabled(self) -> bool:
         """Whether bf16 is on."""
         return self.bf16.enabled
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """The type of the weights; None: their own."""
+        named = self.data_types.param_dtype
+        return named or ("bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else None)
 
     @property
     def loss_scale(self) -> float:

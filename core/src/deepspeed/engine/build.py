@@ -54,7 +54,9 @@ from deepspeed.parallel.model_part import division_is_known, parts_held
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.plugins.manager import plugin_manager
 from deepspeed.precision import BF16, FP16, Autocast, Precision
+from deepspeed.precision.buffers import cast_buffers
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.precision.policy import cast_floating
 from deepspeed.profiling.breakdown import Breakdown
 from deepspeed.profiling.throughput import ThroughputTimer
 from deepspeed.tensor_parallel.entry import divide_expert, divide_over, prepare_params
@@ -66,6 +68,7 @@ from deepspeed.zero.managed import refuse_managed, refuse_meta, refuse_sharded
 from deepspeed.zero.module_units import Stage3Options
 from deepspeed.zero.offload.policy import asks_for_host, choose_placement, choose_shard_home
 from deepspeed.zero.optimizer import ZeroOptimizer
+from deepspeed.zero.param_unit import unit_of
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.replicas import check_replicas
 from deepspeed.zero.shard_home import ShardHome
@@ -174,9 +177,12 @@ def initialize(
         forces_host=settings.zero_force_ds_cpu_optimizer,
         unresolved=settings.unresolved_auto(),
     )
-    refuse_managed(module, basic_optimizer, precision.model_dtype)
+    weights_dtype = torch_dtype(settings.weights_dtype) if settings.weights_dtype is not None else None
+    refuse_managed(module, basic_optimizer, weights_dtype)
     _refuse_of_parts(module, basic_optimizer)
     refuse_sharded(module, zero.stage)
+    if settings.data_types.param_dtype == "fp32":
+        cast_floating((param for param in module.parameters() if unit_of(param) is None), torch.float32)
     leaf = zero.leaf_module
     mark_configured(module, leaf.classes, leaf.names, leaf.name_suffixes)
     units = unit_groups(mesh, module, _copies(zero))
@@ -202,7 +208,10 @@ def initialize(
         training.gradients_were_dropped,
         is_elementwise=basic_optimizer is None or is_elementwise(basic_optimizer),
     )
-    precision.cast_module(module)
+    precision.cast_params(module)
+    types = settings.data_types
+    buffer_dtype = torch_dtype(types.buffer_dtype) if types.buffer_dtype is not None else None
+    cast_buffers(module, buffer_dtype, types.keep_in_fp32_modules, precision.model_dtype)
     training.optimizer = _optimizer_of_user(training)
     training.lr_scheduler = choose_scheduler(settings.scheduler, lr_scheduler, basic_optimizer)
     sparse_names = _embedding_weights(module) if settings.sparse_gradients else set()
@@ -341,6 +350,7 @@ def _copies(zero: ZeroConfig) -> Copies:
 def _asked_dtypes(config: DeepSpeedConfig) -> dict[str, torch.dtype]:
     """The dtypes to train in besides fp32, by the key that asks for them."""
     asked = {
+        "data_types.param_dtype": (config.data_types.param_dtype == "bf16", torch.bfloat16),
         "fp16.enabled": (config.fp16.enabled, torch.float16),
         "bf16.enabled": (config.bf16.enabled, torch.bfloat16),
         "torch_autocast.dtype": (config.torch_autocast.enabled, torch_dtype(config.torch_autocast.dtype)),
@@ -349,7 +359,9 @@ def _asked_dtypes(config: DeepSpeedConfig) -> dict[str, torch.dtype]:
 
 
 def _create_precision(config: DeepSpeedConfig, device: torch.device) -> Precision:
-    clip_norm = config.gradient_clipping
+    clip_norm, param_dtype = config.gradient_clipping, config.data_types.param_dtype
+    if param_dtype == "bf16" and not config.bf16.enabled:
+        return BF16(clip_norm=clip_norm)
     if config.fp16.enabled:
         return FP16(_create_loss_scaler(config), clip_norm=clip_norm, auto_cast=config.fp16.auto_cast)
     if config.bf16.enabled:

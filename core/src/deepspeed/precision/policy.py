@@ -10,6 +10,7 @@ Call order in one step:
 
 import contextlib
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -47,13 +48,10 @@ class Precision:
         self.checks_overflow = checks_overflow
         self.loss_scaler = LossScaler(1.0)
 
-    def cast_module(self, module: torch.nn.Module) -> None:
-        """Cast floating parameters and buffers that are not yet in the model's dtype (frozen ones, buffers)."""
-        if self.model_dtype is None:
-            return
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.is_floating_point() and tensor.dtype != self.model_dtype:
-                tensor.data = tensor.data.to(self.model_dtype)
+    def cast_params(self, module: torch.nn.Module) -> None:
+        """Cast floating parameters that are not yet in the model's dtype: frozen ones."""
+        if self.model_dtype is not None:
+            cast_floating(module.parameters(), self.model_dtype)
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs of the module's forward; as given, but for fp16 with `auto_cast`."""
@@ -103,6 +101,13 @@ class Precision:
     def after_step(self, verdict: Verdict) -> None:
         """Let the loss scale adapt."""
         self.loss_scaler.update(overflow=not verdict.applies)
+
+
+def cast_floating(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Give every floating tensor this dtype; each stays the same object."""
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor.data = tensor.data.to(dtype)
 
 
 def warn_unless_finite(norm: float) -> None:

@@ -23,6 +23,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.config.data import AioConfig
+from deepspeed.config.precision import torch_dtype
 from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
@@ -258,9 +259,8 @@ def _offload_of(settings: DeepSpeedConfig | None, device: str | None, pins: bool
 
 
 def _dtype_of(settings: DeepSpeedConfig | None) -> torch.dtype | None:
-    if settings is not None and settings.bf16.enabled:
-        return torch.bfloat16
-    return torch.float16 if settings is not None and settings.fp16.enabled else None
+    name = settings.weights_dtype if settings is not None else None
+    return torch_dtype(name) if name is not None else None
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -219,7 +219,11 @@ UNKNOWN = [
         "'pipeline_write'?",
     ),
     ({"comet": {"api_kye": "secret"}}, "comet.api_kye: found an unknown key; did you mean 'api_key'?"),
-    ({"data_types": {"a\nb": 1}}, "data_types.'a\\nb': found an unknown key; allowed: grad_accum_dtype"),
+    (
+        {"data_types": {"a\nb": 1}},
+        "data_types.'a\\nb': found an unknown key; allowed: buffer_dtype, grad_accum_dtype, keep_in_fp32_modules, "
+        "param_dtype",
+    ),
 ]
 
 
@@ -414,3 +418,28 @@ def test_data_types():
     assert parse(torch_autocast={"dtype": "float16"}).torch_autocast.dtype == "fp16"
     with pytest.raises(ConfigError, match=r"torch_autocast\.dtype: found 'float32'"):
         parse(torch_autocast={"dtype": "float32"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"data_types": {"param_dtype": "fp16"}}, "fp16 needs its loss scale"),
+        ({"data_types": {"param_dtype": "fp32"}, "bf16": {"enabled": True}}, "found 'fp32' together with bf16.enabled"),
+        ({"data_types": {"param_dtype": "bf16"}, "fp16": {"enabled": True}}, "found 'bf16' together with fp16.enabled"),
+        ({"data_types": {"param_dtype": "bf16"}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+        ({"data_types": {"keep_in_fp32_modules": "router"}}, 'a list of regular expressions or "auto"'),
+        ({"data_types": {"keep_in_fp32_modules": ["(router"]}}, r"\['\(router'\]"),
+    ],
+)
+def test_types_of_weights_and_buffers_that_do_not_fit(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(**keys)
+
+
+def test_types_of_weights():
+    assert [parse(**keys).weights_dtype for keys in ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}})] == [
+        *(None, "bf16", "fp16")
+    ]
+    assert parse(data_types={"param_dtype": "bfloat16"}).weights_dtype == "bf16"
+    assert parse(data_types={"param_dtype": "float"}).weights_dtype == "fp32"
+    assert parse(data_types={"keep_in_fp32_modules": ["a", "b.*"]}).data_types.keep_in_fp32_modules == ["a", "b.*"]

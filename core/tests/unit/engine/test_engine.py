@@ -638,3 +638,56 @@ def test_other_errors_of_a_forward_stay_as_they_are(make_engine):
     with pytest.raises(RuntimeError) as caught:
         engine(torch.randn(2, 7, dtype=torch.bfloat16))
     assert "config" not in str(caught.value)
+
+
+class Rotary(nn.Module):
+    """Buffers that lose what they are for in 16 bits: angles of late positions, a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(2) / 2 + 0.123), persistent=False)
+        self.register_buffer("seen", torch.tensor(256.0))
+        self.register_buffer("in_half", torch.ones(2, dtype=torch.float16))
+
+    def forward(self, x):
+        self.seen += 1
+        angles = 3000 * self.inv_freq
+        return (self.linear(x) * torch.cat([angles.cos(), angles.sin()]).to(x.dtype)).square().mean()
+
+
+@pytest.mark.parametrize("built_inside", [False, True])
+@pytest.mark.parametrize("key", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_buffers_stay_as_they_came(make_engine, stage, key, built_inside):
+    if built_inside and stage < 3:
+        pytest.skip("zero.Init is for stage 3")
+    keys = {key: {"enabled": True}, "zero_optimization": {"stage": stage}}
+    config = {"train_batch_size": 4, **keys}
+    with deepspeed.zero.Init(config_dict_or_path=config) if built_inside else nullcontext():
+        model = Rotary()
+    before = {name: buffer.clone() for name, buffer in Rotary().named_buffers()}
+    engine = make_engine(model, **keys)
+    engine.backward(engine(torch.ones(4, 4, dtype=next(model.parameters()).dtype)))
+    engine.step()
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, before[name] + (name == "seen"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_data_types_of_weights_and_buffers(make_engine, stage):
+    types = {"param_dtype": "bf16", "buffer_dtype": "bf16", "keep_in_fp32_modules": ["inv_freq"]}
+    model = Rotary()
+    make_engine(model, data_types=types, zero_optimization={"stage": stage})
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    found = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    assert found == {"inv_freq": torch.float32, "seen": torch.bfloat16, "in_half": torch.bfloat16}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_weights_of_a_bf16_model_are_trained_in_fp32_if_asked(make_engine, stage):
+    model = nn.Linear(4, 1).bfloat16()
+    engine = make_engine(model, data_types={"param_dtype": "fp32"}, zero_optimization={"stage": stage})
+    engine.backward(engine(torch.ones(4, 4)).sum())
+    engine.step()
+    assert {param.dtype for param in model.parameters()} == {torch.float32}

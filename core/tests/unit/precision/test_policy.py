@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepspeed.log import warn_once
 from deepspeed.precision import BF16, FP16, Autocast, Precision
+from deepspeed.precision.buffers import cast_buffers
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 from torch import nn
 
@@ -129,14 +130,61 @@ def test_a_gradient_flows_through_the_cast():
     assert x.grad.tolist() == [1.0, 1.0]
 
 
-def test_a_module_is_cast_with_its_frozen_parameters_and_buffers():
-    module = nn.BatchNorm1d(3)
+def test_a_module_is_cast_with_its_frozen_parameters_and_without_its_buffers():
+    module = nn.Linear(3, 3)
     module.weight.requires_grad = False
-    BF16().cast_module(module)
-    assert {tensor.dtype for tensor in (module.weight, module.bias, module.running_mean)} == {torch.bfloat16}
-    assert module.num_batches_tracked.dtype is torch.int64
-    Precision().cast_module(module)
+    module.register_buffer("angles", torch.ones(3))
+    BF16().cast_params(module)
+    assert {tensor.dtype for tensor in module.parameters()} == {torch.bfloat16}
+    assert module.angles.dtype is torch.float32
+    Precision().cast_params(module)
     assert module.weight.dtype is torch.bfloat16
+
+
+class Router(nn.Module):
+    """As transformers declares what must not be cast."""
+
+    _keep_in_fp32_modules_strict = ("score_correction",)
+    _keep_in_fp32_modules = ["router"]  # noqa: RUF012 - as theirs
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Module()
+        self.router.register_buffer("scale", torch.ones(2))
+        self.register_buffer("score_correction", torch.ones(2))
+        self.register_buffer("score_correction_2", torch.ones(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("precise", torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "model_dtype", "stays"),
+    [
+        (None, "auto", torch.bfloat16, "router.scale score_correction score_correction_2 precise"),
+        (torch.bfloat16, "auto", torch.bfloat16, "score_correction"),
+        (torch.float16, "auto", torch.float16, "score_correction router.scale"),
+        (torch.bfloat16, [], torch.bfloat16, ""),
+        (torch.bfloat16, ["score_.*"], None, "score_correction score_correction_2"),
+        (torch.bfloat16, ["scale", "precise"], None, "router.scale precise"),
+    ],
+)
+def test_which_buffers_stay_as_they_came(dtype, kept, model_dtype, stays):
+    model = nn.Sequential(Router())
+    before = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    cast_buffers(model, dtype, kept, model_dtype)
+    for name, buffer in model.named_buffers():
+        is_cast = before[name].is_floating_point and name.removeprefix("0.") not in stays.split()
+        assert buffer.dtype == (dtype if is_cast else before[name]), name
+
+
+def test_statistics_of_a_batch_norm_follow_its_weights():
+    norm, plain = nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)
+    model = nn.Sequential(norm, plain)
+    BF16().cast_params(model)
+    cast_buffers(model, None, "auto", torch.bfloat16)
+    assert (norm.running_mean.dtype, norm.running_var.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (norm.num_batches_tracked.dtype, plain.running_mean.dtype) == (torch.int64, torch.float32)
+    assert model(torch.randn(4, 3, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
