@@ -149,8 +149,7 @@ class DataTypesConfig(Section):
     grad_accum_dtype: DType | None = key(None, "Type in which gradients are accumulated; null: as the model.")
     param_dtype: DType | None = key(
         None,
-        "Type of the weights; null: that of bf16 or fp16, else their own. bf16 alone trains with fp32 master weights, as "
-        "bf16.enabled does.",
+        "Type of the weights; null: that of bf16 or fp16, else their own. bf16 alone trains with fp32 master weights.",
     )
     buffer_dtype: DType | None = key(
         None,
