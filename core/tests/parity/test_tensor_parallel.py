@@ -331,6 +331,29 @@ def test_one_backward_through_a_divided_and_a_whole_sequence_is_refused():
     run_ranks(2, mixed_job)
 
 
+def vocabulary_job(keeps_logits_divided):
+    """Tokens and labels outside of the vocabulary, as torch takes them."""
+    config = config_of(2, vocab_parallel_lm_head=keeps_logits_divided)
+    engine = deepspeed.initialize(model=create("llama, tied"), config=config)[0]
+    ids = tokens(0)
+    for wrong in (VOCABULARY, -1, 10**6):
+        outside = ids.clone()
+        outside[1, 3] = wrong
+        with pytest.raises(IndexError, match=f"found token {wrong}, and the vocabulary has the tokens 0 to 32"):
+            engine(input_ids=outside)
+        with pytest.raises(IndexError, match=f"{wrong}"):
+            engine(input_ids=ids, labels=outside)
+    outside[1, 3] = -100
+    found = engine(input_ids=ids, labels=outside).loss.item()
+    assert found == pytest.approx(create("llama, tied")(input_ids=ids, labels=outside).loss.item(), rel=1e-5)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("keeps_logits_divided", [False, True])
+def test_tokens_and_labels_outside_of_the_vocabulary(keeps_logits_divided):
+    run_ranks(2, vocabulary_job, keeps_logits_divided)
+
+
 def fail(*_):
     raise MemoryError("no memory for this batch")
 

@@ -136,6 +136,7 @@ def config_of(stage, **keys):
         "gradient_accumulation_steps": MICROS,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "gradient_clipping": 0.0,
         **keys,
     }
 
@@ -290,6 +291,42 @@ def test_a_checkpoint_loads_at_another_number_of_stages(tmp_path, kind, stages, 
     loaded = run_ranks(worlds[1], load_job, folder, kind, stages[1], stage, module_keys)
     for losses in loaded:
         assert losses == pytest.approx(saved[0], rel=1e-5)
+
+
+class Mixing(nn.Linear):
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+def seeded_job(first_shared, stages, interleave):
+    """The first weights, of layers in which one shares its module with the last but one."""
+    layers = [LayerSpec(Mixing, WIDTH, WIDTH) for _ in range(8)]
+    layers[first_shared] = layers[6] = TiedLayerSpec("shared", Mixing, WIDTH, WIDTH)
+    torch.manual_seed(dist.get_rank())  # the script's own seed changes nothing
+    model = PipelineModule(
+        layers,
+        num_stages=stages,
+        loss_fn=F.mse_loss,
+        seed_layers=True,
+        partition_method="uniform",
+        interleave=interleave,
+    )
+    schedule = {"pipeline": {"schedule": "interleaved"}} if interleave > 1 else {}
+    engine = deepspeed.initialize(model=model, config=config_of(0, **schedule))[0]
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("world", "interleave", "first_shared"), [(2, 1, 3), (2, 2, 2), sweep(2, 4, 1), sweep(4, 2, 3), sweep(2, 2, 4)]
+)
+def test_seeded_layers_do_not_depend_on_stages_and_parts(world, interleave, first_shared):
+    (whole,) = run_ranks(1, seeded_job, first_shared, 1, 1)
+    assert "tied_modules.shared.weight" in whole
+    for own in run_ranks(world, seeded_job, first_shared, world, interleave):
+        for name, weight in own.items():
+            assert torch.equal(weight, whole[name]), name
 
 
 class _SumForward(torch.autograd.Function):

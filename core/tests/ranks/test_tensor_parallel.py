@@ -1,6 +1,7 @@
 """Models divided over tensor-parallel ranks: what is no matter of a model family (those are in tests/parity)."""
 
 import copy
+import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -243,6 +244,24 @@ def cross_entropy_job(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cross_entropy_of_divided_logits(dtype):
     run_ranks(3, cross_entropy_job, dtype)
+
+
+def outside_job(dtype):
+    ranks = TensorRanks(dist.get_world_group(), None)
+    start, stop = spread(10, ranks.world_size)[ranks.rank]
+    own = torch.zeros(2, stop - start, dtype=dtype)
+    for target, vocabulary in [(10, 10), (10, None), (-1, 10), (-101, 10), (2**40, 10)]:
+        targets = torch.tensor([3, target])
+        with pytest.raises(IndexError, match=f"found target {target}, and the vocabulary has the tokens 0 to 9"):
+            vocab_parallel_cross_entropy(own, targets, ranks, start=start, vocabulary=vocabulary)
+    losses = vocab_parallel_cross_entropy(own, torch.tensor([-1, 9]), ranks, start=start, ignore_index=-1)
+    assert losses[0] == 0
+    assert losses[1].item() == pytest.approx(math.log(10), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_targets_outside_of_divided_logits(dtype):
+    run_ranks(3, outside_job, dtype)
 
 
 # ---- models that zero.Init built -------------------------------------------------------------------------------------

@@ -53,6 +53,21 @@ def test_losses_and_gradients_of_the_whole(world, dim, dtype):
         assert torch.allclose(own, grad.chunk(world, dim)[rank], **tolerance)
 
 
+def outside_job():
+    group = dist.get_world_group()
+    logits = torch.zeros(2, 4)
+    for target in (8, -1, -101):
+        with pytest.raises(IndexError, match=f"found target {target}, and the vocabulary has the tokens 0 to 7"):
+            vocab_parallel_cross_entropy(logits, torch.tensor([0, target]), group)
+    return vocab_parallel_cross_entropy(logits, torch.tensor([7, -100]), group).tolist()
+
+
+def test_targets_outside_of_the_vocabulary_are_refused():
+    for one, ignored in run_ranks(2, outside_job):
+        assert one == pytest.approx(2.0794415)
+        assert ignored == 0
+
+
 def refused_job():
     group = dist.get_world_group()
     target = torch.zeros(3, dtype=torch.int64)

@@ -12,6 +12,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.parallel.sharded_params import is_sharded
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,23 @@ class Kept:
     shape: of the whole tensor; None: `stored` is the tensor itself.
     device: where it is needed again.
     ranks: those that have the other parts; None: `stored` is all of it.
+    version: of `stored` where it has the memory of the tensor itself; None: it is a copy.
     """
 
     stored: "torch.Tensor | Slot"
     shape: torch.Size | None
     device: torch.device
     ranks: GroupBackend | None = None
+    version: int | None = None
+
+    def check(self) -> None:
+        """Raise `RuntimeError`, as autograd does, if the tensor was changed in place."""
+        if self.version is not None and isinstance(self.stored, torch.Tensor) and self.stored._version != self.version:
+            raise RuntimeError(
+                f"activation checkpointing: an input of shape {tuple(self.shape or self.stored.shape)} of a block was "
+                "changed in place between its forward and its backward, which computes the block again from it: it has "
+                f"version {self.stored._version}, and had {self.version}; change a clone of it"
+            )
 
 
 class Slot:
@@ -88,7 +100,7 @@ class Keeping:
             ValueError: if all slots are in use.
         """
         if self.is_plain or isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point():
-            return Kept(tensor, None, tensor.device)
+            return Kept(tensor, None, tensor.device, version=_version(tensor))
         flat = tensor.detach().reshape(-1)
         ranks = self.ranks() if self.partition and self.ranks is not None else None
         if ranks is not None:
@@ -98,12 +110,14 @@ class Keeping:
         stored: torch.Tensor | Slot = flat
         if self.num_slots is not None:
             stored = self._slot(flat)
-        elif flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and ranks is not None:
+        elif ranks is not None and _memory(flat) == _memory(tensor):
             stored = flat.clone()  # or the part would keep the whole in memory
-        return Kept(stored, tensor.shape, tensor.device, ranks)
+        is_shared = isinstance(stored, torch.Tensor) and _memory(stored) == _memory(tensor)
+        return Kept(stored, tensor.shape, tensor.device, ranks, _version(tensor) if is_shared else None)
 
     def unpack(self, kept: Kept) -> torch.Tensor:
         """The tensor again. With `partition` a collective: the ranks of a model compute the same blocks again."""
+        kept.check()
         stored = kept.stored
         if kept.shape is None:
             assert isinstance(stored, torch.Tensor)
@@ -129,6 +143,15 @@ class Keeping:
         slot = Slot(pool, pool.free.pop())
         slot.tensor.copy_(flat)
         return slot
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often it was changed in place; None where nobody counts: the values of sharded parameters come and go."""
+    return None if tensor.is_inference() or is_sharded(tensor) else tensor._version
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _own_part(flat: torch.Tensor, ranks: GroupBackend) -> torch.Tensor:

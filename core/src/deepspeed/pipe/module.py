@@ -226,7 +226,7 @@ class PipelineModule(Module):
     def _build_layer(self, index: int) -> "_Layer":
         spec = self._specs[index]
         if self.seed_layers:
-            self.seed_fn(self.base_seed + index)
+            self.seed_fn(self.base_seed + self._seeded_as(index))
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in self.tied_modules:
                 self.tied_modules[spec.key] = spec.build()
@@ -236,6 +236,17 @@ class PipelineModule(Module):
         if isinstance(built, Module):
             self.add_module(str(index), built)
         return _Layer(spec, built)
+
+    def _seeded_as(self, index: int) -> int:
+        """The layer with whose number `index` is seeded: for a shared module the first that has it, on any stage."""
+        spec = self._specs[index]
+        if not isinstance(spec, TiedLayerSpec) or spec.key in self.tied_modules:
+            return index
+        return next(
+            number
+            for number, other in enumerate(self._specs)
+            if isinstance(other, TiedLayerSpec) and other.key == spec.key
+        )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "PipelineModule":
         """Moves and converts parameters, some of which are then new ones."""

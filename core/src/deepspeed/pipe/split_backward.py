@@ -32,7 +32,8 @@ class DeferredWeights:
     """The weight gradients of one micro-batch in one part."""
 
     def __init__(self) -> None:
-        self._products: dict[int, list[tuple[Parameter, Parameter | None, Tensor, Tensor]]] = {}  # by id of the weight
+        #: by id of the weight: weight, bias, inputs and their version, gradient of the outputs
+        self._products: dict[int, list[tuple[Parameter, Parameter | None, Tensor, int, Tensor]]] = {}
         self._defers = False
 
     @contextmanager
@@ -57,7 +58,14 @@ class DeferredWeights:
             products = self._products.pop(next(iter(self._products)))
             of_all: dict[int, tuple[Tensor, Tensor]] = {}
             while products:
-                for param, grad in _gradients(*products.pop(0)):
+                weight, bias, inputs, version, outputs = products.pop(0)
+                if inputs._version != version:
+                    raise RuntimeError(
+                        f"pipeline: the input of shape {tuple(inputs.shape)} of a linear layer was changed in place "
+                        "between the backward of its micro-batch and the gradient of its weight, which needs it; "
+                        'change a clone of it, or use "schedule": "1f1b"'
+                    )
+                for param, grad in _gradients(weight, bias, inputs, outputs):
                     known = of_all.get(id(param))
                     of_all[id(param)] = (param, grad if known is None else known[1].add_(grad))
             yield from of_all.values()
@@ -66,7 +74,7 @@ class DeferredWeights:
         """Called in a backward with the inputs of a layer and the gradient of its outputs: whether it is deferred."""
         defers = self._defers and not _has_hooks(weight) and (bias is None or not _has_hooks(bias))
         if defers:
-            self._products.setdefault(id(weight), []).append((weight, bias, inputs, outputs))
+            self._products.setdefault(id(weight), []).append((weight, bias, inputs, inputs._version, outputs))
         return defers
 
 

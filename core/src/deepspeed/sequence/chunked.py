@@ -9,6 +9,7 @@ gradients are whole where autograd passes them; what attention itself keeps unti
 Chunks come back without waiting for the host where its memory is page-locked.
 """
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -61,38 +62,42 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, chunk_size: int, causal: bool, offload: bool, scale: float
     ) -> Tensor:
         ctx.device, ctx.causal, ctx.scale, ctx.offload = query.device, causal, scale, offload
-        ctx.q, ctx.k, ctx.v = (
+        queries, keys, values = (
             [_store(each, offload) for each in t.split(chunk_size, dim=2)] for t in (query, key, value)
         )
-        ctx.out, ctx.lse = [], []
+        outs, sums = [], []
         context = torch.empty_like(query)
-        for number, stored in enumerate(ctx.q):
+        for number, stored in enumerate(queries):
             q = _load(stored, ctx.device)
             out, lse = None, None
-            for other in range(number + 1 if causal else len(ctx.k)):
-                k, v = _load(ctx.k[other], ctx.device), _load(ctx.v[other], ctx.device)
+            for other in range(number + 1 if causal else len(keys)):
+                k, v = _load(keys[other], ctx.device), _load(values[other], ctx.device)
                 block = forward_block(q, k, v, scale, 0 if causal and other == number else None)
                 out, lse = block if out is None or lse is None else merge(out, lse, *block)
             assert out is not None
             assert lse is not None
             context.narrow(2, number * chunk_size, q.shape[2]).copy_(out)
-            ctx.out.append(_store(out.to(query.dtype), offload))
-            ctx.lse.append(_store(lse, offload))
+            outs.append(_store(out.to(query.dtype), offload))
+            sums.append(_store(lse, offload))
         ctx.chunk_size = chunk_size
+        ctx.numbers = [len(each) for each in (queries, keys, values, outs, sums)]
+        ctx.save_for_backward(*queries, *keys, *values, *outs, *sums)  # on the host these may be the inputs themselves
         return context
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        saved = iter(ctx.saved_tensors)
+        queries, keys, values, outs, sums = ([*islice(saved, number)] for number in ctx.numbers)
         grads = grad.split(ctx.chunk_size, dim=2)
-        deltas = [delta(part, _load(out, ctx.device)) for part, out in zip(grads, ctx.out, strict=True)]
+        deltas = [delta(part, _load(out, ctx.device)) for part, out in zip(grads, outs, strict=True)]
         grad_q: dict[int, Tensor] = {}
         grad_k, grad_v = [], []
-        for other in range(len(ctx.k)):
-            k, v = _load(ctx.k[other], ctx.device), _load(ctx.v[other], ctx.device)
+        for other in range(len(keys)):
+            k, v = _load(keys[other], ctx.device), _load(values[other], ctx.device)
             sum_k = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
             sum_v = torch.zeros_like(sum_k)
-            for number in range(other if ctx.causal else 0, len(ctx.q)):
-                q, lse = _load(ctx.q[number], ctx.device), _load(ctx.lse[number], ctx.device)
+            for number in range(other if ctx.causal else 0, len(queries)):
+                q, lse = _load(queries[number], ctx.device), _load(sums[number], ctx.device)
                 diagonal = 0 if ctx.causal and other == number else None
                 own, of_k, of_v = backward_block(grads[number], q, k, v, deltas[number], lse, ctx.scale, diagonal)
                 sum_k += of_k
@@ -102,7 +107,7 @@ class _Chunked(torch.autograd.Function):
             grad_k.append(_store(sum_k.to(grad.dtype), ctx.offload))
             grad_v.append(_store(sum_v.to(grad.dtype), ctx.offload))
         whole = []
-        for chunks in ([grad_q[number] for number in range(len(ctx.q))], grad_k, grad_v):
+        for chunks in ([grad_q[number] for number in range(len(queries))], grad_k, grad_v):
             whole.append(torch.cat([_load(each, ctx.device).to(grad.dtype) for each in chunks], dim=2))
         return (*whole, None, None, None, None)
 

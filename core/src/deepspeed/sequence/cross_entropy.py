@@ -36,10 +36,12 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ValueError: on every rank for different shapes, or if target has another shape than the logits' rows.
+        IndexError: on the host, for a target outside of the vocabulary; a device stops with an error of its own.
     """
     backend = channel(group)
     _check_target(logits, target)
     check_layout(backend, (logits,), "vocab_parallel_cross_entropy")
+    _check_in_vocabulary(target[target != ignore_index], logits.shape[-1] * backend.world_size)
     return _VocabParallel.apply(logits, target, backend, ignore_index)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -97,14 +99,16 @@ class _VocabParallel(torch.autograd.Function):
         backend.all_gather(maxima, rows.max(dim=-1).values, tag="vocabulary maxima").wait()
         shifted = rows - maxima.view(backend.world_size, -1).max(dim=0).values[:, None]
         place = labels - backend.rank * num_own
-        is_own = (place >= 0) & (place < num_own) & (labels != ignore_index)
-        place = place.clamp(0, num_own - 1)
+        counts = labels != ignore_index
+        is_own = (place >= 0) & (place < num_own) & counts
+        # Targets of no rank stay out of range, where a device refuses them.
+        is_known = ~counts | ((labels >= 0) & (labels < num_own * backend.world_size))
+        place = place.masked_fill(~is_own & is_known, 0)
         chosen = shifted.gather(-1, place[:, None]).squeeze(-1).masked_fill(~is_own, 0.0)
         exponentials = shifted.exp_()
         sums = torch.cat((exponentials.sum(dim=-1), chosen))
         backend.all_reduce(sums, tag="vocabulary sums").wait()
         total, chosen = sums.chunk(2)
-        counts = labels != ignore_index
         ctx.save_for_backward(exponentials.div_(total[:, None]), place, is_own, counts)
         ctx.dtype = logits.dtype
         return (total.log() - chosen).masked_fill(~counts, 0.0).view(target.shape)
@@ -124,3 +128,13 @@ def _check_target(logits: torch.Tensor, target: torch.Tensor) -> None:
             f"cross entropy: logits have the shape {tuple(logits.shape)}, target {tuple(target.shape)}; target needs "
             "that of the logits without the last dim"
         )
+
+
+def _check_in_vocabulary(targets: torch.Tensor, vocabulary: int) -> None:
+    """On a device nothing waits for the values of targets."""
+    if targets.device.type == "cpu" and targets.numel():
+        for target in map(int, targets.aminmax()):
+            if not 0 <= target < vocabulary:
+                raise IndexError(
+                    f"cross entropy: found target {target}, and the vocabulary has the tokens 0 to {vocabulary - 1}"
+                )

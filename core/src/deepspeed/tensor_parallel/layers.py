@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 
 from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear
 from deepspeed.parallel.sharded_params import whole_shape
+from deepspeed.tensor_parallel.cross_entropy import check_tokens
 from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, sum_gradient, sum_over
 from deepspeed.tensor_parallel.sequence_ranks import scatter_sum
 
@@ -100,19 +101,28 @@ class VocabParallelEmbedding(Module):
     Args:
         weight: [n, I].
         start: the first token that this rank holds.
+        vocabulary: tokens of all ranks.
         padding_idx: the token whose row gets no gradient.
     """
 
-    def __init__(self, weight: Parameter, ranks: TensorRanks, *, start: int, padding_idx: int | None = None) -> None:
+    def __init__(
+        self, weight: Parameter, ranks: TensorRanks, *, start: int, vocabulary: int, padding_idx: int | None = None
+    ) -> None:
         super().__init__()
         self.weight = weight
-        self.ranks, self.start, self.padding_idx = ranks, start, padding_idx
+        self.ranks, self.start, self.vocabulary, self.padding_idx = ranks, start, vocabulary, padding_idx
         self.num_embeddings, self.embedding_dim = whole_shape(weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Tokens [...], integers -> [..., I], equal on all ranks."""
+        """Tokens [...], integers -> [..., I], equal on all ranks.
+
+        Raises:
+            IndexError: on the host, for a token outside of the vocabulary; a device stops with an error of its own.
+        """
+        check_tokens(input, self.vocabulary, "embedding: found token")
         own = input - self.start
-        is_elsewhere = (own < 0) | (own >= self.num_embeddings)
+        # Tokens of no rank stay out of range, where a device refuses them as it does those of an embedding.
+        is_elsewhere = ((own < 0) | (own >= self.num_embeddings)) & (input >= 0) & (input < self.vocabulary)
         padding = None if self.padding_idx is None else self.padding_idx - self.start
         if padding is not None and not 0 <= padding < self.num_embeddings:
             padding = None

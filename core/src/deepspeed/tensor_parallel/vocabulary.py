@@ -43,7 +43,7 @@ def divide_vocabulary(model: nn.Module, ranks: TensorRanks, *, keeps_logits_divi
             )
         own = part_held(head.weight)
         assert own is not None
-        loss: Any = _CausalLoss(ranks, own.ranges[0][0])
+        loss: Any = _CausalLoss(ranks, own.ranges[0][0], own.shape[0])
         model.loss_function = loss
 
 
@@ -63,8 +63,8 @@ def check_loss(model: nn.Module) -> None:
 class _CausalLoss:
     """The next-token loss of transformers' causal models, from this rank's part of the logits."""
 
-    def __init__(self, ranks: TensorRanks, start: int) -> None:
-        self.ranks, self.start = ranks, start
+    def __init__(self, ranks: TensorRanks, start: int, vocabulary: int) -> None:
+        self.ranks, self.start, self.vocabulary = ranks, start, vocabulary
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_CausalLoss":
         return self
@@ -93,7 +93,12 @@ class _CausalLoss:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets_N = shift_labels.reshape(-1).to(logits.device)
         losses_N = vocab_parallel_cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), targets_N, self.ranks, start=self.start, ignore_index=ignore_index
+            logits.reshape(-1, logits.shape[-1]),
+            targets_N,
+            self.ranks,
+            start=self.start,
+            vocabulary=self.vocabulary,
+            ignore_index=ignore_index,
         )
         if num_items_in_batch is None:
             num_items_in_batch = (targets_N != ignore_index).sum()
@@ -143,7 +148,9 @@ def _divided(
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     if isinstance(module, nn.Embedding):
-        return VocabParallelEmbedding(weight, ranks, start=own.ranges[0][0], padding_idx=module.padding_idx)
+        return VocabParallelEmbedding(
+            weight, ranks, start=own.ranges[0][0], vocabulary=own.total, padding_idx=module.padding_idx
+        )
     bias = module.bias if isinstance(module.bias, nn.Parameter) else None
     if bias is not None:
         hold_part(bias, 0, own, path, ranks.data_group)

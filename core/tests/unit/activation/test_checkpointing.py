@@ -93,6 +93,30 @@ def test_the_reentrant_form(options, one_rank):
     assert len(all_outputs) == 2
 
 
+@pytest.mark.parametrize("which", ["x", "mask"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_input_changed_in_place_is_as_before_or_refused(options, use_reentrant, which, one_rank):
+    """Either the backward computes the block again from what its forward had, or it says what autograd would say."""
+    checkpointing.configure(None, **OPTIONS[options])
+    weight = torch.linspace(0.5, 1, 4).requires_grad_()
+    inputs = {"x": torch.randn(3, 4), "mask": torch.tensor([True, False, True, True])}
+
+    def block(weight, x, mask):
+        return torch.tanh(x * weight) * mask
+
+    torch.tanh(inputs["x"] * weight).mul(inputs["mask"]).sum().backward()
+    wanted, weight.grad = weight.grad, None
+    out = checkpointing._checkpoint(block, (weight * 1, *inputs.values()), use_reentrant=use_reentrant)
+    inputs[which].zero_()
+    if which == "x" and options in ("contiguous", "partitioned"):  # which keep copies
+        out.sum().backward()
+        assert torch.equal(weight.grad, wanted)
+        return
+    with pytest.raises(RuntimeError, match="in ?place"):
+        out.sum().backward()
+
+
 def saved_bytes(run, x):
     """What a forward leaves in memory for its backward besides the parameters, and its result."""
     storages = {}

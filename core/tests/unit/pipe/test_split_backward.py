@@ -203,3 +203,15 @@ def test_weights_of_other_layers_come_with_the_gradients_of_inputs():
         param.grad = grad
     for name, param in module.named_parameters():
         torch.testing.assert_close(param.grad, wanted[name])
+
+
+def test_an_input_changed_before_the_second_half_is_refused():
+    module, x = nn.Linear(4, 4), torch.randn(5, 4)
+    deferred = DeferredWeights()
+    with deferred.in_forward():
+        loss = module(x).square().sum()
+    with deferred.in_backward():
+        loss.backward()
+    x.zero_()
+    with pytest.raises(RuntimeError, match=r"the input of shape \(5, 4\) of a linear layer was changed in place"):
+        list(deferred.gradients())

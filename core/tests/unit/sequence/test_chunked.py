@@ -51,3 +51,25 @@ def test_no_block_is_larger_than_a_chunk(monkeypatch):
 def test_a_chunk_has_a_token():
     with pytest.raises(ValueError, match="chunk_size is 0"):
         ChunkedAttention(0)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_an_input_changed_in_place_is_refused(which):
+    inputs = [torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3)]
+    copies = [each.clone() for each in inputs]
+    context = ChunkedAttention(4)(*copies)
+    with torch.no_grad():
+        copies[which].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        context.sum().backward()
+
+
+def test_a_context_may_be_changed_in_place():
+    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    grads = []
+    for changes in (False, True):
+        context = ChunkedAttention(4)(q, q, q)
+        (context.mul_(2) if changes else context * 2).sum().backward()
+        grads.append(q.grad)
+        q.grad = None
+    assert torch.equal(*grads)
