@@ -26,6 +26,7 @@ BIN = Path(sys.executable).parent
 PYTHON = str(BIN / "python")
 EXTENSIONS = sorted(path.parent.name.removeprefix("ds-ext-") for path in ROOT.glob("extensions/*/pyproject.toml"))
 DISTRIBUTIONS = ("core", *(f"extensions/ds-ext-{name}" for name in EXTENSIONS), "compat/deepspeed")
+EDITABLES = tuple(word for distribution in DISTRIBUTIONS for word in ("-e", f"./{distribution}"))
 # What each session needs beyond the distributions' own dependencies; the versions are in constraints.txt.
 TOOLS = (
     *("nox", "ruff", "mypy", "import-linter", "clang-format"),
@@ -68,8 +69,7 @@ def _prepare(session: nox.Session) -> None:
     pip = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints.txt")
     # torch by itself first: nothing that follows may then choose another build of it.
     session.run(*pip, "torch", external=True)
-    editables = [word for d in DISTRIBUTIONS for word in ("-e", f"./{d}")]
-    session.run(*pip, *TOOLS, *editables, external=True)
+    session.run(*pip, *TOOLS, *EDITABLES, external=True)
     stamp.write_text(wanted)
 
 
@@ -205,7 +205,9 @@ def torch(session: nox.Session, version: str) -> None:
     """What depends on torch, with an end of the promised range; in an environment of its own, which sees our tools."""
     _prepare(session)
     python = _beside(session, version)
-    session.run(str(python), "-m", "pip", "install", "--quiet", "--upgrade", TORCH_RANGE[version], external=True)
+    pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    session.run(*pip, "--upgrade", TORCH_RANGE[version], external=True)
+    session.run(*pip, "--no-deps", *EDITABLES, external=True)  # the commands of this environment
     run = (str(python), "-m", "pytest", "-q", "--timeout=600", *FILES_SIDE_BY_SIDE)
     session.run(*run, *OF_TORCH, *session.posargs, env=TEST_ENV, external=True)
     sockets = [f"core/tests/ranks/test_{name}.py" for name in OF_SOCKETS]
