@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deepspeed.cli.console import make_parser
 from deepspeed.errors import ConfigError, DeepSpeedError
 from deepspeed.ops import registry
 from deepspeed.ops.op_builder import OpBuilder
@@ -105,7 +106,7 @@ def _told(outcome: Outcome, named: bool) -> Outcome:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds_build", description="Compile ops before they are needed.")
+    parser = make_parser("ds_build", "Compile ops before they are needed.")
     parser.add_argument("ops", nargs="*", metavar="op", help="short names, for example cpu_adam; none: all that can be")
     parser.add_argument("--list", action="store_true", help="only say where each op would come from")
     return parser

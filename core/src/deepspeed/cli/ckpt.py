@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from deepspeed.checkpoint.convert import FORMATS
 from deepspeed.checkpoint.index import DamagedCheckpoint
 from deepspeed.checkpoint.location import location, store_failures
-from deepspeed.cli.console import make_console
+from deepspeed.cli.console import make_console, make_parser
 from deepspeed.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     meaning = "Look at checkpoints, verify them, remove old ones, and convert them."
-    parser = argparse.ArgumentParser(prog="ds_ckpt", description=meaning)
+    parser = make_parser("ds_ckpt", meaning)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     verify = _command(commands, "verify", "read every file and compare it with its checksums")
     verify.add_argument("tags", metavar="TAG", nargs="*", help="only these; default: all")

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from deepspeed.cli.conformance_progress import follow
 from deepspeed.cli.conformance_report import as_markdown, show
-from deepspeed.cli.console import make_console
+from deepspeed.cli.console import make_console, make_parser
 
 _PASSED, _FAILED, _NOT_RUN = 0, 1, 2
 # What pytest itself exits with when tests failed; more than that is not about tests.
@@ -60,9 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ds_conformance", description="Prove that an accelerator works with DeepSpeed."
-    )
+    parser = make_parser("ds_conformance", "Prove that an accelerator works with DeepSpeed.")
     parser.add_argument("--accelerator", metavar="NAME", help="an installed one, instead of the one that is chosen")
     parser.add_argument("--json", metavar="F", type=Path, help="write the record of the run as JSON")
     parser.add_argument("--report", metavar="F.md", type=Path, help="write the report as Markdown")

@@ -1,13 +1,21 @@
-"""The console and the tables of the commands: colors on a terminal only, and no folded lines elsewhere."""
+"""What the commands share: their parser, sizes on their command lines, and their console and tables, which have colors
+on a terminal only and no folded lines elsewhere.
+"""
 
+import argparse
 import os
+import re
 import sys
 from collections.abc import Iterable
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deepspeed._version import __version__
+
+_LETTER_ALONE = re.compile(r"\s*\d+(\.\d+)?\s*[KMGTkmgt]")
 _UNFOLDED = 10_000  # columns; a table takes only what its longest cells need
 # Cells that say in what state something is. rich omits colors where the output is no terminal, or NO_COLOR is set.
 _STYLES = {
@@ -15,6 +23,38 @@ _STYLES = {
     **dict.fromkeys(("absent", "blocked", "not built", "missing", "no index"), "yellow"),
     **dict.fromkeys(("broken", "failed", "damaged"), "bold red"),
 }
+
+
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """A parser that knows `--version`. Called once by each command."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser.add_argument("--version", action="version", version=f"{program} {__version__}", help="print the version")
+    return parser
+
+
+def size_bytes(text: str) -> int:
+    """The bytes of a size on a command line.
+
+    Units are those of pydantic's `ByteSize`: 80GiB is binary, 80GB decimal. A letter alone is binary, as DeepSpeed's
+    `ds_io` has it: 500M is 500MiB.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no size, or less than a byte.
+    """
+    try:
+        size = TypeAdapter(ByteSize).validate_python(f"{text}iB" if _LETTER_ALONE.fullmatch(text) else text)
+    except ValidationError:
+        size = ByteSize(0)
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; give a size such as 80GiB, 80GB, 500M or 4096")
+    return int(size)
+
+
+def size_with_unit(text: str) -> int:
+    """`size_bytes`, where a plain number is more likely a forgotten unit than a number of bytes."""
+    if text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"found {text!r} without a unit; give for example {text.strip()}GiB")
+    return size_bytes(text)
 
 
 def make_console() -> Console:

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.cli.console import make_parser, size_bytes
 from deepspeed.errors import DeepSpeedError
 from deepspeed.ops.aio import FolderReport, aio_handle, preflight
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 INTERRUPTED = 130
 
 
@@ -102,20 +102,19 @@ def bench_in(options: argparse.Namespace) -> Iterator[tuple[Bench, FolderReport]
 def add_common_arguments(parser: argparse.ArgumentParser, io_size: str, loops: int) -> None:
     """The arguments of `ds_io` and `ds_nvme_tune`."""
     parser.add_argument("--folder", "--nvme_dir", required=True, help="an existing folder on the disk to measure")
-    parser.add_argument("--io_size", type=size_bytes, default=size_bytes(io_size), help=f"bytes: 500M, 1G ({io_size})")
-    parser.add_argument("--loops", type=positive, default=loops, help=f"of each measurement ({loops})")
+    parser.add_argument(
+        "--io_size",
+        type=size_bytes,
+        default=size_bytes(io_size),
+        help=f"size of the file, such as 500M or 1G (default {io_size})",
+    )
+    parser.add_argument(
+        "--loops", type=positive, default=loops, help=f"how often each measurement runs (default {loops})"
+    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--read", "--no_write", action="store_true", help="measure reads only")
     only.add_argument("--write", "--no_read", action="store_true", help="measure writes only")
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def size_bytes(text: str) -> int:
-    """Bytes of `"64K"`, `"500M"`, `"1G"` or `"4096"`; the units are powers of 1024."""
-    number, unit = text.rstrip("KMGkmg"), text[len(text.rstrip("KMGkmg")) :].upper()
-    if not number.isdecimal() or unit not in _UNITS or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give bytes, or a number with K, M or G: 500M")
-    return int(number) * _UNITS[unit]
 
 
 def run(program: str, action: Callable[[], None]) -> int:
@@ -151,12 +150,22 @@ def rate_text(rate: float | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="ds_io", description="How fast tensors are written to a folder and read.")
+    parser = make_parser("ds_io", "Measure how fast tensors are written to a folder and read from it.")
     add_common_arguments(parser, io_size="1G", loops=3)
     default = Parameters()
-    parser.add_argument("--block_size", type=size_bytes, default=default.block_size, help="bytes of a request (1M)")
-    parser.add_argument("--queue_depth", type=positive, default=default.queue_depth, help="requests in flight (8)")
-    parser.add_argument("--intra_op_parallelism", "--io_parallel", type=positive, default=1, help="workers (1)")
+    parser.add_argument(
+        "--block_size", type=size_bytes, default=default.block_size, help="size of a request (default 1M)"
+    )
+    parser.add_argument(
+        "--queue_depth", type=positive, default=default.queue_depth, help="how many requests are in flight (default 8)"
+    )
+    parser.add_argument(
+        "--intra_op_parallelism",
+        "--io_parallel",
+        type=positive,
+        default=1,
+        help="how many threads share the file (default 1)",
+    )
     parser.add_argument("--single_submit", action="store_true", help="submit requests one by one")
     overlap = argparse.BooleanOptionalAction
     parser.add_argument("--overlap_events", action=overlap, default=True, help="refill the queue at once")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from deepspeed.cli.console import make_console, make_table
+from deepspeed.cli.console import make_console, make_parser, make_table, size_bytes
 from deepspeed.cli.io_speed import (
     Parameters,
     Speed,
@@ -29,7 +29,6 @@ from deepspeed.cli.io_speed import (
     positive,
     rate_text,
     run,
-    size_bytes,
 )
 
 _AS_GOOD = 1.03
@@ -61,14 +60,21 @@ def best_of(rows: Sequence[Row]) -> Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="ds_nvme_tune", description="Find the fastest aio parameters for a folder.")
+    parser = make_parser("ds_nvme_tune", "Find the fastest aio parameters for a folder.")
     add_common_arguments(parser, io_size="256M", loops=3)
     numbers = _listed(positive)
     parser.add_argument(
-        "--block_size", type=_listed(size_bytes), default=[1 << 18, 1 << 20, 1 << 23], help="256K,1M,8M"
+        "--block_size",
+        type=_listed(size_bytes),
+        default=[1 << 18, 1 << 20, 1 << 23],
+        help="sizes of a request to try (default 256K,1M,8M)",
     )
-    parser.add_argument("--queue_depth", type=numbers, default=[8, 32], help="8,32")
-    parser.add_argument("--intra_op_parallelism", type=numbers, default=[1, 2, 4], help="1,2,4")
+    parser.add_argument(
+        "--queue_depth", type=numbers, default=[8, 32], help="numbers of requests in flight to try (default 8,32)"
+    )
+    parser.add_argument(
+        "--intra_op_parallelism", type=numbers, default=[1, 2, 4], help="numbers of threads to try (default 1,2,4)"
+    )
     options = parser.parse_args(arguments)
     return run("ds_nvme_tune", lambda: _tune(options))
 

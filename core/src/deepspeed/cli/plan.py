@@ -2,6 +2,7 @@
 
     ds_plan config.json --ranks 512 --memory 80GiB
     ds_plan config.json --ranks 64 --memory 40GiB --config ds.json --sequence 4096 --tp 4
+    ds_plan config.json --ranks 64 --memory 40GiB --pp any --verbose
 
 Nothing is measured and no device is needed: figures follow from formulas (docs/explanation/memory-and-traffic.md).
 Exit code 0; 1 if no mesh fits; 2 for a question that cannot be answered.
@@ -10,20 +11,18 @@ Exit code 0; 1 if no mesh fits; 2 for a question that cannot be answered.
 import argparse
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.cli.console import make_console, make_table
+from deepspeed.cli.console import make_console, make_parser, make_table, size_with_unit
 from deepspeed.errors import ConfigError
 from deepspeed.planning import Choice, Machine, Plan, Training, plan, read_training
 from deepspeed.planning.memory import PARTS
 
 FITS, FITS_NOT, WRONG = 0, 1, 2
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
 _MEBIBYTE, _GIBIBYTE = 2**20, 2**30
+_ANY = "any"
 _AXES = ("pp", "dp", "sp", "tp", "ep")
 _SHOWN = {
     "weights": "weights",
@@ -37,16 +36,6 @@ _SHOWN = {
 }
 
 
-def size(text: str) -> int:
-    """Bytes of "80GiB", "80G" (both binary), "80GB" (decimal) or a plain number."""
-    found = _SIZE.fullmatch(text.strip())
-    if not found:
-        raise argparse.ArgumentTypeError(f"found {text!r}; give a size such as 80GiB, 80GB or 85899345920")
-    number, letter, suffix = found.groups()
-    unit = letter.upper() + ("B" if letter and suffix and not suffix.lower().startswith("i") else "")
-    return int(float(number) * _UNITS[unit])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     options = _parser().parse_args(arguments)
@@ -58,34 +47,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(_as_json(found, options.top), indent=1))  # noqa: T201
     else:
-        _show(found, options.top)
+        _show(found, options.top, verbose=options.verbose)
     return FITS if found.fitting else FITS_NOT
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds_plan", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", help="config.json of transformers, its folder, or a plain description")
-    parser.add_argument("--ranks", type=int, required=True, help="of the job")
-    parser.add_argument("--memory", type=size, required=True, help="of a rank's device, such as 80GiB")
-    parser.add_argument("--config", help="a DeepSpeed configuration: stage, precision, batch, mesh and offload are its")
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence (default 2048)")
-    parser.add_argument("--micro-batch", type=int, help="sequences in a forward (default 1)")
-    parser.add_argument("--global-batch", type=int, help="sequences of a step (default: ranks micro-batches)")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default bf16, or that of --config")
-    parser.add_argument("--optimizer", help="adamw (default), lion, sgd, ...")
-    parser.add_argument("--stages", type=int, nargs="+", help="of ZeRO, to try (default 0 1 2 3)")
-    for axis in _AXES:
-        parser.add_argument(f"--{axis}", type=int, help=f"fix the ranks along {axis}")
-    parser.add_argument("--checkpoint-activations", action="store_true", help="compute layers again in the backward")
-    parser.add_argument("--offload-optimizer", action="store_true", help="optimizer states in host memory")
+    parser = make_parser("ds_plan", "Estimate on which meshes and stages of ZeRO a model fits, with a rank's memory.")
+    add = parser.add_argument
+    add("model", help="a config.json of transformers, its folder, or a plain description")
+    add("--ranks", type=int, required=True, help="the number of ranks of the job")
+    add("--memory", type=size_with_unit, required=True, help="memory of a rank's device that training may use: 80GiB")
+    add("--config", help="a DeepSpeed configuration; its stage, precision, batch, mesh and offload are taken")
+    add("--sequence", type=int, default=2048, help="tokens of a sequence (default 2048)")
+    add("--micro-batch", type=int, help="sequences in a forward (default 1)")
+    add("--global-batch", type=int, help="sequences of a step (default: one micro-batch per rank)")
+    add(
+        "--precision",
+        choices=["fp32", "bf16", "fp16"],
+        help="precision of the model (default: of --config, or bf16)",
+    )
+    add("--optimizer", help="the optimizer's name: adamw (default), lion, sgd, ...")
+    add("--stages", type=int, nargs="+", help="stages of ZeRO to try (default 0 1 2 3)")
+    pipeline = "fix the ranks along pp, or try `any` (default 1: a pipeline needs a PipelineModule)"
+    add("--pp", type=_ranks_or_any, metavar="N|any", help=pipeline)
+    for axis in _AXES[1:]:
+        add(f"--{axis}", type=int, help=f"fix the ranks along {axis}")
+    add("--checkpoint-activations", action="store_true", help="compute layers again in the backward")
+    add("--offload-optimizer", action="store_true", help="keep optimizer states in host memory")
     machine = Machine()
-    parser.add_argument("--ranks-per-node", type=int, default=machine.ranks_per_node)
-    parser.add_argument("--intra", type=float, default=machine.intra / 1e9, help="GB/s of a rank within a node")
-    parser.add_argument("--inter", type=float, default=machine.inter / 1e9, help="GB/s of a rank between nodes")
-    parser.add_argument("--tflops", type=float, default=machine.flops / 1e12, help="that a rank sustains")
-    parser.add_argument("--top", type=int, default=8, help="choices that are shown (default 8)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add("--ranks-per-node", type=int, default=machine.ranks_per_node, help="ranks within a node (default %(default)s)")
+    add("--intra", type=float, default=machine.intra / 1e9, help="GB/s of a rank within a node (default %(default)s)")
+    add("--inter", type=float, default=machine.inter / 1e9, help="GB/s of a rank between nodes (default %(default)s)")
+    add("--tflops", type=float, default=machine.flops / 1e12, help="TFLOP/s that a rank sustains (default %(default)s)")
+    add("--top", type=int, default=8, help="how many choices are shown (default 8)")
+    add("-v", "--verbose", action="store_true", help="show the parts of memory and of traffic too")
+    add("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _ranks_or_any(text: str) -> int | str:
+    if text != _ANY and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"found {text!r}; give a number of ranks, or {_ANY}")
+    return _ANY if text == _ANY else int(text)
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -102,8 +105,10 @@ def _plan(options: argparse.Namespace) -> Plan:
         given["offloads_optimizer"] = True
     training, fixed = (Training(**given), {}) if options.config is None else read_training(options.config, **given)
     stages = options.stages or ([fixed["stage"]] if "stage" in fixed else [0, 1, 2, 3])
-    axes = {axis: fixed[axis] for axis in _AXES if axis in fixed}
-    axes |= {axis: getattr(options, axis) for axis in _AXES if getattr(options, axis) is not None}
+    asked = {axis: getattr(options, axis) for axis in _AXES if getattr(options, axis) is not None}
+    axes = {"pp": 1} | {axis: fixed[axis] for axis in _AXES if axis in fixed} | asked
+    if axes["pp"] == _ANY:
+        del axes["pp"]
     if min(options.ranks_per_node, options.intra, options.inter, options.tflops) <= 0:
         raise ConfigError("--ranks-per-node, --intra, --inter and --tflops: give numbers above 0")
     return plan(
@@ -126,15 +131,15 @@ def _plan(options: argparse.Namespace) -> Plan:
 # ----- what is printed -----------------------------------------------------------------------------------------------
 
 
-def _show(found: Plan, top: int) -> None:
+def _show(found: Plan, top: int, *, verbose: bool) -> None:
     console = make_console()
     title = f"{found.shape.family}, {found.parameters:,} parameters, {found.ranks} ranks of {_bytes(found.limit)}"
     if found.fitting:
         num_choices = len(found.fitting) + len(found.others)
         head = f"{title}: {len(found.fitting)} of {num_choices} choices fit; the fastest by estimate"
-        console.print(_table(head, found.fitting[:top]))
+        console.print(_table(head, found.fitting[:top], verbose=verbose))
     else:
-        console.print(_table(f"{title}: nothing fits; the closest", found.others[:top]))
+        console.print(_table(f"{title}: nothing fits; the closest", found.others[:top], verbose=verbose))
         for what, choice in found.advice:
             verdict = "fits" if choice.memory.total <= found.limit else "does not fit yet"
             console.print(
@@ -156,22 +161,11 @@ def _show(found: Plan, top: int) -> None:
         console.print("Activation checkpointing is switched on in the model.")
 
 
-def _table(title: str, choices: Sequence[Choice]) -> Any:
-    columns = [
-        "mesh",
-        "stage",
-        "memory",
-        *_SHOWN.values(),
-        "sent",
-        "ZeRO",
-        "tp",
-        "pp",
-        "sp",
-        "ep",
-        "idle",
-        "step, estimate",
-    ]
-    return make_table(title, columns, map(_row, choices))
+def _table(title: str, choices: Sequence[Choice], *, verbose: bool) -> Any:
+    columns = ["mesh", "stage", "memory", "step, estimate"]
+    if verbose:
+        columns += [*_SHOWN.values(), "sent", "ZeRO", "tp", "pp", "sp", "ep", "idle"]
+    return make_table(title, columns, (_row(choice)[: len(columns)] for choice in choices))
 
 
 def _row(choice: Choice) -> list[str]:
@@ -181,10 +175,10 @@ def _row(choice: Choice) -> list[str]:
         str(choice.mesh),
         str(choice.training.stage),
         _bytes(memory.total),
+        f"{choice.step_seconds:.3g} s",
         *(_bytes(getattr(memory, part)) for part in _SHOWN),
         *map(_bytes, sent),
         f"{choice.idle_share:.0%}" if choice.mesh.pp > 1 else "",
-        f"{choice.step_seconds:.3g} s",
     ]
 
 

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed._version import CORE_VERSION, DEEPSPEED_API
-from deepspeed.cli.console import make_console, make_table
+from deepspeed.cli.console import make_console, make_parser, make_table
 from deepspeed.cli.torch_backends import describe, import_torch
 from deepspeed.log import logger
 from deepspeed.plugins import PLUGIN_API
@@ -116,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds_report", description="What DeepSpeed finds on this machine.")
+    parser = make_parser(
+        "ds_report", "Report the accelerators, ops, versions and paths that are found on this machine."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--explain-accelerator", action="store_true", help="only the accelerators: who was asked, who won, why"

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from typing import BinaryIO, NoReturn
 
+from deepspeed._version import __version__
 from deepspeed.errors import ConfigError
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
 from deepspeed.launcher.console import write_console
@@ -33,7 +34,8 @@ def main() -> NoReturn:
     parser.add_argument(
         "-f", "--hostfile", default=DEFAULT_HOSTFILE, help="lines `host slots=N` (default: %(default)s)"
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what each host runs")
+    parser.add_argument("--version", action="version", version=f"ds_ssh {__version__}", help="print the version")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command that each host runs")
     args = parser.parse_args()
     try:
         sys.exit(run_everywhere(args.hostfile, args.command))

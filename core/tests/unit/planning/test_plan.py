@@ -157,8 +157,22 @@ def test_the_command_says_what_is_wrong(model, capsys):
     assert command.main([model + "x", "--ranks", "4", "--memory", "1GiB"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"), [("80GiB", 80 * GIB), ("80G", 80 * GIB), ("80GB", 80 * 10**9), ("7", 7)]
-)
-def test_sizes(text, num_bytes):
-    assert command.size(text) == num_bytes
+def test_the_table_fits_a_terminal_and_proposes_no_pipeline(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = [model, "--ranks", "4", "--memory", "8GiB", "--sequence", "256"]
+    assert command.main(arguments) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert len(rows) == 8
+    assert all(len(row) <= 80 and row.rstrip("│ ").endswith(" s") for row in rows)
+    assert not any("pp" in row for row in rows)
+    assert command.main([*arguments, "--pp", "any", "--top", "99", "--json"]) == 0
+    assert {each["mesh"]["pp"] for each in json.loads(capsys.readouterr().out)["choices"]} == {1, 2, 4}
+    monkeypatch.setenv("COLUMNS", "400")
+    assert command.main([*arguments, "--verbose"]) == 0
+    assert "activations" in capsys.readouterr().out
+
+
+def test_memory_without_a_unit_is_asked_for_one(model, capsys):
+    with pytest.raises(SystemExit):
+        command.main([model, "--ranks", "4", "--memory", "80"])
+    assert "found '80' without a unit; give for example 80GiB" in capsys.readouterr().err
