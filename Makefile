@@ -1,12 +1,16 @@
 # A thin door to nox: noxfile.py is the one place where tasks are defined.
-#   make demo               train a small GPT on two ranks (make demo ARGS=--resume goes on from its checkpoint)
-#   make test               what a pull request must pass: every behavior once
-#   make test-all           the same with the sweeps: every world, kill, planted fault, template language, sanitizers
-#   make <session>          any other session of noxfile.py: lint types unit ext ranks simulated parity template examples docs downstream deepspeed torch sanitize sycl bench gpu build
+#   make demo        train a small GPT on two ranks (make demo ARGS=--resume goes on from its checkpoint)
+#   make test        run what a pull request must pass: every behavior once
+#   make test-all    run the same with the sweeps: every world, kill, planted fault, template language, sanitizers
+#   make clean       remove the environment and everything that was built
+#   make <session>   run another session of noxfile.py: lint types unit ext ranks simulated parity template examples docs downstream deepspeed torch sanitize sycl bench gpu build
 PYTHON ?= python3
 NOX := .venv/bin/nox
 
-.PHONY: test test-all demo lint types unit ext ranks simulated parity template examples docs downstream deepspeed torch sanitize sycl bench gpu build clean
+.PHONY: help test test-all demo lint types unit ext ranks simulated parity template examples docs downstream deepspeed torch sanitize sycl bench gpu build clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
 
 test: $(NOX)
 	@$(NOX)
@@ -16,6 +20,7 @@ demo test-all lint types unit ext ranks simulated parity template examples docs 
 
 $(NOX):
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(f"Python 3.10 or newer is needed, found {v}: make PYTHON=python3.12 ..." if sys.version_info < (3, 10) else 0)'
+	@echo "creating .venv"
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt nox
 

@@ -36,6 +36,7 @@ TOOLS = (
     *("accelerate", "lightning", "peft", "transformers", "trl"),
     "cookiecutter",
 )
+TOOLS_OF_DEMO = ("nox", "matplotlib")  # a plot of the loss
 TESTS = Path("core/tests")
 # Words for pytest that bring back the corners marked `sweep`, which pyproject.toml deselects.
 EVERYTHING = ("-m", "")
@@ -58,19 +59,25 @@ SIDE_BY_SIDE = ("-n", "2", "--dist", "worksteal")
 FILES_SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile")
 
 
-def _prepare(session: nox.Session) -> None:
-    """Install what constraints.txt and the distributions ask for, if they changed since the last time."""
+def _prepare(session: nox.Session, tools: tuple[str, ...] = TOOLS) -> None:
+    """Install what constraints.txt and the distributions ask for, and `tools`, if they changed since the last time."""
     inputs = [ROOT / "constraints.txt", *(ROOT / d / "pyproject.toml" for d in DISTRIBUTIONS)]
-    text = "".join(path.read_text() for path in inputs) + " ".join(TOOLS) + sys.version + str(ROOT)
+    text = "".join(path.read_text() for path in inputs) + sys.version + str(ROOT)
+    stamp = Path(sys.prefix) / "ready.json"
     wanted = hashlib.sha256(text.encode()).hexdigest()
-    stamp = Path(sys.prefix) / "ready.sha256"
-    if stamp.exists() and stamp.read_text() == wanted:
+    ready = json.loads(stamp.read_text()) if stamp.exists() else {}
+    installed = set(ready["tools"]) if ready.get("inputs") == wanted else set()
+    if installed >= {"torch", *tools}:
         return
-    pip = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints.txt")
-    # torch by itself first: nothing that follows may then choose another build of it.
-    session.run(*pip, "torch", external=True)
-    session.run(*pip, *TOOLS, *EDITABLES, external=True)
-    stamp.write_text(wanted)
+    pip = (PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-c", "constraints.txt")
+    pip += ("--progress-bar", "on") if sys.stdout.isatty() else ("--quiet",)
+    if "torch" not in installed:
+        session.log("installing torch and the distributions of this repository: a minute or two, once")
+        # torch by itself first: nothing that follows may then choose another build of it.
+        session.run(*pip, "torch", external=True)
+    session.log(f"installing {len(set(tools) - installed)} tools and libraries")
+    session.run(*pip, *tools, *(() if "torch" in installed else EDITABLES), external=True)
+    stamp.write_text(json.dumps({"inputs": wanted, "tools": sorted({"torch", *installed, *tools})}))
 
 
 def _pytest(session: nox.Session, *paths: Path, flags: tuple[str, ...] = ()) -> None:
@@ -265,7 +272,7 @@ def sycl(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """A small GPT, two ranks, ZeRO-2, on the text of Python's standard library."""
-    _prepare(session)
+    _prepare(session, TOOLS_OF_DEMO)
     train = ("examples/train_gpt.py", "--deepspeed", "--deepspeed_config", "examples/ds_config.json")
     launch = (str(BIN / "deepspeed"), "--num_accelerators", "2", "--bind_cores_to_rank", *train)
     session.run(*launch, *session.posargs, external=True)
