@@ -10,10 +10,9 @@ Each name is computed when it is read, for the current accelerator; importing th
     torch_info          version of torch (major.minor), and of what it was built with: "0.0" for none
 """
 
-import json
-from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
+from deepspeed._installation import origin
 from deepspeed._version import __version__
 
 version = __version__
@@ -31,11 +30,7 @@ def __dir__() -> list[str]:
 
 def _origin(key: str) -> str | None:
     """What pip wrote down of the repository that it installed from."""
-    try:
-        record = distribution("ds-core").read_text("direct_url.json")
-    except PackageNotFoundError:
-        return None
-    found = json.loads(record).get("vcs_info", {}).get(key) if record else None
+    found = origin().get("vcs_info", {}).get(key)
     return None if found is None else str(found)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from deepspeed._installation import pip_install
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.accelerator.wrapped import as_accelerator
@@ -215,7 +216,7 @@ def _fall_to_plain(offers: list[Offer]) -> Choice:
     else:
         why = "no accelerator extension is installed"
         logger.warning(
-            f"{why}; running on the plain CPU device. pip install ds-ext-cpu, or your vendor's ds-ext-<device>; "
+            f"{why}; running on the plain CPU device. {pip_install('ds-ext-cpu')}, or your vendor's ds-ext-<device>; "
             f"{VARIABLE}={PLAIN} silences this"
         )
     return Choice(PlainAccelerator(), None, why)

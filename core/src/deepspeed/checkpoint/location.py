@@ -27,7 +27,7 @@ def location(directory: "str | Path") -> Path:
     except ImportError:
         raise ConfigError(
             f"{url}: checkpoints in an object store need the packages fsspec and universal_pathlib, which are not "
-            "installed; pip install 'ds-core[remote]', or give a folder"
+            "installed; pip install fsspec universal-pathlib, or give a folder"
         ) from None
     try:
         path = UPath(url, use_listings_cache=False)  # other ranks write there too

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """The record of a run, and whether all tests did as they should."""
     if importlib.util.find_spec("pytest") is None:
-        raise _CannotRun("the suite is run by pytest, which is not installed: pip install 'ds-core[testing]'")
+        raise _CannotRun("the suite is run by pytest, which is not installed: pip install pytest")
     with tempfile.TemporaryDirectory(prefix="ds_conformance_") as name:
         folder = Path(name)
         (folder / "test_conformance.py").write_text(_TEST_FILE)

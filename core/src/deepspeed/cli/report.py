@@ -30,6 +30,7 @@ import importlib_metadata
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed._installation import foreign_deepspeed, foreign_files_warning
 from deepspeed._version import CORE_VERSION, DEEPSPEED_API
 from deepspeed.cli.console import make_console, make_parser, make_table
 from deepspeed.cli.torch_backends import describe, import_torch
@@ -85,18 +86,6 @@ def collect_why() -> dict[str, Any]:
     from deepspeed.cli.choice_report import collect_choice
 
     return {"torch_backends": backends, **collect_choice(), "overwritten_by": foreign_deepspeed()}
-
-
-def foreign_deepspeed() -> str | None:
-    """The version of an installed distribution `deepspeed` that is not ours, or None.
-
-    It owns the same files, so that whichever was installed last is what runs, mixed with what the other left.
-    Ours says `+core` in its version.
-    """
-    for distribution in importlib_metadata.distributions(name="deepspeed"):
-        if "+core" not in distribution.version:
-            return str(distribution.version)
-    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,10 +201,7 @@ def _show_faults(report: dict[str, Any], console: Console) -> None:
             console.print(describe(row), style="bold red", markup=False)
     if report["overwritten_by"]:
         console.print(
-            f"Another DeepSpeed ({report['overwritten_by']}) is installed over these files. "
-            "pip uninstall deepspeed, then pip install --force-reinstall --no-deps ds-core",
-            style="bold red",
-            markup=False,
+            f"{foreign_files_warning(report['overwritten_by'])}.", style="bold red", markup=False, soft_wrap=True
         )
 
 

@@ -139,7 +139,7 @@ def _master_by_mpi(name: str) -> str:
     except ImportError as error:
         raise CommError(
             f"{name} started this process, but mpi4py, which finds the address of rank 0, cannot be imported ({error});"
-            " run `pip install mpi4py` (or `pip install ds-core[mpi]`), or set MASTER_ADDR and MASTER_PORT"
+            " run `pip install mpi4py`, or set MASTER_ADDR and MASTER_PORT"
         ) from error
     return str(MPI.COMM_WORLD.bcast(_own_address(), root=0))
 

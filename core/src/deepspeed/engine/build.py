@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from deepspeed import comm, log
+from deepspeed._installation import foreign_deepspeed, foreign_files_warning
 from deepspeed.checkpoint import Checkpointer, create_store
 from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.model_ranks import Division, Experts
@@ -42,6 +43,7 @@ from deepspeed.engine.start_line import start_line
 from deepspeed.engine.training import Training
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import ConfigError
+from deepspeed.log import warn_once
 from deepspeed.moe.divide import divide_experts
 from deepspeed.moe.layer import connect_moe_layers
 from deepspeed.monitor.monitor import MonitorMaster
@@ -126,6 +128,8 @@ def initialize(
             configuration.
     """
     report_to_launcher()
+    if (version := foreign_deepspeed()) is not None:
+        warn_once(foreign_files_warning(version))
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"initialize: model is {type(model).__name__}; pass a torch.nn.Module")
     refuse_meta(chain(model.named_parameters(), model.named_buffers()), "initialize")

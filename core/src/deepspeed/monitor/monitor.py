@@ -14,9 +14,9 @@ __all__ = ["Event", "Monitor", "MonitorMaster"]
 
 # section -> its module and class, and what has to be installed for it; a module is imported when its section is on
 _BUILT_IN = {
-    "tensorboard": ("deepspeed.monitor.tensorboard", "TensorBoardMonitor", "ds-core[tensorboard]"),
-    "wandb": ("deepspeed.monitor.wandb", "WandbMonitor", "ds-core[wandb]"),
-    "comet": ("deepspeed.monitor.comet", "CometMonitor", "ds-core[comet]"),
+    "tensorboard": ("deepspeed.monitor.tensorboard", "TensorBoardMonitor", "tensorboard"),
+    "wandb": ("deepspeed.monitor.wandb", "WandbMonitor", "wandb"),
+    "comet": ("deepspeed.monitor.comet", "CometMonitor", "comet_ml"),
     "csv_monitor": ("deepspeed.monitor.csv_monitor", "csvMonitor", ""),
 }
 
@@ -104,7 +104,7 @@ class MonitorMaster:
         try:
             return getattr(importlib.import_module(module), class_name)(section)
         except ImportError as error:
-            _warn(name, f"is enabled and cannot be imported ({error}); pip install '{requirement}', training "
+            _warn(name, f"is enabled and cannot be imported ({error}); pip install {requirement}; training "
                                "goes on without it")  # fmt: skip
         except Exception as error:  # noqa: BLE001 - a monitor does not stop training
             _warn(name, f"could not be started: {_told(error)}; training goes on without it")

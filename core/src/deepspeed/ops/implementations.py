@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from deepspeed._installation import pip_install
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.current import plugin_of
 from deepspeed.errors import DeepSpeedError, OpUnavailable, first_line
@@ -174,7 +175,7 @@ def _device(accelerator: DeepSpeedAccelerator) -> _Place:
 def _plugin(name: str, where: str, source: Source, group: str) -> _Place:
     def builders() -> dict[str, type]:
         if source == "host" and name not in plugin_manager().names():
-            raise OpUnavailable("not installed; pip install ds-ext-cpu")
+            raise OpUnavailable(f"not installed; {pip_install('ds-ext-cpu')}")
         if reason := plugin_manager().refusal(name, group):
             raise OpUnavailable(f"{KINDS[group]} {name!r} is {reason}")
         return plugin_manager().op_builders(name, group)

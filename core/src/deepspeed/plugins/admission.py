@@ -12,6 +12,7 @@ import os
 import re
 from typing import Any
 
+from deepspeed._installation import pip_install
 from deepspeed.errors import PluginError
 from deepspeed.plugins import hookspecs
 
@@ -102,7 +103,7 @@ def _remedy(wanted: Any) -> str:
     if not mentioned:
         return "install versions of the two that fit"
     if min(mentioned) > spoken:
-        return "this ds-core is too old for it: pip install --upgrade ds-core"
+        return f"this ds-core is too old for it: {pip_install('ds-core')} --upgrade"
     if max(mentioned) <= spoken:
         return "the plugin is too old: upgrade its package, or install an older ds-core"
     return "install versions of the two that fit"

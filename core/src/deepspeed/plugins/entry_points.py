@@ -9,6 +9,7 @@ from typing import Any
 
 import importlib_metadata
 
+from deepspeed._installation import pip_install
 from deepspeed.errors import PluginError
 from deepspeed.plugins.admission import PLAIN
 from deepspeed.plugins.probing import IMPORT_TIMEOUT_VARIABLE, call_with_limit, is_being_imported
@@ -70,14 +71,14 @@ def _missing(name: str, group: str, installed: list[str]) -> str:
     found = f"no {KINDS[group]} named {name!r} is installed; installed: {', '.join(installed) or 'none'}; "
     to_install = _own_extensions() if group == ACCELERATORS else {}
     if name in to_install:
-        return f"{found}pip install {to_install[name]}"
+        return f"{found}{pip_install(to_install[name])}"
     names = [*installed, *to_install, *([PLAIN] if group == ACCELERATORS else [])]
     lowered = {each.lower(): each for each in names}
     close = difflib.get_close_matches(name.lower(), lowered, n=1)
     hint = ""
     if close:
         meant = lowered[close[0]]
-        remedy = f" (pip install {to_install[meant]})" if meant in to_install and meant not in installed else ""
+        remedy = f" ({pip_install(to_install[meant])})" if meant in to_install and meant not in installed else ""
         hint = f"did you mean {meant!r}{remedy}? Otherwise: "
     return (
         f"{found}{hint}install the package that announces it (entry-point group {group!r}; this project calls its own "

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from deepspeed._installation import pip_install
 from deepspeed.accelerator import (
     DeepSpeedAccelerator,
     get_accelerator,
@@ -134,7 +135,7 @@ def test_core_alone_is_plain_with_one_warning(shelf, warned):
     assert type(get_accelerator()) is PlainAccelerator
     get_accelerator()
     (message,) = warned
-    assert "pip install ds-ext-cpu" in message
+    assert pip_install("ds-ext-cpu") in message
 
 
 def test_nothing_available_is_plain_and_says_why(shelf, warned):
@@ -270,9 +271,9 @@ def test_a_name_in_other_letters_is_recognized(shelf, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("cuda", r"installed: cpu; pip install ds-ext-cuda$"),
-        ("cdua", r"did you mean 'cuda' \(pip install ds-ext-cuda\)\? Otherwise: install the package"),
-        ("XPU", r"did you mean 'xpu' \(pip install ds-ext-xpu\)\?"),
+        ("cuda", r"installed: cpu; pip install \S*ds-ext-cuda$"),
+        ("cdua", r"did you mean 'cuda' \(pip install \S*ds-ext-cuda\)\? Otherwise: install the package"),
+        ("XPU", r"did you mean 'xpu' \(pip install \S*ds-ext-xpu\)\?"),
         ("plian", r"did you mean 'plain'\?"),
         ("zetta", r"installed: cpu; install the package that announces it"),
     ],

@@ -103,7 +103,7 @@ def test_a_report_that_cannot_be_written(tmp_path, capsys):
 def test_without_pytest(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main([]) == 2
-    assert "pip install 'ds-core[testing]'" in one_line(capsys)
+    assert "pip install pytest" in one_line(capsys)
 
 
 CRASHES = """

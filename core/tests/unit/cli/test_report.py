@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from deepspeed import env_report
+from deepspeed import _installation, env_report
 from deepspeed.accelerator import candidates, current
 from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.accelerator.plain import PlainAccelerator
@@ -173,7 +173,7 @@ def test_errors_and_warnings_can_be_hidden(shelf, capsys, monkeypatch):
     op |= {"library": None, "rejected": [["here", "driver too old"]], "remark": "no compiler"}
     monkeypatch.setattr(op_report, "collect_ops", lambda: [op])
     monkeypatch.setattr(report, "foreign_deepspeed", lambda: "0.18.2")
-    told = ("driver too old", "no compiler", "Another DeepSpeed", "[WARNING]")
+    told = ("driver too old", "no compiler", "DeepSpeed itself", "[WARNING]")
     warn_once.cache_clear()
     assert report.main([]) == 1
     shown = "".join(capsys.readouterr())
@@ -286,12 +286,12 @@ def test_a_vendors_failing_answer_is_shown_in_its_place(shelf, monkeypatch):
 
 def test_another_deepspeed_over_ours_is_told(shelf, capsys, monkeypatch):
     ours, theirs = (types.SimpleNamespace(version=version) for version in ("0.19.6+core.0.1.0", "0.18.2"))
-    monkeypatch.setattr(report.importlib_metadata, "distributions", lambda name: [ours])
+    monkeypatch.setattr(_installation.importlib_metadata, "distributions", lambda name: [ours])
     assert report.foreign_deepspeed() is None
-    monkeypatch.setattr(report.importlib_metadata, "distributions", lambda name: [ours, theirs])
+    monkeypatch.setattr(_installation.importlib_metadata, "distributions", lambda name: [ours, theirs])
     assert report.foreign_deepspeed() == "0.18.2"
     assert report.main([]) == 1
-    assert "Another DeepSpeed (0.18.2) is installed over these files" in capsys.readouterr().out
+    assert "DeepSpeed itself (0.18.2) is installed over the files of ds-core" in capsys.readouterr().out
 
 
 def test_an_unknown_flag_is_refused(capsys):

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from deepspeed._installation import pip_install
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.current import reset_accelerator
 from deepspeed.cli.op_report import collect_ops
@@ -36,7 +37,7 @@ def test_a_feature_plugin_serves_what_nobody_else_has(builders):
     resolution = registry.resolve("fused_adam")
     assert resolution.source == "plugin"
     assert reasons(resolution)["accelerator 'cpu' (PlainAccelerator)"] == "has no FusedAdamBuilder"
-    assert reasons(resolution)["host extension 'cpu'"] == "not installed; pip install ds-ext-cpu"
+    assert reasons(resolution)["host extension 'cpu'"] == f"not installed; {pip_install('ds-ext-cpu')}"
     assert registry.kernel("fused_adam") == "plugin's"
 
 
@@ -114,7 +115,7 @@ def test_a_class_that_cannot_be_made_is_a_reason(builders):
 @pytest.mark.parametrize(
     ("plugin", "block", "reason"),
     [
-        (None, "", "not installed; pip install ds-ext-cpu"),
+        (None, "", f"not installed; {pip_install('ds-ext-cpu')}"),
         (ImportError("libx.so"), "", "accelerator 'cpu' failed in ds_op_builders: ImportError: libx.so"),
         ([], "cpu", "'cpu' is blocked by DS_PLUGINS_BLOCK"),
         ([], "", "has no CPUAdamBuilder"),
@@ -265,7 +266,7 @@ def test_beside_a_device_the_missing_host_extension_is_one_warning_and_the_refer
     ((tone, text),) = lines
     assert tone == "WARNING"
     assert text.startswith("op 'cpu_adam' runs on its torch reference")
-    assert "host extension 'cpu': not installed; pip install ds-ext-cpu" in text
+    assert f"host extension 'cpu': not installed; {pip_install('ds-ext-cpu')}" in text
     assert param[0] < 1.0
 
 

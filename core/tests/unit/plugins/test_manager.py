@@ -379,7 +379,7 @@ sys.exit("packaging.specifiers" in sys.modules)
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        (">=2", r"made for plugin API '>=2', and this ds-core speaks 1.1 .*'>=1,<=1.1'.*upgrade ds-core"),
+        (">=2", r"made for plugin API '>=2', and this ds-core speaks 1.1 .*'>=1,<=1.1'.*--upgrade"),
         (">=1.2,<2", r"'>=1.2,<2', and this ds-core speaks 1.1 .*this ds-core is too old"),
         ("<1", r"'<1', and this ds-core speaks 1.1 .*'>=1,<=1.1'.*the plugin is too old: upgrade its package"),
         ("~=0.3", "the plugin is too old"),

@@ -16,7 +16,7 @@ import importlib
 try:
     import pytest
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("the conformance suite needs pytest: pip install 'ds-core[testing]'") from error
+    raise ModuleNotFoundError("the conformance suite needs pytest: pip install pytest") from error
 
 #: themes in the order in which they are run: what others stand on comes first
 THEMES = (
