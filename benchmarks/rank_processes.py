@@ -1,5 +1,6 @@
 """Start the ranks of a benchmark: spawned processes over gloo, one core and one thread each, or one device each."""
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -15,46 +16,75 @@ def run(world_size: int, work: Callable[..., Any], *args: Any, device: str = "cp
     `device`: a device type of torch; ranks get one device each, and the library that torch has for it.
     The first rank that fails ends all of them; its traceback is raised here as a RuntimeError.
     """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+    with Ranks(world_size, device=device) as ranks:
+        return ranks.call(work, *args)
+
+
+class Ranks:
+    """Fresh ranks that wait for calls. What a call returns as `kept` on each rank is the first argument of later ones.
+
+    Variants that are compared live in ranks of their own: one may change its process for good (an allocator's setting,
+    threads), which would slow a peer beside it. Ranks that wait read a pipe and take no time of a core.
+
+    Args:
+        world_size: how many.
+        device: as in `run`.
+    """
+
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
+        context = multiprocessing.get_context("spawn")
+        self._cleanup = contextlib.ExitStack()
+        folder = self._cleanup.enter_context(tempfile.TemporaryDirectory())
+        self._pipes: list[Connection] = []
+        self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank_main,
-                args=(theirs, rank, world_size, f"{folder}/store", device, (work, *args)),
-                daemon=True,
-            )
+            arguments = (theirs, rank, world_size, f"{folder}/store", device)
+            process = context.Process(target=_rank_main, args=arguments, daemon=True)
             process.start()
             theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            return _collect(pipes)
-        finally:
-            for process in processes:
-                process.join(timeout=10)
-                if process.is_alive():
-                    process.terminate()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def keep(self, make: Callable[..., Any], *args: Any) -> None:
+        """Each rank keeps `make(*args)`."""
+        self._ask((True, make, args))
+
+    def call(self, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """`work(*args)` of each rank, by rank; where something is kept, `work(kept, *args)`."""
+        return self._ask((False, work, args))
+
+    def _ask(self, request: tuple[bool, Callable[..., Any], tuple[Any, ...]]) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send(request)
+        results: dict[int, Any] = {}
+        while len(results) < len(self._pipes):
+            for pipe in wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in results]):
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    failed, value = self._pipes[rank].recv()
+                except EOFError:
+                    failed, value = True, "it died without a word (killed?)"
+                if failed:
+                    raise RuntimeError(f"rank {rank}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(self._pipes))]
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # a rank that died has no end of it
+                pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.terminate()
+        self._cleanup.close()
 
 
-def _collect(pipes: list[Connection]) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
-            try:
-                failed, value = pipes[rank].recv()
-            except EOFError:
-                failed, value = True, "it died without a word (killed?)"
-            if failed:
-                raise RuntimeError(f"rank {rank}:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
-
-
-def _rank_main(pipe: Connection, rank: int, world_size: int, store: str, device: str, call: tuple[Any, ...]) -> None:
-    work, *args = call
+def _rank_main(pipe: Connection, rank: int, world_size: int, store: str, device: str) -> None:
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -68,7 +98,12 @@ def _rank_main(pipe: Connection, rank: int, world_size: int, store: str, device:
             torch.accelerator.set_device_index(rank)
             library = dist.get_default_backend_for_device(device)
         dist.init_process_group(library, init_method=f"file://{store}", rank=rank, world_size=world_size)
-        pipe.send((False, work(*args)))
+        kept: tuple[Any, ...] = ()
+        while (request := pipe.recv()) is not None:
+            keeps, work, args = request
+            if keeps:
+                kept = (work(*args),)
+            pipe.send((False, None if keeps else work(*kept, *args)))
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - whatever it is, it is raised again in the parent
         pipe.send((True, traceback.format_exc()))

@@ -15,16 +15,18 @@ begins before the norm of all gradients is known. `--sub-group-numel` makes the 
 `--batch` and `--sequence` change how much is computed. What an update leaves in memory is written only when its place
 is needed: where all states fit there (12.6 million elements of a rank by default), no byte passes the disk.
 
-How it measures: all variants live in the same ranks and take turns, `--steps-per-round` steps each, so that a noisy
-machine disturbs them alike; each round has another order, so that none always follows the same one, whose caches and
-freed memory it would find. Printed is the median of the rounds, with the least and the greatest; a ratio is one printed
-median over another. One core and one thread per rank. Memory is measured separately, in fresh ranks for each variant:
-*state* counts tensors after backward and before the optimizer's step, when parameters, gradients and optimizer states
-all exist; *peak* is the highest resident set during steps, beyond the resident set before the model. With `--device`
-these are figures of the device's allocator.
+How it measures: each variant has ranks of its own, since one may change its process for good (stage 3 of ds-ext-cpu
+fixes a threshold of the allocator, which made FSDP2 beside it a third slower). They take turns, `--steps-per-round`
+steps each, so that a noisy machine disturbs them alike, and wait for their next turn without a core's time; each round
+has another order. Printed is the median of the rounds, with the least and the greatest; a ratio is one printed median
+over another. One core and one thread per rank. No variant clips gradients. Memory is measured separately, in fresh
+ranks for each variant: *state* counts tensors after backward and before the optimizer's step, when parameters,
+gradients and optimizer states all exist; *peak* is the highest resident set during steps, beyond the resident set
+before the model. With `--device` these are figures of the device's allocator.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import random
@@ -39,9 +41,10 @@ import rank_processes
 import resident_memory
 import torch
 import torch.distributed as dist
+from rank_processes import Ranks
 from rich.console import Console
 from rich.table import Table
-from variants import CASES, NVME, OFFLOAD_VARIANTS, REHEARSAL, VARIANTS, Case, formula_bytes
+from variants import CASES, NVME, OFFLOAD_VARIANTS, REHEARSAL, VARIANTS, Case, Variant, build, formula_bytes
 
 MEBIBYTE = 2**20
 PEER_NAMES = {
@@ -56,43 +59,52 @@ FIO = "fio"
 Row = dict[str, Any]
 
 
-def time_variants(case: Case, names: list[str], rounds: int, steps_per_round: int) -> dict[str, list[Any]]:
-    """On each rank: ms per step of each variant, one figure per round (the first, a warm-up, is dropped). With swap
-    files also the bytes per step, "bytes of" each of those variants, and "fio", bytes per second, on the first rank."""
-    variants = {name: VARIANTS[name](case) for name in names}
+def time_variants(case: Case, arguments: argparse.Namespace) -> dict[str, list[Any]]:
+    """Milliseconds per step of each variant on its slower rank, one figure per round; the first, a warm-up, is dropped.
+    With swap files also the bytes per step of each rank, "bytes of" each of those variants, and "fio", bytes per
+    second."""
+    names = arguments.variants
     on_nvme = [name for name in names if name.endswith(NVME)]
     figures: dict[str, list[Any]] = {name: [] for name in [*names, *map("bytes of {}".format, on_nvme)]}
     turns = [*names, FIO] if on_nvme else names
-    orders = random.Random(0)  # the same on all ranks
-    with tempfile.TemporaryDirectory(dir=case.nvme_path or None) as folder:
-        for _ in range(1 + rounds):
+    orders = random.Random(0)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=case.nvme_path or None))
+        ranks = {name: stack.enter_context(Ranks(arguments.ranks, device=case.device)) for name in names}
+        for name in names:
+            ranks[name].keep(build, name, case)
+        for _ in range(1 + arguments.rounds):
             for name in orders.sample(turns, len(turns)):
-                _wait_for_all(case)
                 if name == FIO:
-                    moved = [each[-1] for key, each in figures.items() if key.startswith("bytes of") and each]
-                    figures.setdefault(FIO, []).append(_fio(Path(folder), moved))
+                    last = [figures[f"bytes of {each}"][-1] for each in on_nvme if figures[f"bytes of {each}"]]
+                    moved = [of_rank for by_rank in last for of_rank in by_rank]
+                    figures.setdefault(FIO, []).append(_fio(Path(folder), moved, arguments.ranks))
                     continue
-                before, start_s = disk.passed(), time.perf_counter()
-                for _ in range(steps_per_round):
-                    variants[name].forward_backward()
-                    variants[name].update()
-                variants[name].finish()  # a variant pays for what its last step left in flight
-                _wait_for_all(case)
-                figures[name].append((time.perf_counter() - start_s) / steps_per_round * 1e3)
+                by_rank = ranks[name].call(measure_round, case, arguments.steps_per_round)
+                figures[name].append(max(ms for ms, _ in by_rank))
                 if name in on_nvme:
-                    passed = zip(disk.passed(), before, strict=True)
-                    figures[f"bytes of {name}"].append(
-                        disk.Bytes(*((after - each) / steps_per_round for after, each in passed))
-                    )
+                    figures[f"bytes of {name}"].append([passed for _, passed in by_rank])
     return {name: values[1:] for name, values in figures.items()}
 
 
-def _fio(folder: Path, moved: list[disk.Bytes]) -> float:
-    """Bytes per second of the mix that steps have moved, by one job per rank; measured by the first."""
-    if dist.get_rank() > 0:
-        return 0.0
+def measure_round(variant: Variant, case: Case, num_steps: int) -> tuple[float, disk.Bytes]:
+    """On each rank: ms per step, and bytes that a step asks the disk for."""
+    _wait_for_all(case)
+    before, start_s = disk.passed(), time.perf_counter()
+    for _ in range(num_steps):
+        variant.forward_backward()
+        variant.update()
+    variant.finish()  # a variant pays for what its last step left in flight
+    _wait_for_all(case)
+    ms = (time.perf_counter() - start_s) / num_steps * 1e3
+    passed = zip(disk.passed(), before, strict=True)
+    return ms, disk.Bytes(*((after - each) / num_steps for after, each in passed))
+
+
+def _fio(folder: Path, moved: list[disk.Bytes], num_ranks: int) -> float:
+    """Bytes per second of the mix that steps have moved, by one job per rank."""
     read, total = sum(each.read for each in moved), sum(each.total for each in moved)
-    files = [folder / f"rank{rank}" for rank in range(dist.get_world_size())]
+    files = [folder / f"rank{rank}" for rank in range(num_ranks)]
     percent = round(100 * read / total) if total else 50
     return disk.fio(files, "readwrite", 2**28, read_percent=percent).total
 
@@ -158,16 +170,7 @@ def measure_memory(case: Case, name: str) -> Row:
 def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
     """Every variant of one model and dtype, as rows for the table and the JSON file."""
     names = arguments.variants
-    by_rank = rank_processes.run(
-        arguments.ranks,
-        time_variants,
-        case,
-        names,
-        arguments.rounds,
-        arguments.steps_per_round,
-        device=case.device,
-    )
-    times = {name: [max(values) for values in zip(*(rank[name] for rank in by_rank), strict=True)] for name in names}
+    times = time_variants(case, arguments)
     numel = sum(parameter.numel() for parameter in case.build_model().parameters())
     rows = []
     for name in names:
@@ -177,7 +180,7 @@ def measure_case(case: Case, arguments: argparse.Namespace) -> list[Row]:
             if peer in names:
                 row[f"to_{peer}"] = row["ms"]["median"] / statistics.median(times[peer])
         if name.endswith(NVME):
-            row |= _beside_the_disk(name, by_rank, row["ms"]["median"], statistics.median(times[_computation(name)]))
+            row |= _beside_the_disk(name, times, row["ms"]["median"])
         row["formula_bytes"] = formula_bytes(name, case, arguments.ranks)
         if not arguments.no_memory:
             measure = measure_memory if case.device == "cpu" else measure_device_memory
@@ -192,11 +195,13 @@ def _computation(name: str) -> str:
     return name.replace(NVME, "-offload")
 
 
-def _beside_the_disk(name: str, by_rank: list[dict[str, list[Any]]], ms: float, computation_ms: float) -> Row:
+def _beside_the_disk(name: str, times: dict[str, list[Any]], ms: float) -> Row:
     """Bytes of a step of all ranks, the ms that fio takes for them, and the step to the larger of it and computing."""
-    rounds = [each for rank in by_rank for each in rank[f"bytes of {name}"]]
-    read, written = (statistics.median(values) * len(by_rank) for values in zip(*rounds, strict=True))
-    rate = statistics.median(by_rank[0][FIO])
+    computation_ms = statistics.median(times[_computation(name)])
+    moved = times[f"bytes of {name}"]
+    read = statistics.median(sum(rank.read for rank in ranks) for ranks in moved)
+    written = statistics.median(sum(rank.written for rank in ranks) for ranks in moved)
+    rate = statistics.median(times[FIO])
     disk_ms = (read + written) / rate * 1e3
     return {
         "read_bytes": read,

@@ -134,6 +134,7 @@ class Engine:
             "train_micro_batch_size_per_gpu": case.batch,
             "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[arg-type]
             "zero_optimization": zero,
+            "gradient_clipping": 0.0,  # as its peers
             "bf16": {"enabled": case.dtype == "bf16"},
             "steps_per_print": 10**9,
         }
@@ -241,6 +242,13 @@ VARIANTS: dict[str, Callable[[Case], Variant]] = {
     "stage2-nvme": lambda case: Engine(case.build_model(), case, 2, swaps=True),
     "stage3-nvme": lambda case: Engine(case.build_model(), case, 3, swaps=True),
 }
+
+
+def build(name: str, case: Case) -> Variant:
+    """The variant of this name; on each rank."""
+    return VARIANTS[name](case)
+
+
 NVME = "-nvme"
 #: beside each other, by the value of `--offload`; the rest is the default
 OFFLOAD_VARIANTS = {
