@@ -9,7 +9,8 @@ from itertools import groupby
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
-from deepspeed.compatibility import ENGINE_METHODS, FEATURES, MODULES, ROWS
+from deepspeed.compatibility import DEFAULTS, ENGINE_METHODS, FEATURES, MODULES, ROWS
+from deepspeed.config.supported import shown
 from deepspeed.engine.accessors import ATTRIBUTES, DELEGATED, FROM_CONFIG, FROM_ENGINE
 from torch.nn import Module
 
@@ -29,6 +30,15 @@ the launcher on one host.
 
 Configuration keys are in [config.md](config.md), which says for each whether it is used, ignored or refused; modules
 that have moved are in [old-addresses.md](old-addresses.md); launcher flags are in [launcher.md](launcher.md).
+"""
+
+_DEFAULTS = """
+## Defaults that differ on purpose
+
+All other defaults of the configuration are those of DeepSpeed 0.19.6.
+
+| key | here | DeepSpeed | reason |
+|---|---|---|---|
 """
 
 _METHODS = """
@@ -56,7 +66,7 @@ _FEATURES = """
 
 def render() -> str:
     """The whole page."""
-    return _HEAD + "".join(_areas()) + _methods() + _FEATURES + "".join(_features())
+    return _HEAD + "".join(_areas()) + _DEFAULTS + "".join(_defaults()) + _methods() + _FEATURES + "".join(_features())
 
 
 def _areas() -> Iterator[str]:
@@ -65,6 +75,11 @@ def _areas() -> Iterator[str]:
         for row in rows:
             name = f"`{row.name}`" if row.is_address else row.name
             yield f"| {name} | {row.state.value} | {row.sentence} |\n"
+
+
+def _defaults() -> Iterator[str]:
+    for name, each in DEFAULTS.items():
+        yield f"| `{name}` | {shown(each.ours)} | {shown(each.theirs)} | {each.reason} |\n"
 
 
 def _methods() -> str:

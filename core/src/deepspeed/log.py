@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _RankFormatter(logging.Formatter):
@@ -35,7 +35,7 @@ def _create_logger() -> logging.Logger:
     logger = logging.getLogger("DeepSpeed")
     logger.propagate = False
     level = os.environ.get("DS_LOG_LEVEL", "WARNING").upper()
-    logger.setLevel(level if level in _LEVELS else "WARNING")
+    logger.setLevel(level if level in LEVELS else "WARNING")
     handler = _StderrHandler()
     handler.setFormatter(_RankFormatter("[%(asctime)s] [%(levelname)s] [rank %(rank)s] %(message)s"))
     logger.addHandler(handler)

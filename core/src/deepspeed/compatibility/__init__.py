@@ -5,18 +5,21 @@ by docs/generate/compatibility.py (docs/reference/compatibility.md). When a feat
 generated modules with them. May import nothing of the project. Read `records.py` first.
 """
 
+from deepspeed.compatibility.defaults import DEFAULTS
 from deepspeed.compatibility.engine_methods import ENGINE_METHODS
 from deepspeed.compatibility.features import FEATURES, LAUNCHER_FLAGS
 from deepspeed.compatibility.modules import MODULES
-from deepspeed.compatibility.records import EngineMethod, Feature, Module, Row, State
+from deepspeed.compatibility.records import Default, EngineMethod, Feature, Module, Row, State
 from deepspeed.compatibility.surface import ROWS
 
 __all__ = [
+    "DEFAULTS",
     "ENGINE_METHODS",
     "FEATURES",
     "LAUNCHER_FLAGS",
     "MODULES",
     "ROWS",
+    "Default",
     "EngineMethod",
     "Feature",
     "Module",

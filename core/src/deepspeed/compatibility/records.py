@@ -54,6 +54,15 @@ class Module:
 
 
 @dataclass(frozen=True)
+class Default:
+    """A key of the configuration whose default is not that of the pinned version, and why."""
+
+    ours: object
+    theirs: object
+    reason: str
+
+
+@dataclass(frozen=True)
 class EngineMethod:
     """A documented method of the engine that is not here yet, and what to do instead of calling it."""
 

@@ -17,8 +17,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.DeepSpeedConfig",
             D,
-            "An unknown key inside a section is an error; at the top level a warning, or an error with "
-            "`DS_CONFIG_STRICT=1`.",
+            "An unknown key is a warning, or an error with `DS_CONFIG_STRICT=1`; a known one that is mistyped (at "
+            "the top level by one letter) or stands in another section is an error.",
         ),
         ("zero_optimization.overlap_comm", D, "True by default at every stage; DeepSpeed has false at 0 to 2."),
         (

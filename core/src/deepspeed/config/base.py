@@ -147,6 +147,9 @@ class Section(BaseModel):
     tolerates_unknown: ClassVar[bool] = False
     """Whether an unknown key is a warning. Only the root's: other libraries keep keys there."""
 
+    closed: ClassVar[bool] = False
+    """Whether every unknown key is an error, since arguments of something else are easily misplaced there."""
+
     moved: ClassVar[dict[str, tuple[str, str]]] = {}
     """Deprecated key -> (dotted key of this section that replaces it, rule of `intake.MOVES` for the value)."""
 

@@ -100,7 +100,9 @@ class NebulaConfig(Section):
     enable_nebula_load: Flag = key(
         True, "Load from load_path, or else persistent_storage_path, in place of the directory of load_checkpoint."
     )
-    load_path: str | None = key(None, "The directory to load from; see enable_nebula_load.")
+    load_path: str | None = key(
+        None, "The directory to load from; see enable_nebula_load.", json_key="nebula_load_path"
+    )
 
     @property
     def save_dir(self) -> str | None:

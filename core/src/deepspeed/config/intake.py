@@ -4,7 +4,8 @@ Called by `root.DeepSpeedConfig` before pydantic sees anything, and through `par
 alone; never changes the user's dict.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -46,10 +47,10 @@ def parse_section(model: type[S], value: Any, path: str = "") -> S:
     return validated(path, model, lambda: model.model_validate(intake.values))
 
 
-def take_in(model: type[Section], data: Any, path: str = "", top_level: Collection[str] = ()) -> Intake:
+def take_in(model: type[Section], data: Any, path: str = "", whole: type[Section] | None = None) -> Intake:
     """Prepare `data`, the user's value for a section of type `model` at dotted key `path`. Raises ConfigError.
 
-    top_level: keys of the config around the section; empty for the config itself and for a section alone.
+    whole: the config around the section; None for the config itself and for a section alone.
     """
     data = model.normalize(data)
     if not isinstance(data, Mapping):
@@ -61,15 +62,24 @@ def take_in(model: type[Section], data: Any, path: str = "", top_level: Collecti
         where = f"{path}.{shown_key(written)}" if path else shown_key(written)
         name = names.get(written)
         if name is None:
-            unknown_key(written, path, names, top_level=top_level, tolerated=model.tolerates_unknown)
+            around = (json_keys(whole), _keys_below(whole)) if whole is not None else ((), ())
+            unknown_key(
+                *(written, path, names),
+                top_level=around[0],
+                elsewhere=around[1],
+                tolerated=model.tolerates_unknown,
+                closed=model.closed,
+            )
         elif name in intake.values and intake.values[name] != value:
             raise ConfigError(f"{where}: is given twice under two spellings, with different values; keep one")
         else:
-            _take_value(intake, model.model_fields[name], name, value, where, top_level if path else names)
+            _take_value(intake, model.model_fields[name], name, value, where, whole if path else model)
     return intake
 
 
-def _take_value(intake: Intake, info: FieldInfo, name: str, value: Any, where: str, top_level: Collection[str]) -> None:
+def _take_value(
+    intake: Intake, info: FieldInfo, name: str, value: Any, where: str, whole: type[Section] | None
+) -> None:
     if isinstance(value, str) and value == AUTO and not _means_auto(info):
         intake.auto.append(where)
         if info.is_required():
@@ -85,9 +95,16 @@ def _take_value(intake: Intake, info: FieldInfo, name: str, value: Any, where: s
         return
     if value is False and default_of(info) is None:
         return  # "offload_param": false, as the old pages write it
-    inner = take_in(section, value, where, top_level)
+    inner = take_in(section, value, where, whole)
     intake.values[name] = inner.values
     intake.auto += inner.auto
+
+
+@functools.cache
+def _keys_below(model: type[Section]) -> frozenset[str]:
+    """Keys of all sections in `model`, at any depth."""
+    sections = [section for info in model.model_fields.values() if (section := section_of(info)) is not None]
+    return frozenset().union(*(frozenset(json_keys(each)) | _keys_below(each) for each in sections))
 
 
 def auto_keys(value: Any, where: str) -> Iterator[str]:

@@ -3,6 +3,8 @@
 Read by `engine/build.py`.
 """
 
+from typing import ClassVar
+
 from deepspeed.config.base import Flag, Free, Section, Text, key, quiet, refused
 
 _NOT_HERE = ("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")
@@ -18,6 +20,8 @@ class OptimizerConfig(Section):
     params: Free = key(dict, "Arguments of the optimizer: lr, betas, eps, weight_decay, ...")
     legacy_fusion: Flag = key(False, "The first fused implementation.", support=quiet("there is one implementation"))
 
+    closed: ClassVar[bool] = True
+
     def refusal(self) -> str | None:
         """Why this version cannot train with the optimizer; None when nothing is known against it."""
         known_elsewhere = self.type.lower().replace("_", "") in _NOT_HERE
@@ -29,6 +33,8 @@ class SchedulerConfig(Section):
 
     type: Text = key(..., "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR or WarmupCosineLR.")
     params: Free = key(dict, "Arguments of the schedule: warmup_min_lr, warmup_max_lr, warmup_num_steps, ...")
+
+    closed: ClassVar[bool] = True
 
 
 class ProgressiveLayerDropConfig(Section):

@@ -40,6 +40,15 @@ class TensorParallelConfig(Section):
         support=refused("they are not in this version; use partition_config"),
     )
     keep_module_on_host: Flag = key(False, "Partition in host memory.", support=_TP)
+    replace_with_kernel_inject: Flag = key(
+        False,
+        "Replace layers by fused ones.",
+        json_key="kernel_inject",
+        support=refused("layers are replaced for inference only; call deepspeed.init_inference"),
+    )
+    vocab_parallel_ce_backend: str = key(
+        "torch", "Library of the loss over a divided vocabulary.", support=warned("torch computes it")
+    )
 
     moved: ClassVar[dict[str, tuple[str, str]]] = {"tp": ("tensor_parallel", "same")}
 
@@ -105,6 +114,14 @@ class ExpertParallelConfig(Section):
     expert_w3: str | None = key(None, "Name of the up weight.", support=_OFF)
     has_shared_experts: Flag | None = key(None, "Whether experts are shared.", support=_OFF)
     shared_experts_pattern: str | None = key(None, "Attribute that holds them.", support=_OFF)
+    shared_experts_gate_pattern: str | None = key(None, "Attribute that holds their gate.", support=_OFF)
+    validate_folding_routing: Flag = key(False, "Compare the routing of ranks that share tokens.", support=_OFF)
+    row_weighting_impl: str = key(AUTO, "How rows are weighted.", support=_OFF)
+    gate_up_impl: str = key("separate", "How gate and up are multiplied.", support=_OFF)
+    expert_activation: Any = key(None, "Activation of the experts.", support=_OFF)
+    comm_num_sm: Int = key(12, "Multiprocessors that communicate.", ge=1, support=_OFF)
+    comm_qp_margin: Int = key(4, "Queue pairs in reserve.", ge=0, support=_OFF)
+    comm_max_tokens_per_rank: Int = key(0, "Tokens that buffers hold; 0: as they come.", ge=0, support=_OFF)
 
 
 class PipelineConfig(Section):
@@ -128,7 +145,11 @@ class CompileConfig(Section):
         False, "Compiler passes for ZeRO.", support=refused("DeepCompile is not in this version; call engine.compile()")
     )
     passes: list[str] = key(list, "Passes of DeepCompile.", support=_OFF)
+    autoep_non_moe: Flag = key(False, "DeepCompile: beside divided experts.", support=_OFF)
     free_activation: Flag = key(False, "DeepCompile.", support=_OFF)
+    free_activation_threshold: Int = key(
+        10_485_760, "DeepCompile: size from which they are freed.", unit="bytes", ge=0, support=_OFF
+    )
     offload_activation: Flag = key(False, "DeepCompile: offload activations.", support=_OFF)
     offload_activation_pin_memory: Flag = key(True, "DeepCompile: into page-locked memory.", support=_OFF)
     offload_opt_states: Flag = key(False, "DeepCompile: offload optimizer states.", support=_OFF)

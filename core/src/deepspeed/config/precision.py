@@ -88,7 +88,7 @@ class BF16Config(Section):
     enabled: Flag = key(False, "Train in bf16. Excludes fp16 and amp.")
     check_grad_overflow: Flag = key(True, "Skip the update when a gradient is not finite.")
     immediate_grad_update: Flag = key(
-        True,
+        False,
         "Add a gradient to the accumulation buffer as soon as it exists.",
         support=quiet("gradients are always added at once"),
     )

@@ -52,7 +52,7 @@ from deepspeed.config.supported import check_supported, shown
 from deepspeed.config.wording import validated
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.errors import ConfigError
-from deepspeed.log import log_dist, warn_once
+from deepspeed.log import LEVELS, log_dist, warn_once
 
 
 def _steps(value: Any) -> Any:
@@ -61,6 +61,13 @@ def _steps(value: Any) -> Any:
     return value if math.isinf(value) else int(value)
 
 
+def _level(value: Any) -> Any:
+    if not isinstance(value, str) or value.upper() not in LEVELS:
+        raise ValueError("not a level")
+    return value.upper()
+
+
+LogLevel = Annotated[str, BeforeValidator(_level), Says(" or ".join(f'"{level}"' for level in LEVELS))]
 Steps = Annotated[int | float, BeforeValidator(_steps), Says("an integer >= 1 or infinity")]
 
 
@@ -133,6 +140,7 @@ class DeepSpeedConfig(Section):
     )
     wall_clock_breakdown: Flag = key(False, "Time forward, backward and step; a table every steps_per_print.")
     memory_breakdown: Flag = key(False, "Memory after each phase, in the same table.")
+    log_level: LogLevel | None = key(None, "Level of DeepSpeed's logger; null: as DS_LOG_LEVEL says.")
     dump_state: Flag = key(False, "Print the resolved config after initialization.")
     dataloader_drop_last: Flag = key(False, "Drop the last, smaller batch of the engine's data loader.")
     disable_python_gc: Flag = key(False, "Switch Python's cyclic collector off.", support=warned("it stays on"))

@@ -1,7 +1,8 @@
-"""What happens to a key that no section declares: an error inside a section, a warning at the top level.
+"""What happens to a key that no section declares: an error where it is a slip of a known one, else a warning.
 
-At the top level other libraries keep keys of their own, so the config goes on; `DS_CONFIG_STRICT=1` refuses them too.
-Called by `intake.take_in`.
+A slip is a known key mistyped, cut short, or in the wrong place. What resembles nothing may be a key of a newer
+DeepSpeed, or at the top level of another library, so the config goes on; `DS_CONFIG_STRICT=1` refuses that too. Called
+by `intake.take_in`.
 """
 
 import difflib
@@ -13,37 +14,80 @@ from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 
 VARIABLE = "DS_CONFIG_STRICT"
+_MAX_LENGTH = 80  # of a key that is compared letter by letter
 
 
 def unknown_key(
-    written: str, path: str, known: Collection[str], *, top_level: Collection[str] = (), tolerated: bool
+    written: str,
+    path: str,
+    known: Collection[str],
+    *,
+    top_level: Collection[str] = (),
+    elsewhere: Collection[str] = (),
+    tolerated: bool,
+    closed: bool = False,
 ) -> None:
     """Raise ConfigError for the key `written` of the section at `path`, or warn once.
 
     known: every accepted spelling of the section's keys.  top_level: those of the config that the section is in.
-    tolerated: warn, unless DS_CONFIG_STRICT=1.
+    elsewhere: those of its other sections.
+    tolerated: only one letter makes a slip, since other libraries keep keys there: of the top level.
+    closed: every unknown key is an error.
     """
     # the value is not shown: a mistyped `api_key` would print a secret
     where = f"{path}.{shown_key(written)}" if path else shown_key(written)
-    hint = _hint(written, known, top_level)
-    if tolerated and not _is_strict():
+    near = _nearest(written, known, 1 if tolerated else 2)
+    misplaced = None if tolerated else _misplaced(written, known, top_level)
+    is_slip = near is not None or misplaced is not None or not written.isprintable()
+    is_slip = is_slip or (not tolerated and (closed or written in elsewhere or len(written) > _MAX_LENGTH))
+    hint = f"did you mean '{near}'?" if near is not None else misplaced or _hint(written, known)
+    if not is_slip and not _is_strict():
         warn_once(f"{where}: unknown config key, ignored" + (f"; {hint}" if hint else ""))
         return
-    rest = f"{VARIABLE}=1 refuses it; remove the key" if tolerated else f"allowed: {', '.join(sorted(known))}"
+    rest = f"{VARIABLE}=1 refuses it; remove the key" if not is_slip else f"allowed: {', '.join(sorted(known))}"
     raise ConfigError(f"{where}: found an unknown key; {hint or rest}")
 
 
-def _hint(written: str, known: Collection[str], top_level: Collection[str]) -> str:
+def _misplaced(written: str, known: Collection[str], top_level: Collection[str]) -> str | None:
+    """What to say of a key that belongs elsewhere, or of the beginning of one; None if it is neither."""
     extended = [key for key in known if key.startswith(f"{written}_")]
     if extended:
         return f"did you mean {' or '.join(map(repr, sorted(extended)))}?"
-    if written in top_level:
-        return "it is a key of the top level, close the braces before it"
+    return "it is a key of the top level, close the braces before it" if written in top_level else None
+
+
+def _hint(written: str, known: Collection[str]) -> str:
     head, _, rest = written.partition(".")
     if rest and head in known:
         return f'a dot does not nest: write "{shown_key(head)}": {{"{shown_key(rest)}": ...}}'
-    near = difflib.get_close_matches(written[:80].lower(), known, n=1)
+    near = difflib.get_close_matches(written[:_MAX_LENGTH].lower(), known, n=1)
     return f"did you mean '{near[0]}'?" if near else ""
+
+
+def _nearest(written: str, known: Collection[str], limit: int) -> str | None:
+    """The known key that is at most so many letters away, capitals aside; short keys must be nearer."""
+    typed = written.lower()
+    if len(typed) > _MAX_LENGTH:
+        return None
+    by_distance = {key: _distance(typed, key.lower(), min(limit, max(1, len(typed) // 4))) for key in sorted(known)}
+    found = [key for key, distance in by_distance.items() if distance is not None]
+    return min(found, key=lambda key: by_distance[key] or 0) if found else None
+
+
+def _distance(one: str, other: str, limit: int) -> int | None:
+    """Letters to add, drop, replace or exchange with their neighbor from one to the other; None: more than `limit`."""
+    if abs(len(one) - len(other)) > limit:
+        return None
+    before, above = [0] * (len(other) + 1), list(range(len(other) + 1))
+    for row, letter in enumerate(one, 1):
+        line = [row]
+        for column, wanted in enumerate(other, 1):
+            cost = min(above[column] + 1, line[-1] + 1, above[column - 1] + (letter != wanted))
+            if row > 1 and column > 1 and (letter, one[row - 2]) == (other[column - 2], wanted):
+                cost = min(cost, before[column - 2] + 1)
+            line.append(cost)
+        before, above = above, line
+    return above[-1] if above[-1] <= limit else None
 
 
 def _is_strict() -> bool:

@@ -89,10 +89,18 @@ class OffloadOptimizerConfig(Section):
         return self.pipeline_read or self.pipeline_write
 
 
+#: blocks of experts, of which each rank may use others
+LEAF_CLASSES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
 class LeafModuleConfig(Section):
     """`leaf_module`: modules that stage 3 gathers as one."""
 
-    classes: Texts = key(list, "Class names.")
+    classes: Texts = key(list(LEAF_CLASSES), "Class names. Nothing is said of those of the default that a model lacks.")
     names: Texts = key(list, "Module names.")
     name_suffixes: Texts = key(list, "Ends of module names.")
 

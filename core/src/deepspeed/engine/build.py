@@ -135,6 +135,8 @@ def initialize(
     refuse_meta(chain(model.named_parameters(), model.named_buffers()), "initialize")
     source = _config_source(args, config, config_params)
     settings = DeepSpeedConfig(source, batch_required=False)
+    if settings.log_level is not None:
+        log.logger.setLevel(settings.log_level)
     settings.check_supported()
     _start_communication(dist_init_required, distributed_port)
     if isinstance(model, PipelineModule):

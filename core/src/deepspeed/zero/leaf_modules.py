@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch.nn import Module, Parameter
 
+from deepspeed.config.zero import LEAF_CLASSES
 from deepspeed.log import logger
 
 _MARK = "_z3_leaf"
@@ -70,7 +71,7 @@ def mark_configured(model: Module, classes: Sequence[str], names: Sequence[str],
             found = [module for name, module in model.named_modules() if is_one(name, module, each)]
             for module in found:
                 set_z3_leaf_module(module, True)
-            if not found:
+            if not found and each not in LEAF_CLASSES:
                 logger.warning(
                     f"zero_optimization.leaf_module.{kind}: found no module {each!r} in {type(model).__name__}"
                 )

@@ -173,9 +173,9 @@ def test_numbers_as_people_write_them():
 def test_an_unknown_top_level_key_warns_once(said):
     """Libraries keep keys of their own at the top level (Accelerate: msamp; TRL: dotted ones)."""
     for _ in range(2):
-        parse(train_batchsize=4, msamp={"enabled": True}, own_key=1)
+        parse(train_batch_per_gpu=4, msamp={"enabled": True}, own_key=1)
     assert said() == [
-        "train_batchsize: unknown config key, ignored; did you mean 'train_batch_size'?",
+        "train_batch_per_gpu: unknown config key, ignored; did you mean 'train_micro_batch_size_per_gpu'?",
         "msamp: unknown config key, ignored; did you mean 'amp'?",
         "own_key: unknown config key, ignored",
     ]
@@ -232,6 +232,31 @@ def test_an_unknown_key_in_a_section_is_an_error(keys, message):
     with pytest.raises(ConfigError) as caught:
         parse(**keys)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        *[("zero_optimisation", "zero_optimization"), ("gradient_cliping", "gradient_clipping"), ("bf61", "bf16")],
+        *[("zero-optimization", "zero_optimization"), ("Optimizer", "optimizer"), ("schedular", "scheduler")],
+    ],
+)
+def test_a_top_level_key_that_is_one_letter_off_is_an_error(written, meant):
+    with pytest.raises(ConfigError, match=rf"^{written}: found an unknown key; did you mean '{meant}'\?$"):
+        parse(**{written: {}})
+
+
+@pytest.mark.parametrize("section", ["zero_optimization", "bf16", "checkpoint", "tensor_parallel"])
+def test_a_key_of_a_newer_deepspeed_is_a_warning(section, said):
+    """In a section too, where it resembles no key that is known."""
+    parse(**{section: {"brand_new_feature": 1}})
+    assert said() == [f"{section}.brand_new_feature: unknown config key, ignored"]
+
+
+def test_a_key_of_a_newer_deepspeed_is_an_error_if_asked(monkeypatch):
+    monkeypatch.setenv("DS_CONFIG_STRICT", "1")
+    with pytest.raises(ConfigError, match="brand_new_feature: found an unknown key; DS_CONFIG_STRICT=1 refuses it"):
+        parse(zero_optimization={"brand_new_feature": 1})
 
 
 def test_strict_makes_unknown_top_level_keys_errors(monkeypatch, said):
