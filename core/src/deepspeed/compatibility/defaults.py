@@ -1,6 +1,6 @@
 """Keys whose default differs from DeepSpeed 0.19.6's on purpose.
 
-`core/tests/compat/test_defaults.py` compares all others. Key -> both defaults, as the configuration has them, and the reason.
+`core/tests/compat/test_defaults.py` compares all others. Key -> both defaults, as the configuration has them, and why.
 """
 
 from deepspeed.compatibility.records import Default
