@@ -65,6 +65,7 @@ class BackwardWindow:
         #: one value: it is open, and its backward was not left by an exception; for hooks that look at nothing else
         self.running = [False]
         self._on_begin, self._on_end, self._on_abort = on_begin, on_end, on_abort
+        self._see_output = _output_hook(weakref.ref(self))
         self._task_end: weakref.ref[_TaskEnd] | None = None  # None: the engine opened the window, and closes it
 
     @property
@@ -158,12 +159,10 @@ class BackwardWindow:
 
     def watch(self, outputs: Any) -> None:
         """Open the window when a backward reaches one of the tensors in `outputs` (any nesting of containers)."""
+        see = self._see_output
         for tensor in tensors_in(outputs):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._see_output)
-
-    def _see_output(self, grad: Tensor) -> None:
-        self.open_from_autograd()
+                tensor.register_hook(see)
 
     def _has_task_end(self) -> bool:
         """Whether the end of a running backward is queued."""
@@ -183,6 +182,18 @@ class BackwardWindow:
             raise StateError(f"backward window: {self.state.name} -> {to.name} is not a legal move")
         self.state = to
         self.running[0] = to is Window.OPEN
+
+
+def _output_hook(window: "weakref.ref[BackwardWindow]") -> Callable[[Tensor], None]:
+    """Called when a backward reaches an output. The graph holds it, and an engine that nothing else refers to is not
+    kept alive by a tensor that somebody keeps."""
+
+    def call(grad: Tensor) -> None:
+        owner = window()
+        if owner is not None:
+            owner.open_from_autograd()
+
+    return call
 
 
 class _TaskEnd:

@@ -13,6 +13,7 @@ modules may get each other's weights. A step notices it in its small all-reduce.
 the whole model without gradients ends with one, if it has gathered anything (`compare_order`).
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -58,7 +59,7 @@ class ParamFetcher:
         self._max_live_numel = max_live_numel
         self._max_reuse_numel = max_reuse_numel
         self._quantizes = quantizes
-        self._reduction = reduction
+        self._reduction = None if reduction is None else weakref.ref(reduction)  # which holds the engine
         self._num_issued: dict[ParamUnit, int] = {}  # reductions before the latest all-gather of a unit
         self._next: dict[_Place, ParamUnit] = {}
         self._place: _Place = (None, None)
@@ -85,8 +86,8 @@ class ParamFetcher:
         self._prefetch()
         if unit.status is not _AVAILABLE:
             unit.finish()
-            if self._reduction is not None and unit.gathered_over is unit.ranks:
-                self._reduction.finish_issued_before(self._num_issued.get(unit, 0), unit.ranks)
+            if (reduction := self._live_reduction()) is not None and unit.gathered_over is unit.ranks:
+                reduction.finish_issued_before(self._num_issued.get(unit, 0), unit.ranks)
 
     def drop(self, unit: ParamUnit) -> None:
         """The last user of `unit` is done with it."""
@@ -101,6 +102,25 @@ class ParamFetcher:
     def keep(self, unit: ParamUnit) -> None:
         """Do not release `unit` before the weights change: a graph that no module sees reads it."""
         self._kept.add(unit)
+
+    def forget(self, unit: ParamUnit) -> None:
+        """Have nothing to do with `unit` any more, as it is."""
+        if unit in self.units:
+            if unit.status is ZeroParamStatus.INFLIGHT:
+                unit.finish()
+            self.units.remove(unit)
+            self._live.numel -= unit.numel if unit.status is _AVAILABLE else 0
+            self._total_numel -= unit.numel
+            unit.live = LiveNumel(unit.numel if unit.status is _AVAILABLE else 0)
+            unit.num_users = 0
+        self._unused.pop(unit, None)
+        self._kept.discard(unit)
+        self._num_issued.pop(unit, None)
+        self.invalidate_trace()
+        self._place = (None, None)
+
+    def _live_reduction(self) -> GradientReduction | None:
+        return None if self._reduction is None else self._reduction()
 
     def finish_all(self) -> None:
         """Wait for the all-gathers in flight."""
@@ -217,8 +237,8 @@ class ParamFetcher:
                 self._release(unit)
 
     def _launch(self, unit: ParamUnit) -> None:
-        if self._reduction is not None:
-            self._num_issued[unit] = self._reduction.num_issued
+        if (reduction := self._live_reduction()) is not None:
+            self._num_issued[unit] = reduction.num_issued
         unit.launch(quantizes=self._quantizes)
         self._uncompared[unit.gathered_over] = None
 

@@ -101,12 +101,11 @@ class GradientReduction:
                 else:
                     continue
                 self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+        weakref.finalize(self, _remove, self._hooks).atexit = False  # of an engine that was dropped
 
     def remove_hooks(self) -> None:
         """No gradient is taken any more. Idempotent."""
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks = []
+        _remove(self._hooks)
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
@@ -264,6 +263,11 @@ class GradientReduction:
             bucket.clear()
         self.used = [False] * len(self.used)
         self.is_launched = True
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _opening_hook(reduction: "weakref.ref[GradientReduction]", running: list[bool]) -> Callable[[Tensor], None]:

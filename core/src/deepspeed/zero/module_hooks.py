@@ -12,6 +12,11 @@ a backward (activation checkpointing) uses units and leaves the dropping to the 
 `create_graph=True` makes a graph that reads the weights again and has none of these hooks: its units stay whole until
 the step.
 
+[Note: who holds whom] The module holds its hooks, and these hold the fetcher and the units. None of them holds the
+engine, which goes when nobody refers to it. A graph holds hooks on tensors, and through its leaves parameters and their
+units; these refer to the module's hooks weakly. A module that keeps a tensor of its forward would else keep itself
+through the graph, which Python's collector does not see.
+
 [Note: external parameters] A module may read a parameter of another module: a tied weight through its old name, or
 `self.other.weight` in a functional call. `_parameters` of every module is a dict that sees such a read: the unit is
 gathered, and counts as one of the reading module's own from then on. `register_external_parameter` says so beforehand.
@@ -20,7 +25,7 @@ gathered, and counts as one of the reading module's own from then on. `register_
 import weakref
 from collections.abc import Iterator, Mapping
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +38,9 @@ from deepspeed.zero.fetcher import ParamFetcher
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 
+if TYPE_CHECKING:
+    from deepspeed.zero.module_units import ModuleUnits
+
 #: attribute of a module: parameters of other modules that its forward reads
 EXTERNAL = "_ds_external_params"
 
@@ -42,21 +50,21 @@ class ModuleHooks:
 
     Args:
         fetcher: gathers and releases.
-        units_of_module: for the module of each unit, its units.
+        units: of the engine.
     """
 
-    def __init__(
-        self, module: Module, fetcher: ParamFetcher, units_of_module: Mapping[Module, list[ParamUnit]]
-    ) -> None:
+    def __init__(self, module: Module, fetcher: ParamFetcher, units: "ModuleUnits") -> None:
         self.module = module
         self.param_coordinator = fetcher
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []  # of modules; those on tensors go with their graph
-        self._units_of_module = dict(units_of_module)
+        self._units = units
+        self._units_of_module = units.of_module
         self._active: list[Module] = []  # modules whose forward runs, innermost last
         self._names = {each: name for name, each in module.named_modules()}
+        self._own = weakref.ref(self)
         for unit in fetcher.units:
-            unit.hooks = self
+            unit.hooks_ref = self._own
         self._register_deepspeed_module(module)
 
     def _register_deepspeed_module(self, module: Module, num_modules: int = 0) -> None:
@@ -104,6 +112,12 @@ class ModuleHooks:
                 each._parameters = dict(each._parameters)
             for name in ("ds_external_parameters", EXTERNAL):
                 each.__dict__.pop(name, None)
+
+    def give_up(self, unit: ParamUnit) -> None:
+        """Leave a unit, sharded as it is, to another engine, which trains parameters of it."""
+        self.param_coordinator.forget(unit)
+        self._units.forget(unit)
+        unit.hooks_ref = None
 
     def reset(self) -> None:
         """Forget modules whose forward an exception has left."""
@@ -153,7 +167,11 @@ class ModuleHooks:
     def _units_used_by(self, module: Module) -> list[ParamUnit]:
         """Those of its own parameters, of external ones, and, of the module of a unit, the unit."""
         units = dict.fromkeys(self._units_of_module.get(module, ()))
-        for param in (*_own_params(module), *module.__dict__.get(EXTERNAL, ())):
+        for param in _own_params(module):
+            unit = unit_of(param)  # of another engine: its own hooks on the module gather it
+            if unit is not None and (unit.hooks_ref is self._own or unit.hooks in (None, self)):
+                units[unit] = None
+        for param in module.__dict__.get(EXTERNAL, ()):
             unit = unit_of(param)
             if unit is not None:
                 units[unit] = None
@@ -174,11 +192,17 @@ class ModuleHooks:
             )
             return None
 
+        own = self._own
+
         def begin(grad: Tensor) -> None:
+            hooks = own()
             for unit in units:
-                self.param_coordinator.use(unit)
+                if hooks is None:  # of the module nothing but this graph is left
+                    unit.gather()
+                    continue
+                hooks.param_coordinator.use(unit)
                 if torch.is_grad_enabled():  # create_graph=True
-                    self.param_coordinator.keep(unit)
+                    hooks.param_coordinator.keep(unit)
 
         for tensor in watched:
             tensor.register_hook(begin)
@@ -186,12 +210,13 @@ class ModuleHooks:
 
     def _drop_with_gradients_of(self, module: Module, inputs: Any) -> None:
         """Drop the units of `module` when the gradients of its inputs are there."""
-        units = self._units_of_module[module]
+        units, own = tuple(self._units_of_module[module]), self._own
 
         def end(grad: Tensor) -> None:
+            hooks = own()
             for unit in units:
-                if unit.num_missing == 0:
-                    self.param_coordinator.drop(unit)
+                if hooks is not None and unit.num_missing == 0:
+                    hooks.param_coordinator.drop(unit)
 
         for tensor in tensors_in(inputs):
             if tensor.requires_grad and not tensor.is_leaf:
@@ -221,6 +246,7 @@ class _NoHooks(ModuleHooks):
 
     def __init__(self) -> None:
         self.module = Module()
+        self._own = weakref.ref(self)
         self._units_of_module, self._active = {}, []
 
     def _units_used_by(self, module: Module) -> list[ParamUnit]:

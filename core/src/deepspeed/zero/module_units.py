@@ -4,7 +4,8 @@ Large parameters form one unit per module, optimizer group, dtype, ranks that sh
 ones stay whole. What another engine shards and trains stays in the units of that engine.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,7 @@ class ModuleUnits:
     Args:
         module: the model.
         groups: over which the parameters are sharded.
+        trained: parameters that the engine's optimizer has.
         device: that the parameters get; None leaves them where they are.
         dtype: that floating parameters of a unit get; None leaves them.
     """
@@ -75,6 +77,7 @@ class ModuleUnits:
         module: Module,
         groups: UnitGroups,
         options: Stage3Options,
+        trained: Iterable[Parameter] = (),
         *,
         device: torch.device | None,
         dtype: torch.dtype | None,
@@ -82,7 +85,7 @@ class ModuleUnits:
         self.all: list[ParamUnit] = []
         self.of_module: dict[Module, list[ParamUnit]] = {}
         #: parameters that another engine shards and trains
-        self.borrowed = _find_borrowed(module)
+        self.borrowed = _find_borrowed(module, set(trained))
         self._module = module
         self._groups, self._device, self._dtype = groups, device, dtype
         self._keeps_int8 = options.keeps_frozen_in_int8
@@ -160,7 +163,7 @@ class ModuleUnits:
         self.all.append(unit)
         if z3_leaf_module(unit_module.module):
             for param in unit.params:
-                param.ds_z3_leaf_module = unit_module.module  # type: ignore[attr-defined]
+                param.ds_z3_leaf_module = weakref.proxy(unit_module.module)  # type: ignore[attr-defined]
         self.of_module.setdefault(unit_module.module, []).append(unit)
         return unit
 
@@ -168,11 +171,15 @@ class ModuleUnits:
         """Make `params`, of a group that is added to the optimizer, plain again."""
         for unit in dict.fromkeys(map(unit_of, params)):
             if unit is not None and unit in self.all:
-                self.all.remove(unit)
-                for units in self.of_module.values():
-                    if unit in units:
-                        units.remove(unit)
+                self.forget(unit)
                 unit.restore_plain()
+
+    def forget(self, unit: ParamUnit) -> None:
+        """Have nothing to do with `unit` any more, as it is."""
+        self.all.remove(unit)
+        for units in self.of_module.values():
+            if unit in units:
+                units.remove(unit)
 
     def leave(self) -> None:
         """Leave the parameters as they are, to another engine."""
@@ -187,7 +194,8 @@ class ModuleUnits:
                 else is done.
         """
         for param in self._marked:
-            unmark(param)
+            if manager_of(param) is None:  # else another engine trains it now
+                unmark(param)
         units, home = self.all, self._home
         self.all, self.of_module, self.borrowed, self._marked, self._divided = [], {}, {}, [], []
         self._home = None
@@ -216,16 +224,20 @@ class ModuleUnits:
             raise CommError(f"the weights that {named_ranks(lost)} offloaded are lost: {by_rank[lost[0]]}")
 
 
-def _find_borrowed(module: Module) -> dict[Parameter, ModuleHooks]:
+def _find_borrowed(module: Module, trained: Set[Parameter]) -> dict[Parameter, ModuleHooks]:
     """Sharded parameters of an engine that trains them, or parts of the same model, with that engine's hooks.
 
-    The hooks are put back where a library took them off; those that a dropped engine left behind are removed.
+    The hooks are put back where a library took them off; those that a dropped engine left behind are removed. Units in
+    which a parameter is `trained`, so that it is frozen in the other engine, are not borrowed: the new engine cuts them
+    anew.
     """
-    by_param = {param: unit.hooks for param in module.parameters() if (unit := unit_of(param)) is not None}
-    hooks = {each for each in by_param.values() if each is not None}
+    units = {param: unit for param in module.parameters() if (unit := unit_of(param)) is not None}
+    hooks = {each for unit in units.values() if (each := unit.hooks) is not None}
     live = {each for each in hooks if any(map(manager_of, each.params()))}
     for each in hooks - live:
         each.remove()
+    for unit in {unit for param, unit in units.items() if param in trained and unit.hooks in live}:
+        unit.hooks.give_up(unit)
     for each in live:
         each.install_again()
-    return {param: each for param, each in by_param.items() if each in live}
+    return {param: unit.hooks for param, unit in units.items() if unit.hooks in live}

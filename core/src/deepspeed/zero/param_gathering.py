@@ -40,7 +40,8 @@ class ParamGathering:
         )
         self._lenders = list(dict.fromkeys(units.borrowed.values()))
         self._owns_hooks = bool(units.all) or not self._lenders
-        self.hooks = ModuleHooks(module, self._fetcher, units.of_module) if self._owns_hooks else self._lenders[0]
+        hooks = self._lenders[0] if not self._owns_hooks else ModuleHooks(module, self._fetcher, units)
+        self.hooks: ModuleHooks = hooks
 
     def begin_backward(self, trained: Iterable[ParamUnit]) -> None:
         """`trained`: the units that get gradients."""
@@ -98,5 +99,6 @@ class ParamGathering:
         if self._owns_hooks:
             self._owns_hooks = False
             self.hooks.remove()
-            for each in self._lenders:
+            others = {each for param in self._module.parameters() if (unit := unit_of(param)) and (each := unit.hooks)}
+            for each in others - {self.hooks}:
                 each.install_again()

@@ -22,6 +22,7 @@ was not exact.
 Legend: N padded numel of the unit, S = N / W numel of a shard, W ranks.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class ParamUnit:
         self.num_changes = 0  # of the shards
         self.num_gathers = 0  # all-gathers since the unit was made
         self.is_exact = True  # whole parameters are what the shards hold, not rounded to int8
-        self.hooks: Any = None  # the `ModuleHooks` that gather it
+        #: the `ModuleHooks` that gather it. A graph may hold the unit, and its hooks hold the module
+        self.hooks_ref: weakref.ref[Any] | None = None
         self.reshard: Reshard | None = None  # set by what made it for no engine; see parallel/sharded_params.py
         self.checks_values = False  # contexts that only read it compare it with the shards (`enable_sanity_checks`)
         self.is_moved = False  # its shard is in host memory for a while (`offload_states`)
@@ -161,6 +163,11 @@ class ParamUnit:
     def numel(self) -> int:
         """Elements of a gathered unit, padding included."""
         return self.layout.padded_numel
+
+    @property
+    def hooks(self) -> Any:
+        """The `ModuleHooks` that gather it; None: there are none, or its engine and module are gone."""
+        return None if self.hooks_ref is None else self.hooks_ref()
 
     @property
     def is_sharded(self) -> bool:

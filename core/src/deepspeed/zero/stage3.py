@@ -51,11 +51,13 @@ class Stage3(Stage2):
                 "this stage holds shards of them; use stage 1 or 2, or give the optimizer is_elementwise = True if "
                 "the update of each element depends on that element alone"
             )
-        self._divide(module)
+        groups = optimizer.param_groups if optimizer is not None else []
+        self._divide(module, [param for group in groups for param in group["params"]])
 
-    def _divide(self, module: Module) -> None:
+    def _divide(self, module: Module, trained: Sequence[Parameter] = ()) -> None:
         device, dtype = self.options.device, self.options.model_dtype
-        self.module_units = ModuleUnits(module, self.unit_groups, self.partitioning, device=device, dtype=dtype)
+        units = ModuleUnits(module, self.unit_groups, self.partitioning, trained, device=device, dtype=dtype)
+        self.module_units = units
 
     def agree(self, optimizer: Optimizer | None, param_groups: Sequence[Sequence[Parameter]]) -> None:
         super().agree(optimizer, param_groups)

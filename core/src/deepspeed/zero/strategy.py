@@ -18,6 +18,7 @@ walk, with the stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 19
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -76,6 +77,32 @@ def _abandons_on_error(method: _F) -> _F:
             raise
 
     return call  # type: ignore[return-value]
+
+
+def _add_param_group(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
+    """`add_param_group` of the user's own optimizer, while the engine lives."""
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        owner = sharding()
+        if owner is None:
+            type(optimizer).add_param_group(optimizer, param_group)
+        else:
+            owner.add_param_group(param_group)
+
+    return add_param_group
+
+
+def _zero_grad(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Callable[[bool], None]:
+    """`zero_grad` of the user's own optimizer: what the buckets hold is forgotten too, while the engine lives."""
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        owner = sharding()
+        if owner is None:
+            type(optimizer).zero_grad(optimizer, set_to_none)
+        else:
+            owner.zero_grad()
+
+    return zero_grad
 
 
 class Sharding(Stateful):
@@ -177,8 +204,9 @@ class Sharding(Stateful):
             self.hold_group(index, param_group["params"])
         self._finish_groups()
         if optimizer is not None:  # a group that only the optimizer knew would train without averaging
-            optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
-            optimizer.zero_grad = self._zero_grad_of_optimizer  # type: ignore[method-assign]
+            own = weakref.ref(self)  # the user's optimizer does not keep the engine alive
+            optimizer.add_param_group = _add_param_group(own, optimizer)  # type: ignore[method-assign, assignment]
+            optimizer.zero_grad = _zero_grad(own, optimizer)  # type: ignore[method-assign, assignment]
 
     def _prepare_placement(self, optimizer: Optimizer) -> None:
         key = 'zero_optimization.offload_optimizer.device: found "nvme"'
@@ -513,10 +541,6 @@ class Sharding(Stateful):
         self._shown.forget()
         for param in self.params:
             param.grad = None
-
-    def _zero_grad_of_optimizer(self, set_to_none: bool = True) -> None:
-        """What the user's own optimizer does at `zero_grad()`: what the buckets hold is forgotten too."""
-        self.zero_grad()
 
     def destroy(self) -> None:
         """Remove the hooks and drop all buffers and states; the module and the optimizer can then be used without the
