@@ -5,11 +5,13 @@ collective for one that has already failed.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from deepspeed.checkpoint.load import Position
 from deepspeed.comm.failure import PeerFailed
+from deepspeed.comm.interrupts import held, let_through
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
 T = TypeVar("T")
@@ -31,31 +33,45 @@ class Ranks:
     gather: Gather
     """A collective: takes this rank's text or None, returns every rank's, in rank order."""
 
-    def together(self, step: Callable[[], T], what: str) -> T:
+    def together(
+        self, step: Callable[[], T], what: str, *, among: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> T:
         """Run `step` on every rank; raise on every rank when it failed on one.
 
-        A step that is a collective lets the peers know that this rank fails (`Sharding.among_peers`); they then raise
-        `PeerFailed`, which is a consequence, not a cause.
+        An interrupt (Ctrl-C, SystemExit) is a failure, too. It is raised in a step, or after it; see `interrupts.py`.
 
         The rank that failed raises its own error, the others a `CheckpointError` with that error's text: whichever
-        traceback is the last on the screen says what is wrong. `what` completes "cannot ...".
+        traceback is the last on the screen says what is wrong.
+
+        Args:
+            what: completes "cannot ...".
+            among: around a step that is a collective (`Sharding.among_peers`): lets peers that wait in it know that
+                this rank fails. They raise `PeerFailed`, which is a consequence, not a cause. It sees the error on all
+                ranks, also where the collective had ended.
         """
-        result, consequence = None, None
-        try:
-            result = step()
-        except PeerFailed as error:
-            consequence = error
-        except Exception as error:
-            self.gather(_reason(error))
-            raise
-        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(self.gather(None)) if reason is not None]
-        if failed:
-            raise CheckpointError(f"cannot {what}: {'; '.join(dict.fromkeys(failed))}") from consequence
-        if consequence is not None:
-            raise consequence
-        return cast(T, result)
+        with held():
+            result, consequence = None, None
+            try:
+                with among(), let_through():
+                    result = step()
+            except PeerFailed as error:
+                consequence = error
+            except BaseException as error:
+                self.gather(_reason(error))
+                raise
+            failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(self.gather(None)) if reason is not None]
+            if failed:
+                with among():
+                    raise CheckpointError(f"cannot {what}: {'; '.join(dict.fromkeys(failed))}") from (
+                        consequence or PeerFailed(failed[0], failed[0])
+                    )
+            if consequence is not None:
+                raise consequence
+            return cast(T, result)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """An error in one line for the other ranks. Ours are sentences; others say little without their type."""
-    return str(error) if isinstance(error, DeepSpeedError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, DeepSpeedError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

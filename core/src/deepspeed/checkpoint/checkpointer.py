@@ -6,6 +6,7 @@ write, all raise with its reason, nothing is committed and `latest` stays where 
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -244,17 +245,25 @@ class Checkpointer:
             zero_stages=zero_stages,
             map_location=map_location,
         )
+
+        def read() -> LoadedCheckpoint:
+            try:
+                return reader.read(directory, name)
+            except CommError as error:  # of this rank alone
+                raise CheckpointError(str(error)) from error
+
         try:
             with store_failures(load_dir):
-                return self.together(lambda: reader.read(directory, name), f"load {directory / name}")
-        except CommError:
+                return self.together(read, f"load {directory / name}")
+        except CommError:  # there is nobody to agree with
             raise
-        except Exception as error:  # raised on every rank, by `together`
-            if offer := self._offer(error, directory, name):
+        except BaseException as error:  # raised on every rank, by `together`
+            offer = self._offer(error, directory, name)
+            if offer and isinstance(error, Exception):
                 raise CheckpointError(f"{error} {offer}") from error
             raise
 
-    def _offer(self, error: Exception, directory: Path, damaged: str) -> str:
+    def _offer(self, error: BaseException, directory: Path, damaged: str) -> str:
         """After a load failed on every rank: where a rank found damage, which other tag is whole; else empty."""
         if not any(self._ranks.gather("damaged" if isinstance(error, DamagedCheckpoint) else None)):
             return ""
@@ -293,6 +302,8 @@ class Checkpointer:
             )
         return name
 
-    def together(self, step: Callable[[], T], what: str) -> T:
+    def together(
+        self, step: Callable[[], T], what: str, *, among: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> T:
         """Run `step` on every rank; raise on every rank when it failed on one. See `Ranks.together`."""
-        return self._ranks.together(step, what)
+        return self._ranks.together(step, what, among=among)

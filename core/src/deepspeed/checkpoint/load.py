@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.model_ranks import Division, SavedModelRank
+from deepspeed.checkpoint.state_types import check_optimizer_types
 from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.tensors import map_tensors
 from deepspeed.errors import CheckpointError
@@ -114,6 +115,7 @@ def tag_folder_hint(load_dir: Path) -> str:
 def find_models(folder: Path, mp_rank: int) -> list[Path]:
     """The model files of `folder`: of all ranks for stage 3, else one, which may not be there."""
     if ranks := layout.partitioned_models_in(folder):
+        _check_are_all(folder, "model files", len(set(ranks)), max(ranks) + 1)
         return [folder / layout.model_file(mp_rank, rank) for rank in range(max(ranks) + 1)]
     return [folder / layout.model_file(mp_rank)]
 
@@ -161,12 +163,14 @@ def find_shards(folder: Path, mp_rank: int, model_state: dict[str, Any], num_mod
     num_ranks = max(model_state.get("dp_world_size", 1), num_models, 1 + max((dp for dp, _ in found), default=0))
     if not found and (num_models == 1 or model_state.get("optimizer")):
         return []
-    missing = [place for place in product(range(num_ranks), range(mp_world_size)) if place not in found]
-    if missing:
+    places = ((dp, mp) for dp in range(num_ranks) for mp in range(mp_world_size))  # a damaged number may be any
+    if missing := list(islice((place for place in places if place not in found), _SHOWN)):
         prefix = "bf16_" if any(path.name.startswith("bf16_") for path in found.values()) else ""
+        there = sum(dp < num_ranks and mp < mp_world_size for dp, mp in found)
+        num_missing = num_ranks * mp_world_size - there
         raise CheckpointError(
-            f"{folder} is incomplete: of {num_ranks * mp_world_size} optimizer shards {len(missing)} are "
-            f"missing ({_names(missing, prefix)}). Load another tag, or copy the missing files."
+            f"{folder} is incomplete: of {num_ranks * mp_world_size} optimizer shards {num_missing} are "
+            f"missing ({_names(missing, num_missing, prefix)}). Load another tag, or copy the missing files."
         )
     return [found[rank, mp_rank] for rank in range(num_ranks)]
 
@@ -187,6 +191,7 @@ def check_shard(state: Any, path: Path) -> int:
         raise CheckpointError(
             f"{path} is no optimizer shard: it has no key 'optimizer_state_dict' with a 'zero_stage'."
         )
+    check_optimizer_types(shard, path)
     return int(shard["zero_stage"])
 
 
@@ -198,7 +203,20 @@ def split_client_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     return own, {key: value for key, value in kept.items() if key not in known}
 
 
-def _names(places: list[tuple[int, int]], prefix: str) -> str:
+def check_model_ranks(folder: Path, num_ranks: int) -> None:
+    """Refuse a number of model-parallel ranks that the files of a save cannot be of, before counting to it."""
+    _check_are_all(folder, "files of model-parallel ranks", min(num_ranks, sum(1 for _ in folder.iterdir())), num_ranks)
+
+
+def _check_are_all(folder: Path, what: str, num_found: int, num_wanted: int) -> None:
+    if num_found < num_wanted:
+        raise CheckpointError(
+            f"{folder} is incomplete: it holds {num_found} {what} of {num_wanted}. Load another tag, or copy the "
+            "missing files."
+        )
+
+
+def _names(places: list[tuple[int, int]], num_places: int, prefix: str) -> str:
     """The shards' names, the first few of many."""
-    more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
-    return ", ".join(layout.shard_file(dp, mp, prefix) for dp, mp in places[:_SHOWN]) + more
+    more = f" and {num_places - len(places)} more" if num_places > len(places) else ""
+    return ", ".join(layout.shard_file(dp, mp, prefix) for dp, mp in places) + more

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed.checkpoint.state_types import check_optimizer_types
 from deepspeed.errors import CheckpointError
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
@@ -26,6 +27,8 @@ def check_types(state: Any, path: str | Path) -> None:
                 f"{path} is damaged, or was not saved as a checkpoint: {key} is {_shown(state[key])}, and {expected} "
                 "is expected. Load another tag."
             )
+    if isinstance(state.get("optimizer"), Mapping):
+        check_optimizer_types(state["optimizer"], path)
     unknown = set(state.get("frozen_param_fragments") or ()) - set(state.get("frozen_param_shapes") or ())
     if unknown:
         raise CheckpointError(

@@ -15,6 +15,7 @@ from deepspeed.checkpoint.load import (
     Position,
     SavedParts,
     check_has_states,
+    check_model_ranks,
     check_one_model_rank,
     check_shard,
     divides_otherwise,
@@ -26,6 +27,7 @@ from deepspeed.checkpoint.load import (
 from deepspeed.checkpoint.location import local_folder
 from deepspeed.checkpoint.model_ranks import Division, SavedModelRank
 from deepspeed.checkpoint.model_types import check_types
+from deepspeed.checkpoint.state_types import as_damage
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.universal import with_universal_states
 
@@ -49,7 +51,12 @@ class Reader:
 
     def read(self, directory: Path, tag: str) -> LoadedCheckpoint:
         """What `Checkpointer.load` returns. Raises `CheckpointError`, on this rank."""
-        folder, position = find_folder(directory, tag), self.position
+        folder = find_folder(directory, tag)
+        with as_damage(folder):
+            return self._read(folder, tag)
+
+    def _read(self, folder: Path, tag: str) -> LoadedCheckpoint:
+        position = self.position
         if is_dcp_folder(folder):
             check_one_model_rank(folder, position)
             folder = local_folder(folder, "load, as a checkpoint of torch.distributed.checkpoint,")
@@ -88,6 +95,7 @@ class Reader:
 
     def _model_ranks(self, folder: Path, num_ranks: int, verify: Verify) -> list[SavedModelRank]:
         """The files of all model-parallel ranks of the save, and of all that saved experts."""
+        check_model_ranks(folder, num_ranks)
         files = [self._files_of(folder, mp_rank) for mp_rank in range(num_ranks)]
         verify = self._of_own_share(
             [paths for models, shards in files for paths in (list(models.values()), shards)],

@@ -37,7 +37,7 @@ def save_here(save: Save, ranks: Ranks, store: Store) -> None:
     """Return when the checkpoint is in its place. After a failure nothing of it is left."""
     try:
         _write(save, ranks, store)
-    except Exception:
+    except BaseException:
         if ranks.commits:
             store.discard(save.folder)
         raise

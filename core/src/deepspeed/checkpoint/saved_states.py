@@ -38,6 +38,8 @@ class DividedStates(SavedStates):
         CheckpointError: the parts have not as many elements as the parameters.
     """
 
+    are_mapped = True
+
     def __init__(
         self,
         parts: Sequence[Mapping[str, Any]],
@@ -190,6 +192,9 @@ class TorchStates(SavedStates):
             by_element = frozenset(key for key in _keys(held.values()) if self._is_by_element(key, held))
             self._states.update(held)
             self._by_element.update(dict.fromkeys(held, by_element))
+        self.are_mapped = not any(
+            isinstance(value, StoredTensor) for held in self._states.values() for value in held.values()
+        )
 
     def _is_by_element(self, key: str, held: Mapping[str, Mapping[str, Any]]) -> bool:
         """As in `state_dict.collect`: the step count of a parameter of no dimensions looks like its moments."""

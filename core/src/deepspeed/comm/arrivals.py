@@ -5,7 +5,8 @@ Here each rank enters its name in the job's store and waits there for the others
 meanwhile, so after a failure the ranks go on. Called at the begin of `save_checkpoint` and `load_checkpoint`.
 
 The ranks meet in rounds. One operation of the store ends a round, for all of them: of the rank that comes last, or of
-one that has waited until its limit. After the latter, ranks that wait or come later meet in the next round.
+one that has waited until its limit or is interrupted. After the latter, ranks that wait or come later meet in the next
+round. A rank that is interrupted when all have come goes on with them, and is interrupted later (`interrupts.py`).
 """
 
 import time
@@ -14,6 +15,7 @@ from collections import Counter
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, Store
 
+from deepspeed.comm.interrupts import any_held, handle_held, held
 from deepspeed.errors import CommError
 from deepspeed.log import logger
 
@@ -47,11 +49,16 @@ class Arrivals:
         Raises:
             CommError: a rank did not come within `limit_s`; it is named. The group can be used as before.
         """
+        with held():
+            self._wait_for_all(call)
+
+    def _wait_for_all(self, call: str) -> None:
         store: Store = torch_dist.distributed_c10d._get_default_store()
         wait = _Wait(store, self._group, f"{self._prefix}/{call}", call, self._num_ended[call])
         while (ended_by := wait.meet(self.limit_s)) != _ALL:
             self._num_ended[call] += 1
             if ended_by == str(self._group.rank()):
+                handle_held()
                 raise CommError(
                     f"rank {torch_dist.get_rank()} called {call} and waited for {self.limit_s:g} s: {wait.absent}. "
                     f"{_advice(call)}"
@@ -92,7 +99,7 @@ class _Wait:
             if waited_s > _WARNING_S and not self._has_warned:
                 self._has_warned = True
                 logger.warning("%s waits: %s. %s", self._call, self._find_absent(), _advice(self._call))
-            if waited_s > limit_s:
+            if waited_s > limit_s or any_held():
                 self.absent = self._find_absent()  # before others can go to the next round
                 return self._end(rank)
             time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))

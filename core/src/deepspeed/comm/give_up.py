@@ -18,6 +18,7 @@ from weakref import WeakSet
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.failure import handled_errors
 from deepspeed.comm.group_backend import known_backends
+from deepspeed.comm.interrupts import held
 from deepspeed.comm.record import RecordedGroup, unrecorded
 
 #: attribute of an exception that peers know of: the number of uses at that time
@@ -64,14 +65,15 @@ def give_up(works: Sequence[tuple[GroupBackend, Work]] = ()) -> None:
     Args:
         works: what the caller leaves unfinished, and the group of each.
     """
-    if _is_told():
-        return
-    for backend in known_backends():
-        if backend.world_size > 1:
-            left = [work for issuer, work in works if _plain(issuer) is backend]
-            backend.abandon(unrecorded(left), failed=True)
-    for party in list(_parties):
-        party.abandon()
+    with held():
+        if _is_told():
+            return
+        for backend in known_backends():
+            if backend.world_size > 1:
+                left = [work for issuer, work in works if _plain(issuer) is backend]
+                backend.abandon(unrecorded(left), failed=True)
+        for party in list(_parties):
+            party.abandon()
 
 
 def _is_told() -> bool:

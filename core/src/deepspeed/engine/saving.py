@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.checkpoint import Checkpointer, check_new_tag, validate_tag
+from deepspeed.checkpoint.state_types import as_damage
+from deepspeed.comm.interrupts import held
 from deepspeed.engine.adapting import with_own_parts, with_own_states, with_own_weights
 from deepspeed.engine.deepspeed_form import as_deepspeeds_model, as_deepspeeds_shard
 from deepspeed.engine.events import notify
@@ -56,7 +58,8 @@ class Saving:
 
     @contextmanager
     def one_at_a_time(self, call: str) -> Iterator[None]:
-        """Hold off other calls of this object inside the context: of other threads, and of signal handlers.
+        """Hold off other calls of this object inside the context, of other threads, and signals, where they would part
+        this rank from its peers.
 
         Raises:
             StateError: another one is going on.
@@ -68,7 +71,8 @@ class Saving:
             )
         self._running = call
         try:
-            yield
+            with held():
+                yield
         finally:
             self._lock.release()
 
@@ -104,8 +108,9 @@ class Saving:
         checkpointer.together(state.sharding.release_gathered, what)  # what is gathered would be saved whole
         name, model_state = checkpointer.together(collect, what)
         is_pending = checkpointer.copies_later and self._sub_group_size is None
-        shard_state = checkpointer.together(lambda: state.for_shard_file(is_pending=is_pending), what)
-        frozen = checkpointer.together(lambda: state.frozen_parts(exclude_frozen=exclude_frozen), what)
+        among = state.sharding.among_peers
+        shard_state = checkpointer.together(lambda: state.for_shard_file(is_pending=is_pending), what, among=among)
+        frozen = checkpointer.together(lambda: state.frozen_parts(exclude_frozen=exclude_frozen), what, among=among)
         if model_state is not None:
             model_state["frozen_param_fragments"] = frozen
         model_state, shard_state = checkpointer.together(lambda: self._in_form(model_state, shard_state), what)
@@ -192,6 +197,10 @@ class Saving:
         weights: dict[str, Any] = {}
 
         def check() -> None:
+            with as_damage(found.path):
+                check_all()
+
+        def check_all() -> None:
             nonlocal loaded, weights
             loaded = with_own_parts(loaded, state, elsewhere)
             loaded = with_own_weights(loaded, state, with_states=with_states)
@@ -207,12 +216,11 @@ class Saving:
             fill_module(state.module, weights, strict=strict, custom_load_fn=custom_load_fn)
 
         def restore_shards() -> None:
-            with sharding.among_peers():
-                sharding.load_frozen(frozen_parts(state.module, loaded.model_state))
-                if with_states or loaded.has_masters:
-                    state.restore_optimizer(loaded, with_states=with_states)
-                else:
-                    sharding.masters_from_weights()
+            sharding.load_frozen(frozen_parts(state.module, loaded.model_state))
+            if with_states or loaded.has_masters:
+                state.restore_optimizer(loaded, with_states=with_states)
+            else:
+                sharding.masters_from_weights()
 
         def restore_progress() -> None:
             if not module_only:
@@ -220,15 +228,16 @@ class Saving:
 
         def restore_weights() -> None:
             if loaded.has_masters:
-                with sharding.among_peers():
-                    sharding.weights_from_masters()  # a collective: only after every rank has restored its shard
+                sharding.weights_from_masters()  # only after every rank has restored its shard
 
         what = f"load {loaded.path}"
         for step in (sharding.release_gathered, check):
             self.checkpointer.together(step, what)
         try:
-            for step in (restore, restore_shards, restore_progress, restore_weights):
-                self.checkpointer.together(step, what)
+            self.checkpointer.together(restore, what)
+            self.checkpointer.together(restore_shards, what, among=sharding.among_peers)
+            self.checkpointer.together(restore_progress, what)
+            self.checkpointer.together(restore_weights, what, among=sharding.among_peers)
         except BaseException as error:
             sharding.broken_by = f"load_checkpoint failed before all was restored ({first_line(error)})"
             raise

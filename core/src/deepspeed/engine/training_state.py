@@ -16,6 +16,7 @@ from deepspeed.engine.export import module_state_dict
 from deepspeed.engine.training import Training
 from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.optim.saved_values import check_options, check_state
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.parameter_parts import saved_part
 from deepspeed.zero.strategy import Sharding
@@ -108,9 +109,8 @@ class TrainingState:
 
     def frozen_parts(self, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
         """What this rank saves of each parameter that no optimizer trains. A collective in stage 3."""
-        with self.sharding.among_peers():
-            untrained = self._untrained(exclude_frozen=exclude_frozen)
-            return {name: saved_part(param) for name, param in untrained.items()}
+        untrained = self._untrained(exclude_frozen=exclude_frozen)
+        return {name: saved_part(param) for name, param in untrained.items()}
 
     def _untrained(self, *, exclude_frozen: bool) -> dict[str, torch.nn.Parameter]:
         """Frozen parameters; in stage 3 also others that the optimizer does not have: no shard of it holds them."""
@@ -133,7 +133,7 @@ class TrainingState:
         precision = self.training.precision
         scaler = precision.loss_scaler
         optimizer_state = {
-            **self._sharded_state(is_pending=is_pending),
+            **self.sharding.state_dict(is_pending=is_pending),
             "loss_scaler": scaler.state_dict(),
             "dynamic_loss_scale": scaler.is_dynamic,
             "overflow": scaler.overflow,
@@ -145,10 +145,6 @@ class TrainingState:
             "ds_config": redacted(self.config),
             "ds_version": __version__,
         }
-
-    def _sharded_state(self, *, is_pending: bool) -> dict[str, Any]:
-        with self.sharding.among_peers():
-            return self.sharding.state_dict(is_pending=is_pending)
 
     @property
     def loadable_stages(self) -> tuple[int, ...]:
@@ -183,6 +179,11 @@ class TrainingState:
                 f"load {path}: found an optimizer state of groups of {found} parameters, this run has {wanted}; "
                 "build the optimizer with the same groups, or load_optimizer_states=False"
             )
+        check_options(optimizer.param_groups, saved["param_groups"])
+        for there, here in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+            for number, param in zip(there["params"], here["params"], strict=True):
+                state = saved["state"].get(number, {})
+                check_state(state, f"parameter {number}", numel=param.numel(), dtype=param.dtype)
 
     def restore_optimizer(self, loaded: LoadedCheckpoint, *, with_states: bool) -> None:
         """Master weights and, with `with_states`, optimizer state and loss scale, after `check_optimizer`."""

@@ -23,7 +23,7 @@ def join_parts(own: Tensor | None, param: Tensor, ranks: GroupBackend) -> Tensor
     part = part_held(param)
     assert part is not None
     dtype = None if own is None else dtype_name(own.dtype)
-    held = all_gather_values((part.to_plain(), dtype), ranks.group)
+    held = all_gather_values((part.to_plain(), dtype), backend=ranks)
     known = [dtype for _, dtype in held if dtype is not None]
     if not known:
         return None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.optim.saved_values import check_dtype, check_moment, check_options, check_state, is_moment
 from deepspeed.zero.given_state import owned_copy
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.placement import MASTER
@@ -35,6 +36,7 @@ class SavedStates(ABC):
     trained: frozenset[str]
     param_groups: Sequence[Mapping[str, Any]]  # without their parameters
     names: Sequence[Sequence[str]]  # of the parameters, by the group of the file
+    are_mapped = False  # the files, so that values are read once, however often they are asked for
 
     @abstractmethod
     def master(self, name: str, start: int, numel: int) -> Tensor:
@@ -88,12 +90,28 @@ def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: 
     odd = {name: saved.others(name) for name in names.values()}
     states = [{**saved.dtypes(name), **saved.scalars(name), **its} for name, its in odd.items()]
     check_saved_state(optimizer, states, saved.param_groups)
+    check_options(optimizer.param_groups, saved.param_groups)
+    for name in names.values():
+        for key, dtype in saved.dtypes(name).items():
+            check_dtype(key, dtype, name, torch.float32)
+        check_state({**saved.scalars(name), **odd[name]}, name, numel=saved.shapes[name].numel(), dtype=torch.float32)
+    if saved.are_mapped:
+        _check_elements(sharding, saved, names)
     others = {key for its in odd.values() for key in its}
     if others and sharding.stage > 0 and not sharding.keeps_parameters_whole:
         raise CheckpointError(
             f"optimizer state {', '.join(sorted(others))}: found a shape that is not the parameter's, and stage "
             f"{sharding.stage} divides parameters; load it with the stage of the save"
         )
+
+
+def _check_elements(sharding: Stateful, saved: SavedStates, names: Mapping[int, str]) -> None:
+    """Ranges of the moments of which this rank has a part."""
+    for shard in _shards(sharding, names):
+        name, fragment = names[shard.index], shard.fragment
+        for key in filter(is_moment, saved.dtypes(name)):
+            values = saved.elements(name, key, fragment.param_start, fragment.numel)
+            check_moment(key, values, name, dtype=torch.float32)
 
 
 def _names(sharding: Stateful) -> dict[int, str]:

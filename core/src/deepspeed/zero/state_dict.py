@@ -26,6 +26,7 @@ from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
+from deepspeed.optim.saved_values import check_options, check_state
 from deepspeed.zero.division import Run
 from deepspeed.zero.given_state import owned_copy
 from deepspeed.zero.placement import MASTER
@@ -136,6 +137,7 @@ def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> No
         )
     if with_states and optimizer is not None:
         check_saved_state(optimizer, base["state"].values(), param_groups)
+        check_options(optimizer.param_groups, param_groups)
     if len(masters) != len(sharding.saved_groups):
         raise CheckpointError(
             f"optimizer state: found {len(masters)} parameter groups, this run has {len(sharding.saved_groups)}; "
@@ -148,6 +150,19 @@ def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> No
                 f"optimizer state of group {index}: found a partition of {master.numel()} elements, this run has "
                 f"{group.numel_in_file}; build the model of the save, or load with load_optimizer_states=False"
             )
+        if with_states and optimizer is not None:
+            _check_values(base["state"].get(index, {}), index, master)
+
+
+def _check_values(flat: Mapping[str, Any], index: int, master: Tensor) -> None:
+    """Types, sizes and ranges of a group's states, also of those that are kept one by one."""
+    scalars, odd = flat.get("parameter_scalars", {}), flat.get("parameter_states", {})
+    kept = {name: value for name, value in flat.items() if name not in PER_PARAMETER and name not in scalars}
+    check_state(kept, f"group {index}", numel=master.numel(), dtype=master.dtype)
+    for by_name in (scalars, odd):
+        for name, values in by_name.items():
+            for place, value in values.items():
+                check_state({name: value}, f"parameter {place} of group {index}", dtype=master.dtype)
 
 
 def restore(sharding: Stateful, saved: dict[str, Any], *, load_optimizer_states: bool) -> None:
@@ -247,7 +262,7 @@ def _move_by_parameter(
 
 def _gathered(sharding: Stateful, group: SavedGroup, value: Any) -> list[Any]:
     """The values of all ranks that have other parts of a group; in stage 0 every rank has all."""
-    return [value] if sharding.stage == 0 else all_gather_values(value, group.ranks.group)
+    return [value] if sharding.stage == 0 else all_gather_values(value, backend=group.ranks)
 
 
 def _packed(value: Any) -> list[Any]:

@@ -32,7 +32,7 @@ from deepspeed.comm.backend import Work
 from deepspeed.comm.failure import FailureRecord, handled_consequence
 from deepspeed.comm.libraries import timeout_of
 from deepspeed.comm.staging import StagingPool
-from deepspeed.errors import CommError, first_line
+from deepspeed.errors import CommError
 from torch.distributed import ProcessGroup
 
 from ds_ext_cpu.comm.boards import EPOCH_BITS, NOTHING_MORE, NUM_SLOTS, Meeting, Peer, PeerLeft, epoch_of, meet, what
@@ -44,6 +44,10 @@ def connect(group: ProcessGroup, staging: StagingPool) -> "DirectQueue | None":
     """The queue of `group`; None where not every rank can read every other's memory. Called by all ranks together."""
     meeting = meet(group)
     return None if meeting is None else DirectQueue(group, staging, meeting)
+
+
+class _Interrupted(CommError):
+    """An exception has ended this rank's part in a collective."""
 
 
 class _Abandoned(NamedTuple):
@@ -162,8 +166,8 @@ class DirectQueue:
 
     @property
     def _has_joined(self) -> bool:
-        """Whether a peer left, and this rank is in its epoch already."""
-        return isinstance(self._failure, PeerLeft)
+        """Whether a peer left, or this rank was interrupted, and it is in the next epoch already."""
+        return isinstance(self._failure, PeerLeft | _Interrupted)
 
     def wait_until(self, is_over: Callable[[], bool], number: int) -> None:
         """Go on with the collectives of all groups until `is_over`, which is about the collective `number`."""
@@ -225,13 +229,12 @@ class DirectQueue:
         except CommError as error:
             self._fail(error)
             raise
-        except BaseException as error:
-            self._fail(
-                CommError(
-                    f"a collective was interrupted: {first_line(error)}; destroy the process group and initialize it "
-                    "again"
-                )
-            )
+        except BaseException:  # such as an interrupt, in the middle of something
+            self._left_epoch = epoch_of(self._next)
+            self._failures.record(self._left_epoch)
+            self._keep([])
+            self._begin_epoch(self._left_epoch + 1)
+            self._failure = _Interrupted("a collective was interrupted, and its ranks have not left it (`abandon`)")
             raise
 
     def _advance_unless_left(self) -> bool:

@@ -1,0 +1,128 @@
+"""Whether what a checkpoint has of an optimizer can be what one left there. Asked before a load changes anything.
+
+`saved_state.py` tells kinds of optimizers apart by the names of their states; here the values are looked at: types,
+dtypes, sizes and ranges, of the states and options whose meaning is known. An optimizer that takes a text for its step
+count fails in its next step, and one that takes nan trains to nan.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import CheckpointError
+
+#: states with one number per element, and those of them that are sums of squares, or largest values
+_MOMENTS = frozenset(
+    {
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
+        *("acc_delta", "sum"),
+    }
+)
+_NOT_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"})
+_NUMBERS = frozenset({"step", "mu_product"})
+#: options that are at least 0, and those that are also below 1
+_AT_LEAST_0 = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "lr_decay", "step"})
+_BELOW_1 = frozenset({"betas", "alpha", "rho"})
+_CHUNK_NUMEL = 1 << 22
+
+
+def check_options(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Compare the options of saved groups with those of this run's groups, which they replace.
+
+    Raises:
+        CheckpointError: one has another type than here, or a value that it cannot have.
+    """
+    for index, (here, there) in enumerate(zip(own, saved, strict=False)):
+        for name, value in there.items():
+            if name != "params" and not _is_option(name, value, here.get(name)):
+                raise CheckpointError(
+                    f"optimizer state: found {name}={value!r:.60} in group {index}, where this run has "
+                    f"{here.get(name)!r:.60}; load another tag, or with load_optimizer_states=False"
+                )
+
+
+def _is_option(name: str, value: Any, own: Any) -> bool:
+    if isinstance(value, tuple | list):
+        same = isinstance(own, tuple | list) and len(own) == len(value)
+        return (same or own is None) and all(_is_option(name, each, 0.0 if same else None) for each in value)
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return own is None or value is None or isinstance(own, bool if isinstance(value, bool) else type(value))
+    number = _number(value)
+    if number is None:
+        return own is None or type(own) is type(value)
+    if isinstance(own, bool | str | tuple | list) or not math.isfinite(number):
+        return False
+    return not (name in _AT_LEAST_0 | _BELOW_1 and number < 0) and not (name in _BELOW_1 and number >= 1)
+
+
+def check_state(state: Mapping[str, Any], whose: str, *, numel: int | None = None, dtype: torch.dtype) -> None:
+    """Look at the states of a parameter, or of a flat group, by name.
+
+    Args:
+        whose: completes "optimizer state of".
+        numel: elements of the parameter, which its moments have, too; None: not to be compared.
+        dtype: of the weights that the optimizer updates: moments are no wider.
+
+    Raises:
+        CheckpointError: says what was found.
+    """
+    for name, value in state.items():
+        if name in _MOMENTS:
+            check_moment(name, value, whose, numel=numel, dtype=dtype)
+        elif name in _NUMBERS and value is not None and not _is_count(value):
+            raise _refusal(whose, name, f"{value!r:.60}, and a number of 0 or more is expected")
+
+
+def check_moment(name: str, value: Any, whose: str, *, numel: int | None = None, dtype: torch.dtype) -> None:
+    """One state of `check_state` that has one number per element."""
+    if value is None and name == "momentum_buffer":  # of SGD without momentum
+        return
+    if not isinstance(value, Tensor):
+        raise _refusal(whose, name, f"{value!r:.60}, and a tensor is expected")
+    check_dtype(name, value.dtype, whose, dtype)
+    if numel is not None and value.numel() != numel:
+        raise _refusal(whose, name, f"{value.numel()} elements, and the parameters have {numel}")
+    for chunk in value.reshape(-1).split(_CHUNK_NUMEL):
+        low, high = (each.item() for each in chunk.aminmax())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise _refusal(whose, name, "nan or infinity")
+        if name in _NOT_NEGATIVE and low < 0:
+            raise _refusal(whose, name, f"the value {low:g}, and no value below 0 is expected")
+
+
+def check_dtype(name: str, found: torch.dtype, whose: str, dtype: torch.dtype) -> None:
+    """The dtype of a state with one number per element."""
+    if name in _MOMENTS and not (found.is_floating_point and found.itemsize <= max(dtype.itemsize, 4)):
+        raise _refusal(whose, name, f"{found}, and the weights that the optimizer updates are {dtype}")
+
+
+def is_moment(name: str) -> bool:
+    """Whether `check_moment` knows the state."""
+    return name in _MOMENTS
+
+
+def _is_count(value: Any) -> bool:
+    number = _number(value)
+    return number is not None and math.isfinite(number) and number >= 0
+
+
+def _number(value: Any) -> float | None:
+    """A number, also in a tensor; None: it is none."""
+    if isinstance(value, Tensor):
+        is_real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+        return float(value) if is_real else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _refusal(whose: str, name: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"optimizer state of {whose}: {name} has {found}; load another tag, or with load_optimizer_states=False"
+    )

@@ -1,0 +1,127 @@
+"""Files of a checkpoint whose optimizer's side is of wrong types, sizes or ranges, or is of 50 million ranks."""
+
+import os
+import tracemalloc
+
+import pytest
+import torch
+from deepspeed.errors import CheckpointError
+from deepspeed.testing.engines import make_engine
+from deepspeed.testing.tiers import swept
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+
+OPTIMIZERS = {"AdamW": {"lr": 0.01}, "SGD": {"lr": 0.01, "momentum": 0.9}}
+MODEL, SHARD = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+MODEL_OF_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+
+def create_engine(stage, optimizer="AdamW"):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    return make_engine(model, stage, optimizer={"type": optimizer, "params": OPTIMIZERS[optimizer]})
+
+
+def train_step(engine):
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    engine.step()
+
+
+def put(value, path, make):
+    if not path:
+        return make(value)
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = put(copy[path[0]], path[1:], make)
+    return copy
+
+
+def first(tensor):
+    return tensor.reshape(-1)[:2].clone()
+
+
+STATE, GROUP = ("state", 0), ("param_groups", 0)
+WRONG = {
+    "a moment of another size": ("AdamW", (*STATE, "exp_avg"), first),
+    "a moment in fp64": ("AdamW", (*STATE, "exp_avg"), torch.Tensor.double),
+    "a moment of integers": ("AdamW", (*STATE, "exp_avg_sq"), torch.Tensor.long),
+    "a moment that is text": ("AdamW", (*STATE, "exp_avg"), lambda _: "abc"),
+    "a moment that is nan": ("AdamW", (*STATE, "exp_avg"), lambda each: torch.full_like(each, float("nan"))),
+    "a momentum of infinity": ("SGD", (*STATE, "momentum_buffer"), lambda each: torch.full_like(each, float("inf"))),
+    "a square below 0": ("AdamW", (*STATE, "exp_avg_sq"), lambda each: each - 1),
+    "a step that is text": ("AdamW", (*STATE, "step"), lambda _: "abc"),
+    "a step below 0": ("AdamW", (*STATE, "step"), lambda _: torch.tensor(-3.0)),
+    "betas that are one number": ("AdamW", (*GROUP, "betas"), lambda _: -1),
+    "three betas": ("AdamW", (*GROUP, "betas"), lambda _: (0.9, 0.9, 0.9)),
+    "a beta of 2**63": ("AdamW", (*GROUP, "betas"), lambda _: (2.0**63, 0.999)),
+    "a learning rate of nan": ("AdamW", (*GROUP, "lr"), lambda _: float("nan")),
+    "a learning rate that is text": ("SGD", (*GROUP, "lr"), lambda _: "fast"),
+    "a learning rate below 0": ("SGD", (*GROUP, "lr"), lambda _: -0.1),
+    "an eps that is a list": ("AdamW", (*GROUP, "eps"), lambda _: [1e-8]),
+    "states that are a list": ("AdamW", ("state",), lambda _: [1, 2]),
+    "states of a parameter that are text": ("AdamW", STATE, lambda _: "abc"),
+    "groups that are a number": ("AdamW", ("param_groups",), lambda _: 3),
+    "a group that is a list": ("AdamW", GROUP, lambda _: [1]),
+}
+IN_EVERY_RUN = {(0, "a moment of another size"), (1, "a moment that is nan"), (3, "betas that are one number")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "case"),
+    swept([(stage, case) for stage in (0, 1, 2, 3) for case in WRONG], lambda *each: each in IN_EVERY_RUN),
+)
+def test_states_that_cannot_be_are_refused_before_anything_changes(tmp_path, stage, case):
+    optimizer, where, make = WRONG[case]
+    engine = create_engine(stage, optimizer)
+    for _ in range(3):
+        train_step(engine)
+    engine.save_checkpoint(str(tmp_path), "t")
+    os.remove(tmp_path / "t" / "index.json")
+    path = tmp_path / "t" / (MODEL if stage == 0 else SHARD)
+    base = ("optimizer",) if stage == 0 else ("optimizer_state_dict", "base_optimizer_state")
+    torch.save(put(torch.load(path, weights_only=True), (*base, *where), make), path)
+    train_step(engine)
+    before = [param.detach().clone() for param in engine.module.parameters()]
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(str(tmp_path), "t")
+    if stage < 3:
+        assert all(map(torch.equal, before, engine.module.parameters()))
+    train_step(engine)
+    engine.destroy()
+
+
+def break_count(folder, key):
+    for path in folder.glob("*model_states.pt"):
+        torch.save({**torch.load(path, weights_only=True), key: 50_000_000}, path)
+
+
+def add_file(folder, name):
+    (folder / name).write_bytes(b"")
+
+
+HUGE = {
+    "dp_world_size": lambda folder: break_count(folder, "dp_world_size"),
+    "mp_world_size": lambda folder: break_count(folder, "mp_world_size"),
+    "a shard": lambda folder: add_file(folder, "zero_pp_rank_50000000_mp_rank_00_optim_states.pt"),
+    "a shard of another model rank": lambda folder: add_file(folder, "zero_pp_rank_0_mp_rank_50000000_optim_states.pt"),
+    "a model file": lambda folder: add_file(folder, "zero_pp_rank_50000000_mp_rank_00_model_states.pt"),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("case", HUGE)
+def test_nobody_counts_to_50_million(tmp_path, stage, case):
+    engine = create_engine(stage)
+    train_step(engine)
+    engine.save_checkpoint(str(tmp_path), "t")
+    os.remove(tmp_path / "t" / "index.json")
+    HUGE[case](tmp_path / "t")
+    tracemalloc.start()
+    try:
+        engine.load_checkpoint(str(tmp_path), "t")
+        assert case == "a shard of another model rank"  # which this run does not read
+    except CheckpointError as error:
+        assert len(str(error)) < 2000  # noqa: PT017
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 16 << 20
+    engine.destroy()
