@@ -40,6 +40,15 @@ class StateError(DeepSpeedError, RuntimeError):
     """A call came at a moment at which it is not legal, for example `step()` inside a backward."""
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, for messages.
+
+    >>> counted(1, "rank"), counted(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def first_line(error: BaseException) -> str:
     """What `error` says in its first line, for a message of one line; its type when it says nothing."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -315,7 +315,7 @@ def wrong_batch_job(name):
     [
         ("ends on the first stage", "StateError", r"rank 0 \(stage 0\) ended after 1 of 2 micro-batches"),
         ("ends on the last stage", "StateError", r"rank 1 \(stage 1\) ended after 1 of 2 micro-batches"),
-        ("absent", "StateError", r"rank 0 \(stage 0\) ended after 0 of 2 micro-batches"),
+        ("absent", "ConfigError", r"rank 0 \(stage 0\) is missing; pass an iterator"),
         ("fails", "StateError", "failed at micro-batch 1: OSError: the disk is gone"),
         ("fails to be made", "StateError", "failed at micro-batch 0: KeyError: 'pixels'"),
         ("no pairs", "ConfigError", r"gave a Tensor; a micro-batch is a pair \(inputs, labels\)"),

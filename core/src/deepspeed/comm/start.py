@@ -24,7 +24,7 @@ from deepspeed.comm.exit import settle_at_exit
 from deepspeed.comm.group_backend import forget, group_backend, plugin_backend, serve_by
 from deepspeed.comm.in_place_group import InPlaceGroup
 from deepspeed.comm.torch_group import TorchGroup
-from deepspeed.errors import CommError, first_line
+from deepspeed.errors import CommError, counted, first_line
 from deepspeed.log import log_dist
 from deepspeed.uncaught import report_to_launcher
 
@@ -99,7 +99,8 @@ def init_distributed(
         set_backend(offered)
     if verbose:
         log_dist(
-            f"process group of {placement.world_size} ranks over {library}, found in {placement.source}", ranks=[0]
+            f"process group of {counted(placement.world_size, 'rank')} over {library}, found in {placement.source}",
+            ranks=[0],
         )
 
 

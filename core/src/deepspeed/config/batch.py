@@ -65,5 +65,14 @@ def _inconsistent(train: int, micro: int, steps: int, world_size: int) -> str:
     product = micro * steps * world_size
     return (
         f"{TRAIN}: found {train}, which is not {MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x "
-        f"{world_size} = {product}; change one of them, or give two that divide evenly and leave the third out"
+        f"{world_size} = {product}; {_remedy(train, micro * steps, world_size)}"
     )
+
+
+def _remedy(train: int, samples_of_rank: int, world_size: int) -> str:
+    if world_size > 1 and train == samples_of_rank:
+        return (
+            f"it is right for 1 rank, so what wrote it saw one process where there are {world_size}; leave {TRAIN} "
+            "out, or start the script by the library's own launcher for as many processes"
+        )
+    return "change one of them, or give two that divide evenly and leave the third out"

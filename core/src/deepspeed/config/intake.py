@@ -54,6 +54,10 @@ def take_in(model: type[Section], data: Any, path: str = "", whole: type[Section
     """
     data = model.normalize(data)
     if not isinstance(data, Mapping):
+        if isinstance(data, bool):
+            switch = str(data).lower()
+            example = f'{{"enabled": {switch}}}' if "enabled" in json_keys(model) else "{...}"
+            raise ConfigError(f"{path or 'config'}: found {switch}; allowed: an object, such as {example}")
         raise ConfigError(f"{path or 'config'}: found {brief(redacted(data, path))}; allowed: an object, as in {{...}}")
     data = _moved(model, data, path)
     names = json_keys(model)

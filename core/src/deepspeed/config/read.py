@@ -7,13 +7,15 @@ import base64
 import binascii
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.config.bounds import MAX_CHARACTERS, MAX_DIGITS, brief, check_bounds, cut, too_deep
 from deepspeed.config.redact import redacted
 from deepspeed.errors import ConfigError
 
+_LONGEST_PATH = 4096
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -52,7 +54,25 @@ def _read(source: ConfigSource) -> dict[str, Any]:
     )
 
 
+def file_of(source: ConfigSource) -> str:
+    """The path of the file that the config comes from; "": from no file."""
+    if isinstance(source, os.PathLike):
+        return os.fspath(source)
+    return source if isinstance(source, str) and len(source) < _LONGEST_PATH and os.path.isfile(source) else ""
+
+
+@contextmanager
+def naming_file(path: str) -> Iterator[None]:
+    """Errors in keys, raised inside, begin with the file that they are in, if there is one."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") if path else error from None
+
+
 def _read_file(path: str) -> dict[str, Any]:
+    if path.lower().endswith((".yaml", ".yml")):
+        raise ConfigError(f"config: found {brief(path)}, a YAML file; write the configuration as JSON")
     try:
         with open(path, encoding="utf-8-sig") as file:  # editors on Windows begin a file with a byte order mark
             text = file.read(MAX_CHARACTERS + 1)

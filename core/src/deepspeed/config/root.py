@@ -46,7 +46,7 @@ from deepspeed.config.parallel import (
     TensorParallelConfig,
 )
 from deepspeed.config.precision import AmpConfig, BF16Config, DataTypesConfig, DType, FP16Config, TorchAutocastConfig
-from deepspeed.config.read import ConfigSource, read_config
+from deepspeed.config.read import ConfigSource, file_of, naming_file, read_config
 from deepspeed.config.redact import redacted
 from deepspeed.config.supported import check_supported, shown
 from deepspeed.config.wording import validated
@@ -199,6 +199,7 @@ class DeepSpeedConfig(Section):
 
     _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
     _auto: list[str] = PrivateAttr(default_factory=list)
+    _file: str = PrivateAttr(default="")
     _world_size: int = PrivateAttr(default=1)
 
     def __init__(
@@ -211,9 +212,12 @@ class DeepSpeedConfig(Section):
         batch_required: bool = True,
     ) -> None:
         raw = read_config(config)
-        intake = take_in(DeepSpeedConfig, raw)
         fill = super().__init__
-        validated("", DeepSpeedConfig, lambda: fill(**intake.values))
+        path = file_of(config)
+        with naming_file(path):
+            intake = take_in(DeepSpeedConfig, raw)
+            validated("", DeepSpeedConfig, lambda: fill(**intake.values))
+        self._file = path
         self._raw = raw
         self._auto = intake.auto
         self._world_size = _data_parallel_size(mpu, mesh_device) if world_size is None else world_size
@@ -250,7 +254,8 @@ class DeepSpeedConfig(Section):
             if waiting:
                 raise ConfigError(f"{waiting[0]}: found 'auto', which only Hugging Face's Trainer or Accelerate fills; "
                                   "write a number")  # fmt: skip
-        triple = resolve_batch(*sizes, world_size)
+        with naming_file(self._file):
+            triple = resolve_batch(*sizes, world_size)
         # by __dict__, not by setattr: model_fields_set keeps to what the user wrote
         self.__dict__.update({TRAIN: triple.train, MICRO: triple.micro, STEPS: triple.steps})
         self._auto = [name for name in self._auto if name not in (TRAIN, MICRO, STEPS)]
@@ -300,7 +305,8 @@ class DeepSpeedConfig(Section):
 
     def check_supported(self) -> None:
         """Raise ConfigError for what this version must not ignore, warn once for what it may. For the engine."""
-        check_supported(self)
+        with naming_file(self._file):
+            check_supported(self)
 
     def describe(self) -> str:
         """All resolved values, one "dotted.key  value" per line; what `dump_state` prints. `*` marks the user's own.

@@ -19,8 +19,9 @@ from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.model_ranks import Division, Experts
 from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.values import all_gather_values
-from deepspeed.config import DeepSpeedConfig, read_config
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.precision import torch_dtype
+from deepspeed.config.read import ConfigSource
 from deepspeed.config.zero import ZeroConfig
 from deepspeed.engine.accessors import read_answers
 from deepspeed.engine.device import check_dtypes, claim_device, local_rank
@@ -269,8 +270,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _config_source(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
-    """The one configuration among the three places that may name it, read."""
+def _config_source(args: Any, config: Any, config_params: Any) -> ConfigSource:
+    """The one configuration among the three places that may name it."""
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = {
         name: value
@@ -284,7 +285,7 @@ def _config_source(args: Any, config: Any, config_params: Any) -> dict[str, Any]
     sources = list(given.values())
     if any(source is not sources[0] and source != sources[0] for source in sources[1:]):
         raise ConfigError(f"initialize: found different configurations in {' and '.join(given)}; give one")
-    return sources[0] if isinstance(sources[0], dict) else read_config(sources[0])
+    return sources[0]  # type: ignore[no-any-return]
 
 
 def _start_communication(dist_init_required: bool | None, port: int) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -52,6 +53,7 @@ class Observers:
         self.tput_timer = tput_timer
         self.phase: Callable[[str], AbstractContextManager[None]] = breakdown.phase
         self._every = steps_per_print
+        self._prints = steps_per_print < math.inf
         self._shows_loss_scale = shows_loss_scale
         self._group = group
         self._loss: Tensor | None = None
@@ -65,7 +67,7 @@ class Observers:
 
     def saw_loss(self, loss: Tensor) -> None:
         """A backward of `loss` (divided by the accumulation steps) is done. The value stays on the device."""
-        if self.monitor.is_writing:
+        if self.monitor.is_writing or self._prints:
             loss = loss.detach().float()
             self._loss = loss if self._loss is None else self._loss + loss
 
@@ -90,7 +92,10 @@ class Observers:
         if is_shown:
             if stats.applied:
                 warn_unless_finite(stats.grad_norm)
-            log.announce(f"step={progress.global_steps}, skipped={progress.skipped_steps}, lr={lr}, mom={momentum}")
+            loss = "" if self._loss is None else f", loss={self._loss.item():.4g}"
+            log.announce(
+                f"step={progress.global_steps}, skipped={progress.skipped_steps}, lr={lr}, mom={momentum}{loss}"
+            )
         self.tput_timer.stop(global_step=True, report_speed=is_shown)
         if self.breakdown.enabled:
             self.breakdown.end_step()

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed import log
+from deepspeed.config.bounds import brief
 from deepspeed.config.optim import OptimizerConfig, SchedulerConfig
 from deepspeed.errors import ConfigError
 from deepspeed.optim import create_optimizer, create_scheduler, is_host_front
@@ -23,10 +24,20 @@ SchedulerLike = Any | DeepSpeedSchedulerCallable
 
 
 def trainable(module: torch.nn.Module, model_parameters: Parameters | None) -> list[Any]:
-    """The parameters or groups that the optimizer gets, without frozen ones."""
+    """The parameters or groups that the optimizer gets, without frozen ones.
+
+    Raises:
+        ConfigError: something else is among them, such as a name.
+    """
     if model_parameters is None:
         return [param for param in module.parameters() if param.requires_grad]
     given = list(model_parameters)
+    for each in given:
+        if not isinstance(each, torch.Tensor | dict | tuple):  # tuples: (name, parameter), which torch takes
+            raise ConfigError(
+                f"initialize: model_parameters holds {brief(each)} ({type(each).__name__}); pass parameters, such as "
+                "model.parameters(), or groups of them, as torch's optimizers take"
+            )
     return [
         {**group, "params": list(group["params"])}  # a generator, which can be read once
         if isinstance(group, dict) and isinstance(group.get("params"), Iterator)

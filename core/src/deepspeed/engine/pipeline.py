@@ -38,6 +38,7 @@ from deepspeed.pipe.schedule import (
 )
 from deepspeed.pipe.stage import Stage
 from deepspeed.pipe.topology import PipelineParallelGrid, layout_of
+from deepspeed.precision.dtype_hint import add_dtype_hint
 
 __all__ = ["PipelineEngine", "PipelineError"]
 
@@ -225,12 +226,11 @@ class PipelineEngine(DeepSpeedEngine):
     ) -> Batch:
         iterator = self._iterator if data_iter is None else data_iter
         loads = self.is_first_stage() or self.is_last_stage()
-        if loads and iterator is None:
-            iterator = iter(())
         try:
             return take_batch(
                 iterator if loads else None,
                 num_micros,
+                loads=loads,
                 call=call,
                 options=options or {},
                 backend=self._losses,
@@ -341,7 +341,11 @@ class _Compute:
         training.sharding.window.begin_forward()
         (inputs,), _ = training.precision.cast_inputs((inputs,), {})
         with self._observers.phase("forward"), training.precision.forward_context(), running(self._running):
-            return self._module(inputs, chunk)
+            try:
+                return self._module(inputs, chunk)
+            except (RuntimeError, ValueError) as error:
+                add_dtype_hint(error, training.precision.model_dtype, self._module.parameters(), (inputs,), {})
+                raise
 
     def loss(self, outputs: Any, labels: Any) -> Tensor:
         if self._module.loss_fn is None:

@@ -7,9 +7,14 @@ import torch
 from deepspeed import comm
 from deepspeed._version import __version__
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
+from deepspeed.errors import counted
 from deepspeed.ops import registry
 from deepspeed.ops.kernel_optimizer import KernelOptimizer
+from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of
+from deepspeed.parallel.model_part import part_held
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.precision import Autocast, Precision
 from deepspeed.zero.param_unit import shape_of
 
@@ -20,11 +25,11 @@ if TYPE_CHECKING:
 def start_line(engine: "DeepSpeedEngine") -> str:
     """Ranks, device, backend, ZeRO stage, dtype, number of parameters, the optimizer with its kernel, and clipping.
 
-    Called when the sharding is attached: by then the kernel was loaded, and the ranks have agreed on whether to use it.
+    Called by all ranks when the sharding is attached: by then the kernel was loaded, and the ranks have agreed on
+    whether to use it. With several pipeline stages a collective of them.
     """
-    num_ranks = comm.get_world_size()
     facts = [
-        f"{num_ranks} rank{'s' if num_ranks > 1 else ''}",
+        counted(comm.get_world_size(), "rank"),
         f"device {get_accelerator().device_name()}",
         f"backend {torch.distributed.get_backend()}",
         f"ZeRO stage {engine.sharding.stage}",
@@ -47,10 +52,36 @@ def _clipping(precision: Precision) -> str:
 
 
 def _parameters(engine: "DeepSpeedEngine") -> str:
-    parameters = list(engine.module.parameters())
-    numel = sum(shape_of(parameter).numel() for parameter in parameters)
-    trained = sum(shape_of(parameter).numel() for parameter in parameters if parameter.requires_grad)
+    """Of the whole model, whatever this rank holds of it."""
+    module, mesh = engine.module, engine.mesh
+    elsewhere = _counted_by_another_stage(module, mesh.rank("pp"))
+    own = [param for param in module.parameters() if id(param) not in elsewhere]
+    numels = {id(param): _whole_numel(param, mesh.size("tp")) for param in own}
+    counts = [sum(numels.values()), sum(numels[id(param)] for param in own if param.requires_grad)]
+    if mesh.size("pp") > 1:
+        counts = [sum(each) for each in zip(*all_gather_values(counts, mesh.group("pp")), strict=True)]
+    numel, trained = counts
     return f"{numel:,} parameters" + (f" ({trained:,} trained)" if trained != numel else "")
+
+
+def _whole_numel(param: torch.Tensor, tp_size: int) -> int:
+    """Elements of the parameter on all ranks that divide the model."""
+    part = part_held(param)
+    numel = (shape_of(param) if part is None else part.shape).numel()
+    group = expert_group_of(param)
+    if group is not None and (part is None or part.name or part.is_whole):  # else its shape has all experts
+        numel *= int(group.removeprefix(EXPERT_PREFIX))
+    elif part is None and getattr(param, "tensor_model_parallel", False):  # a layer of the user's own
+        numel *= tp_size
+    return numel
+
+
+def _counted_by_another_stage(module: torch.nn.Module, stage: int) -> set[int]:
+    """Ids of the parameters that an earlier pipeline stage has too."""
+    if not isinstance(module, PipelineModule):
+        return set()
+    later = [key for key, stages in module.tied_stages().items() if key in module.tied_modules and stages[0] < stage]
+    return {id(param) for key in later for param in module.tied_modules[key].parameters()}
 
 
 def _optimizer(engine: "DeepSpeedEngine") -> str:

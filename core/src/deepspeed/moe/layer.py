@@ -182,6 +182,11 @@ class MoE(nn.Module):
             output [..., H]; the losses of the gate, a scalar; choices of each expert by this rank's tokens, [E] int64,
             before any was dropped.
         """
+        if hidden_states.shape[-1] != self.hidden_size:
+            raise ConfigError(
+                f"MoE: found inputs of width {hidden_states.shape[-1]}, and hidden_size {self.hidden_size}; give the "
+                "layer the width of its inputs"
+            )
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
             dense = self.mlp(hidden_states)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 
 #: ranks along these see different samples; "dp" names both
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -170,7 +170,7 @@ def read_layout(param: object, world_size: int, asked_by: str = "mesh_param") ->
     if product != world_size:
         raise ConfigError(
             f"{asked_by}: {' x '.join(f'{axis} {sizes.get(axis, 1)}' for axis in _GIVEN_AXES)} = {product}, but the "
-            f"world has {world_size} ranks; the sizes must multiply to it"
+            f"world has {counted(world_size, 'rank')}; the sizes must multiply to it"
         )
     return grid(**sizes, ranks=tuple(range(world_size)))
 

@@ -33,6 +33,7 @@ def take_batch(
     iterator: Iterator[Any] | None,
     num_micro_batches: int,
     *,
+    loads: bool,
     call: str,
     options: Mapping[str, Any],
     backend: GroupBackend,
@@ -44,8 +45,9 @@ def take_batch(
     """Take the micro-batches of one batch. A collective of `backend`.
 
     Args:
-        iterator: None on stages that load nothing.
+        iterator: None: the caller has none.
         num_micro_batches: to take.
+        loads: whether this stage takes samples.
         call: names the engine's method, for errors.
         options: of the call; those of all ranks are the same.
         backend: of all ranks of the engine.
@@ -60,7 +62,7 @@ def take_batch(
             make different calls.
     """
     taken, problem = [], ""
-    if iterator is not None:
+    if loads:
         try:
             taken = _take(iterator, num_micro_batches, batch_fn)
         except (StateError, ConfigError) as error:
@@ -88,8 +90,17 @@ def take_batch(
 
 
 def _take(
-    iterator: Iterator[Any], num_micro_batches: int, batch_fn: Callable[[Any], Any] | None
+    iterator: Iterator[Any] | None, num_micro_batches: int, batch_fn: Callable[[Any], Any] | None
 ) -> list[tuple[Any, Any]]:
+    if iterator is None:
+        raise ConfigError(
+            "is missing; pass an iterator, or training_data to initialize, or call set_dataloader(loader)"
+        )
+    if not isinstance(iterator, Iterator):
+        raise ConfigError(
+            f"is a {type(iterator).__name__}, of which each call would take the first samples; pass iter(...) of it, "
+            "kept between calls, or call set_dataloader(loader)"
+        )
     taken: list[tuple[Any, Any]] = []
     for number in range(num_micro_batches):
         try:

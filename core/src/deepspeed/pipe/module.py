@@ -81,6 +81,11 @@ class PipelineModule(Module):
         sample_inputs: Any = None,
     ) -> None:
         super().__init__()
+        if not isinstance(layers, Iterable):
+            raise ConfigError(
+                f"PipelineModule: layers is {type(layers).__name__}, which cannot be cut into stages; give a list of "
+                "layers (modules, functions, LayerSpecs) or a torch.nn.Sequential, which run one after another"
+            )
         self._specs = list(layers)
         self._topology = _topology(num_stages, topology)
         self.num_stages = max(1, self._topology.get_dim("pipe"))
@@ -290,6 +295,11 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
         raise ConfigError("PipelineModule: found neither num_stages nor topology; give one of them")
     if num_stages < 1 or world_size % num_stages:
         allowed = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        if world_size == 1:
+            raise ConfigError(
+                f"PipelineModule: found {num_stages} stages and 1 rank; start the script on more of them, such as "
+                f"`deepspeed --num_accelerators {max(num_stages, 1)} script.py`, or use num_stages=1"
+            )
         raise ConfigError(
             f"PipelineModule: found {num_stages} stages for {world_size} ranks, which must divide evenly among them; "
             f"use {allowed}"

@@ -106,7 +106,7 @@ MALFORMED = [
         "zero_optimization.offload_param.buffer_count: found 0; allowed: an integer >= 1",
     ),
     ({"fp16": {"enabled": "yes"}}, "fp16.enabled: found 'yes'; allowed: true or false; write it without quotes"),
-    ({"fp16": True}, "fp16: found True; allowed: an object, as in {...}"),
+    ({"fp16": True}, 'fp16: found true; allowed: an object, such as {"enabled": true}'),
     ({"gradient_clipping": -1.0}, "gradient_clipping: found -1.0; allowed: a number >= 0"),
     ({"gradient_clipping": float("nan")}, "gradient_clipping: found nan; allowed: a number >= 0"),
     ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: is missing; write a string"),

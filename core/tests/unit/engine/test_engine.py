@@ -372,7 +372,7 @@ def test_steps_are_printed_as_asked_for(make_engine, lines):
     train(make_engine(Net(), steps_per_print=2), 5)
     printed = [text for _, text in lines if text.startswith("step=")]
     assert [text.split(",")[0] for text in printed] == ["step=2", "step=4"]
-    assert re.fullmatch(r"step=2, skipped=0, lr=\[0\.1\], mom=\[.*0\.9.*0\.999.*\]", printed[0])
+    assert re.fullmatch(r"step=2, skipped=0, lr=\[0\.1\], mom=\[.*0\.9.*0\.999.*\], loss=\S+", printed[0])
 
 
 def test_every_tenth_step_is_printed(make_engine, lines):

@@ -1,0 +1,112 @@
+"""Wrong calls whose message once blamed something else."""
+
+import json
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.batch import resolve_batch
+from deepspeed.errors import ConfigError
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+@pytest.fixture
+def net():
+    return nn.Linear(4, 4)
+
+
+@pytest.fixture
+def pipeline(single_rank):
+    """A factory of engines of one stage, which are destroyed afterwards."""
+    made = []
+
+    def make(**keys):
+        module = PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=nn.MSELoss())
+        made.append(deepspeed.initialize(model=module, config={**CONFIG, **keys})[0])
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.destroy()
+
+
+def test_names_in_place_of_parameters(net, single_rank):
+    with pytest.raises(ConfigError, match=r"model_parameters holds 'weight' \(str\); pass parameters"):
+        deepspeed.initialize(model=net, model_parameters=["weight", "bias"], config=CONFIG)
+
+
+def test_a_yaml_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("train_batch_size: 2\n")
+    with pytest.raises(ConfigError, match=r"a YAML file; write the configuration as JSON"):
+        DeepSpeedConfig(str(path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"zero_optimization": {"stag": 2}}, r"zero_optimization.stag: found an unknown key"),
+        ({"zero_optimization": {"stage": 9}}, r"zero_optimization.stage: found 9"),
+        ({"train_batch_size": 3}, r"train_batch_size: found 3, which is not a multiple"),
+    ],
+)
+def test_an_error_in_a_key_names_the_file(keys, message, tmp_path):
+    path = tmp_path / "my config.json"
+    path.write_text(json.dumps({**CONFIG, **keys}))
+    with pytest.raises(ConfigError, match=f"my config.json: {message}"):
+        DeepSpeedConfig(path)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        DeepSpeedConfig({**CONFIG, **keys})
+
+
+@pytest.mark.parametrize("section", ["fp16", "flops_profiler"])
+@pytest.mark.parametrize("value", [True, False])
+def test_true_in_place_of_a_section(section, value):
+    switch = str(value).lower()
+    with pytest.raises(ConfigError, match=f'found {switch}; allowed: an object, such as {{"enabled": {switch}}}'):
+        DeepSpeedConfig({**CONFIG, section: value})
+
+
+def test_stages_without_a_launcher(single_rank):
+    with pytest.raises(ConfigError, match=r"found 2 stages and 1 rank; .*`deepspeed --num_accelerators 2 script.py`"):
+        PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2)
+
+
+def test_a_whole_model_as_layers(single_rank):
+    with pytest.raises(ConfigError, match="layers is TransformerEncoderLayer, which cannot be cut into stages"):
+        PipelineModule(nn.TransformerEncoderLayer(4, 1), num_stages=1)
+
+
+def test_a_pipeline_without_data(pipeline):
+    with pytest.raises(ConfigError, match=r"data iterator of rank 0 \(stage 0\) is missing; pass an iterator"):
+        pipeline().train_batch()
+
+
+def test_a_loader_in_place_of_an_iterator(pipeline):
+    loader = DataLoader(TensorDataset(torch.randn(4, 4), torch.randn(4, 4)), batch_size=2)
+    with pytest.raises(ConfigError, match=r"is a DataLoader, .* pass iter\(\.\.\.\) of it"):
+        pipeline().train_batch(loader)
+
+
+def test_inputs_of_another_dtype_in_a_pipeline(pipeline):
+    data = iter([(torch.randn(2, 4), torch.randn(2, 4))])
+    with pytest.raises(RuntimeError, match="config's bf16 made the model's parameters bfloat16, .* inputs of float32"):
+        pipeline(bf16={"enabled": True}).train_batch(data)
+
+
+def test_experts_of_another_width():
+    with pytest.raises(ConfigError, match="found inputs of width 4, and hidden_size 8"):
+        MoE(hidden_size=8, expert=nn.Linear(8, 8), num_experts=2)(torch.randn(2, 4))
+
+
+def test_batch_sizes_of_a_library_that_saw_one_process():
+    with pytest.raises(ConfigError, match="right for 1 rank, so what wrote it saw one process where there are 2"):
+        resolve_batch(8, 4, 2, world_size=2)
+    with pytest.raises(ConfigError, match="change one of them"):
+        resolve_batch(9, 4, 2, world_size=2)
