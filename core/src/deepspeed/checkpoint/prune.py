@@ -1,6 +1,7 @@
 """Which tags are old enough to be removed, and their removal: `checkpoint.keep_last`, and `ds_ckpt prune`."""
 
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from deepspeed.checkpoint import layout
@@ -14,7 +15,7 @@ from deepspeed.log import logger, warn_once
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What `plan_prune` found; tags are in the order of their age, oldest first."""
+    """What `plan_prune` found; tags are in the order of their steps, the first ones first."""
 
     removed: list[SavedTag]
     kept: dict[str, str]
@@ -22,14 +23,16 @@ class PrunePlan:
 
 
 def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> PrunePlan:
-    """Which tags of `directory` to remove such that the `keep_last` newest complete ones stay. Changes nothing.
+    """Which tags of `directory` to remove such that the `keep_last` last complete ones stay. Changes nothing.
 
-    A tag is complete when every file of its index is there with its size. Never removed: what `latest` names, what a
+    The last ones are those of the most global steps, and among those of as many, or where steps are not known, those
+    that were saved last: clocks may be set back. A tag is complete when every file of its index is there with its size,
+    and, of those that stay, when the lists of tensors in the index fit. Never removed: what `latest` names, what a
     symbolic link in the directory leads to, links, folders without a readable index (other programs' and older
     checkpoints), and folders that hold other files too.
 
     Args:
-        newest: a tag that was saved just now, whatever the clocks of earlier saves were; it is one of those that stay.
+        newest: a tag that was saved just now, whatever the steps of others are; it is one of those that stay.
 
     Raises `CheckpointError` when `latest` cannot be read.
     """
@@ -38,9 +41,10 @@ def plan_prune(directory: Path, keep_last: int, newest: str | None = None) -> Pr
     removed: list[SavedTag] = []
     kept: dict[str, str] = {}
     num_complete = 0
-    for tag in reversed(sorted(saved_tags(directory), key=lambda tag: tag.name == newest)):  # noqa: C413 - stable
+    for tag in sorted(saved_tags(directory), key=lambda tag: _place(tag, newest), reverse=True):
         is_recent = num_complete < keep_last
-        num_complete += tag.index is not None and not tag.faults(content=False)
+        if is_recent and tag.index is not None and not tag.faults(content=False):
+            num_complete += tag.name == newest or not tag.fault_in_table
         why = _why_never(tag, directory)
         if not why and tag.name == latest:
             why = "named by latest"
@@ -68,6 +72,11 @@ def prune(directory: Path, keep_last: int, store: IndexedStore | FolderStore, ne
             logger.info("checkpoint.keep_last: %d: removed %s", keep_last, tag.folder)
         except CheckpointError as error:
             warn_once(f"checkpoint.keep_last: {error}", (-1,))
+
+
+def _place(tag: SavedTag, newest: str | None) -> tuple[bool, int, datetime]:
+    steps = tag.index.saved.get("global_steps") if tag.index is not None else None
+    return tag.name == newest, -1 if steps is None else steps, tag.saved_at
 
 
 def _why_never(tag: SavedTag, directory: Path) -> str:

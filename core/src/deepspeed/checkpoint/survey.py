@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.index import Index, read_index
+from deepspeed.checkpoint.tensor_index import fault_in_table
 from deepspeed.checkpoint.verify import check_content, check_size
 from deepspeed.errors import CheckpointError
 
@@ -40,13 +41,26 @@ class SavedTag:
         """What is wrong with the files, by the name of each that is missing or damaged. Without an index: its trouble.
 
         Args:
-            content: read the files and compare their checksums; else only their sizes are compared.
+            content: read the files and compare their checksums, and read the lists of tensors; else only sizes are
+                compared.
             advance: as for `checksums_of`.
         """
         if self.index is None:
             return {layout.INDEX_FILE: self.trouble} if self.trouble else {}
         found = {entry.name: self.fault_in(entry.name, content=content, advance=advance) for entry in self.index.files}
+        if content:
+            found[layout.INDEX_FILE] = self.fault_in_table
         return {name: fault for name, fault in found.items() if fault}
+
+    @cached_property
+    def fault_in_table(self) -> str:
+        """What is wrong with the lists of tensors in the index, which are read for this; empty when nothing is."""
+        try:
+            index = read_index(self.folder)
+        except CheckpointError as error:
+            return str(error)
+        fault = fault_in_table(index) if index is not None else ""
+        return f"{self.folder / layout.INDEX_FILE}: {fault}. Load another tag." if fault else ""
 
     def fault_in(self, name: str, *, content: bool, advance: Callable[[int], object] | None = None) -> str:
         """What is wrong with one file of the index; empty when nothing is."""

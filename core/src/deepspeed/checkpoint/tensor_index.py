@@ -312,7 +312,11 @@ class TensorTable:
     def entry(self, name: str, mp_rank: int = 0) -> TensorEntry:
         """The parameter or buffer of this name. KeyError where there is none."""
         row = self._rows[mp_rank, name]
+        names = {name}
         while "same_as" in row:
+            if row["same_as"] in names:
+                raise ValueError(f"{name} is the same as itself")
+            names.add(row["same_as"])
             row = self._rows[mp_rank, row["same_as"]]
         shape = tuple(row["shape"])
         keys = self._groups[row["group"]] if "group" in row else {}
@@ -331,3 +335,30 @@ class TensorTable:
                 offset = record.offset + start * itemsize_bytes(record.dtype) if record.stride is None else None
                 yield Piece(entry.name, key, record.dtype, start, numel, offset)
                 left -= numel
+
+
+def fault_in_table(index: Index) -> str:
+    """What is wrong with the table of an index, which as a whole is as it was written; empty where nothing is."""
+    if index.tensors is None:
+        return ""
+    try:
+        table = TensorTable(index)
+        records = {entry.name: entry.tensors or {} for entry in index.files}
+        for entry in table:
+            for value, pieces in entry.values.items():
+                _check_pieces(entry, value, pieces, records)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError) as error:
+        return f"its table of tensors is damaged ({type(error).__name__}: {first_line(error)})"
+    return ""
+
+
+def _check_pieces(
+    entry: TensorEntry, value: str, pieces: Sequence[Piece], records: Mapping[str, Mapping[Key, TensorRecord]]
+) -> None:
+    """ValueError where the pieces are not in their tensors, or are not all of the parameter."""
+    for piece in pieces:
+        if min(piece.start, piece.numel) < 0 or piece.start + piece.numel > records[piece.file][piece.key].numel:
+            raise ValueError(f"{value} of {entry.name} lies outside of the tensor {piece.key} of {piece.file}")
+    numel = sum(piece.numel for piece in pieces)
+    if numel != math.prod(entry.shape):
+        raise ValueError(f"{value} of {entry.name} has {numel} elements in the files, and the shape {entry.shape}")

@@ -67,7 +67,7 @@ def _why(error: Exception) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     act: Callable[[str], Outcome] = _show if options.list else warm
     try:
         outcomes = [_told(act(op), named=bool(options.ops)) for op in options.ops or registry.op_names()]

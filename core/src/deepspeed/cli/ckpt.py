@@ -16,7 +16,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint.convert import FORMATS
 from deepspeed.checkpoint.index import DamagedCheckpoint
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     meaning = "Look at checkpoints, verify them, remove old ones, and convert them."
     parser = make_parser("ds_ckpt", meaning)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Intermixed)
     verify = _command(commands, "verify", "read every file and compare it with its checksums")
     verify.add_argument("tags", metavar="TAG", nargs="*", help="only these; default: all")
     show = _command(commands, "show", "list the tags, or what is in one")
@@ -73,8 +73,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Intermixed(argparse.ArgumentParser):
+    """Takes TAG after an option, too; argparse gives what is left out before one its default."""
+
+    _is_inside = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse's, which calls it again in parts."""
+        if self._is_inside:
+            return super().parse_known_args(args, namespace)
+        self._is_inside = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_inside = False
+
+
 def _command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: "argparse._SubParsersAction[_Intermixed]",
     name: str,
     meaning: str,
     where: str = "the directory, or URL,",

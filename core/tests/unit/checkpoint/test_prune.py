@@ -1,7 +1,9 @@
 """`checkpoint.keep_last`: which tags a save removes, and which never; and the tag that a failed load offers."""
 
+import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,13 +75,56 @@ def test_what_is_no_checkpoint_of_ours_stays(tmp_path):
     assert reasons["y"] == "named by latest"
 
 
-def test_lists_of_tensors_are_not_looked_at(tmp_path, monkeypatch):
+def test_lists_of_tensors_of_what_goes_are_not_looked_at(tmp_path, monkeypatch):
     save(tmp_path, "a", "b", "c")
     assert read_index(tmp_path / "a").tensors is not None
     monkeypatch.setattr(index, "_record", lambda *values: pytest.fail("the tensors of a file were parsed"))
     monkeypatch.setattr(index, "_table", lambda tensors: pytest.fail("the table was parsed") if tensors else None)
-    plan = plan_prune(tmp_path, 1)
+    plan = plan_prune(tmp_path, 1, newest="c")
     assert ([tag.name for tag in plan.removed], list(plan.kept)) == (["a", "b"], ["c"])
+
+
+def test_tags_of_more_steps_stay_after_the_clock_was_set_back(tmp_path, monkeypatch):
+    describe, at = checkpointer.describe_save, {}
+    monkeypatch.setattr(checkpointer, "describe_save", lambda *values: {**describe(*values), **at})
+    for steps, year in ((100, 2025), (200, 2026), (300, 2001), (400, 2002)):
+        at.update(at=f"{year}-01-01T00:00:00+00:00", global_steps=steps)
+        save(tmp_path, f"s{steps}")
+    assert [tag.name for tag in plan_prune(tmp_path, 2).removed] == ["s100", "s200"]
+    at.update(at="2000-01-01T00:00:00+00:00", global_steps=500)
+    save(tmp_path, "s500", keep_last=2)
+    assert sorted(names(tmp_path)) == ["s400", "s500"]
+
+
+def change_table(folder, change):
+    """Write another table into the index, which then has a checksum that fits."""
+    known = read_index(folder)
+    tables = json.loads(json.dumps(known.tensors))
+    change(tables)
+    (folder / "index.json").write_bytes(replace(known, tensors=tables).to_bytes())
+
+
+MALFORMED = {
+    "no name": lambda table: table["entries"][0].pop("name"),
+    "text": lambda table: table["entries"].append("abc"),
+    "no such file": lambda table: table["entries"][0]["weight"].update(parts=[[7, 1, 0, 2]]),
+    "no such tensor": lambda table: table["entries"][0]["weight"].update(key=["module", "v"]),
+    "beyond its end": lambda table: table["entries"][0]["weight"].update(parts=[[0, 1, 1, 2]]),
+    "another shape": lambda table: table["entries"][0].update(shape=[5]),
+    "the same as itself": lambda table: table["entries"].append({"name": "x", "same_as": "x"}),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_tag_with_a_malformed_table_does_not_count(tmp_path, case):
+    save(tmp_path, "a", "b", "c")
+    change_table(tmp_path / "c", MALFORMED[case])
+    plan = plan_prune(tmp_path, 1)
+    assert [tag.name for tag in plan.removed] == ["a"]
+    assert list(plan.kept) == ["b", "c"]
+    faults = {tag.name: tag.faults(content=True) for tag in saved_tags(tmp_path)}
+    assert not faults["b"]
+    assert "table of tensors is damaged" in faults["c"]["index.json"]
 
 
 def test_an_incomplete_tag_does_not_count(tmp_path):

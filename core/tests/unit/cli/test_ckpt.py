@@ -67,6 +67,14 @@ def test_verify_names_each_damaged_file(saved, ask):
     assert ask("verify", saved, "s2")[0] == 0
 
 
+@pytest.mark.parametrize("order", [("--json", "DIR", "s1"), ("DIR", "--json", "s1"), ("DIR", "s1", "--json")])
+@pytest.mark.parametrize("command", ["verify", "show"])
+def test_a_tag_may_follow_an_option(saved, capsys, command, order):
+    assert main([command, *(str(saved) if each == "DIR" else each for each in order)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert "s2" not in json.dumps(record)
+
+
 @pytest.mark.parametrize("name", [MODEL, SHARD, "index.json"])
 def test_verify_finds_a_flipped_bit_in_any_file(saved, ask, name):
     flip_bit(saved / "s2" / name)
