@@ -44,6 +44,7 @@ KERNEL_LANGUAGES = ("none", "cpp", "cuda", "sycl", "own")  # that the template r
 # Intel's SYCL runtime, with its compiler for kernels given as text and its OpenCL for CPUs: 1.7 GB.
 SYCL_RUNTIME = "dpcpp-cpp-rt==2026.2.0"
 ORIGINAL_DEEPSPEED = "deepspeed==0.19.6"
+NEWEST_DEEPSPEED = "deepspeed==0.19.8"  # whose names and keys are taken too
 # The ends of the range of torch that core/pyproject.toml promises, beside the release of constraints.txt. On PyPI
 # they are CUDA builds, of some gigabytes each.
 TORCH_RANGE = {"oldest": "torch==2.6.*", "newest": "torch"}
@@ -192,8 +193,13 @@ def downstream(session: nox.Session) -> None:
 
 @nox.session
 def deepspeed(session: nox.Session) -> None:
-    """Checkpoints from DeepSpeed itself to here and back; it has an environment of its own, which sees our torch."""
+    """DeepSpeed itself: its names, keys and defaults as in our tables, and checkpoints from it to here and back.
+
+    The names are read from the sdists of the pinned and of the newest version. It runs in an environment of its own,
+    which sees our torch.
+    """
     _prepare(session)
+    _compare_names(session)
     python = _beside(session, "original")
     if not (python.parent / "ds").exists():
         pip = (str(python), "-m", "pip", "install", "--quiet", "--ignore-installed")
@@ -219,6 +225,19 @@ def torch(session: nox.Session, version: str) -> None:
     session.run(*run, *OF_TORCH, *session.posargs, env=TEST_ENV, external=True)
     sockets = [f"core/tests/ranks/test_{name}.py" for name in OF_SOCKETS]
     session.run(*run, *sockets, *session.posargs, env={**TEST_ENV, "DS_COMM_DIRECT": "0"}, external=True)
+
+
+def _compare_names(session: nox.Session) -> None:
+    """The names, signatures and defaults in both sdists are those that the tests compare ours with."""
+    sdists = Path(session.create_tmp()) / "sdists"
+    for requirement in (ORIGINAL_DEEPSPEED, NEWEST_DEEPSPEED):
+        if not (sdists / f"{requirement.replace('==', '-')}.tar.gz").exists():
+            flags = ("--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(sdists))
+            build = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+            session.run(PYTHON, "-m", "pip", "download", *flags, requirement, env=build, external=True)
+    session.run(PYTHON, "docs/generate/deepspeed_names.py", str(sdists), "--check", external=True)
+    tests = [str(TESTS / "compat" / name) for name in ("test_names.py", "test_defaults.py")]
+    session.run(PYTHON, "-m", "pytest", "-q", *tests, env=TEST_ENV, external=True)
 
 
 @nox.session

@@ -3,13 +3,25 @@
 `core/tests/house/test_compatibility_fresh.py` fails when the page and the tables differ.
 """
 
+import importlib
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
-from deepspeed.compatibility import DEFAULTS, ENGINE_METHODS, FEATURES, MODULES, ROWS
+from deepspeed._absent import is_absent, is_absent_module
+from deepspeed.compatibility import (
+    DEFAULTS,
+    ENGINE_METHODS,
+    FEATURES,
+    MODULES,
+    ROWS,
+    Feature,
+    feature_of,
+    upstream_names,
+)
 from deepspeed.config.supported import shown
 from deepspeed.engine.accessors import ATTRIBUTES, DELEGATED, FROM_CONFIG, FROM_ENGINE
 from torch.nn import Module
@@ -64,9 +76,21 @@ _FEATURES = """
 """
 
 
+_OTHERS = """
+## Other modules and names
+
+Every other module and public name of DeepSpeed 0.19.6 and 0.19.8, by the feature whose sentence it refuses with. A
+module without names is not here as a whole; of one with names, the others are here.
+
+| feature | instead | modules and names, below `deepspeed` |
+|---|---|---|
+"""
+
+
 def render() -> str:
     """The whole page."""
-    return _HEAD + "".join(_areas()) + _DEFAULTS + "".join(_defaults()) + _methods() + _FEATURES + "".join(_features())
+    head = _HEAD + "".join(_areas()) + _DEFAULTS + "".join(_defaults()) + _methods()
+    return head + _FEATURES + "".join(_features()) + _OTHERS + "".join(_others())
 
 
 def _areas() -> Iterator[str]:
@@ -98,6 +122,19 @@ def _features() -> Iterator[str]:
         modules = [name for name, module in MODULES.items() if module.feature == key]
         listed = "<br>".join(f"`{name}`{_names(name)}" for name in modules)
         yield f"| {feature.title} | {feature.instead} | {listed} |\n"
+
+
+def _others() -> Iterator[str]:
+    by_feature: dict[Feature, list[str]] = defaultdict(list)
+    for module, names in sorted(upstream_names().items()):
+        below, here = module.removeprefix("deepspeed").removeprefix("."), importlib.import_module(module)
+        absent = [name for name in names if is_absent(getattr(here, name))]
+        if below in MODULES or not (absent or is_absent_module(here)):
+            continue
+        listed = "" if is_absent_module(here) else f": {', '.join(absent)}"
+        by_feature[feature_of(module)].append(f"`{below or 'deepspeed'}`{listed}")
+    for feature, modules in sorted(by_feature.items(), key=lambda item: item[0].title.lower()):
+        yield f"| {feature.title} | {feature.instead} | {'<br>'.join(modules)} |\n"
 
 
 def _names(module: str) -> str:

@@ -24,8 +24,10 @@ _ALIAS = '''"""Old address of `{new}`. {by}"""
 import sys
 
 import {new}
+from deepspeed._absent import complete
 from {new} import *{noqa}
 
+complete(__name__, {new})
 sys.modules[__name__] = {new}
 '''
 
@@ -34,6 +36,8 @@ _COLLECTION = '''"""Old address of names that live elsewhere. {by}"""
 {imports}
 
 __all__ = [{names}]
+
+complete(__name__)
 '''
 
 _PACKAGE = '''"""Old addresses, each loaded when it is first used. {by}"""
@@ -122,7 +126,7 @@ def _alias(old: str, new: str) -> str:
 def _collection(names: dict[str, str]) -> str:
     return _COLLECTION.format(
         by=_BY,
-        imports="\n".join(_imports(names)),
+        imports="\n".join(sorted([*_imports(names), "from deepspeed._absent import complete"])),
         names=_block(f'"{n}"' for n in sorted(names, key=lambda n: (_kind(n), n))),
     )
 

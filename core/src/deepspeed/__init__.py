@@ -4,12 +4,16 @@
 `engine/training.py`, `zero/strategy.py`, `zero/stage2.py`, `plugins/hookspecs.py`.
 """
 
+import sys
+from typing import Any
+
 from deepspeed._forward import forward
 from deepspeed._version import DEEPSPEED_API, __version__
 
 # public name -> where it is; what belongs to a feature that is not here yet refuses when it is used
 _NAMES = {
     "ADAM_OPTIMIZER": "deepspeed.config.constants:ADAM_OPTIMIZER",
+    "DeepSpeedDataLoader": "deepspeed.data.loader:DeepSpeedDataLoader",
     "DeepSpeedConfig": "deepspeed.config.root:DeepSpeedConfig",
     "DeepSpeedConfigError": "deepspeed.errors:ConfigError",
     "DeepSpeedEngine": "deepspeed.engine.engine:DeepSpeedEngine",
@@ -22,6 +26,7 @@ _NAMES = {
     "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer:DeepSpeedTransformerLayer",
     "InferenceEngine": "deepspeed.inference.engine:InferenceEngine",
     "LAMB_OPTIMIZER": "deepspeed.config.constants:LAMB_OPTIMIZER",
+    "MUON_OPTIMIZER": "deepspeed.config.constants:MUON_OPTIMIZER",
     "OnDevice": "deepspeed.zero.on_device:OnDevice",
     "PipelineEngine": "deepspeed.engine.pipeline:PipelineEngine",
     "PipelineModule": "deepspeed.pipe.module:PipelineModule",
@@ -72,3 +77,18 @@ version = __version__
 __all__ = ["__version__", "version", *sorted(_NAMES)]  # noqa: PLE0604
 
 __getattr__, __dir__ = forward(__name__, _NAMES)
+
+
+class _AbsentModules:
+    """The last finder of `sys.meta_path`, for DeepSpeed's modules that this version does not have."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if not name.startswith("deepspeed."):
+            return None
+        from deepspeed._absent import AbsentModules  # late: it reads a table of names
+
+        return AbsentModules.find_spec(name, path, target)
+
+
+sys.meta_path.append(_AbsentModules)

@@ -26,7 +26,9 @@ from deepspeed.comm import init_distributed as init_distributed
 from deepspeed.comm.start import DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.config.constants import ADAM_OPTIMIZER as ADAM_OPTIMIZER
 from deepspeed.config.constants import LAMB_OPTIMIZER as LAMB_OPTIMIZER
+from deepspeed.config.constants import MUON_OPTIMIZER as MUON_OPTIMIZER
 from deepspeed.config.root import DeepSpeedConfig as DeepSpeedConfig
+from deepspeed.data.loader import DeepSpeedDataLoader as DeepSpeedDataLoader
 from deepspeed.engine.build import add_config_arguments as add_config_arguments
 from deepspeed.engine.build import initialize as initialize
 from deepspeed.engine.compiler import is_compile_supported as is_compile_supported

@@ -1,79 +1,158 @@
 """Names of features that are not here yet: they import, and refuse when they are used.
 
-The generated modules of `compatibility.MODULES` take their names from here. A class can be subclassed and given to
-`isinstance`; making an object of it raises `ConfigError`, as calling a function does. May import `errors` and
-`compatibility`.
+The generated modules of `compatibility.MODULES` take their names from here, and a module that has some of DeepSpeed's
+names the others (`complete`); an import of a module that is not here at all ends here (`AbsentModules`). A class can be
+subclassed and given to `isinstance`. Making an object of it raises `ConfigError`, and so does calling a function. May
+import `errors`, `_address` and `compatibility`.
 """
 
 import importlib
 import sys
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
-from deepspeed._forward import resolve
-from deepspeed.compatibility import FEATURES, MODULES
+from deepspeed._address import resolve
+from deepspeed.compatibility import MODULES, feature_of, upstream_names
 from deepspeed.errors import ConfigError, DeepSpeedError
+
+_NOT_HERE = "Not in this version: "
+_ERRORS = ("Error", "Exception")
 
 
 class _AbsentMeta(ABCMeta):  # not plain `type`, so that a subclass may derive from an abstract class too
-    _feature: str
-
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        raise AttributeError(FEATURES[cls._feature].explain(f"{_address(cls)}.{name}"))
+        absent = _first_absent(cls)
+        raise AttributeError(feature_of(absent.__module__).explain(f"{_address(absent)}.{name}"))
 
 
 class Absent(metaclass=_AbsentMeta):
     """Base of every class that is not here yet. No object of it or of a subclass can be made."""
 
-    _feature = ""
-
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        absent = next(base for base in cls.__mro__ if Absent in base.__bases__)
-        raise ConfigError(FEATURES[cls._feature].explain(_address(absent)))
+        absent = _first_absent(cls)
+        raise ConfigError(feature_of(absent.__module__).explain(_address(absent)))
 
 
 def absent(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions `__getattr__` and `__dir__` of a module of `compatibility.MODULES`, by its `__name__`."""
-    record = MODULES[package.removeprefix("deepspeed.")]
+    """The functions `__getattr__` and `__dir__` of a module that is not here, by its `__name__`."""
+    record, listed = MODULES.get(package.removeprefix("deepspeed.")), upstream_names().get(package, {})
+    names = sorted({*listed, *(record.names() if record is not None else ())})
 
     def get(name: str) -> Any:
         if name == "__all__":
-            return record.names()
+            return names
+        if name == "__path__" and _has_modules(package):
+            return []
         value = _make(package, name)
         vars(sys.modules[package])[name] = value
         return value
 
     def listing() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *record.names()})
+        return sorted({*vars(sys.modules[package]), *names})
 
     return get, listing
 
 
+def complete(old: str, module: ModuleType | None = None, elsewhere: Mapping[str, str] | None = None) -> None:
+    """Give a module that is here the names of DeepSpeed's module `old` that it lacks.
+
+    Args:
+        module: default: the one of that name.
+        elsewhere: names that are somewhere else -> where, as `resolve` takes it.
+    """
+    here = module or sys.modules[old]
+    first, addresses = vars(here).get("__getattr__"), elsewhere or {}
+
+    def get(name: str) -> Any:
+        if name in addresses:
+            return resolve(addresses[name])
+        try:
+            if first is not None:
+                return first(name)
+        except AttributeError:
+            if name not in upstream_names().get(old, {}):
+                raise
+        return absent_name(old, name)
+
+    here.__getattr__ = get  # type: ignore[method-assign]
+
+
+def absent_name(package: str, name: str) -> Any:
+    """What refuses when it is used, for a name of DeepSpeed's module `package`; AttributeError for any other name."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return _make(package, name)
+
+
+def is_absent(thing: Any) -> bool:
+    """Whether it refuses when it is used."""
+    if isinstance(thing, type):
+        return issubclass(thing, Absent)
+    return isinstance(thing, FunctionType) and (thing.__doc__ or "").startswith(_NOT_HERE)
+
+
+def is_absent_module(module: ModuleType) -> bool:
+    """Whether a module as a whole is not here."""
+    return (module.__doc__ or "").startswith(_NOT_HERE)
+
+
 def _make(package: str, name: str) -> Any:
-    record = MODULES[package.removeprefix("deepspeed.")]
-    if name in record.forwards:
-        return resolve(f"deepspeed.{record.forwards[name]}")
-    if name in record.classes:
-        return _AbsentMeta(name, (Absent,), {"__module__": package, "_feature": record.feature})
-    if name in record.errors:
+    record = MODULES.get(package.removeprefix("deepspeed."))
+    kind = upstream_names().get(package, {}).get(name)
+    if record is not None:
+        if name in record.forwards:
+            return resolve(f"deepspeed.{record.forwards[name]}")
+        own = {"class": record.classes, "error": record.errors, "def": record.functions}
+        kind = next((word for word, names in own.items() if name in names), kind)
+    if kind == "error" or (kind == "class" and name.endswith(_ERRORS)):
         return type(name, (DeepSpeedError,), {"__module__": package})
-    if name in record.functions:
-        return _function(package, name, record.feature)
-    if f"{package}.{name}".removeprefix("deepspeed.") in MODULES:
-        return importlib.import_module(f"{package}.{name}")
+    if kind == "def":
+        return _function(package, name)
+    if kind is not None:  # a constant too: whatever is done with it refuses
+        return _AbsentMeta(name, (Absent,), {"__module__": package})
+    inner = f"{package}.{name}"
+    if inner.removeprefix("deepspeed.") in MODULES or inner in upstream_names():
+        return importlib.import_module(inner)
     raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
 
-def _function(package: str, name: str, feature: str) -> Callable[..., NoReturn]:
+def _function(package: str, name: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(FEATURES[feature].explain(f"{package}.{name}"))
+        raise ConfigError(feature_of(package).explain(f"{package}.{name}"))
 
     refuse.__name__ = refuse.__qualname__ = name
-    refuse.__module__, refuse.__doc__ = package, f"Not in this version: {FEATURES[feature].title}."
+    refuse.__module__, refuse.__doc__ = package, f"{_NOT_HERE}{feature_of(package).title}."
     return refuse
+
+
+class AbsentModules:
+    """The last finder of `sys.meta_path`: modules of DeepSpeed that this version does not have."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in upstream_names():
+            return None
+        return ModuleSpec(name, cls(), is_package=_has_modules(name))  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """A plain module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__doc__ = f"{_NOT_HERE}{feature_of(module.__name__).title}."
+        module.__getattr__, module.__dir__ = absent(module.__name__)  # type: ignore[method-assign]
+
+
+def _has_modules(package: str) -> bool:
+    return any(name.startswith(f"{package}.") for name in upstream_names())
+
+
+def _first_absent(cls: type) -> type:
+    return next(base for base in cls.__mro__ if Absent in base.__bases__)
 
 
 def _address(cls: type) -> str:

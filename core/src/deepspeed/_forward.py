@@ -1,19 +1,14 @@
 """Names of one package that live elsewhere, each loaded when it is first used (PEP 562).
 
-Used by `deepspeed/__init__.py` and by the packages of old addresses. May import nothing of the project.
+Used by `deepspeed/__init__.py` and by the packages of old addresses. What is in neither table but in DeepSpeed is asked
+of `_absent`. May import nothing else of the project.
 """
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-
-def resolve(address: str) -> Any:
-    """The object at "package.module:name", or the module at "package.module"."""
-    module_name, _, attribute = address.partition(":")
-    module = importlib.import_module(module_name)
-    return getattr(module, attribute) if attribute else module
+from deepspeed._address import resolve
 
 
 def forward(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -26,7 +21,11 @@ def forward(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any
 
     def get(name: str) -> Any:
         if name not in names:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            if name.startswith("_"):
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            from deepspeed._absent import absent_name  # late: it reads a table of names
+
+            return absent_name(package, name)
         value = resolve(names[name])
         vars(sys.modules[package])[name] = value
         return value

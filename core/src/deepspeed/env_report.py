@@ -2,6 +2,7 @@
 
 import sys
 
+from deepspeed._absent import complete
 from deepspeed.cli import report
 
 
@@ -15,6 +16,8 @@ def cli_main() -> int:
     """The command `ds_report`, with the arguments of the process. Returns the exit code."""
     return report.main()
 
+
+complete(__name__)
 
 if __name__ == "__main__":
     sys.exit(cli_main())

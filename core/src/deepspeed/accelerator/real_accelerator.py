@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.accelerator.current
+from deepspeed._absent import complete
 from deepspeed.accelerator.current import *  # noqa: F403
 
+complete(__name__, deepspeed.accelerator.current)
 sys.modules[__name__] = deepspeed.accelerator.current

@@ -4,6 +4,8 @@ Those of `universal_checkpoint_info` describe a model's parameters to DeepSpeed'
 them. Here `load_checkpoint` needs none of them: a checkpoint says itself how its tensors were divided.
 """
 
+from deepspeed._absent import complete
+
 # ----- files ---------------------------------------------------------------------------------------------------------
 
 ZERO_FILE_PREFIX = "zero_pp_rank_"
@@ -55,3 +57,5 @@ PARAMETER_WITH_ROW_PARALLELISM_PATTERNS = "parameter_with_row_parallelism_patter
 PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 = "parameter_with_2_sub_params_cat_dim_0"
 PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"
 EXPERT_PARAMETER_PATTERNS = "expert_parameter_patterns"
+
+complete(__name__)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deepspeed._absent import complete
 from deepspeed.checkpoint.consolidate_files import check_files
 from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.checkpoint.universal_write import write_latest_universal, write_universal
@@ -69,6 +70,8 @@ def _count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer >= 1")
     return int(text)
 
+
+complete(__name__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from deepspeed._absent import complete
 from deepspeed.checkpoint.tensors import map_tensors
 
 
@@ -16,3 +17,6 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     target = torch.device(device)
 
     return map_tensors(item, lambda tensor: tensor.detach().to(target, copy=True))
+
+
+complete(__name__)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, ReduceOp
 
+from deepspeed._absent import complete
 from deepspeed.comm import libraries, transports
 from deepspeed.comm.record import CommsLogger, comms_logger, recorded  # noqa: F401 - DeepSpeed has the class here
 from deepspeed.comm.work import as_work
@@ -396,3 +397,12 @@ def _wait_or_return(works: list[Handle], async_op: bool) -> Any:
         return handle
     handle.wait()
     return None
+
+
+_START = ("destroy_process_group", "get_local_rank", "init_deepspeed_backend", "init_distributed", "set_backend")
+_ELSEWHERE = {
+    **{name: f"deepspeed.comm.start:{name}" for name in _START},
+    **{name: f"torch.distributed:{name}" for name in ("P2POp", "batch_isend_irecv")},
+    "log_summary": "deepspeed.comm.record:log_summary",
+}
+complete(__name__, elsewhere=_ELSEWHERE)

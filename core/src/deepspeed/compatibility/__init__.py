@@ -11,6 +11,7 @@ from deepspeed.compatibility.features import FEATURES, LAUNCHER_FLAGS
 from deepspeed.compatibility.modules import MODULES
 from deepspeed.compatibility.records import Default, EngineMethod, Feature, Module, Row, State
 from deepspeed.compatibility.surface import ROWS
+from deepspeed.compatibility.upstream import feature_of, upstream_names
 
 __all__ = [
     "DEFAULTS",
@@ -25,4 +26,6 @@ __all__ = [
     "Module",
     "Row",
     "State",
+    "feature_of",
+    "upstream_names",
 ]

@@ -5,22 +5,43 @@ from deepspeed.compatibility.records import Feature
 FEATURES = {
     "1-bit optimizers": Feature("1-bit Adam and LAMB", "use the optimizer AdamW or Lamb"),
     "AutoTP's classes": Feature("a class for each part of AutoTP", "call deepspeed.tp_model_init(model, tp_size)"),
+    "AutoEP's classes": Feature("a class for each part of AutoEP", 'set "expert_parallel": {"enabled": true}'),
+    "AutoSP": Feature("AutoSP", "use deepspeed.sequence.layer.DistributedAttention or UlyssesSPAttentionHF"),
     "autotuning": Feature("autotuning", "choose the stage and the micro-batch by hand"),
     "checkpoint engines": Feature(
         "another checkpoint engine",
         "save_checkpoint writes through engine.checkpointer.store, which a plugin can replace",
+    ),
+    "builders of DeepSpeed": Feature(
+        "a builder of DeepSpeed's own kernels",
+        "use deepspeed.ops.op_builder.OpBuilder, or the builders of an extension",
+    ),
+    "communication internals": Feature(
+        "a part of DeepSpeed's communication layer", "call deepspeed.comm or torch.distributed"
     ),
     "compression": Feature("compression", "use torch.ao.quantization or torch.nn.utils.prune"),
     "data efficiency": Feature(
         "the data efficiency library", "pass a sampler to engine.deepspeed_io(data_sampler=...)"
     ),
     "DeepCompile": Feature("DeepCompile", "call engine.compile(), which uses torch.compile"),
+    "DualPipeV": Feature("the DualPipeV schedule", 'set "pipeline": {"schedule": "zero_bubble"}'),
     "Domino": Feature("Domino", "use data parallelism"),
     "eigenvalue": Feature("eigenvalue estimation", "leave eigenvalue out of the configuration"),
     "elasticity": Feature("elasticity", "give train_batch_size and the micro-batch for the ranks at hand"),
     "flops profiler": Feature("the flops profiler", "use torch.utils.flop_counter.FlopCounterMode"),
     "fp8 quantizer": Feature("the floating-point quantizer", "use deepspeed.ops.quantizer"),
     "inference": Feature("this part of inference", "use deepspeed.init_inference"),
+    "inference internals": Feature(
+        "a part of DeepSpeed's inference engines", "call deepspeed.init_inference, or a library made for serving"
+    ),
+    "internals": Feature(
+        "this part of DeepSpeed's implementation", "use the names that docs/reference/compatibility.md lists"
+    ),
+    "kernels of DeepSpeed": Feature("a kernel of DeepSpeed's own", "use torch's operators, or deepspeed.ops"),
+    "launcher internals": Feature("a part of DeepSpeed's launcher", "run the command deepspeed, see launcher.md"),
+    "rollouts": Feature("generation between training steps by an engine of its own", "use deepspeed.init_inference"),
+    "SuperOffload": Feature("SuperOffload", 'set "offload_optimizer": {"device": "cpu"}'),
+    "ZenFlow": Feature("ZenFlow", 'set "offload_optimizer": {"device": "cpu"}'),
     "kernel injection": Feature("replacement of a model's layers", "use the model as it is"),
     "layer drop": Feature("progressive layer drop", "drop layers in the model's own forward"),
     "LoRA": Feature("deepspeed.linear", "use torch.nn.Linear, or peft for LoRA"),

@@ -1,5 +1,8 @@
 """The configuration of `init_inference`, where DeepSpeed has it; it lives in `deepspeed.config.inference`."""
 
+from deepspeed._absent import complete
 from deepspeed.config.inference import DeepSpeedInferenceConfig, DeepSpeedTPConfig, QuantizationConfig
 
 __all__ = ["DeepSpeedInferenceConfig", "DeepSpeedTPConfig", "QuantizationConfig"]
+
+complete(__name__)

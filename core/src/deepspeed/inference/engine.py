@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from deepspeed._absent import complete
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.errors import ConfigError, StateError
@@ -119,3 +120,6 @@ class InferenceEngine(nn.Module):
             if module is None:
                 raise
             return getattr(module, name)
+
+
+complete(__name__)

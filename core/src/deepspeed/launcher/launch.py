@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from deepspeed._absent import complete
 from deepspeed.errors import ConfigError, DeepSpeedError
 from deepspeed.launcher.console import write_console
 from deepspeed.launcher.pid_file import pid_file
@@ -231,6 +232,8 @@ def start() -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch loads, Ctrl-C ends without a traceback
     main(sys.argv[1:])
 
+
+complete(__name__)
 
 if __name__ == "__main__":
     start()

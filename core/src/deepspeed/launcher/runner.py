@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from deepspeed._absent import complete
 from deepspeed.errors import ConfigError, DeepSpeedError
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, check_one_node, parse_arguments
 from deepspeed.launcher.environment import (
@@ -151,6 +152,8 @@ def _local_slots(text: str, flag: str) -> list[int] | None:
         raise ConfigError(f"{flag} {text}: leaves no device to run on; exclude single devices, for example localhost:0")
     return slots
 
+
+complete(__name__)
 
 if __name__ == "__main__":
     main()

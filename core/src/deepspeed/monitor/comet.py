@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed._absent import complete
 from deepspeed.config.monitor import CometConfig
 from deepspeed.monitor.base import Event, Monitor, as_number, is_writer
 
@@ -54,3 +55,6 @@ class CometMonitor(Monitor):
         if self._experiment is not None:
             self._experiment.end()
             self._experiment = None
+
+
+complete(__name__)

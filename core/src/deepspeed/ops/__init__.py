@@ -10,6 +10,8 @@ optimizer and its reference), then `registry.py` (where a kernel comes from), `o
 import importlib
 from typing import Any
 
+from deepspeed._absent import complete
+
 _PACKAGES = (
     *("adagrad", "adam", "aio", "fp_quantizer", "lamb", "lion", "muon", "op_builder", "quantizer", "registry"),
     *("sparse_attention", "transformer"),
@@ -30,3 +32,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__compatible_ops__"])
+
+
+complete(__name__)

@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.engine.compiler
+from deepspeed._absent import complete
 from deepspeed.engine.compiler import *
 
+complete(__name__, deepspeed.engine.compiler)
 sys.modules[__name__] = deepspeed.engine.compiler

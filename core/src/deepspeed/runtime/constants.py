@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.config.constants
+from deepspeed._absent import complete
 from deepspeed.config.constants import *
 
+complete(__name__, deepspeed.config.constants)
 sys.modules[__name__] = deepspeed.config.constants

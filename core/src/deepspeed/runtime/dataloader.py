@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.data.loader
+from deepspeed._absent import complete
 from deepspeed.data.loader import *
 
+complete(__name__, deepspeed.data.loader)
 sys.modules[__name__] = deepspeed.data.loader

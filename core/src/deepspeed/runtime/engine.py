@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.engine.engine
+from deepspeed._absent import complete
 from deepspeed.engine.engine import *
 
+complete(__name__, deepspeed.engine.engine)
 sys.modules[__name__] = deepspeed.engine.engine

@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.engine.hybrid
+from deepspeed._absent import complete
 from deepspeed.engine.hybrid import *
 
+complete(__name__, deepspeed.engine.hybrid)
 sys.modules[__name__] = deepspeed.engine.hybrid

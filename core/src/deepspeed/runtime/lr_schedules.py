@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.optim.lr_schedules
+from deepspeed._absent import complete
 from deepspeed.optim.lr_schedules import *
 
+complete(__name__, deepspeed.optim.lr_schedules)
 sys.modules[__name__] = deepspeed.optim.lr_schedules

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from deepspeed._absent import complete
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.sequence.channel import channel, check_layout
 
@@ -138,3 +139,6 @@ def _check_in_vocabulary(targets: torch.Tensor, vocabulary: int) -> None:
                 raise IndexError(
                     f"cross entropy: found target {target}, and the vocabulary has the tokens 0 to {vocabulary - 1}"
                 )
+
+
+complete(__name__)

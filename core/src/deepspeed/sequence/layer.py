@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from deepspeed._absent import complete
 from deepspeed.sequence.channel import channel, check_layout
 from deepspeed.sequence.exchange import gather_heads, scatter_heads
 from deepspeed.sequence.heads import HeadDivision, divide_heads
@@ -171,3 +172,6 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs_cos: torch.Tensor, freqs_sin: to
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * freqs_cos + torch.cat((-second, first), dim=-1) * freqs_sin
     return torch.cat((rotated.to(t.dtype), kept), dim=-1)
+
+
+complete(__name__)

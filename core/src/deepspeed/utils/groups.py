@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.parallel.groups
+from deepspeed._absent import complete
 from deepspeed.parallel.groups import *
 
+complete(__name__, deepspeed.parallel.groups)
 sys.modules[__name__] = deepspeed.parallel.groups

@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.zero.on_device
+from deepspeed._absent import complete
 from deepspeed.zero.on_device import *
 
+complete(__name__, deepspeed.zero.on_device)
 sys.modules[__name__] = deepspeed.zero.on_device

@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.log
+from deepspeed._absent import complete
 from deepspeed.log import *
 
+complete(__name__, deepspeed.log)
 sys.modules[__name__] = deepspeed.log

@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.zero.fragments
+from deepspeed._absent import complete
 from deepspeed.zero.fragments import *
 
+complete(__name__, deepspeed.zero.fragments)
 sys.modules[__name__] = deepspeed.zero.fragments

@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.profiling.timer
+from deepspeed._absent import complete
 from deepspeed.profiling.timer import *
 
+complete(__name__, deepspeed.profiling.timer)
 sys.modules[__name__] = deepspeed.profiling.timer

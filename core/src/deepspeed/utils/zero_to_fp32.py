@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.checkpoint.consolidate
+from deepspeed._absent import complete
 from deepspeed.checkpoint.consolidate import *
 
+complete(__name__, deepspeed.checkpoint.consolidate)
 sys.modules[__name__] = deepspeed.checkpoint.consolidate

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from deepspeed._absent import complete
 from deepspeed.errors import ConfigError
 from deepspeed.ops.adam.adam_base import AdamBase
 
@@ -60,3 +61,6 @@ class FusedAdam(AdamBase):
             adam_w_mode=adam_w_mode,
             set_grad_none=set_grad_none,
         )
+
+
+complete(__name__)

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from deepspeed._absent import complete
 from deepspeed.ops.lion.lion_base import LionBase
 
 
@@ -26,3 +27,6 @@ class FusedLion(LionBase):
         set_grad_none: bool = True,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, set_grad_none=set_grad_none)
+
+
+complete(__name__)

@@ -8,6 +8,7 @@ Read next: `builder.py` (what a vendor derives from), `jit.py` (how it is compil
 import difflib
 from typing import Any
 
+from deepspeed._absent import complete
 from deepspeed.ops.documented import OPS
 from deepspeed.ops.op_builder.builder import OpBuilder, TorchCPUOpBuilder
 from deepspeed.ops.op_builder.names import builder_name
@@ -39,3 +40,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "ALL_OPS"})
+
+
+complete(__name__)

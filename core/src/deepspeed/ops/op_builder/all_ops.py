@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from deepspeed._absent import complete
+
 __all__ = ["ALL_OPS"]  # noqa: F822 - see __getattr__
 
 
@@ -11,3 +13,6 @@ def __getattr__(name: str) -> Any:
 
         return registry.all_ops()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+complete(__name__)

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 
 from packaging.version import Version
 
+from deepspeed._absent import complete
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
 from deepspeed.ops.op_builder import jit, loading, prebuilt
@@ -346,3 +347,6 @@ class TorchCPUOpBuilder(OpBuilder):
     def extra_ldflags(self) -> list[str]:
         """OpenMP's runtime."""
         return ["-fopenmp"]
+
+
+complete(__name__)

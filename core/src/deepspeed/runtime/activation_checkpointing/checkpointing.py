@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.activation.checkpointing
+from deepspeed._absent import complete
 from deepspeed.activation.checkpointing import *
 
+complete(__name__, deepspeed.activation.checkpointing)
 sys.modules[__name__] = deepspeed.activation.checkpointing

@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.precision.loss_scaler
+from deepspeed._absent import complete
 from deepspeed.precision.loss_scaler import *
 
+complete(__name__, deepspeed.precision.loss_scaler)
 sys.modules[__name__] = deepspeed.precision.loss_scaler

@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.engine.pipeline
+from deepspeed._absent import complete
 from deepspeed.engine.pipeline import *
 
+complete(__name__, deepspeed.engine.pipeline)
 sys.modules[__name__] = deepspeed.engine.pipeline

@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.pipe.module
+from deepspeed._absent import complete
 from deepspeed.pipe.module import *
 
+complete(__name__, deepspeed.pipe.module)
 sys.modules[__name__] = deepspeed.pipe.module

@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.pipe.schedule
+from deepspeed._absent import complete
 from deepspeed.pipe.schedule import *
 
+complete(__name__, deepspeed.pipe.schedule)
 sys.modules[__name__] = deepspeed.pipe.schedule

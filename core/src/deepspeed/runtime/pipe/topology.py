@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.pipe.topology
+from deepspeed._absent import complete
 from deepspeed.pipe.topology import *
 
+complete(__name__, deepspeed.pipe.topology)
 sys.modules[__name__] = deepspeed.pipe.topology

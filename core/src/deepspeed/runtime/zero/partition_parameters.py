@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.zero.construct
+from deepspeed._absent import complete
 from deepspeed.zero.construct import *
 
+complete(__name__, deepspeed.zero.construct)
 sys.modules[__name__] = deepspeed.zero.construct

@@ -3,6 +3,8 @@
 import sys
 
 import deepspeed.zero.tiling
+from deepspeed._absent import complete
 from deepspeed.zero.tiling import *
 
+complete(__name__, deepspeed.zero.tiling)
 sys.modules[__name__] = deepspeed.zero.tiling
