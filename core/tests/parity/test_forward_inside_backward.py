@@ -59,6 +59,7 @@ def train_engine(stage, wrap, use_reentrant, by_engine):
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 20},
         "zero_allow_untested_optimizer": True,

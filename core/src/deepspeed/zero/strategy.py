@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.checkpoint import _StopRecomputationError
 
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.give_up import give_up, has_peers, makes_collectives_besides
@@ -383,7 +384,10 @@ class Sharding(Stateful):
 
     def forward_failed(self, error: BaseException) -> None:
         """The module's forward raised `error`, which is being handled. Peers that go on would wait for this rank in the
-        same forward, or in the reduction that follows it."""
+        same forward, or in the reduction that follows it. A checkpoint ends a forward inside a backward by an exception
+        of its own, when it has what the backward needs."""
+        if isinstance(error, _StopRecomputationError):
+            return
         is_lost = isinstance(error, CommError | OSError)  # offloaded weights, too
         if is_lost or (has_peers() and (torch.is_grad_enabled() or self._waits_in_forwards())):
             self._abandon()
