@@ -9,7 +9,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.utils import set_z3_leaf_module
@@ -257,3 +257,31 @@ def same_job(stage: int) -> str:
 def test_what_a_living_engine_trains_is_refused_by_name(stage):
     for said in run_ranks(2, same_job, stage):
         assert "'first.weight', that another engine trains; call destroy() on that engine first" in said
+
+
+def checkpoint_job(folder: str, stage: int) -> list[str]:
+    """What an engine without optimizer says when it is to save and to load what another one trains."""
+    model = create_adapters()
+    engine = create_engine(model, stage, model.select("first", trains_base=True))
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    evaluating = deepspeed.initialize(model=model, config=config)[0]
+    train(engine, BATCHES[:1])
+    said = []
+    for call in (evaluating.save_checkpoint, evaluating.load_checkpoint):
+        try:
+            call(folder)
+        except StateError as error:
+            said.append(str(error))
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    evaluating.destroy()
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_does_not_save_what_another_one_shards(tmp_path, stage):
+    for said in run_ranks(2, checkpoint_job, str(tmp_path), stage):
+        assert len(said) == (2 if stage == 3 else 0)
+        for call, text in zip(("save", "load"), said):
+            assert text.startswith(f"{call}_checkpoint: found 6 parameters, such as 'base.weight', that another engine")

@@ -89,6 +89,7 @@ class Saving:
         save_dir = self._save_dir or save_dir
         state, checkpointer = self._state, self.checkpointer
         self._refuse_unknown_experts("save_checkpoint")
+        self._refuse_borrowed("save_checkpoint", only_without_optimizer=True)
         self._begin("save_checkpoint", exclude_frozen_parameters=exclude_frozen)
         checkpointer.wait_for_save()  # before the states are collected, which takes memory
 
@@ -143,6 +144,17 @@ class Saving:
                 f"{', '.join(f'rank {rank}: {each}' for rank, each in enumerate(given))}. Pass the same on every rank."
             )
 
+    def _refuse_borrowed(self, call: str, *, only_without_optimizer: bool) -> None:
+        """Refuse an engine around weights that another engine shards: a checkpoint of one without optimizer would have
+        them in a form that no run has, and a load would leave them as they are."""
+        borrowed = self._state.sharding.borrowed_names()
+        if borrowed and not (only_without_optimizer and self._state.has_optimizer):
+            raise StateError(
+                f"{call}: found {len(borrowed)} parameters, such as {borrowed[0]!r}, that another engine trains or has "
+                f"sharded at zero_optimization.stage 3; call {call} on that engine, or destroy() it and build this one "
+                "anew"
+            )
+
     def _refuse_unknown_experts(self, asked: str) -> None:
         division = self.checkpointer.position.division
         if division is None or not division.experts:
@@ -181,6 +193,7 @@ class Saving:
         load_dir = self._load_dir or load_dir
         state, sharding = self._state, self._state.sharding
         self._refuse_unknown_experts("load_checkpoint")
+        self._refuse_borrowed("load_checkpoint", only_without_optimizer=False)
         self._begin("load_checkpoint", load_optimizer_states=with_optimizer, load_module_only=module_only)
         with_states = with_optimizer and not module_only and state.has_optimizer
         found = self.checkpointer.load(

@@ -131,6 +131,10 @@ class Stage3(Stage2):
             if not params.isdisjoint(group.params):
                 group.take_changes()
 
+    def borrowed_names(self) -> list[str]:
+        borrowed = self.module_units.borrowed
+        return [name for name, param in self.named_parameters if param in borrowed and unit_of(param) is not None]
+
     def load_frozen(self, parts: dict[str, Tensor]) -> None:
         self.gathering.load_parts(parts, self.backend)
 

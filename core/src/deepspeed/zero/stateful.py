@@ -54,6 +54,10 @@ class Stateful(Holding):
         """`params` were changed inside `GatheredParameters`. Here every rank holds whole weights, and the change is
         every rank's own."""
 
+    def borrowed_names(self) -> list[str]:
+        """Parameters that another engine holds, sharded, for this one, too."""
+        return []
+
     def load_frozen(self, parts: dict[str, Tensor]) -> None:
         """Load what `saved_part` gave for parameters that no optimizer has. Whole ones come with the module's."""
 
