@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 VOCABULARY, WIDTH, HEAD, LENGTH, BATCH = 13, 16, 4, 8, 2
 NUM_LAYERS, NUM_EXPERTS = 3, 2
 STEPS, SEED, LR, SHRINK = 4, 7, 0.2, 0.9
+SALT = 182_000_000  # with which the draws of every run have the corners that were wrong once, each several times
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 RECOMPUTES = ("reentrant", "not reentrant", "host", "contiguous", "partitioned")
@@ -47,7 +48,7 @@ class Place:
 
     stage: int = 0
     offload: str = ""  # "", "optimizer", or "all" of stage 3
-    schedule: str = "1f1b"
+    schedule: str = "1f1b"  # of a pipeline
     sequence_parallel: bool = False
 
 
@@ -83,10 +84,18 @@ class Draw:
         return product
 
     @property
+    def places(self):
+        return [self.place] + [self.later] * ("resume" in self.events.values())
+
+    @property
+    def interleaves(self):
+        """Whether a schedule needs as many micro-batches as stages, or a multiple."""
+        return self.size("pp") > 1 and any(each.schedule == "interleaved" for each in self.places)
+
+    @property
     def refusal(self):
         """A part of the reason for which it is refused, else ""."""
-        places = [self.place] + [self.later] * ("resume" in self.events.values())
-        if self.size("pp") > 1 and any(each.schedule == "zero_bubble" and each.stage == 3 for each in places):
+        if self.size("pp") > 1 and any(each.schedule == "zero_bubble" and each.stage == 3 for each in self.places):
             return 'use "1f1b", or stage 2'
         return ""
 
@@ -104,7 +113,7 @@ LAYOUTS = {
 
 def draw(number, world=2):
     """The draw of a number: the same on every machine."""
-    dice = random.Random(1000 * world + number)
+    dice = random.Random(SALT + 1000 * world + number)
     sizes = dice.choice(LAYOUTS[world])
     is_pipe, is_tensor = sizes.get("pp", 1) > 1, sizes.get("tp", 1) > 1
     ep = dice.choice((0, 0, 1, 2)) if sizes.get("dp", 1) % 2 == 0 and not is_pipe and len(sizes) == 1 else 0
@@ -136,7 +145,7 @@ def draw_place(dice, sizes):
     stage = dice.choice((0, 1, 2, 3))
     offload = dice.choice(("", "", "optimizer", "all"))
     offload = "" if stage == 0 else "optimizer" if stage < 3 and offload else offload
-    schedule = dice.choice(("1f1b", "zero_bubble"))
+    schedule = dice.choice(("1f1b", "zero_bubble", "zero_bubble", *["interleaved"] * (sizes.get("pp", 1) == 2)))
     if schedule == "zero_bubble" and stage == 3 and dice.random() < 0.8:  # refused, which a few draws show
         stage, offload = 2, "optimizer" if offload else ""
     return Place(stage, offload, schedule, dice.random() < 0.75 and sizes.get("tp", 1) > 1)
@@ -301,7 +310,7 @@ def num_micros(case, step):
     for at in range(1, STEPS):
         event = case.events.get(at, "")
         numbers.append(numbers[-1] % 3 + 1 if event.startswith("batch size") else numbers[-1])
-    return numbers[step]
+    return numbers[step] * (case.size("pp") if case.interleaves else 1)
 
 
 def create_optimizer(case, params):
@@ -379,7 +388,7 @@ def config_of(case, place, step):
     return config
 
 
-def pipeline_of(case):
+def pipeline_of(case, schedule):
     specs = [spec for _, spec in parts()]
     if case.tied:
         specs[0] = TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH)
@@ -395,6 +404,7 @@ def pipeline_of(case):
         seed_layers=True,
         base_seed=SEED,
         partition_method="uniform",
+        interleave=2 if schedule == "interleaved" else 1,
         **recomputing,
     )
     if case.frozen and hasattr(model, "1"):
@@ -423,7 +433,7 @@ class Run:
     def build(self, place, step):
         case = self.case
         if case.size("pp") > 1:
-            model = pipeline_of(case)
+            model = pipeline_of(case, place.schedule)
         else:
             model = Net(case, sp=case.size("sp"), ep=case.ep)
             model.run = runner(case.recomputes)
