@@ -358,6 +358,10 @@ def fail(*_):
     raise MemoryError("no memory for this batch")
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def random_numbers_job(how, sequence_parallel):
     """Masks between blocks, the gradients of a norm, and what is drawn after the forward and after failed ones."""
     model = create("phi", rate=0.5)
@@ -380,6 +384,11 @@ def random_numbers_job(how, sequence_parallel):
             loss_of(engine, tokens(1))
         hook.remove()
         after.append(torch.rand(()).item())
+    hook = model.model.layers[1].self_attn.dense.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(engine, tokens(1))
+    hook.remove()
+    after.append(torch.rand(()).item())
     hook = model.model.layers[1].self_attn.dense.register_forward_pre_hook(fail)
     with pytest.raises(MemoryError):  # not through the model itself
         model.model(tokens(1))

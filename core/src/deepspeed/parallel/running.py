@@ -22,16 +22,22 @@ def _always() -> bool:
     return True
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, eq=False)
 class RunningModel:
     """A model whose forward runs.
 
     tensor_group: gives the ranks over which its layers are divided.
     activations_differ: whether these ranks have different activations at the present place of the forward.
+    end: called where its forward was left without `leave`, as by Ctrl-C, for which modules call no hooks.
     """
 
     tensor_group: Callable[[], ProcessGroup]
     activations_differ: Callable[[], bool] = _never
+    end: Callable[[], None] = _nothing
 
     def in_backward(self) -> "RunningModel":
         """The model for what is computed again from here on: where activations differ, all that follow may."""
@@ -54,7 +60,10 @@ def running(model: RunningModel) -> Iterator[None]:
     try:
         yield
     finally:
-        del _running[number:]  # also what a forward inside has left there
+        left = _running[number + 1 :]
+        del _running[number:]
+        for each in left:
+            each.end()
 
 
 def enter(model: RunningModel) -> None:

@@ -53,7 +53,7 @@ class TensorRanks:
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._common_state: Tensor | None = None
         self._common_state_of_layer: Tensor | None = None
-        self._model = RunningModel(lambda: group, lambda: self.activations_differ)
+        self._model = RunningModel(lambda: group, lambda: self.activations_differ, self.end_forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorRanks":
         return self  # a copy of the model is divided over the same ranks
