@@ -1,5 +1,6 @@
-"""Documentation stays true: links lead somewhere, python blocks run, generated pages equal their source."""
+"""Documentation stays true: links lead somewhere, blocks run, generated pages equal their source."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -22,9 +23,23 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def python_blocks(page: Path) -> list[str]:
-    """The page's blocks marked exactly `python`; `python fragment` and other marks are for reading only."""
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(mark, text) of the page's blocks that run: `python`, and `sh run`; other marks are for reading only."""
+    found = re.findall(r"^```(python|sh run)\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [(mark, text) for mark, text in found]
+
+
+def as_session(page: Path, folder: Path) -> str:
+    """The page as a session in a terminal: Python blocks up to the next shell block are one script, so what they define
+    is gone after it, and what the shell exports stays."""
+    lines = ["set -euo pipefail"]
+    for number, (mark, group) in enumerate(itertools.groupby(blocks(page), key=lambda block: block[0])):
+        text = "\n".join(each for _, each in group)
+        if mark == "python":
+            (folder / f"script{number}.py").write_text(text)
+            text = f"python script{number}.py"
+        lines.append(text)
+    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -35,14 +50,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing, f"{name_of(page)} links to {missing}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
-def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "blocks.py").write_text("\n".join(python_blocks(page)))
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
+def test_blocks_run(page: Path, tmp_path: Path) -> None:
     launcher_names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     environment = {name: value for name, value in os.environ.items() if name not in launcher_names}
-    done = subprocess.run(  # noqa: PLW1510
-        [sys.executable, "blocks.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    commands = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment |= {"CHECKOUT": str(ROOT), "PATH": commands}
+    words = ["bash", "-c", as_session(page, tmp_path)]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S)  # noqa: PLW1510
     assert done.returncode == 0, f"{name_of(page)}:\n{done.stdout}\n{done.stderr}"
 
 
