@@ -4,6 +4,7 @@ Real processes; no test sleeps.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +53,48 @@ def test_a_config_error_is_one_line(folder, monkeypatch):
 
     monkeypatch.setenv("DS_LOG_LEVEL", "debug")
     assert "Traceback" in run("--num_accelerators", "1").stderr
+
+
+# ---- ranks that wait for one that has ended --------------------------------------------------------------------------
+
+ALONE = """
+import os, sys
+import deepspeed, torch
+case, rank = sys.argv[-1], int(os.environ["RANK"])
+zero = {"stage": 3 if case == "forward" else 1, "stage3_param_persistence_threshold": 0}
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": {"type": "SGD"}}
+engine = deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config)[0]
+engine.backward(engine(torch.ones(1, 8)).sum())
+engine.step()
+if rank == 0:
+    if case == "save":
+        engine.save_checkpoint("saved")
+    elif case == "forward":
+        with torch.no_grad():
+            engine(torch.ones(1, 8))
+    else:
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+elif case == "save":
+    os._exit(0)  # says nothing: the launcher does
+"""
+ALONE_CASES = [(case, direct) for case in ("save", "forward", "step") for direct in "10"]
+
+
+@pytest.mark.parametrize(
+    ("case", "direct"), swept(ALONE_CASES, lambda *each: each in {("save", "1"), ("forward", "0")})
+)
+def test_a_rank_does_not_wait_for_one_that_has_ended(folder, monkeypatch, case, direct):
+    monkeypatch.setenv("DS_COMM_DIRECT", direct)
+    (folder / "train.py").write_text(ALONE)
+    command = [*COMMAND, "--num_accelerators", "2", "train.py", case]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 1
+    last = done.stderr.rstrip().splitlines()[-1]
+    if case == "save":
+        assert "rank 0 called save_checkpoint and rank 1 has ended without it" in last
+    else:
+        assert re.search(r"rank 1 (has|\(process \d+\)) ended", last), last
 
 
 # Rank 0 holds the fifo open as long as it lives. Rank 1 fails, takes the connections down, and tells why only after

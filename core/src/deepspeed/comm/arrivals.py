@@ -5,8 +5,9 @@ Here each rank enters its name in the job's store and waits there for the others
 meanwhile, so after a failure the ranks go on. Called at the begin of `save_checkpoint` and `load_checkpoint`.
 
 The ranks meet in rounds. One operation of the store ends a round, for all of them: of the rank that comes last, or of
-one that has waited until its limit or is interrupted. After the latter, ranks that wait or come later meet in the next
-round. A rank that is interrupted when all have come goes on with them, and is interrupted later (`interrupts.py`).
+one that has waited until its limit, is interrupted, or sees that another one has ended. After the latter, ranks that
+wait or come later meet in the next round. A rank that is interrupted when all have come goes on with them, and is
+interrupted later (`interrupts.py`).
 """
 
 import time
@@ -15,6 +16,7 @@ from collections import Counter
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, Store
 
+from deepspeed.comm.ended import clause_of, ended_members
 from deepspeed.comm.interrupts import any_held, handle_held, held
 from deepspeed.errors import CommError
 from deepspeed.log import logger
@@ -59,10 +61,10 @@ class Arrivals:
             self._num_ended[call] += 1
             if ended_by == str(self._group.rank()):
                 handle_held()
-                raise CommError(
-                    f"rank {torch_dist.get_rank()} called {call} and waited for {self.limit_s:g} s: {wait.absent}. "
-                    f"{_advice(call)}"
-                )
+                waited = f"and waited for {self.limit_s:g} s: {wait.absent}"
+                if wait.ended:
+                    waited = f"and {wait.ended} without it"
+                raise CommError(f"rank {torch_dist.get_rank()} called {call} {waited}. {_advice(call)}")
             wait.begin_next(ended_by)
         if self._group.rank() == 0:
             for number in range(self._num_deleted[call], self._num_ended[call]):  # every rank has seen their end
@@ -87,6 +89,8 @@ class _Wait:
         self._began_s, self._has_warned = time.monotonic(), False
         self.absent = ""
         """Of a round that this rank gave up: the ranks that were not in it, as a clause."""
+        self.ended = ""
+        """Of such a round: those that will never be in it, as a clause."""
 
     def meet(self, limit_s: float) -> str:
         """Come to the round. Returns how it ended."""
@@ -99,7 +103,7 @@ class _Wait:
             if waited_s > _WARNING_S and not self._has_warned:
                 self._has_warned = True
                 logger.warning("%s waits: %s. %s", self._call, self._find_absent(), _advice(self._call))
-            if waited_s > limit_s or any_held():
+            if waited_s > limit_s or any_held() or self._find_ended():
                 self.absent = self._find_absent()  # before others can go to the next round
                 return self._end(rank)
             time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
@@ -110,10 +114,23 @@ class _Wait:
         self._gave_up.add(int(gave_up))
         self._number += 1
 
+    def _find_ended(self) -> str:
+        """The ranks that have ended and are not in the round, as a clause."""
+        if ended := ended_members(self._group):
+            ranks = {
+                torch_dist.get_global_rank(self._group, each): last for each, last in enumerate(self._last_rounds())
+            }
+            self.ended = clause_of(rank for rank in ended if ranks[rank] < self._number)
+        return self.ended
+
+    def _last_rounds(self) -> list[int]:
+        """By rank of the group, the last round that it came to."""
+        keys = [self.key("last round of", rank) for rank in range(self._group.size())]
+        return [int(self._store.get(key)) if self._store.check([key]) else -1 for key in keys]
+
     def _find_absent(self) -> str:
         """The ranks that are not in the round, as the job counts them, as a clause."""
-        keys = [self.key("last round of", rank) for rank in range(self._group.size())]
-        rounds = [int(self._store.get(key)) if self._store.check([key]) else -1 for key in keys]
+        rounds = self._last_rounds()
         left = {rank for rank in self._gave_up if rounds[rank] < self._number}
         # a rank that has not seen the end of the former round yet is named only where no other is absent
         begin = self._first if left else self._number
@@ -134,4 +151,7 @@ class _Wait:
 
 
 def _advice(call: str) -> str:
-    return f"Every rank must call {call} at the same point of the program: not only one of them, under `if rank == 0:`."
+    return (
+        f"Every rank must call {call} at the same point of the program: not only one of them, under `if rank == 0:`. "
+        "Nor may another call part them, such as a step, or generate() and a forward of ZeRO-3, on some ranks only."
+    )

@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, Store
 
+from deepspeed.comm.ended import ended_clause
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import logger
 
@@ -60,6 +61,7 @@ class FailureRecord:
     def __init__(self, group: ProcessGroup) -> None:
         # group.group_name raises for a group that a plugin wrote in Python
         name = torch_dist.distributed_c10d._get_process_group_name(group)
+        self._group = group
         self._prefix = f"deepspeed/failure/{name}/{_num_records[name]}"
         self._logged = ""
         _num_records[name] += 1
@@ -93,18 +95,20 @@ class FailureRecord:
             epoch += 1
         return epoch
 
-    def meet(self, epoch: int, num_ranks: int, timeout_s: float) -> str:
-        """Return when so many ranks have come to this epoch, with a name for what they make together.
+    def meet(self, epoch: int, timeout_s: float) -> str:
+        """Return when all ranks of the group have come to this epoch, with a name for what they make together.
 
         Raises:
             PeerFailed: a rank failed before all had come.
-            CommError: they did not come within `timeout_s`.
+            CommError: a rank has ended, or they did not come within `timeout_s`.
         """
         store = torch_dist.distributed_c10d._get_default_store()
         key = f"{self._prefix}/{epoch}/met"
         start_s = time.monotonic()
         store.add(key, 1)
-        while store.add(key, 0) < num_ranks:
+        while store.add(key, 0) < self._group.size():
+            if ended := ended_clause(self._group):
+                raise CommError(f"rank {torch_dist.get_rank()} cannot go on after a failure: {ended}")
             if cause := self.first(epoch):
                 raise PeerFailed(f"rank {torch_dist.get_rank()} cannot go on: {cause}", cause)
             waited_s = time.monotonic() - start_s

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm import comm
 from deepspeed.comm.backend import Backend
+from deepspeed.comm.ended import note_own_end_at_exit
 from deepspeed.comm.environment import Placement, find_placement, loopback_address
 from deepspeed.comm.exit import settle_at_exit
 from deepspeed.comm.group_backend import forget, group_backend, plugin_backend, serve_by
@@ -95,6 +96,7 @@ def init_distributed(
     )
     placement.export()
     _join(library, placement, init_method, default_timeout() if timeout is None else timeout)
+    note_own_end_at_exit()
     if offered is not None:
         set_backend(offered)
     if verbose:

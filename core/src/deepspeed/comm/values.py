@@ -11,6 +11,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.comm.ended import ended_clause
 from deepspeed.comm.libraries import host_or_device, no_group_error
 from deepspeed.errors import CommError, first_line
 
@@ -54,9 +55,11 @@ def _all_gather(tensor: torch.Tensor, group: ProcessGroup, backend: GroupBackend
     try:
         torch_dist.all_gather(gathered, tensor, group=group)
     except RuntimeError as error:
+        advice = "see whether one of them did not, or failed before"
+        if ended := ended_clause(group):
+            advice = f"{ended}: its own output says why, or it left this call out"
         raise CommError(
             f"rank {torch_dist.get_rank()} waited for a value from every rank of its group, and not all came: "
-            f"{first_line(error)}. All ranks call initialize(), save_checkpoint() and load_checkpoint(); see whether "
-            "one of them did not, or failed before"
+            f"{first_line(error)}. All ranks call initialize(), save_checkpoint() and load_checkpoint(); {advice}"
         ) from error
     return [theirs.cpu() for theirs in gathered]

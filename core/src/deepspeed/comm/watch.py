@@ -9,6 +9,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Work
+from deepspeed.comm.ended import ended_clause
 from deepspeed.comm.failure import FailureRecord, PeerFailed
 from deepspeed.comm.issued import GRACE_S, Collective, Issued
 from deepspeed.comm.libraries import timeout_of
@@ -46,7 +47,7 @@ class Watch:
             self.group = own_group(self._of)
         else:
             timeout_s = timeout_of(self._of).total_seconds()
-            self.group = own_group(self._of, lambda: self._failures.meet(self._epoch, self._of.size(), timeout_s))
+            self.group = own_group(self._of, lambda: self._failures.meet(self._epoch, timeout_s))
         return self.group
 
     def start(self, call: Callable[[], Work], collective: Collective) -> Work:
@@ -66,6 +67,11 @@ class Watch:
         asked = f"rank {torch_dist.get_rank()} cannot finish {collective}"
         if cause := self._failures.first(self._epoch):
             return PeerFailed(f"{asked}: {cause}. The output of the rank that failed first says why", cause)
+        if ended := ended_clause(self._of):
+            return CommError(
+                f"{asked}: {ended}; its own output says why, or it left out a call that this rank makes, or had fewer "
+                f"batches ({first_line(error)})"
+            )
         return CommError(f"{asked}: {first_line(error)}. {self._difference(error)}")
 
     def _difference(self, error: RuntimeError) -> str:

@@ -8,6 +8,7 @@ failure, `_shutdown` always. What is our own, and why:
   is known even if they follow each other within milliseconds. A rank that failed because a peer did may end before that
   peer, which has to tear down first: `_find_cause` then waits for the peer;
 - peers get `FAILURE_GRACE_S` instead of 30 s, so that a failed job ends in seconds;
+- ranks that still run are told that one has ended (`comm/ended.py`), for which they would wait;
 - a rank's whole process group ends with it, and the kernel ends the ranks if this process is killed.
 """
 
@@ -35,6 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from deepspeed.comm.ended import note_end
 from deepspeed.errors import ConfigError, first_line
 from deepspeed.launcher.failure import RankEnd, may_be_a_consequence
 from deepspeed.launcher.output import OutputReader, RankPipes
@@ -139,6 +141,8 @@ class NodeAgent(SimpleElasticAgent):
             return RunResult(state=WorkerState.FAILED, failures={self.cause.rank: failure})
         process.wait()
         if self._running:
+            assert worker_group.store is not None
+            note_end(worker_group.store, worker_group.workers[local_rank].global_rank)
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
 

@@ -96,6 +96,7 @@ def create_ranks(monkeypatch):
         monkeypatch.setattr(torch_dist, "get_rank", lambda: turns._rank.number)
         monkeypatch.setattr(arrivals, "time", SimpleNamespace(monotonic=turns.now_s, sleep=lambda _: turns.wait()))
         monkeypatch.setattr(arrivals, "_WARNING_S", _LONG_S)
+        monkeypatch.setattr(arrivals, "ended_members", lambda group: [])
         for rank in range(world_size):
             monkeypatch.setattr(arrivals, "_num_made", {"a group": 0})
             group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: world_size)
@@ -150,3 +151,12 @@ def test_keys_of_past_calls_are_deleted(create_ranks):
     for _ in range(4):
         assert turns.run([lambda rank=rank: rank.wait_for_all("save") for rank in ranks]) == [None, None]
         assert store.num_keys() <= 4  # count and end of the last round, and the last round of each rank
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_that_has_ended_is_not_waited_for(create_ranks, monkeypatch, seed):
+    ranks, turns = create_ranks(3, seed)
+    assert turns.run([lambda rank=rank: rank.wait_for_all("save") for rank in ranks]) == [None] * 3
+    monkeypatch.setattr(arrivals, "ended_members", lambda group: [1])
+    found = turns.run([lambda rank=rank: rank.wait_for_all("save") for rank in (ranks[0], ranks[2])])
+    assert any("rank 1 has ended without it" in str(each) for each in found)
