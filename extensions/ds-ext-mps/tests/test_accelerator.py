@@ -80,6 +80,15 @@ SANE = {
     "supported_dtypes": ((), lambda v: set(v) == {torch.float32, torch.bfloat16, torch.float16}),
     "is_bf16_supported": ((), lambda v: v is True),
     "is_fp16_supported": ((), lambda v: v is True),
+    "is_fp64_supported": ((), lambda v: v is False),
+    "prefer_triton_grouped_mm": ((), lambda v: v is False),
+    "is_current_stream_capturing": ((), lambda v: v is False),
+    "pin_memory_alignment": ((), lambda v: v == 1),
+    "register_host_memory": ((4096, 4096), lambda v: v is False),
+    "unregister_host_memory": ((4096,), lambda v: v is False),
+    "pin_empty": ((2, 3), lambda v: v.shape == (2, 3)),
+    "pin_empty_like": ((torch.ones(3),), lambda v: v.shape == (3,)),
+    "unpin_memory": ((torch.ones(3),), lambda v: v is None),
     "is_triton_supported": ((), lambda v: v is False),
     "amp": ((), lambda v: v is None),
     "BFloat16Tensor": (None, makes(torch.bfloat16)),
@@ -104,6 +113,7 @@ SANE = {
 @pytest.mark.parametrize("name", [name for name in documented_names() if name != "replay_graph"])
 def test_every_documented_method_answers_sanely(mps, monkeypatch, name):
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)  # that question makes a context on a device
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     arguments, sane = SANE[name]
     member = getattr(mps, name)
     answer = member if arguments is None else member(*arguments)

@@ -106,13 +106,17 @@ class DeviceFace(TorchModule):
 
     # ----- profiler --------------------------------------------------------------------------------------------------
 
-    def range_push(self, msg: str) -> None:
-        """Open a named range that profilers show; nests. The default is a `torch.profiler` range."""
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
+        """Open a named range that profilers show; nests. The default is a `torch.profiler` range.
+
+        Args:
+            domain, category: for profilers that group ranges; the default does not.
+        """
         ranges = _open_ranges.__dict__.setdefault("stack", [])
         ranges.append(torch.profiler.record_function(msg))
         ranges[-1].__enter__()
 
-    def range_pop(self) -> None:
+    def range_pop(self, domain: str | None = None) -> None:
         """Close the innermost range of this thread; nothing happens when none is open.
 
         Ranges are hints: hooks may run on another thread than the one that opened the range, and must not fail there.

@@ -31,6 +31,14 @@ class DtypeFace(TorchModule):
         """True when float16 arithmetic works. Default: what torch says of the device, else True."""
         return bool(self._ask("is_fp16_supported")) if self._has("is_fp16_supported") else True
 
+    def is_fp64_supported(self) -> bool:
+        """True when torch computes in float64 on this device."""
+        return True
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        """True when grouped matrix products are faster by Triton than by torch. Default False."""
+        return False
+
     def is_triton_supported(self) -> bool:
         """True when Triton compiles for this device. Default False: a vendor who has a Triton back end says so."""
         return False

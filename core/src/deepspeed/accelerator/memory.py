@@ -1,5 +1,6 @@
 """MemoryFace: how much memory there is and who has it, in bytes; and memory that the device can copy from."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,21 +86,65 @@ class MemoryFace(TorchModule):
 
     # ----- pinned memory ---------------------------------------------------------------------------------------------
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+    def pin_memory(
+        self, tensor: torch.Tensor, align_bytes: int = 1, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
         """A CPU tensor of the same content in page-locked memory, which the device copies from without the host.
 
         Args:
             tensor: a CPU tensor; returned as it is when it is pinned and aligned already.
             align_bytes: the address is made a multiple of this, as direct file reading and writing needs.
+            make_copy: False leaves what is in the new memory undefined.
+            match_shape: False gives one dimension.
         """
         if is_aligned(tensor, align_bytes) and self.is_pinned(tensor):
-            return tensor
-        if align_bytes <= 1:
-            return tensor.pin_memory()
-        return aligned_copy(tensor, align_bytes, lambda numel: torch.empty(numel, dtype=torch.uint8).pin_memory())
+            return tensor if match_shape else tensor.view(-1)
+        source = tensor if match_shape else tensor.reshape(-1)
+        if align_bytes > 1:
+            return aligned_copy(source, align_bytes, lambda numel: self.pin_empty(numel, dtype=torch.uint8))
+        return self._torch_pin_memory(source) if make_copy else self._torch_empty_pinned(source, source.shape)
+
+    def pin_empty(
+        self, *size: int | Sequence[int], dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    ) -> torch.Tensor:
+        """Page-locked memory of this shape, whose contents are undefined."""
+        shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)  # type: ignore[arg-type]
+        return self._torch_empty_pinned(torch.empty(0, dtype=dtype, device=device), shape)
+
+    def pin_empty_like(
+        self, tensor: torch.Tensor, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """`pin_empty` of the shape, and unless it is given of the dtype, of `tensor`."""
+        return self.pin_empty(*tensor.shape, dtype=dtype or tensor.dtype, device=device)
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Let page-locked memory go. Default: nothing, since it goes with its last tensor."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """True when `tensor` lies in memory as `pin_memory` gives it."""
+        return self._torch_is_pinned(tensor)
+
+    def pin_memory_alignment(self) -> int:
+        """The multiple that addresses of memory for `register_host_memory` have, in bytes. 1: any."""
+        return 1
+
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        """Page-lock memory that is there already; whether that was done. Default: it is not, and copies are staged."""
+        return False
+
+    def unregister_host_memory(self, address: int) -> bool:
+        """Take `register_host_memory` back; whether there was something to take back."""
+        return False
+
+    # what a class of DeepSpeed 0.19.6 overrides alone: the methods above come here
+
+    def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory()
+
+    def _torch_empty_pinned(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        return self._torch_pin_memory(torch.empty(shape, dtype=tensor.dtype))
+
+    def _torch_is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:

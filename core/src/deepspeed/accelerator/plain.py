@@ -166,8 +166,11 @@ class PlainAccelerator(DeepSpeedAccelerator):
     def available_memory(self, device_index: int | None = None) -> int:
         return host_memory.available_bytes()
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+    def pin_memory(
+        self, tensor: torch.Tensor, align_bytes: int = 1, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
         """`tensor` itself, which the host reaches as it is; a copy only where `align_bytes` asks for one."""
+        tensor = tensor if match_shape else tensor.reshape(-1)
         if is_aligned(tensor, align_bytes):
             return tensor
         return aligned_copy(tensor, align_bytes, lambda numel: torch.empty(numel, dtype=torch.uint8))
@@ -175,6 +178,9 @@ class PlainAccelerator(DeepSpeedAccelerator):
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """True for every host tensor: no copy to this "device" needs page-locked memory."""
         return self.on_accelerator(tensor)
+
+    def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     # ----- dtypes ----------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,10 @@ class StreamFace(TorchModule):
         """The event class, made with `enable_timing=True` where `elapsed_time` (milliseconds) is wanted."""
         return self._attribute("Event")
 
+    def is_current_stream_capturing(self) -> bool:
+        """True while the current stream is recorded into a graph. Default: what torch says, where it can say it."""
+        return bool(self._ask("is_current_stream_capturing")) if self._has("is_current_stream_capturing") else False
+
     # ----- graphs ----------------------------------------------------------------------------------------------------
 
     def create_graph(self) -> Any:

@@ -120,3 +120,46 @@ def test_a_plugin_may_bring_it(shelf):
 
     shelf.put("old", build=Registered_Accelerator)
     assert type(get_accelerator()) is Registered_Accelerator
+
+
+class PinsByTorchsHook(DeepSpeedAccelerator):
+    """As a class for DeepSpeed 0.19.6 says how memory is pinned: by the one method below the public ones."""
+
+    _name = "cpu"
+    _communication_backend_name = "gloo"
+
+    def __init__(self):
+        self.pinned = []
+
+    def _torch_pin_memory(self, tensor):
+        copy = tensor.clone()
+        self.pinned.append(copy.data_ptr())
+        return copy
+
+    def _torch_is_pinned(self, tensor):
+        return tensor.data_ptr() in self.pinned
+
+
+def test_a_class_that_only_says_how_torch_pins_is_used():
+    accelerator, host = PinsByTorchsHook(), torch.arange(6.0).view(2, 3)
+    pinned = accelerator.pin_memory(host)
+    assert torch.equal(pinned, host)
+    assert accelerator.is_pinned(pinned)
+    assert accelerator.pin_memory(pinned) is pinned
+    assert accelerator.pin_memory(host, make_copy=False).shape == (2, 3)
+    assert accelerator.pin_memory(host, match_shape=False).shape == (6,)
+    assert accelerator.pin_memory(host, align_bytes=512).data_ptr() % 512 == 0
+    assert accelerator.pin_empty(2, 5, dtype=torch.float16).shape == (2, 5)
+    assert accelerator.pin_empty((3,), dtype=torch.int32).dtype is torch.int32
+    assert accelerator.pin_empty_like(host, dtype=torch.bfloat16).dtype is torch.bfloat16
+    accelerator.unpin_memory(pinned)
+
+
+def test_what_newer_versions_ask_is_answered():
+    accelerator = PinsByTorchsHook()
+    assert (accelerator.is_fp64_supported(), accelerator.prefer_triton_grouped_mm()) == (True, False)
+    assert (accelerator.pin_memory_alignment(), accelerator.is_current_stream_capturing()) == (1, False)
+    assert not accelerator.register_host_memory(4096, 4096)
+    assert not accelerator.unregister_host_memory(4096)
+    accelerator.range_push("a", domain="b", category="c")
+    accelerator.range_pop(domain="b")

@@ -51,14 +51,14 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         """NCCL's version as a tuple, for example `(2, 27, 3)`; None with a torch that has no NCCL."""
         return torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
 
-    def range_push(self, msg: str) -> None:
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
         """Open a named NVTX range, which Nsight shows; nests. With a CPU build of torch, a range of its profiler."""
         if torch.backends.cuda.is_built():
             torch.cuda.nvtx.range_push(msg)
         else:
             super().range_push(msg)
 
-    def range_pop(self) -> None:
+    def range_pop(self, domain: str | None = None) -> None:
         """Close the innermost range of this thread; nothing happens when none is open."""
         if torch.backends.cuda.is_built():
             torch.cuda.nvtx.range_pop()

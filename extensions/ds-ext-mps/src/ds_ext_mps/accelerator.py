@@ -75,6 +75,9 @@ class MPS_Accelerator(DeepSpeedAccelerator):
         figures = {"current": now, "peak": self._peaks}
         return {f"{name}_bytes.all.{when}": of[name] for when, of in figures.items() for name in of}
 
+    def is_fp64_supported(self) -> bool:
+        return False
+
     def total_memory(self, device_index: int | None = None) -> int:
         return int(torch.mps.recommended_max_memory())
 

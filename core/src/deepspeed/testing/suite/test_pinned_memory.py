@@ -17,12 +17,19 @@ def test_pinned_tensors_are_equal_and_on_the_host(accelerator: DeepSpeedAccelera
     assert pinned.device.type == "cpu"
     assert pinned.dtype == dtype
     assert torch.equal(pinned, host)
+    for empty in (accelerator.pin_empty(10, 10, dtype=dtype), accelerator.pin_empty_like(host)):
+        assert (empty.shape, empty.dtype, accelerator.is_pinned(empty)) == (host.shape, dtype, True)
+    accelerator.unpin_memory(pinned)
 
 
 def test_parts_of_pinned_memory_are_pinned(accelerator: DeepSpeedAccelerator) -> None:
     pinned = accelerator.pin_memory(torch.arange(100.0))
     assert accelerator.is_pinned(pinned[50:])
     assert accelerator.pin_memory(pinned).data_ptr() == pinned.data_ptr()  # pinned already: no copy
+    align_bytes = accelerator.pin_memory_alignment()
+    host = torch.ones(2 * align_bytes + 4096, dtype=torch.uint8)
+    address = host.data_ptr() + -host.data_ptr() % align_bytes
+    assert accelerator.register_host_memory(address, 4096) == accelerator.unregister_host_memory(address)
 
 
 @pytest.mark.parametrize("align_bytes", [512, 4096])

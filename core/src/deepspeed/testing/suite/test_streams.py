@@ -77,6 +77,7 @@ def test_the_default_stream_is_current_at_first(accelerator: DeepSpeedAccelerato
 @requirements.stream_class
 @requirements.streams
 def test_a_stream_is_current_inside_its_context(accelerator: DeepSpeedAccelerator) -> None:
+    assert not accelerator.is_current_stream_capturing()
     before = accelerator.current_stream()
     first, second = accelerator.Stream(), accelerator.Stream()
     assert first != second
