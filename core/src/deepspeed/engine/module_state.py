@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.whole_state_dict import IS_OURS, as_it_is
 
 _SHOWN = 6  # names in one message
 _EXTRA = "_extra_state"  # torch's key of what a module's `get_extra_state` gives
@@ -55,10 +56,11 @@ def fill_module(
     module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool, custom_load_fn: Callable[..., Any] | None
 ) -> None:
     """Load weights, which were checked, with `load_state_dict` or the user's `custom_load_fn(src=, dst=)`."""
-    if custom_load_fn is not None:
-        custom_load_fn(src=saved, dst=module)
-    else:
-        module.load_state_dict(saved, strict=strict)
+    with as_it_is():
+        if custom_load_fn is not None:
+            custom_load_fn(src=saved, dst=module)
+        else:
+            module.load_state_dict(saved, strict=strict)
 
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -72,7 +74,8 @@ def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _translates(module: torch.nn.Module) -> bool:
-    return bool(module._load_state_dict_pre_hooks) or not _definer(module).__module__.startswith("torch.nn.modules.")
+    hooks = [hook for hook in module._load_state_dict_pre_hooks.values() if not hasattr(hook, IS_OURS)]
+    return bool(hooks) or not _definer(module).__module__.startswith("torch.nn.modules.")
 
 
 def _definer(module: torch.nn.Module) -> type:

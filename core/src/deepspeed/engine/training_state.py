@@ -20,6 +20,7 @@ from deepspeed.optim.saved_values import check_options, check_state
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.parameter_parts import saved_part
 from deepspeed.zero.strategy import Sharding
+from deepspeed.zero.whole_state_dict import as_it_is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,8 @@ class TrainingState:
         named = list(module.named_parameters())
         untrained = self._untrained(exclude_frozen=exclude_frozen)
         names = {id(param): name for name, param in named}
-        weights = module_state_dict(module, exclude_frozen=exclude_frozen)
+        with as_it_is():
+            weights = module_state_dict(module, exclude_frozen=exclude_frozen)
         optimizer = self._whole_optimizer_state(names) if sharding.stage == 0 else None
         if only_experts and division is not None:
             own = {name for each in division.experts.values() for name in each.names}

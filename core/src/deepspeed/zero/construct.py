@@ -35,6 +35,7 @@ from deepspeed.zero.offload.policy import choose_shard_home
 from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.unit_ranks import UnitRanks
+from deepspeed.zero.whole_state_dict import watch
 
 __all__ = [
     "GatheredParameters",
@@ -208,6 +209,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
                 dtype = self.dtype if param.is_floating_point() else None
                 mark_if_built_as_expert(param)
                 self._create_unit(param, name, self._ranks_of(param), dtype=dtype, from_first_rank=True)
+        watch(module)
 
     def _create_unit(self, param: Parameter, name: str, ranks: UnitRanks, **options: Any) -> None:
         unit = ParamUnit([param], [name], ranks, device=self._device, home=self._home, **options)

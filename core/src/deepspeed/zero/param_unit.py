@@ -109,7 +109,7 @@ class ParamUnit:
         self.offloaded = home.keep(self.shard_S, self.names[0]) if home is not None else None
         if self.offloaded is not None:
             self.shard_S = self.offloaded.shard_S
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []  # None: whatever it is
         self._renew_buffer()
         for param in self.params:
             if param.device.type != self.nothing.device.type:
@@ -397,6 +397,10 @@ class ParamUnit:
         """What was changed up to now was kept, or dropped on purpose."""
         self._versions = [param._version for param in self.params]
 
+    def expect_load(self, index: int) -> None:
+        """An empty tensor may be loaded into the empty parameter `index`, whose shards have the values."""
+        self._versions[index] = None
+
     def seen_changes(self) -> list[str]:
         """The names of the whole parameters that were changed since the last `accept_changes`, as far as torch counts
         it: not by an operation on `param.data`."""
@@ -433,6 +437,9 @@ class ParamUnit:
             expected = self._views[index] if is_whole else self.nothing
             is_in_place = param.is_set_to(expected)
             if is_in_place and param._version == self._versions[index]:
+                continue
+            if is_in_place and self._versions[index] is None:
+                self._versions[index] = param._version
                 continue
             if is_in_place:
                 is_changed, change = not is_whole or not self._is_as_sharded(index), "an in-place change"

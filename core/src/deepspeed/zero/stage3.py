@@ -23,6 +23,7 @@ from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_gathering import ParamGathering
 from deepspeed.zero.param_unit import ParamUnit, unit_of
 from deepspeed.zero.stage2 import Stage2
+from deepspeed.zero.whole_state_dict import unwatch, watch
 
 
 class Stage3(Stage2):
@@ -80,6 +81,7 @@ class Stage3(Stage2):
         self.module_units.create_rest(self.params)
         self.gathering.remove_hooks()
         self.gathering = ParamGathering(self._module, self.module_units, self.partitioning, self.reduction)
+        watch(self._module)
 
     def before_compile(self) -> None:
         self.gathering.hooks.leave_out_of_graphs()
@@ -144,6 +146,8 @@ class Stage3(Stage2):
         self.destroy()
 
     def destroy(self) -> None:
+        module = self._module
         self.gathering.remove_hooks()
         super().destroy()
         self.module_units.destroy()
+        unwatch(module)
