@@ -144,6 +144,7 @@ COLLECTIONS = {
         "DeepSpeedZeRoOffload": "zero.module_hooks:ModuleHooks",
     },
     "runtime.zero.stage3": {
+        "unwrap_model_for_generation": "zero.gather:unwrap_model_for_generation",
         "DeepSpeedZeroOptimizer_Stage3": "zero.optimizer:ZeroOptimizer",
         "estimate_zero3_model_states_mem_needs": "zero.memory_estimate:estimate_zero3_model_states_mem_needs",
         "estimate_zero3_model_states_mem_needs_all_cold": (
@@ -195,6 +196,7 @@ PACKAGES = {
         "ZeroParamStatus": "zero.param_state:ZeroParamStatus",
         "register_external_parameter": "zero.gather:register_external_parameter",
         "unregister_external_parameter": "zero.gather:unregister_external_parameter",
+        "unwrap_model_for_generation": "zero.gather:unwrap_model_for_generation",
     },
     "utils": {
         "OnDevice": "zero.on_device:OnDevice",
@@ -208,6 +210,7 @@ PACKAGES = {
         "safe_get_local_fp32_param": "zero.fragments:safe_get_local_fp32_param",
         "safe_get_local_grad": "zero.fragments:safe_get_local_grad",
         "safe_get_local_optimizer_state": "zero.fragments:safe_get_local_optimizer_state",
+        "safe_update_full_grad_vectorized": "zero.fragments:safe_update_full_grad_vectorized",
         "safe_set_full_fp32_param": "zero.fragments:safe_set_full_fp32_param",
         "safe_set_full_grad": "zero.fragments:safe_set_full_grad",
         "safe_set_full_optimizer_state": "zero.fragments:safe_set_full_optimizer_state",
@@ -216,6 +219,8 @@ PACKAGES = {
         "safe_set_local_optimizer_state": "zero.fragments:safe_set_local_optimizer_state",
         "set_z3_leaf_module": "zero.leaf_modules:set_z3_leaf_module",
         "set_z3_leaf_modules": "zero.leaf_modules:set_z3_leaf_modules",
+        "set_z3_leaf_modules_by_name": "zero.leaf_modules:set_z3_leaf_modules_by_name",
+        "set_z3_leaf_modules_by_suffix": "zero.leaf_modules:set_z3_leaf_modules_by_suffix",
         "unset_z3_leaf_modules": "zero.leaf_modules:unset_z3_leaf_modules",
         "z3_leaf_module": "zero.leaf_modules:z3_leaf_module",
         "z3_leaf_parameter": "zero.leaf_modules:z3_leaf_parameter",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _LIBRARIES = ("pluggy", "importlib-metadata", "pydantic", "psutil", "safetensors", "deepspeed")
 # Methods of the accelerator whose answers are shown.
+_RULE = "-" * 50
 _ASKED = ("is_available", "device_count", "communication_backend_name", "supported_dtypes", "is_synchronized_device")
 
 
@@ -184,6 +185,7 @@ def _show_all(report: dict[str, Any], console: Console, options: argparse.Namesp
     from deepspeed.cli.machine_report import show_machine
 
     verbose = options.verbose and not options.hide_errors_and_warnings
+    _show_pasted(report, console, ops=not options.hide_operator_status)
     console.print(_table("Versions", ("what", "version"), report["versions"].items()))
     show_machine(report, console)
     show_choice(report, console, verbose)
@@ -192,6 +194,45 @@ def _show_all(report: dict[str, Any], console: Console, options: argparse.Namesp
     if not options.hide_operator_status:
         _show_ops(report["ops"], console, remarks=not options.hide_errors_and_warnings)
     show_features(report["features"], console, verbose)
+
+
+def _show_pasted(report: dict[str, Any], console: Console, *, ops: bool) -> None:
+    """The headings and rows that people paste into a bug report and scripts look for, as DeepSpeed prints them."""
+    lines = []
+    if ops:
+        lines += [
+            _RULE,
+            "DeepSpeed C++/CUDA extension op report",
+            _RULE,
+            f"{_dotted('op name', 'installed')} .. compatible",
+        ]
+        lines.append(_RULE)
+        for row in report["ops"]:
+            installed = "[YES]" if row["state"] == "prebuilt" else "[NO]"
+            fits = "[OKAY]" if row["offered"] and row["state"] != "failed" else "[NO]"
+            lines.append(f"{_dotted(row['op'], installed)} {'.' * (13 - len(installed))} {fits}")
+    versions, paths, machine = report["versions"], report["paths"], report["machine"]
+    shared = machine["shared_memory_bytes"]
+    facts = {
+        "torch install path": [paths["torch"]],
+        "torch version": versions["torch"],
+        "deepspeed install path": [paths["deepspeed"]],
+        "deepspeed info": f"{versions['DeepSpeed API']}+core.{versions['ds-core']}",
+        "python version": versions["python"],
+        "shared memory (/dev/shm) size": "none" if shared is None else f"{shared / 2**30:.2f} GB",
+    }
+    lines += [
+        _RULE,
+        "DeepSpeed general environment info:",
+        *(_dotted(name, value) for name, value in facts.items()),
+        _RULE,
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _dotted(name: str, value: Any) -> str:
+    return f"{name} {'.' * max(1, 33 - len(name))} {value}"
 
 
 def _show_faults(report: dict[str, Any], console: Console) -> None:

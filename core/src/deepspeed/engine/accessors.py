@@ -52,6 +52,17 @@ def _section_as_written(name: str) -> tuple[str, Callable[[Mapping[str, Any]], A
 #: answered from the validated configuration: method name -> dotted path below the config root, or the path and a
 #: function of the value there
 FROM_CONFIG: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
+    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+    "log_level": "log_level",
+    "tensor_parallel_config": "tensor_parallel",
+    "zenflow_config": "zero_optimization.zenflow",
+    "zero_allgather_sequential": "zero_optimization.allgather_sequential",
+    "zero_compute_grad_norm": "zero_optimization.compute_grad_norm",
+    "zero_parameter_alignment": "zero_optimization.parameter_alignment",
+    "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.save_muon_momentum_buffer_in_memory",
     "aio_config": ("aio", lambda aio: aio.model_dump()),
     "amp_enabled": "amp.enabled",
     "amp_params": ("raw", lambda raw: raw.get("amp", False)),
@@ -180,9 +191,12 @@ FROM_ENGINE: dict[str, Callable[[Any], Any]] = {
         engine.precision.model_dtype or torch.float32,
         engine.sharding.options.accumulation_dtype or engine.precision.model_dtype or torch.float32,
     ),
+    "get_data_parallel_rank": lambda engine: engine.mesh.rank("dp"),
     "get_global_grad_norm": lambda engine: engine._training.stats.grad_norm if engine._training.stats else None,
+    "get_model_parallel_rank": lambda engine: engine.mesh.model_rank,
     "get_pld_theta": lambda engine: None,  # progressive layer drop is refused
     "get_sequence_parallel_group": lambda engine: engine.seq_parallel_group,
+    "get_tensor_parallel_rank": lambda engine: engine.mesh.rank("tp"),
     "get_type": lambda engine: engine._training.group_values("type"),
     "gradient_accumulation_steps": lambda engine: engine.schedule.num_steps,
     "is_deepcompile_active": lambda engine: False,  # DeepCompile is refused

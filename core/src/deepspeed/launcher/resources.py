@@ -2,9 +2,9 @@
 
     NODE[@NODE ...]    NODE = HOST[:SLOT[,SLOT ...]]
 
-`localhost:0,2@worker-1` means slots 0 and 2 of localhost and every slot of worker-1; a slot that is named twice is one
-slot. `runner.py` calls
-`parse_node_list` and `is_local`; the two documented functions serve tools that hold a resource pool of their own.
+`localhost:0,2@worker-1` means slots 0 and 2 of localhost and every slot of worker-1. A slot that is named twice is one
+slot, and a host that is named twice has the slots of both. `runner.py` calls `parse_node_list` and `is_local`; the two
+documented functions serve tools that hold a resource pool of their own.
 """
 
 import os
@@ -24,9 +24,9 @@ def parse_node_list(text: str, flag: str) -> dict[str, list[int] | None]:
         host, colon, slot_text = part.strip().partition(":")
         if not host:
             raise ConfigError(f"{flag} {text}: found no host in {part!r}; write for example localhost:0,1")
-        if host in nodes:
-            raise ConfigError(f"{flag} {text}: host {host} comes twice; list all its slots after one colon")
-        nodes[host] = _parse_slots(slot_text, text, flag) if colon else None
+        slots = _parse_slots(slot_text, text, flag) if colon else None
+        before = nodes.get(host, [])
+        nodes[host] = None if slots is None or before is None else sorted({*before, *slots})
     return nodes
 
 

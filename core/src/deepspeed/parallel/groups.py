@@ -388,3 +388,36 @@ def _experts(name: str) -> RankGrid:
             "groups._create_expert_and_data_parallel(expert_parallel_size)"
         )
     return grids[int(size)]
+
+
+# ---- the same without the underscore --------------------------------------------------------------------------------
+
+
+def get_data_parallel_group() -> ProcessGroup:
+    """Ranks that see different samples."""
+    return _get_data_parallel_group()
+
+
+def get_data_parallel_world_size() -> int:
+    """Their number."""
+    return _get_data_parallel_world_size()
+
+
+def get_data_parallel_rank() -> int:
+    """This rank's place among them."""
+    return _get_data_parallel_rank()
+
+
+def get_model_parallel_group() -> ProcessGroup:
+    """Ranks that share the layers of a model."""
+    return _get_model_parallel_group()
+
+
+def get_model_parallel_world_size() -> int:
+    """Their number."""
+    return _get_model_parallel_world_size()
+
+
+def get_model_parallel_rank() -> int:
+    """This rank's place among them."""
+    return _get_model_parallel_rank()

@@ -156,6 +156,10 @@ class PipelineModule(Module):
 
     # ---- running ------------------------------------------------------------------------------------------------
 
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute the activations of so many layers at a time in the backward; 0: keep them."""
+        self.activation_checkpoint_interval = interval
+
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run one of the own parts.
 

@@ -215,7 +215,9 @@ class DataParallelSchedule(PipeSchedule):
                 ForwardPass(0, micro=micro),
                 BackwardPass(0, micro=micro),
             ]
-            yield [*commands, *_end_of_step()] if micro == self.micro_batches - 1 else commands
+            # no stage has a copy of anything, so that nothing tied is reduced
+            ends = [ReduceGrads(), OptimizerStep()] if micro == self.micro_batches - 1 else []
+            yield [*commands, *ends]
 
     def num_pipe_buffers(self) -> int:
         """One."""

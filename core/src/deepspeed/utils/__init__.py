@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from deepspeed.zero.fragments import safe_set_local_fp32_param as safe_set_local_fp32_param
     from deepspeed.zero.fragments import safe_set_local_grad as safe_set_local_grad
     from deepspeed.zero.fragments import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+    from deepspeed.zero.fragments import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
     from deepspeed.zero.leaf_modules import get_z3_leaf_modules as get_z3_leaf_modules
     from deepspeed.zero.leaf_modules import set_z3_leaf_module as set_z3_leaf_module
     from deepspeed.zero.leaf_modules import set_z3_leaf_modules as set_z3_leaf_modules
+    from deepspeed.zero.leaf_modules import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
+    from deepspeed.zero.leaf_modules import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
     from deepspeed.zero.leaf_modules import unset_z3_leaf_modules as unset_z3_leaf_modules
     from deepspeed.zero.leaf_modules import z3_leaf_module as z3_leaf_module
     from deepspeed.zero.leaf_modules import z3_leaf_parameter as z3_leaf_parameter
@@ -55,8 +58,11 @@ _NAMES: dict[str, str] = {
     "safe_set_local_fp32_param": "deepspeed.zero.fragments:safe_set_local_fp32_param",
     "safe_set_local_grad": "deepspeed.zero.fragments:safe_set_local_grad",
     "safe_set_local_optimizer_state": "deepspeed.zero.fragments:safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized": "deepspeed.zero.fragments:safe_update_full_grad_vectorized",
     "set_z3_leaf_module": "deepspeed.zero.leaf_modules:set_z3_leaf_module",
     "set_z3_leaf_modules": "deepspeed.zero.leaf_modules:set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name": "deepspeed.zero.leaf_modules:set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix": "deepspeed.zero.leaf_modules:set_z3_leaf_modules_by_suffix",
     "tensor_fragment": "deepspeed.utils.tensor_fragment",
     "timer": "deepspeed.utils.timer",
     "unset_z3_leaf_modules": "deepspeed.zero.leaf_modules:unset_z3_leaf_modules",
@@ -86,8 +92,11 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "tensor_fragment",
     "timer",
     "unset_z3_leaf_modules",

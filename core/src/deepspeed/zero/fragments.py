@@ -13,7 +13,7 @@ The user's calls for debugging and for methods that read gradients (AdaLoRA). Al
 and its gradient is `param.grad`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,16 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
     """
     asked = "safe_set_full_optimizer_state"
     _scatter(param, own_part(param, value, asked), asked, optim_state_key, _requires(asked, optim_state_key))
+
+
+def safe_update_full_grad_vectorized(param_list: Sequence[Parameter], update_func: Callable[[Tensor], Tensor]) -> None:
+    """Replace the reduced gradient of each parameter by `update_func(gradient)`; those without a gradient are left out.
+
+    All ranks call it with the same parameters, and the function gives the same on all.
+    """
+    for param in param_list:
+        if (grad := safe_get_full_grad(param)) is not None:
+            safe_set_full_grad(param, update_func(grad))
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:

@@ -4,7 +4,7 @@ In stages 0, 1 and 2 every rank holds whole parameters, so the context gives the
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -179,3 +179,11 @@ def unregister_external_parameter(module: Module, parameter: Any) -> None:
 def _check(parameter: Any) -> None:
     if not isinstance(parameter, Parameter):
         raise TypeError(f"register_external_parameter: found {type(parameter).__name__}, wanted a torch.nn.Parameter")
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model, or an engine's, with whole weights while a generation calls it token by token. A collective."""
+    module = getattr(model, "module", model)
+    with GatheredParameters(list(module.parameters())):
+        yield module

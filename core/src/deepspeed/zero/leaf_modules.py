@@ -5,7 +5,7 @@ uses other children, such as experts; `initialize` calls it for `zero_optimizati
 modules; `granularity.py` reads the marks. Stages 0, 1 and 2 hold whole parameters and have no use for them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.nn import Module, Parameter
 
@@ -35,6 +35,24 @@ def unset_z3_leaf_modules(
 ) -> list[Module]:
     """Take the mark of `set_z3_leaf_modules` back; returns the modules of the given classes."""
     return _mark(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> list[Module]:
+    """Mark the modules of these names, or with `flag=False` take the marks back; returns them.
+
+    Raises:
+        ValueError: if there is no module of a name, unless `raise_if_not_found` is False.
+    """
+    return _mark_named(model, module_names, lambda name, wanted: name == wanted, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> list[Module]:
+    """As `set_z3_leaf_modules_by_name`, for the modules whose names end so."""
+    return _mark_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
 def set_z3_leaf_module(model: Module, flag: bool) -> None:
@@ -75,6 +93,20 @@ def mark_configured(model: Module, classes: Sequence[str], names: Sequence[str],
                 logger.warning(
                     f"zero_optimization.leaf_module.{kind}: found no module {each!r} in {type(model).__name__}"
                 )
+
+
+def _mark_named(
+    model: Module, names: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
+) -> list[Module]:
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise TypeError(f"module names: found {type(names).__name__}, wanted a list of names")
+    by_name = {each: [module for name, module in model.named_modules() if fits(name, each)] for each in names}
+    if raise_if_not_found and (missing := [each for each, found in by_name.items() if not found]):
+        raise ValueError(f"module names: found no module {', '.join(missing)} in {type(model).__name__}")
+    found = list(dict.fromkeys(module for modules in by_name.values() for module in modules))
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
 
 
 def _mark(model: Module, classes: Sequence[type[Module] | str], flag: bool, raise_if_not_found: bool) -> list[Module]:

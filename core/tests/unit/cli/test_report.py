@@ -298,3 +298,16 @@ def test_an_unknown_flag_is_refused(capsys):
     with pytest.raises(SystemExit):
         report.main(["--nosuch"])
     assert "--nosuch" in capsys.readouterr().err
+
+
+def test_headings_and_rows_that_people_paste(capsys):
+    report.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert "DeepSpeed C++/CUDA extension op report" in lines
+    assert any(line.startswith("op name ....") and line.endswith("compatible") for line in lines)
+    assert any(line.startswith("cpu_adam ....") and line.endswith(("[OKAY]", "[NO]")) for line in lines)
+    assert "DeepSpeed general environment info:" in lines
+    for name in ("torch version", "torch install path", "deepspeed install path", "deepspeed info"):
+        assert any(line.startswith(f"{name} ...") for line in lines), name
+    report.main(["--hide_operator_status"])
+    assert "extension op report" not in capsys.readouterr().out

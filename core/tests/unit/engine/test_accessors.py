@@ -3,6 +3,7 @@
 import pytest
 import torch
 from deepspeed.compatibility import ENGINE_METHODS
+from deepspeed.config.parallel import TensorParallelConfig
 from deepspeed.engine.accessors import ATTRIBUTES, FROM_CONFIG, FROM_ENGINE
 from torch import nn
 
@@ -26,6 +27,12 @@ CONFIG = {
 }
 
 ANSWERS = {
+    **dict.fromkeys(("get_data_parallel_rank", "get_model_parallel_rank", "get_tensor_parallel_rank"), 0),
+    **dict.fromkeys(("bf16_master_weights_and_gradients", "bf16_optimizer_states", "is_sanity_checks_enabled"), False),
+    **dict.fromkeys(("zero_allgather_sequential", "zero_parameter_alignment"), False),
+    **{"zero_save_muon_momentum_buffer_in_memory": False, "zero_compute_grad_norm": True},
+    **{"checkpoint_serialization_enabled": True, "log_level": None, "zenflow_config": None},
+    "tensor_parallel_config": TensorParallelConfig(),
     "aio_config": {
         "block_size": 1048576,
         "queue_depth": 8,

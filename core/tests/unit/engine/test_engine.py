@@ -9,6 +9,8 @@ import pytest
 import torch
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import logger, warn_once
+from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+from deepspeed.utils import safe_get_full_grad, safe_update_full_grad_vectorized
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -691,3 +693,19 @@ def test_weights_of_a_bf16_model_are_trained_in_fp32_if_asked(make_engine, stage
     engine.backward(engine(torch.ones(4, 4)).sum())
     engine.step()
     assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_updated_together_and_whole_weights_for_a_generation(make_engine, stage):
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    engine = make_engine(nn.Linear(4, 1), zero_optimization=zero, optimizer={"type": "Adam", "params": {"lr": 0.1}})
+    engine.backward(engine(torch.ones(4, 4)).sum())
+    params = list(engine.module.parameters())
+    safe_update_full_grad_vectorized(params, lambda grad: 2 * grad)
+    assert safe_get_full_grad(params[0]).tolist() == [[8.0] * 4]
+    engine.step()
+    with unwrap_model_for_generation(engine) as model:
+        assert model.weight.shape == (1, 4)
+    assert [engine.get_data_parallel_rank(), engine.get_model_parallel_rank(), engine.get_tensor_parallel_rank()] == [
+        0
+    ] * 3

@@ -157,7 +157,7 @@ def test_one_stage_accumulates():
     first = [LoadMicroBatch(0, micro=0), ForwardPass(0, micro=0), BackwardPass(0, micro=0)]
     assert next(iter(schedule)) == first
     assert schedule.num_pipe_buffers() == 1
-    assert [type(x) for x in flat(schedule)[6:]] == [ReduceTiedGrads, ReduceGrads, OptimizerStep]
+    assert [type(x) for x in flat(schedule)[6:]] == [ReduceGrads, OptimizerStep]
 
 
 def test_a_schedule_of_a_user():

@@ -6,6 +6,8 @@ from deepspeed.utils import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
     z3_leaf_parameter,
@@ -52,3 +54,19 @@ def test_a_class_without_module():
 def test_the_classes_come_in_a_list(wrong):
     with pytest.raises(TypeError, match="wanted a list of classes"):
         set_z3_leaf_modules(make(), wrong)
+
+
+def test_marks_by_name_and_by_suffix():
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.ModuleDict({"experts": torch.nn.Linear(1, 1)}), "b": torch.nn.Linear(1, 1)}
+    )
+    assert set_z3_leaf_modules_by_name(model, ["b"]) == [model["b"]]
+    assert set_z3_leaf_modules_by_suffix(model, ["experts"]) == [model["a"]["experts"]]
+    assert get_z3_leaf_modules(model) == [model["a"]["experts"], model["b"]]
+    set_z3_leaf_modules_by_name(model, ["b"], flag=False)
+    assert get_z3_leaf_modules(model) == [model["a"]["experts"]]
+    assert set_z3_leaf_modules_by_name(model, ["c"], raise_if_not_found=False) == []
+    with pytest.raises(ValueError, match="found no module c in ModuleDict"):
+        set_z3_leaf_modules_by_name(model, ["c"])
+    with pytest.raises(TypeError, match="found str, wanted a list of names"):
+        set_z3_leaf_modules_by_suffix(model, "experts")

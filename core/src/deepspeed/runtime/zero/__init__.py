@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deepspeed.zero.gather import GatheredParameters as GatheredParameters
     from deepspeed.zero.gather import register_external_parameter as register_external_parameter
     from deepspeed.zero.gather import unregister_external_parameter as unregister_external_parameter
+    from deepspeed.zero.gather import unwrap_model_for_generation as unwrap_model_for_generation
     from deepspeed.zero.mics_init import MiCS_Init as MiCS_Init
     from deepspeed.zero.param_state import ZeroParamStatus as ZeroParamStatus
     from deepspeed.zero.tiling import TiledLinear as TiledLinear
@@ -46,6 +47,7 @@ _NAMES: dict[str, str] = {
     "stage_1_and_2": "deepspeed.runtime.zero.stage_1_and_2",
     "tiling": "deepspeed.runtime.zero.tiling",
     "unregister_external_parameter": "deepspeed.zero.gather:unregister_external_parameter",
+    "unwrap_model_for_generation": "deepspeed.zero.gather:unwrap_model_for_generation",
     "utils": "deepspeed.runtime.zero.utils",
 }
 
@@ -69,6 +71,7 @@ __all__ = [
     "stage_1_and_2",
     "tiling",
     "unregister_external_parameter",
+    "unwrap_model_for_generation",
     "utils",
 ]
 
