@@ -72,6 +72,7 @@ class Draw:
     between: str | None = None  # between a forward and its backward; of a pipeline, between batches
     events: dict[int, str] = field(default_factory=dict)  # before a step; failures: in it
     divides_vocabulary: bool = False
+    other_engine: bool = False  # built later, with another mesh
 
     def size(self, axis):
         return self.sizes.get(axis, 1)
@@ -138,6 +139,7 @@ def draw(number, world=2):
         between=dice.choice((None, *BETWEEN)),
         events=draw_events(dice, is_pipe),
         divides_vocabulary=dice.random() < 0.3 and is_tensor,
+        other_engine=dice.random() < 0.4 and not is_pipe,
     )
 
 
@@ -429,6 +431,7 @@ class Run:
         self.case, self.folder = case, folder
         self.mesh = groups.set_mesh({axis: size for axis, size in case.sizes.items() if size > 1 or axis == "dp"})
         self.engine = self.build(case.place, 0)
+        self.other = self.build_other() if case.other_engine else None
 
     def build(self, place, step):
         case = self.case
@@ -444,6 +447,11 @@ class Run:
         )[0]
         add_hooks(case, ((name_in_net(case, name), param) for name, param in engine.module.named_parameters()))
         return engine
+
+    def build_other(self):
+        config = {"train_micro_batch_size_per_gpu": BATCH, "optimizer": {"type": "SGD", "params": {"lr": LR}}}
+        everyone = {"dp": self.case.world}
+        return deepspeed.initialize(model=nn.Linear(2, 2), config=config, mesh_param=everyone)[0]
 
     def data(self, step, micro):
         own = tokens(step, micro, self.engine.mesh.rank("dp"))
