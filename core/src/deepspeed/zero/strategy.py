@@ -39,6 +39,7 @@ from deepspeed.zero import managed
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.backward_window import BackwardWindow
 from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.clip_hint import hint_at_clipping
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.gradient_norm import Scalar, norms_of_own_parts
 from deepspeed.zero.gradient_reduction import GradientReduction
@@ -204,6 +205,8 @@ class Sharding(Stateful):
         for index, param_group in enumerate(groups):
             self.hold_group(index, param_group["params"])
         self._finish_groups()
+        if optimizer is not None and self.stage > 0:
+            hint_at_clipping()
         if optimizer is not None:  # a group that only the optimizer knew would train without averaging
             own = weakref.ref(self)  # the user's optimizer does not keep the engine alive
             optimizer.add_param_group = _add_param_group(own, optimizer)  # type: ignore[method-assign, assignment]
