@@ -229,6 +229,18 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             'With `checkpoint: {"format": "deepspeed"}`, stages 1 to 3; fp16 not at stage 3.',
         ),
         (
+            'checkpoint: {"format": "dcp"}',
+            N,
+            "Files of torch.distributed.checkpoint have no place for `client_state` and no checksums: "
+            "`ds_ckpt convert --to dcp` makes them of a saved tag, and `load_checkpoint` takes them as they are.",
+        ),
+        (
+            "asynchronous saves to a URL",
+            N,
+            "The writer process commits a folder by a rename, which object stores do not have: a save to a URL waits "
+            "until all is written. Save to a folder and copy it.",
+        ),
+        (
             "tags of checkpoints",
             D,
             "No slash, control character, leading dot or white space at an end; at most 200 bytes.",

@@ -18,6 +18,12 @@ def _mode(value: Any) -> Any:
 TagValidation = Annotated[str, BeforeValidator(_mode), Says('"Ignore" or "Warn" or "Fail"')]
 
 
+Format = Annotated[
+    Literal["ds_core", "deepspeed"],
+    Says('"ds_core" or "deepspeed" (`ds_ckpt convert DIR OUT --to dcp` makes files of torch.distributed.checkpoint)'),
+]
+
+
 class ParallelWriteConfig(Section):
     """`checkpoint.parallel_write`."""
 
@@ -40,9 +46,7 @@ class CheckpointConfig(Section):
     verify: Flag = key(
         True, "Compare the checksums of the files that a load reads; without it only their sizes are compared."
     )
-    format: Literal["ds_core", "deepspeed"] = key(
-        "ds_core", "Of the files: `deepspeed` writes what DeepSpeed 0.19 loads too, in stages 1 to 3."
-    )
+    format: Format = key("ds_core", "Of the files: `deepspeed` writes what DeepSpeed 0.19 loads too, in stages 1 to 3.")
     keep_last: Int | None = key(
         None, "After a save, remove the oldest tags of the directory, so that this many stay.", ge=1
     )

@@ -180,3 +180,10 @@ def test_no_switch_is_ignored_in_silence(said):
         except ConfigError as error:
             answers = [str(error)]
         assert [line for line in answers if line.startswith(where)], f"{where} is ignored in silence"
+
+
+def test_another_programs_format_is_refused_with_the_command_that_makes_it():
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.format: found .dcp.; allowed: .*ds_ckpt convert DIR OUT --to dcp"
+    ):
+        check(checkpoint={"format": "dcp"})
