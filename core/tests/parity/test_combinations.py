@@ -450,8 +450,8 @@ class Run:
 
     def build_other(self):
         config = {"train_micro_batch_size_per_gpu": BATCH, "optimizer": {"type": "SGD", "params": {"lr": LR}}}
-        everyone = {"dp": self.case.world}
-        return deepspeed.initialize(model=nn.Linear(2, 2), config=config, mesh_param=everyone)[0]
+        axis = "dp" if self.case.size("tp") > 1 else "tp"
+        return deepspeed.initialize(model=nn.Linear(2, 2), config=config, mesh_param={axis: self.case.world})[0]
 
     def data(self, step, micro):
         own = tokens(step, micro, self.engine.mesh.rank("dp"))
