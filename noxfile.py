@@ -236,7 +236,7 @@ def _compare_names(session: nox.Session) -> None:
             build = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
             session.run(PYTHON, "-m", "pip", "download", *flags, requirement, env=build, external=True)
     session.run(PYTHON, "docs/generate/deepspeed_names.py", str(sdists), "--check", external=True)
-    tests = [str(TESTS / "compat" / name) for name in ("test_names.py", "test_defaults.py")]
+    tests = [str(TESTS / "compat" / name) for name in ("test_names.py", "test_members.py", "test_defaults.py")]
     session.run(PYTHON, "-m", "pytest", "-q", *tests, env=TEST_ENV, external=True)
 
 

@@ -19,6 +19,7 @@ from deepspeed.compatibility import (
     MODULES,
     ROWS,
     Feature,
+    differences,
     feature_of,
     upstream_names,
 )
@@ -87,10 +88,21 @@ module without names is not here as a whole; of one with names, the others are h
 """
 
 
+_MEMBERS = """
+## Other members and arguments
+
+What classes and functions that are here lack of DeepSpeed's members and arguments. An argument that is not here is a
+TypeError, a member an AttributeError.
+
+| of | not here | |
+|---|---|---|
+"""
+
+
 def render() -> str:
     """The whole page."""
     head = _HEAD + "".join(_areas()) + _DEFAULTS + "".join(_defaults()) + _methods()
-    return head + _FEATURES + "".join(_features()) + _OTHERS + "".join(_others())
+    return head + _FEATURES + "".join(_features()) + _OTHERS + "".join(_others()) + _MEMBERS + "".join(_members())
 
 
 def _areas() -> Iterator[str]:
@@ -135,6 +147,11 @@ def _others() -> Iterator[str]:
         by_feature[feature_of(module)].append(f"`{below or 'deepspeed'}`{listed}")
     for feature, modules in sorted(by_feature.items(), key=lambda item: item[0].title.lower()):
         yield f"| {feature.title} | {feature.instead} | {'<br>'.join(modules)} |\n"
+
+
+def _members() -> Iterator[str]:
+    for where, (names, reason) in differences().items():
+        yield f"| `{where.replace(':', '.')}` | {', '.join(names)} | {reason} |\n"
 
 
 def _names(module: str) -> str:

@@ -11,7 +11,7 @@ from deepspeed.compatibility.features import FEATURES, LAUNCHER_FLAGS
 from deepspeed.compatibility.modules import MODULES
 from deepspeed.compatibility.records import Default, EngineMethod, Feature, Module, Row, State
 from deepspeed.compatibility.surface import ROWS
-from deepspeed.compatibility.upstream import feature_of, upstream_names
+from deepspeed.compatibility.upstream import differences, feature_of, upstream_names
 
 __all__ = [
     "DEFAULTS",
@@ -26,6 +26,7 @@ __all__ = [
     "Module",
     "Row",
     "State",
+    "differences",
     "feature_of",
     "upstream_names",
 ]

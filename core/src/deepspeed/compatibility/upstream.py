@@ -77,6 +77,17 @@ def upstream_names() -> Mapping[str, Mapping[str, str]]:
     return names
 
 
+@functools.cache
+def differences() -> Mapping[str, tuple[tuple[str, ...], str]]:
+    """Members of classes and arguments of functions that are not here, and why.
+
+    "module:Class", "module:Class.method" or "module:function", below `deepspeed` -> (names, reason). Methods of the
+    engine that are not here are in `engine_methods.py`.
+    """
+    table = json.loads(Path(__file__).with_name("members.json").read_text(encoding="utf-8"))
+    return {where: (tuple(names), reason) for where, (names, reason) in table.items()}
+
+
 def feature_of(module: str) -> Feature:
     """The feature of a module, by its name with `deepspeed`, that is not here or lacks names."""
     below = module.removeprefix("deepspeed").removeprefix(".")

@@ -1,0 +1,61 @@
+"""Every member and argument of DeepSpeed's public classes and functions: it is here, or in the table with its reason.
+
+Beside the names of `test_names.py`; the table is `deepspeed.compatibility.differences`, which compatibility.md shows.
+"""
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+
+from deepspeed._absent import is_absent
+from deepspeed.compatibility import ENGINE_METHODS, differences
+
+DETAILS = json.loads((Path(__file__).parent / "deepspeed_names.json").read_text(encoding="utf-8"))
+LOGGED = {"prof", "log_name", "debug"}  # which `comm.record.recorded` takes of every operation
+
+
+def found_differences():
+    """ "module:Class" or "module:Class.method" or "module:function" -> members or arguments that are not here."""
+    found = {}
+    for version in DETAILS.values():
+        for module, names in version["modules"].items():
+            for name, detail in names.items():
+                thing = getattr(importlib.import_module(module), name)
+                if is_absent(thing):
+                    continue
+                address = f"{module}:{name}".removeprefix("deepspeed.")
+                functions = {address: detail}
+                if isinstance(detail, dict):
+                    found.setdefault(address, set()).update(missing_members(thing, detail))
+                    present = {member: arguments for member, arguments in detail.items() if hasattr(thing, member)}
+                    functions = {f"{address}.{member}": arguments for member, arguments in present.items() if arguments}
+                for where, arguments in functions.items():
+                    member = where.partition(":")[2].partition(".")[2]
+                    function = thing if member in ("", "__init__") else getattr(thing, member)
+                    found.setdefault(where, set()).update(missing_arguments(function, arguments))
+    return {where: sorted(names) for where, names in found.items() if names}
+
+
+def missing_members(cls, members):
+    declared = {*getattr(cls, "model_fields", ()), *getattr(cls, "__annotations__", ())}
+    return {name for name in members if not hasattr(cls, name) and name not in declared} - {*ENGINE_METHODS, "__init__"}
+
+
+def missing_arguments(function, arguments):
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return set()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return set()
+    taken = {*parameters, "self", "cls", *(LOGGED if hasattr(function, "__wrapped__") else ())}
+    return {name for name, _ in arguments if name not in taken and not name.startswith("*")}
+
+
+def test_what_is_not_here_is_in_the_table():
+    found = found_differences()
+    table = {where: sorted(names) for where, (names, _) in differences().items()}
+    assert {where: names for where, names in found.items() if table.get(where) != names} == {}
+    assert sorted(set(table) - set(found)) == [], "these are here by now"
+    assert all(reason.endswith(".") for _, reason in differences().values())
