@@ -197,7 +197,7 @@ def test_what_a_url_cannot_have_is_refused(memory, monkeypatch):
     with pytest.raises(ConfigError, match="fsspec cannot open it"):
         Checkpointer().load("nonsense://bucket/run")
     monkeypatch.setitem(sys.modules, "upath", None)
-    with pytest.raises(ConfigError, match=r"pip install 'ds-core\[remote\]'"):
+    with pytest.raises(ConfigError, match=r"pip install fsspec universal-pathlib"):
         Checkpointer().load(memory)
 
 
