@@ -75,6 +75,7 @@ def config_of(stage, **hybrid):
     return {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "hybrid_engine": {"enabled": True, **hybrid},
     }
