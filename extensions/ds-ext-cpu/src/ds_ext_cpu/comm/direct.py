@@ -32,7 +32,7 @@ from deepspeed.comm.backend import Work
 from deepspeed.comm.failure import FailureRecord, handled_consequence
 from deepspeed.comm.libraries import timeout_of
 from deepspeed.comm.staging import StagingPool
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, first_line
 from torch.distributed import ProcessGroup
 
 from ds_ext_cpu.comm.boards import EPOCH_BITS, NOTHING_MORE, NUM_SLOTS, Meeting, Peer, PeerLeft, epoch_of, meet, what
@@ -229,12 +229,14 @@ class DirectQueue:
         except CommError as error:
             self._fail(error)
             raise
-        except BaseException:  # such as an interrupt, in the middle of something
+        except BaseException as error:  # such as an interrupt, in the middle of something
             self._left_epoch = epoch_of(self._next)
             self._failures.record(self._left_epoch)
             self._keep([])
             self._begin_epoch(self._left_epoch + 1)
-            self._failure = _Interrupted("a collective was interrupted, and its ranks have not left it (`abandon`)")
+            self._failure = _Interrupted(
+                f"a collective was interrupted: {first_line(error)}; leave it (`abandon`) before the next one"
+            )
             raise
 
     def _advance_unless_left(self) -> bool:
