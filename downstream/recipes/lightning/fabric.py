@@ -29,6 +29,7 @@ def create_fabric(stage: str, bf16: bool) -> Fabric:
             process_group_backend="gloo",
             logging_batch_size_per_gpu=2,
         )
+        strategy.config["gradient_clipping"] = 0.0  # as DDP here; Fabric leaves the key out, and its default is 1.0
     accelerator = "cpu" if stage == "none" else HostFabricAccelerator()
     return Fabric(accelerator=accelerator, devices=2, strategy=strategy, precision=precision)
 

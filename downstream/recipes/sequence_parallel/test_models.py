@@ -72,6 +72,7 @@ def train_job(kind, attention, padded, stage):
     size, rank = dist.get_world_size(), dist.get_rank()
     mpu = UlyssesSPAttentionHF.register_with_transformers(model, attention, size, 2)
     config = {
+        "gradient_clipping": 0.0,
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
         "zero_allow_untested_optimizer": True,
