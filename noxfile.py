@@ -47,7 +47,7 @@ ORIGINAL_DEEPSPEED = "deepspeed==0.19.6"
 NEWEST_DEEPSPEED = "deepspeed==0.19.8"  # whose names and keys are taken too
 # The ends of the range of torch that core/pyproject.toml promises, beside the release of constraints.txt. On PyPI
 # they are CUDA builds, of some gigabytes each.
-TORCH_RANGE = {"oldest": "torch==2.6.*", "newest": "torch"}
+TORCH_RANGE = {"oldest": "torch==2.10.*", "newest": "torch"}
 # What depends on torch: collectives over memory and over sockets, every stage, pipelines, and the pages' code.
 OF_TORCH = ("core/tests/ranks", "core/tests/parity", "docs/tests")
 OF_SOCKETS = ("group_backend", "host_sums", "pipeline", "pipeline_uses", "experts", "mesh")
