@@ -50,7 +50,6 @@ MALFORMED = {
     "-i localhost:0 --num_nodes 1 train.py": ("--include", "--num_nodes"),
     "-i localhost:a train.py": ("--include", "localhost:0,1"),
     "-i :0 train.py": ("--include", "no host"),
-    "-i localhost:0@localhost:1 train.py": ("--include", "twice"),
     "-i worker-7:0 train.py": ("--include", "worker-7"),
     "-e localhost train.py": ("--exclude", "no device"),
     "--master_port 70000 train.py": ("--master_port", "65535"),
