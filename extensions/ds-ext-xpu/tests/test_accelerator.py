@@ -69,8 +69,16 @@ def arguments_for(fake):
         "msg": "a range",
         "callback": lambda: None,
         "tensor": torch.ones(3),
+        "device": "cpu",
+        "dtype": torch.float32,
         "align_bytes": 1,
+        "make_copy": True,
+        "match_shape": True,
         "min_bytes": 4096,
+        "address": 4096,
+        "num_bytes": 4096,
+        "domain": "train",
+        "category": None,
         "class_name": "FusedAdamBuilder",
         "current_env": {},
         "local_accelerator_ids": [1],
@@ -87,7 +95,10 @@ def test_every_documented_method_answers(xpu, fake, name):
     values = arguments_for(fake)
     parameters = [one for one in inspect.signature(stated).parameters.values() if one.name != "self"]
     for given in (parameters, [one for one in parameters if one.default is inspect.Parameter.empty]):
-        answer = getattr(xpu, name)(**{one.name: values[one.name] for one in given})
+        sizes = [3 for one in given if one.kind is inspect.Parameter.VAR_POSITIONAL]
+        answer = getattr(xpu, name)(
+            *sizes, **{one.name: values[one.name] for one in given if one.kind is not one.VAR_POSITIONAL}
+        )
         wanted = stated.__annotations__.get("return")
         assert wanted not in (bool, int, str) or type(answer) is wanted, answer
 
