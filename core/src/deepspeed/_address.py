@@ -1,4 +1,8 @@
-"""Addresses as text, "package.module:name", and what is there. May import nothing of the project."""
+"""Addresses as text, "package.module:name", and what is there.
+
+A file of its own, since `_forward` and `_absent`, which use it, would import each other. May import nothing of the
+project.
+"""
 
 import importlib
 from typing import Any

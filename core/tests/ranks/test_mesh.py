@@ -7,7 +7,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.config.zero import ZeroConfig
-from deepspeed.engine import build
+from deepspeed.engine import sharding
 from deepspeed.errors import ConfigError
 from deepspeed.parallel import groups
 from deepspeed.parallel.layout import grid
@@ -163,7 +163,7 @@ def test_each_part_of_a_model_has_its_own_files(tmp_path, stage, num_model_files
 
 def roles_job():
     """Two copies of two shards."""
-    mesh = build._split_data(Mesh(grid(dp=4)), ZeroConfig(stage=3, mics_shard_size=2))
+    mesh = sharding.split_data(Mesh(grid(dp=4)), ZeroConfig(stage=3, mics_shard_size=2))
     assert mesh.gradient_group() is mesh.norm_group is dist.get_world_group()
     assert mesh.gradient_group(ep_size=2) is mesh.shard_group(ep_size=2) is mesh.experts(2).group("edp")
     assert ranks(mesh.replicate_group(ep_size=2)) == [dist.get_rank()]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator.plain import PlainAccelerator
-from deepspeed.engine import build
+from deepspeed.engine import sharding
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.engines import make_engine
 from deepspeed.testing.odd_models import OddMLP
@@ -99,16 +99,16 @@ class LateCopies(PlainAccelerator):
 @contextlib.contextmanager
 def separate_host_memory():
     """Inside, offload goes to a memory of its own."""
-    kept = HostPlacement.is_needed, policy.get_accelerator, build.ShardingOptions, holding.WIDENED_NUMEL
+    kept = HostPlacement.is_needed, policy.get_accelerator, sharding.ShardingOptions, holding.WIDENED_NUMEL
     HostPlacement.is_needed = staticmethod(lambda device: True)
     policy.get_accelerator = LateCopies
     # several fragments, buckets and batches for the few parameters
-    build.ShardingOptions = functools.partial(build.ShardingOptions, update_numel=12)
+    sharding.ShardingOptions = functools.partial(sharding.ShardingOptions, update_numel=12)
     holding.WIDENED_NUMEL = 12
     try:
         yield
     finally:
-        HostPlacement.is_needed, policy.get_accelerator, build.ShardingOptions, holding.WIDENED_NUMEL = kept
+        HostPlacement.is_needed, policy.get_accelerator, sharding.ShardingOptions, holding.WIDENED_NUMEL = kept
 
 
 def create_engine(stage, precision, is_offloaded=True, seed=3, nvme_path=None, **keys):

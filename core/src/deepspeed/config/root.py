@@ -1,4 +1,4 @@
-"""DeepSpeedConfig: the whole JSON, checked. `engine/build.py` is its only reader; parts get their own section.
+"""DeepSpeedConfig: the whole JSON, checked. Parts of the engine get their own section of it (see `__init__.py`).
 
 DeepSpeedConfig(source, world_size=2)       read -> intake -> pydantic -> batch sizes -> exclusions
 config.check_supported()                    what this version cannot do is refused or warned about

@@ -1,6 +1,6 @@
 """`zero_optimization`: what ZeRO partitions (stages 0 to 3), in buckets of which size, and where shards live.
 
-Read by `engine/build.py`, which passes its values to the sharding of the stage.
+Read by `engine/sharding.py`, which passes its values to the sharding of the stage.
 """
 
 import sys

@@ -4,23 +4,36 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from deepspeed.checkpoint import Checkpointer, check_new_tag, validate_tag
+import torch
+from torch.distributed import ProcessGroup
+
+from deepspeed import comm
+from deepspeed.checkpoint import Checkpointer, check_new_tag, create_store, validate_tag
+from deepspeed.checkpoint.background import BackgroundWriter
+from deepspeed.checkpoint.model_ranks import Division, Experts
 from deepspeed.checkpoint.state_types import as_damage
+from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.interrupts import held
+from deepspeed.comm.values import all_gather_values
+from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.engine.adapting import with_own_parts, with_own_states, with_own_weights
 from deepspeed.engine.deepspeed_form import as_deepspeeds_model, as_deepspeeds_shard
 from deepspeed.engine.events import notify
 from deepspeed.engine.module_state import check_module_state, fill_module
 from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
 from deepspeed.engine.training_state import TrainingState
-from deepspeed.errors import CheckpointError, StateError, first_line
-from deepspeed.parallel.model_part import whole_names
+from deepspeed.errors import CheckpointError, ConfigError, StateError, first_line
+from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
+from deepspeed.parallel.mesh import Mesh
+from deepspeed.parallel.model_part import division_is_known, parts_held, whole_names
+from deepspeed.precision import FP16
 
 
 class Saving:
-    """Saves and loads the state of training. Built by `build.py`; called by the engine's methods.
+    """Saves and loads the state of training. Built by `create_saving`; called by the engine's methods.
 
     Args:
         state: what is saved.
@@ -257,3 +270,82 @@ class Saving:
         if with_states or not state.has_optimizer:
             sharding.broken_by = None
         return loaded.path, loaded.client_state
+
+
+def create_saving(
+    section: CheckpointConfig, nebula: NebulaConfig, state: TrainingState, mesh: Mesh, *, sub_group_numel: int
+) -> Saving:
+    """The part of the engine that saves and loads. Called once, by `build.py`.
+
+    Args:
+        sub_group_numel: of `zero_optimization.sub_group_size`, by which DeepSpeed's files are divided.
+    """
+    gather = partial(_gather, group=mesh.norm_group)
+    sharding = state.sharding
+    checkpointer = Checkpointer(
+        gather=gather,
+        store=create_store(section.store.type, section.store.params),
+        prefix="bf16_" if state.training.precision.model_dtype == torch.bfloat16 else "",
+        dp_rank=sharding.rank,
+        dp_world_size=sharding.world_size,
+        mp_rank=mesh.model_rank,
+        mp_world_size=mesh.model_size,
+        division=_division(state.module, mesh),
+        partitioned_model=sharding.stage >= 3,
+        verify=section.verify,
+        keep_last=nebula.keep_last if section.keep_last is None else section.keep_last,
+        background=BackgroundWriter(section.wait_s) if section.async_save or nebula.enabled else None,
+    )
+    sharding.wait_for_copy = checkpointer.wait_for_copy
+    meet = Arrivals(mesh.norm_group, section.wait_s).wait_for_all if comm.get_world_size(mesh.norm_group) > 1 else None
+    return Saving(
+        state,
+        checkpointer,
+        gather=gather,
+        tag_validation=section.tag_validation,
+        deepspeed_sub_group_size=_deepspeed_sub_group_size(section, state, sub_group_numel),
+        meet=meet,
+        save_dir=nebula.save_dir,
+        load_dir=nebula.load_dir,
+    )
+
+
+def _division(module: torch.nn.Module, mesh: Mesh) -> Division | None:
+    """What checkpoints say of the division of the model; None where the caller divided it, without a mark."""
+    axes, parts = {axis: mesh.size(axis) for axis in ("pp", "tp")}, parts_held(module)
+    if axes["pp"] > 1 and not getattr(module, "names_are_global", False):
+        return None
+    if axes["tp"] > 1 and not division_is_known(module):
+        return None
+    experts = {}
+    for group_name, ep_size in expert_sizes(module).items():
+        names = [name for name, param in module.named_parameters() if expert_group_of(param) == group_name]
+        if ep_size > 1:
+            places = mesh.ranks("dp", "sp")
+            holders = [places.index(rank) for rank in mesh.experts(ep_size).ranks("edp")]
+            experts[group_name] = Experts(tuple(holders), tuple(names))
+    if any(name not in parts for each in experts.values() for name in each.names):
+        return None
+    return Division(axes, parts, experts)
+
+
+def _deepspeed_sub_group_size(section: CheckpointConfig, state: TrainingState, numel: int) -> int | None:
+    stage = state.sharding.stage
+    if section.format != "deepspeed":
+        return None
+    if stage == 3 and isinstance(state.training.precision, FP16):
+        raise ConfigError(
+            "checkpoint.format: found 'deepspeed' with fp16 and zero_optimization.stage 3, whose loss scale this "
+            "version cannot write for DeepSpeed; use bf16 or stage 2, or omit the key"
+        )
+    if stage == 0:
+        raise ConfigError(
+            "checkpoint.format: found 'deepspeed' with zero_optimization.stage 0, whose files have the optimizer's "
+            "state in another form; use stage 1, which loads in any stage here, or omit the key"
+        )
+    return numel
+
+
+def _gather(value: Any, group: ProcessGroup) -> list[Any]:
+    """The value of every rank of `group`, which share a checkpoint, in rank order."""
+    return all_gather_values(value, group) if comm.get_world_size(group) > 1 else [value]

@@ -1,6 +1,6 @@
 """Number formats: what the model computes in, how losses are scaled, when a step is skipped.
 
-One `Precision` is chosen in `engine/build.py` and never changes. May import `comm`, `accelerator` and below. Read
+One `Precision` is chosen in `engine/sharding.py` and never changes. May import `comm`, `accelerator` and below. Read
 `policy.py` (the base class is fp32), then `fp16.py` and `loss_scaler.py`.
 """
 

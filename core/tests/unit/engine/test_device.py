@@ -8,7 +8,7 @@ from deepspeed.accelerator import DeepSpeedAccelerator, set_accelerator
 from deepspeed.accelerator import current as choice
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine import build, device
+from deepspeed.engine import device, sharding
 from deepspeed.errors import ConfigError
 
 
@@ -96,7 +96,7 @@ def test_a_precision_that_the_device_lacks_is_refused(claim, section, key):
     set_accelerator(Half_Accelerator())
 
     def check(**keys):
-        device.check_dtypes(build._asked_dtypes(DeepSpeedConfig({"train_batch_size": 1, **keys})))
+        device.check_dtypes(sharding.asked_dtypes(DeepSpeedConfig({"train_batch_size": 1, **keys})))
 
     message = rf"{key}: asks for float16, which the accelerator 'cpu' does not train in; it has bfloat16, float32"
     with pytest.raises(ConfigError, match=message):

@@ -4,7 +4,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.config.zero import ZeroConfig
-from deepspeed.engine import build
+from deepspeed.engine import sharding
 from deepspeed.errors import CheckpointError, ConfigError, StateError
 from deepspeed.parallel.layout import grid
 from deepspeed.parallel.mesh import Mesh
@@ -37,7 +37,7 @@ def test_an_mpu_without_the_groups_it_counts(single_rank, name):
 def test_two_ways_to_copy_the_weights(single_rank):
     zero = ZeroConfig(stage=3, mics_shard_size=1, zero_hpz_partition_size=2)
     with pytest.raises(ConfigError, match="mics_shard_size 1 and zero_hpz_partition_size 2; .* give one of them"):
-        build._split_data(Mesh(grid(dp=1)), zero)
+        sharding.split_data(Mesh(grid(dp=1)), zero)
 
 
 def test_parameters_of_another_model(single_rank, make_engine):

@@ -1,7 +1,7 @@
 """Where an engine keeps what it offloads: `zero_optimization.offload_optimizer`, `offload_param` and the accelerator
 decide.
 
-Called once by `engine/build.py`; `choose_shard_home` by `zero.Init` too.
+Called once by the builders in `engine/`; `choose_shard_home` by `zero.Init` too.
 """
 
 import torch

@@ -1,0 +1,193 @@
+"""The precision and the stage of ZeRO that a configuration asks for.
+
+Called once per engine by `build.py`; beside it, this file alone reads the root of the configuration.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+from deepspeed import comm
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.precision import torch_dtype
+from deepspeed.config.zero import ZeroConfig
+from deepspeed.errors import ConfigError
+from deepspeed.optim import is_elementwise, is_tested_with_zero
+from deepspeed.parallel.mesh import Mesh
+from deepspeed.plugins.manager import plugin_manager
+from deepspeed.precision import BF16, FP16, Autocast, Precision
+from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.zero.holding import ShardingOptions
+from deepspeed.zero.module_units import Stage3Options
+from deepspeed.zero.offload.policy import choose_shard_home
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.shard_home import ShardHome
+from deepspeed.zero.stage0 import Stage0
+from deepspeed.zero.stage1 import Stage1
+from deepspeed.zero.stage2 import Stage2
+from deepspeed.zero.stage3 import Stage3
+from deepspeed.zero.strategy import Sharding
+from deepspeed.zero.unit_groups import Copies, UnitGroups
+
+
+def split_data(mesh: Mesh, zero: ZeroConfig) -> Mesh:
+    """The mesh with the copies of the weights that MiCS or hpZ asks for."""
+    asked = [("mics_shard_size", zero.mics_shard_size, 0), ("zero_hpz_partition_size", zero.zero_hpz_partition_size, 1)]
+    given = [(name, size) for name, size, off in asked if size > off]
+    if given and zero.stage != 3:
+        raise ConfigError(
+            f"zero_optimization.{given[0][0]}: found {given[0][1]} with stage {zero.stage}; it divides sharded "
+            "parameters among ranks, so use stage 3, or omit it"
+        )
+    if len(given) > 1:
+        raise ConfigError(
+            f"zero_optimization: found {' and '.join(f'{name} {size}' for name, size in given)}; each divides the "
+            "ranks into copies of the weights in its own way, give one of them"
+        )
+    for name, size in given:
+        mesh = mesh.split_data(size, f"zero_optimization.{name}")
+    return mesh
+
+
+def copies_of_weights(zero: ZeroConfig) -> Copies:
+    """What MiCS or hpZ keeps several times among the data-parallel ranks."""
+    if zero.mics_shard_size > 0:
+        return Copies.MODEL
+    return Copies.WEIGHTS if zero.zero_hpz_partition_size > 1 else Copies.NONE
+
+
+def asked_dtypes(config: DeepSpeedConfig) -> dict[str, torch.dtype]:
+    """The dtypes to train in besides fp32, by the key that asks for them."""
+    asked = {
+        "data_types.param_dtype": (config.data_types.param_dtype == "bf16", torch.bfloat16),
+        "fp16.enabled": (config.fp16.enabled, torch.float16),
+        "bf16.enabled": (config.bf16.enabled, torch.bfloat16),
+        "torch_autocast.dtype": (config.torch_autocast.enabled, torch_dtype(config.torch_autocast.dtype)),
+    }
+    return {key: dtype for key, (is_enabled, dtype) in asked.items() if is_enabled}
+
+
+def create_precision(config: DeepSpeedConfig, device: torch.device) -> Precision:
+    """How losses are scaled and weights are cast."""
+    clip_norm, param_dtype = config.gradient_clipping, config.data_types.param_dtype
+    if param_dtype == "bf16" and not config.bf16.enabled:
+        return BF16(clip_norm=clip_norm)
+    if config.fp16.enabled:
+        return FP16(_create_loss_scaler(config), clip_norm=clip_norm, auto_cast=config.fp16.auto_cast)
+    if config.bf16.enabled:
+        return BF16(clip_norm=clip_norm, checks_overflow=config.bf16.check_grad_overflow)
+    if config.torch_autocast.enabled:
+        dtype = torch_dtype(config.torch_autocast.dtype)
+        scaler = _create_loss_scaler(config) if dtype == torch.float16 else None
+        return Autocast(device.type, dtype, clip_norm=clip_norm, loss_scaler=scaler)
+    return Precision(clip_norm=clip_norm)
+
+
+def _create_loss_scaler(config: DeepSpeedConfig) -> LossScaler:
+    fp16 = config.fp16
+    if fp16.loss_scale > 0:
+        return LossScaler(fp16.loss_scale)
+    return DynamicLossScaler(
+        2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        min_scale=fp16.min_loss_scale,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+    )
+
+
+def create_sharding(
+    config: DeepSpeedConfig,
+    precision: Precision,
+    optimizer: Optimizer | None,
+    mesh: Mesh,
+    units: UnitGroups,
+    placement: Placement,
+    shard_home: ShardHome | None,
+    device: torch.device,
+) -> Sharding:
+    """The stage of ZeRO, not attached to the model yet.
+
+    Raises:
+        ConfigError: the optimizer was not tested with the stage, or keys exclude each other.
+    """
+    group, ranks = mesh.gradient_group(), units.dense.everyone
+    zero = config.zero_optimization
+    accumulation = config.data_types.grad_accum_dtype
+    if accumulation not in (None, "fp32") and precision.model_dtype is None:
+        raise ConfigError(
+            f"data_types.grad_accum_dtype: found {accumulation!r} with fp32 parameters, whose gradients would be "
+            'rounded; use "fp32", or enable bf16 or fp16'
+        )
+    wire = config.communication_data_type
+    options = ShardingOptions(
+        model_dtype=precision.model_dtype,
+        accumulation_dtype=torch_dtype(accumulation) if accumulation is not None else None,
+        wire_dtype=torch_dtype(wire) if wire is not None else None,
+        bucket_numel=zero.reduce_bucket_size,
+        sub_group_numel=zero.sub_group_size or sys.maxsize,
+        overlap=zero.overlap_comm,
+        predivide_factor=_predivide_factor(config),
+        allows_unused=zero.ignore_unused_parameters,
+        placement=placement if optimizer is not None else Placement(),
+        groups=units,
+        model_ranks=tuple(comm.group_backend(mesh.group(axis)) for axis in ("tp", "pp") if mesh.size(axis) > 1),
+        counts_replicated=mesh.size("tp") == 1 or mesh.rank("tp") == 0,
+        device=device,
+    )
+    for each in options.model_ranks:
+        each.connect()
+    if optimizer is None and zero.stage < 3:
+        return Stage0(options, ranks, group)
+    is_tested = optimizer is None or zero.stage == 0 or is_tested_with_zero(optimizer)
+    is_refused = zero.stage == 3 and not is_elementwise(optimizer)  # by the stage, whatever is allowed
+    if not is_tested and not is_refused and not config.zero_allow_untested_optimizer:
+        raise ConfigError(
+            f"optimizer: found {type(optimizer).__name__} with zero_optimization.stage {zero.stage}, which was not "
+            'tested together; set "zero_allow_untested_optimizer": true to use it, or stage 0'
+        )
+    stages: dict[int, type[Sharding]] = {0: Stage0, 1: Stage1, 2: Stage2, 3: Stage3}
+    stage: Callable[..., Sharding] = plugin_manager().hook.ds_sharding(name=str(zero.stage)) or stages[zero.stage]
+    partitioning = (_stage3_options(zero, shard_home),) if zero.stage == 3 else ()
+    return stage(options, ranks, group, *partitioning)
+
+
+def create_shard_home(config: DeepSpeedConfig, device: torch.device) -> ShardHome | None:
+    """Where shards of parameters live between uses; None: on the device."""
+    zero = config.zero_optimization
+    keeps_int8 = zero.zero_quantized_nontrainable_weights
+    return choose_shard_home(zero.offload_param, config.aio, device=device, stage=zero.stage, keeps_int8=keeps_int8)
+
+
+def _stage3_options(zero: ZeroConfig, home: ShardHome | None) -> Stage3Options:
+    return Stage3Options(
+        prefetch_numel=zero.prefetch_bucket_size,
+        max_live_numel=zero.max_live_parameters,
+        max_reuse_numel=zero.max_reuse_distance,
+        persistence_numel=zero.param_persistence_threshold,
+        model_persistence_numel=zero.model_persistence_threshold,
+        min_granularity=zero.module_granularity_threshold,
+        quantizes_weights=zero.zero_quantized_weights,
+        quantizes_gradients=zero.zero_quantized_gradients,
+        keeps_frozen_in_int8=zero.zero_quantized_nontrainable_weights,
+        checks_values=zero.enable_sanity_checks,
+        home=home,
+    )
+
+
+def refuse_quantized(zero: ZeroConfig) -> None:
+    """Refuse ZeRO++ below stage 3, where weights are not gathered and gradients are reduced as they are."""
+    for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
+        if getattr(zero, name) and zero.stage < 3:
+            raise ConfigError(
+                f"zero_optimization.{name}: found true with zero_optimization.stage {zero.stage}, which sends weights "
+                f"and gradients in their own dtype; set stage to 3, or {name} to false"
+            )
+
+
+def _predivide_factor(config: DeepSpeedConfig) -> float | None:
+    """By what gradients are divided before the sum; None: by the number of ranks, and by nothing after it."""
+    factor = config.gradient_predivide_factor
+    return None if config.prescale_gradients or factor == 1.0 else factor
