@@ -12,7 +12,9 @@ VOCABULARY, LENGTH = 32, 16
 def parse(description: str) -> argparse.ArgumentParser:
     """The arguments that every recipe has."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--stage", choices=("none", "1", "2", "3"), required=True, help="none: plain torch, with DDP")
+    parser.add_argument(
+        "--stage", choices=("none", "0", "1", "2", "3"), required=True, help="none: plain torch, with DDP"
+    )
     parser.add_argument("--folder", type=Path, required=True, help="gets the losses (result.json) and checkpoints")
     parser.add_argument("--bf16", action="store_true")
     return parser

@@ -8,9 +8,11 @@ Writes the loss of each step to `<folder>/result.json`. `--stage none` trains wi
 """
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from host_accelerator import HostFabricAccelerator
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy
@@ -20,7 +22,7 @@ from torch.utils.data import DataLoader
 NUM_STEPS, SAVED_AFTER = 16, 8
 
 
-def create_fabric(stage: str, bf16: bool) -> Fabric:
+def create_fabric(stage: str, bf16: bool, offload: bool) -> Fabric:
     precision = "bf16-true" if bf16 else "32-true"
     strategy: Any = DDPStrategy(process_group_backend="gloo")
     if stage != "none":
@@ -28,6 +30,8 @@ def create_fabric(stage: str, bf16: bool) -> Fabric:
             stage=int(stage),
             process_group_backend="gloo",
             logging_batch_size_per_gpu=2,
+            offload_optimizer=offload,
+            offload_parameters=offload,
         )
         strategy.config["gradient_clipping"] = 0.0  # as DDP here; Fabric leaves the key out, and its default is 1.0
     accelerator = "cpu" if stage == "none" else HostFabricAccelerator()
@@ -36,13 +40,17 @@ def create_fabric(stage: str, bf16: bool) -> Fabric:
 
 def main() -> None:
     parser = parse(__doc__)
+    parser.add_argument("--offload", action="store_true", help="states and parameters in host memory (stage 3)")
+    parser.add_argument("--init-module", action="store_true", help="build it inside zero.Init (stage 3)")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
 
-    fabric = create_fabric(args.stage, args.bf16)
+    fabric = create_fabric(args.stage, args.bf16, args.offload)
     fabric.launch()
-    model = create_model()
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    with fabric.init_module() if args.init_module else nullcontext():
+        model = create_model()
+    adamw = DeepSpeedCPUAdam if args.offload else torch.optim.AdamW
+    model, optimizer = fabric.setup(model, adamw(model.parameters(), lr=3e-3, weight_decay=0.01))
     loader = fabric.setup_dataloaders(DataLoader(create_samples(NUM_STEPS * 4), batch_size=2))
 
     state = {"model": model, "optimizer": optimizer, "step": 0}
@@ -62,7 +70,7 @@ def main() -> None:
             fabric.save(args.folder / "state", state)
             state["step"] = 0
     if fabric.is_global_zero:
-        (args.folder / "result.json").write_text(json.dumps({"losses": losses}))
+        (args.folder / "result.json").write_text(json.dumps({"losses": losses, "moved_to": str(fabric.device)}))
 
 
 if __name__ == "__main__":
