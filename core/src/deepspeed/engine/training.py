@@ -14,7 +14,8 @@ from deepspeed.engine.step import Progress, StepStats
 from deepspeed.errors import StateError
 from deepspeed.log import warn_once
 from deepspeed.precision import Precision
-from deepspeed.zero.strategy import BackwardPlan, Sharding
+from deepspeed.zero.backward import BackwardPlan
+from deepspeed.zero.strategy import Sharding
 
 
 class Training:

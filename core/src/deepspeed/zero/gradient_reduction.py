@@ -5,7 +5,7 @@
     end              the backward is over: what is left is taken, and launched if this backward reduces
     finish           the sums are there; gradients that came after the launch of their bucket are still to be reduced
 
-Used by `strategy.py`. Nothing here knows a stage: it is given the buckets, and how one is reduced.
+Used by `backward.py`. Nothing here knows a stage: it is given the buckets, and how one is reduced.
 
 [Note: which parameters have hooks] A hook in every backward costs as much as the backward of a tiny layer. So only
 large parameters have one, which takes the gradient at once, and the first of each bucket, which a backward reaches

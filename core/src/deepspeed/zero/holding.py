@@ -1,7 +1,7 @@
 """`Holding`: what a stage keeps of the model and where: units, buckets, gradient memory, batches of the update.
 
-Made by `Sharding.attach`, which adds what happens to it in a backward and a step (`strategy.py`). What a stage decides
-of the layout stands first; the stages answer differently.
+Made by `Sharding.attach`. What happens to it in a backward and in a step is in `backward.py` and `strategy.py`. What a
+stage decides of the layout stands first; the stages answer differently.
 
 Legend: N padded numel of a unit, S numel of a shard, W ranks.
 """
@@ -354,6 +354,13 @@ class Holding:
     def held_bytes(self) -> int:
         """Bytes that stay allocated between steps for collectives and copies; no states."""
         return sum(ranks.held_bytes for ranks in self.backends) + self.placement.held_bytes
+
+    def _reduced_units(self) -> Iterator[tuple[FlatGroup, Tensor]]:
+        """The units, with this rank's reduced gradients of each."""
+        return zip(self.groups, self._reduced, strict=True)
+
+    def _name_of(self, param: Tensor) -> str:
+        return next((name for name, other in self.named_parameters if other is param), "?")
 
     def find(self, param: Parameter) -> tuple[FlatGroup, int]:
         """The unit of a parameter and its index in it.

@@ -3,7 +3,7 @@
 The engine calls, for every micro-batch and then once for the step:
 
     1. window.open / close       around `loss.backward()`; a plain `loss.backward()` does it through hooks
-    2. (hooks, per parameter)    gradient -> bucket; a full bucket is launched (`gradient_reduction.py`)
+    2. (hooks, per parameter)    gradient -> bucket; a full bucket is launched (`backward.py`)
     3. reduce()                  every collective done, norm and use of parameters agreed on by all ranks
     4. norm()                    global L2 norm of the gradients as they are (still scaled)
     5. update(scale)             gradients times `scale`, optimizer step, new weights all-gathered
@@ -11,16 +11,14 @@ The engine calls, for every micro-batch and then once for the step:
 
 A stage answers, above all: who owns what and where a bucket's gradients live (`holding.py`), which collective a full
 bucket gets (`_reduce`), and what follows the update (`_all_gather_weights`). All that it may answer stands under "what
-a stage decides", here, in `holding.py` and in `stateful.py` (what a checkpoint asks of a stage). The answers of the
-base classes are stage 0's, except those about the norm and `param.grad`, which `stage0.py` overrides. One step as a
-walk, with the stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
+a stage decides", here, in `backward.py`, `holding.py` and `stateful.py` (what a checkpoint asks of a stage). The
+answers of the base classes are stage 0's, except those about the norm and `param.grad`, which `stage0.py` overrides.
+One step as a walk, with the stages side by side: docs/explanation/one-step.md. ZeRO: arXiv 1910.02054.
 """
 
-import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,57 +26,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.checkpoint import _StopRecomputationError
 
 from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.comm.give_up import give_up, has_peers, makes_collectives_besides
-from deepspeed.errors import CommError, ConfigError, StateError, first_line
-from deepspeed.log import logger, warn_once
+from deepspeed.errors import ConfigError, StateError, first_line
 from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
 from deepspeed.zero.agreement import check_same
-from deepspeed.zero.backward_window import BackwardWindow
-from deepspeed.zero.bucket import Bucket
+from deepspeed.zero.backward import BackwardPlan, Reducing, abandons_on_error
 from deepspeed.zero.clip_hint import hint_at_clipping
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.gradient_norm import Scalar, norms_of_own_parts
-from deepspeed.zero.gradient_reduction import GradientReduction
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.offload.moved_states import reload_states
 from deepspeed.zero.outside_changes import OutsideChanges
-from deepspeed.zero.param_unit import ParamUnit
-from deepspeed.zero.replica_sum import ReplicaSum
 from deepspeed.zero.shown_gradients import ShownGradients
-from deepspeed.zero.stateful import Stateful
 from deepspeed.zero.step_facts import StepFacts
 from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.unit_ranks import UnitRanks
 from deepspeed.zero.update import OptimizerUpdate, multiply, takes_one_pass
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardPlan:
-    """What the schedule says of the backward that begins."""
-
-    reduces: bool  # whether the gradients are needed after it
-    factor: float  # by which its gradients are multiplied, besides the averaging over ranks
-    refusal: Exception | None = None  # raised if a parameter gets a gradient in it
-
-
-def _abandons_on_error(method: _F) -> _F:
-    """Decorator of a part of the step: if it fails on this rank, nothing waits for its collectives in flight."""
-
-    @functools.wraps(method)
-    def call(self: "Sharding", *args: Any) -> Any:
-        try:
-            return method(self, *args)
-        except BaseException:
-            self._abandon()
-            raise
-
-    return call  # type: ignore[return-value]
 
 
 def _add_param_group(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
@@ -107,37 +74,17 @@ def _zero_grad(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Calla
     return zero_grad
 
 
-class Sharding(Stateful):
+class Sharding(Reducing):
     """What happens to the gradients and weights of one engine; a subclass for each stage."""
-
-    #: whether gradients are reduced after every backward, or only when they are needed
-    reduces_always = False
-    #: whether `param.grad` shows the gradients of a backward when it is over
-    shows_gradients = False
 
     def __init__(self, options: ShardingOptions, backend: GroupBackend, group: ProcessGroup | None = None) -> None:
         super().__init__(options, backend, group)
-        self.window = BackwardWindow(self._begin_backward, self._end_backward, self._abort_backward)
-        self._used_anywhere: list[bool] = []  # by parameter: some rank has a gradient for this step
         self._ranks_by_param: list[UnitRanks] = []
-        self._adds_up = False  # there are gradients of an earlier backward of this step
-        self._shown = ShownGradients()
-        self._replica_sum = ReplicaSum(options.wire_dtype)
-        self._norm: Scalar | None = None
         self._facts = self._create_facts()
         self._module = torch.nn.Module()  # the model
-        self._rows: TouchedRows | None = None  # for an optimizer that takes sparse gradients only
         self._updates: OptimizerUpdate | None = None
-        self.reduction = self._create_reduction()  # of nothing yet
-        average = options.predivide_factor or float(self.world_size)
-        self._before_sum = 1.0 / average
-        self._after_sum = average / self.world_size
 
     # ---- what a stage decides -----------------------------------------------------------------------------------
-
-    def _reduce(self, bucket: Bucket, wire_N: Tensor) -> Work:
-        """Start to sum a bucket over the ranks, into the part of `wire_N` that is its `result`."""
-        return self.groups[bucket.index].ranks.shards.all_reduce(wire_N, tag=bucket.index)
 
     def _norm_part(self) -> list[Tensor]:
         """The gradients whose squares this rank adds up: those of its shards."""
@@ -149,16 +96,6 @@ class Sharding(Stateful):
 
     def _prepare(self, module: torch.nn.Module, optimizer: Optimizer | None) -> None:
         """Look at the module before parameters are laid out."""
-
-    def _after_arrival(self, unit: ParamUnit) -> None:
-        """A gradient of `unit` was taken."""
-
-    def _max_in_flight(self) -> int | None:
-        """Launched buckets from which on sums are taken out during the backward; None: not before its end."""
-        return self.placement.max_in_flight
-
-    def _after_launch(self) -> None:
-        """Every bucket of this backward was launched; nobody reads gradients before the step, so they go on."""
 
     def _after_reduce(self) -> None:
         """Reduced gradients are there; where no rank has whole ones, `param.grad` stays None."""
@@ -280,130 +217,7 @@ class Sharding(Stateful):
     def _create_facts(self) -> StepFacts:
         return StepFacts(self.backend, self.options.model_ranks, is_offloaded=self.placement.is_offloaded)
 
-    def _create_reduction(self) -> GradientReduction:
-        return GradientReduction(
-            self.window,
-            self.groups,
-            self.buckets,
-            reduce=self._reduce,
-            open_window=self._open_from_hook,
-            sees_all=self.shows_gradients,
-            after_arrival=self._after_arrival,
-            name_of=self._name_of,
-            overlaps=self.options.overlap,
-            max_in_flight=self._max_in_flight(),
-            waits_on_device=not self.backend.capabilities.completes_on_host,
-            rows=self._rows,
-        )
-
     # ---- one backward -------------------------------------------------------------------------------------------
-
-    def _begin_backward(self, by_user: bool) -> None:
-        self.require_states("backward")
-        plan = self._plan(by_user)
-        self._take_shown()
-        if self._shown:
-            self._hide_gradients()
-        self._shown.restore_views()
-        if len(self._gradients) < len(self.groups):
-            self._allocate_gradients()
-        self._replica_sum.reopen(self._reduced_units())
-        self._adds_up = any(self.reduction.used)
-        self._norm = None
-        self.reduction.begin(
-            reduces=plan.reduces or self.reduces_always,
-            factor=plan.factor * self._before_sum,
-            refusal=plan.refusal,
-        )
-
-    def take_unseen(self) -> None:
-        """Take gradients of a backward that neither an output of the forward nor a hook has seen, or that the user has
-        set."""
-        if not (self._shown or self.window.is_open) and self._has_gradients():
-            self.window.open_and_close()
-
-    def _has_gradients(self) -> bool:
-        return any(param.grad is not None for param in self.params)
-
-    def _open_from_hook(self) -> None:
-        """The first gradient of a backward that no output of the forward has seen begin; hooks see some only."""
-        if self.window.is_left:
-            raise StateError(
-                "backward: found gradients of a backward that an exception ended; call engine.zero_grad() before the "
-                "next one"
-            )
-        if self._shown:  # autograd has just added into the bucket's own memory
-            self._abandon()
-            raise StateError(
-                "backward: found a second backward before step() that does not pass through the engine's outputs; "
-                "add the losses up and call engine.backward(loss) once"
-            )
-        self.window.open_from_autograd()
-
-    def _end_backward(self) -> None:
-        self._end_reduction()
-        if self.reduction.is_launched:
-            self._after_launch()
-        for name, param in self._others:
-            if param.grad is not None:
-                warn_once(
-                    f"the parameter {name} got a gradient, and the optimizer does not have it: it is not trained. If "
-                    "it was unfrozen after initialize(), call engine.optimizer.add_param_group"
-                )
-
-    @_abandons_on_error
-    def _end_reduction(self) -> None:
-        self.reduction.end()
-
-    def _abort_backward(self) -> None:
-        """A backward that failed leaves unknown gradients: the step starts again, without them."""
-        if self._adds_up:
-            logger.warning(
-                "backward: an exception ended it, and the gradients of the backwards before it in the same step are "
-                "dropped too; repeat those micro-batches, or omit the step"
-            )
-        self._abandon()
-
-    def _abandon(self, *works: tuple[GroupBackend, Work]) -> None:
-        """Forget every gradient, and the collectives in flight: `works` and those of buckets. This rank has failed.
-
-        Waits for no peer, since peers may be in another collective; those that wait for this rank raise: `give_up`.
-        """
-        works += tuple(self.reduction.abandon())
-        if sums := self._replica_sum.abandon():
-            works += tuple(sums)
-            if not self.placement.is_offloaded:  # else copies are summed
-                self._drop_gradient_memory()
-        self.zero_grad()
-        self._dropped()
-        give_up(works)
-
-    def abandon(self) -> None:
-        """Forget every gradient, outside of a backward: this rank has failed, and peers that wait for it raise.
-
-        Called while the exception is handled.
-        """
-        self._abandon()
-
-    def forward_failed(self, error: BaseException) -> None:
-        """The module's forward raised `error`, which is being handled. Peers that go on would wait for this rank in the
-        same forward, or in the reduction that follows it. A checkpoint ends a forward inside a backward by an exception
-        of its own, when it has what the backward needs."""
-        if isinstance(error, _StopRecomputationError):
-            return
-        is_lost = isinstance(error, CommError | OSError)  # offloaded weights, too
-        if is_lost or (has_peers() and (torch.is_grad_enabled() or self._waits_in_forwards())):
-            self._abandon()
-
-    def _waits_in_forwards(self) -> bool:
-        """Whether a forward without gradients may wait for peers, too."""
-        return bool(self.sharded_units()) or makes_collectives_besides(self.backends)
-
-    def _drop_gradient_memory(self) -> None:
-        """Leave the memory to works in flight; the next backward allocates other memory."""
-        for bucket in self.buckets:
-            bucket.release()
-        self._gradients, self._reduced = [], []
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -424,12 +238,12 @@ class Sharding(Stateful):
             squares = 0.0
         self._agree_on_norm(squares)
 
-    @_abandons_on_error
+    @abandons_on_error
     def _agree_on_norm(self, squares: Scalar) -> None:
         self._norm = self._facts.root_over_model(squares) * self._after_sum
         self._after_reduce()
 
-    @_abandons_on_error
+    @abandons_on_error
     def _finish_collectives(self) -> Scalar:
         """Sum of the squares of all gradients, over the ranks, with every bucket reduced."""
         if len(self._gradients) < len(self.groups):
@@ -453,10 +267,6 @@ class Sharding(Stateful):
             squares = self._facts.sum_squares(self._local_norms())
         return squares
 
-    def _reduced_units(self) -> Iterator[tuple[FlatGroup, Tensor]]:
-        """The units, with this rank's reduced gradients of each."""
-        return zip(self.groups, self._reduced, strict=True)
-
     def _refuse_unused(self) -> None:
         unused = [
             self._name_of(param) for param, used in zip(self.params, self._used_anywhere, strict=True) if not used
@@ -466,15 +276,9 @@ class Sharding(Stateful):
             f"{', '.join(unused[:10])}; let the loss depend on them, freeze them, or set the key to true"
         )
 
-    def _name_of(self, param: Tensor) -> str:
-        return next((name for name, other in self.named_parameters if other is param), "?")
-
-    @_abandons_on_error
+    @abandons_on_error
     def _take_shown(self) -> None:
-        """The step takes what the user made of the shown gradients: other values, another tensor, or None."""
-        for index in self._shown.take():
-            self._used_anywhere[index] = False
-            self.reduction.drop(index)
+        super()._take_shown()
         if not self._shown or self._norm is None:
             return
         were_written = self._shown.were_written()
@@ -527,27 +331,9 @@ class Sharding(Stateful):
             raise
         self.placement.finish_sending()
 
-    @_abandons_on_error
+    @abandons_on_error
     def _take_before_update(self) -> None:
         self.take_outside_changes()
-
-    def zero_grad(self) -> None:
-        """Forget every gradient."""
-        if self.window.is_open:  # what is open was left by an exception inside autograd
-            self.window.abort()
-            return
-        self.reduction.clear()
-        self.placement.forget()
-        self._replica_sum.forget()
-        if self._rows is not None:
-            self._rows.clear()
-        self._hide_gradients()
-        self._norm = None
-
-    def _hide_gradients(self) -> None:
-        self._shown.forget()
-        for param in self.params:
-            param.grad = None
 
     def destroy(self) -> None:
         """Remove the hooks and drop all buffers and states; the module and the optimizer can then be used without the
@@ -575,19 +361,6 @@ class Sharding(Stateful):
         self._gradients, self._reduced = [], []
         self.reduction = self._create_reduction()
         self._shown, self._facts = ShownGradients(), self._create_facts()
-
-    def _finish_and_forget(self) -> None:
-        """Finish the collectives in flight, which all ranks have issued, and forget the gradients. How many are left to
-        wait for differs between ranks, so they cannot be abandoned alike."""
-        try:
-            self._finish_in_flight()
-        except CommError as error:
-            logger.warning("destroy: gradients that were being reduced are dropped: %s", first_line(error))
-            self._abandon()
-        self.zero_grad()
-
-    def _finish_in_flight(self) -> None:
-        self.reduction.finish()
 
     # ---- asked for between steps --------------------------------------------------------------------------------
 
