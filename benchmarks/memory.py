@@ -13,13 +13,13 @@ large as a block. The keys that set it so are in `stage_config`. It is a sum of 
 during the backward, while activations are freed, as stages 2 and 3 and FSDP2 do, can stay below it.
 
 Most of what exceeds it is glibc's heap, where freed blocks leave gaps that what lives longer fills. The CPU extension
-sets a threshold for zero.Init and stage 3; `MALLOC_MMAP_THRESHOLD_=131072` in the environment, which then counts for
-all variants, shows the peaks nearly without gaps, at the price of page faults.
+sets a threshold while zero.Init and stage 3 shard a model; `MALLOC_MMAP_THRESHOLD_=131072` in the environment, which
+then counts for all variants and for training, shows the peaks nearly without gaps, at the price of page faults.
 
 The limit is RLIMIT_DATA, set in each rank's own process: what the rehearsal had allocated, and 1.15 times the formula
 (or `--budget-mib`). It counts the heap and private anonymous mappings, touched or not, gaps in the heap included, so it
-is stricter than the resident set. Hence all variants run with the threshold above, unless the environment sets another
-one; with that of the extension zero.Init failed too, also at 1.3 times the formula. The peak of the resident set in the
+is stricter than the resident set. Hence all variants run with that threshold, unless the environment sets another
+one. The peak of the resident set in the
 same run is printed beside the outcome. With Adam in fp32 a rank of eight holds 16 / 8 bytes per parameter, half of the
 whole parameters: who builds them all exceeds the limit. Many blocks and few tokens keep the working set small beside
 the states.

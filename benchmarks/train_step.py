@@ -16,7 +16,7 @@ begins before the norm of all gradients is known. `--sub-group-numel` makes the 
 is needed: where all states fit there (12.6 million elements of a rank by default), no byte passes the disk.
 
 How it measures: each variant has ranks of its own, since one may change its process for good (stage 3 of ds-ext-cpu
-fixes a threshold of the allocator, which made FSDP2 beside it a third slower). They take turns, `--steps-per-round`
+sets thresholds of the allocator). They take turns, `--steps-per-round`
 steps each, so that a noisy machine disturbs them alike, and wait for their next turn without a core's time; each round
 has another order. Printed is the median of the rounds, with the least and the greatest; a ratio is one printed median
 over another. One core and one thread per rank. No variant clips gradients. Memory is measured separately, in fresh

@@ -17,13 +17,12 @@ class MemoryFace(TorchModule):
         """Give memory that the allocator keeps for reuse back to the device. Slow; for use between phases."""
         self._ask("empty_cache")
 
-    def return_freed_memory(self, min_bytes: int = 2**20) -> None:
-        """From now on, give freed blocks of `min_bytes` or more back to the device at once.
+    def return_freed_memory(self, min_bytes: int | None = 2**20) -> None:
+        """From now on, give freed blocks of `min_bytes` or more back to the device at once; None ends that.
 
-        Called when parameters are sharded (stage 3, `zero.Init`): gathered weights are freed after each use, and leave
-        gaps in a heap that what lives longer fills. zero.Init asks for smaller blocks than training does: it frees
-        every whole parameter, and time matters less. Counts for the whole process. Default: nothing, for an allocator
-        that reuses such blocks well.
+        `zero.Init` calls it while a model is built: it frees every whole parameter, which leaves gaps in a heap that
+        what lives longer fills. Training reuses blocks of the same sizes in every step, which a heap does well. Counts
+        for the whole process. Default: nothing, for an allocator that reuses such blocks well.
 
         Args:
             min_bytes: of the blocks that are given back; smaller ones may be kept for reuse.

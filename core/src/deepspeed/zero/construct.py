@@ -33,7 +33,7 @@ from deepspeed.zero.init_access import WholeOnAccess
 from deepspeed.zero.managed import refuse_meta
 from deepspeed.zero.offload.policy import choose_shard_home
 from deepspeed.zero.param_state import ZeroParamStatus
-from deepspeed.zero.param_unit import ParamUnit, unit_of
+from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
 from deepspeed.zero.unit_ranks import UnitRanks
 from deepspeed.zero.whole_state_dict import watch
 
@@ -50,9 +50,6 @@ __all__ = [
 
 # torch's own constructor, by which a replaced wrapper knows what it was asked to wrap
 _orig_torch_arange = torch.arange
-
-#: freed blocks of this size go back to the device while a model is built; `initialize` sets the one for training
-_MIN_BYTES_TO_RETURN = 2**17
 
 #: marks a module whose outermost `__init__` runs
 _UNDER_CONSTRUCTION = "_ds_under_construction"
@@ -144,9 +141,9 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._checks_values = settings is not None and settings.zero_optimization.enable_sanity_checks
         aio = settings.aio if settings is not None else AioConfig()
         self._home = choose_shard_home(offload, aio, device=self._device)
-        get_accelerator().return_freed_memory(_MIN_BYTES_TO_RETURN)
         if module is not None:
-            self._shard(module)
+            with freed_memory_returned():
+                self._shard(module)
 
     def _check(self, settings: DeepSpeedConfig | None) -> None:
         """Refuse a configuration with which the context would do nothing."""
@@ -161,6 +158,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
             Init._depth += 1
             if Init._depth == 1:  # the outermost context shards
                 with contextlib.ExitStack() as undo:
+                    undo.enter_context(freed_memory_returned())
                     for cls in list(_subclasses(Module)):
                         self._patch_class(undo, cls)
                     _replace(undo, Module, "__init_subclass__", classmethod(self._see_new_class))

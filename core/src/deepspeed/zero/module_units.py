@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Module, Parameter
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import CommError
 from deepspeed.zero.agreement import named_ranks
@@ -144,7 +143,6 @@ class ModuleUnits:
             if unit_of(param) is None and not hasattr(param, "ds_persist"):
                 mark_whole(param, self._groups.of(param).everyone, name, checks_values=self._checks_values)
                 self._marked.append(param)
-        get_accelerator().return_freed_memory()
 
     def _create(self, unit_module: UnitModule, named: list[tuple[str, Parameter]]) -> ParamUnit:
         param = named[0][1]

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.errors import CommError, StateError
@@ -45,6 +46,20 @@ from deepspeed.zero.param_marks import mark, unmark
 from deepspeed.zero.param_state import LEGAL_MOVES, ZeroParamStatus
 from deepspeed.zero.shard_home import ShardHome
 from deepspeed.zero.unit_ranks import UnitRanks, source_in
+
+#: freed blocks of this size go back to the device while parameters are taken over
+_MIN_BYTES_TO_RETURN = 2**17
+
+
+@contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """Whole parameters that are freed leave no gaps in a heap, for what stays to fill."""
+    accelerator = get_accelerator()
+    accelerator.return_freed_memory(_MIN_BYTES_TO_RETURN)
+    try:
+        yield
+    finally:
+        accelerator.return_freed_memory(None)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ low precision, and the largest working set (ZeRO, arXiv 1910.02054, section 5.3:
 """
 
 from collections.abc import Sequence, Set
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,7 +22,7 @@ from deepspeed.zero.bucket import Bucket
 from deepspeed.zero.holding import ShardingOptions
 from deepspeed.zero.module_units import ModuleUnits, Stage3Options
 from deepspeed.zero.param_gathering import ParamGathering
-from deepspeed.zero.param_unit import ParamUnit, unit_of
+from deepspeed.zero.param_unit import ParamUnit, freed_memory_returned, unit_of
 from deepspeed.zero.stage2 import Stage2
 from deepspeed.zero.whole_state_dict import unwatch, watch
 
@@ -44,6 +45,10 @@ class Stage3(Stage2):
         self.gathering = ParamGathering(Module(), self.module_units, self.partitioning, self.reduction)
 
     # ---- building -----------------------------------------------------------------------------------------------
+
+    def attach(self, *args: Any, **kwargs: Any) -> None:
+        with freed_memory_returned():
+            super().attach(*args, **kwargs)
 
     def _prepare(self, module: Module, optimizer: Optimizer | None) -> None:
         if self._is_whole:

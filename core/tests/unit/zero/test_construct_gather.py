@@ -3,6 +3,7 @@
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
 from torch import nn
 
@@ -36,6 +37,24 @@ def test_init_refuses_parameters_without_values():
         pytest.raises(ConfigError, match=r"^zero\.Init: .* such as 'weight', on the meta device"),
     ):
         nn.Linear(3, 2)
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_freed_memory_is_returned_while_weights_are_sharded_and_kept_in_training(monkeypatch):
+    asked = []
+    accelerator = get_accelerator()
+    monkeypatch.setattr(accelerator, "return_freed_memory", asked.append)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        layer = nn.Linear(3, 2)
+        assert asked == [2**17]
+    assert asked.pop() is None
+    deepspeed.zero.Init(module=nn.Linear(3, 2), config_dict_or_path=config)
+    assert asked.pop() is None
+    engine, *_ = deepspeed.initialize(model=layer, config=config)
+    assert asked == [2**17] * 3 + [None]
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    assert len(asked) == 4
 
 
 def test_gathered_parameters_are_the_parameters():

@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed.accelerator.plain import PlainAccelerator
 
-from ds_ext_cpu.malloc import THRESHOLD_BYTES, return_large_blocks
+from ds_ext_cpu.malloc import keep_freed_blocks, return_large_blocks
 from ds_ext_cpu.numa import usable_nodes
 
 # import name -> distribution of Intel's oneCCL bindings, whose backend is called "ccl"
@@ -32,9 +32,12 @@ class CPU_Accelerator(PlainAccelerator):
         """The version of the oneCCL bindings; None for gloo, which is part of torch."""
         return importlib.metadata.version(_CCL_DISTRIBUTION) if _has_ccl() else None
 
-    def return_freed_memory(self, min_bytes: int = THRESHOLD_BYTES) -> None:
-        """Blocks of `min_bytes` or more are not kept by glibc's malloc."""
-        return_large_blocks(min_bytes)
+    def return_freed_memory(self, min_bytes: int | None = 2**20) -> None:
+        """Blocks of `min_bytes` or more are not kept by glibc's malloc; None: they are kept again."""
+        if min_bytes is None:
+            keep_freed_blocks()
+        else:
+            return_large_blocks(min_bytes)
 
     def export_envs(self) -> list[str]:
         """The settings of threads and of oneCCL, which all hosts must share."""
