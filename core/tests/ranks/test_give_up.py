@@ -119,6 +119,49 @@ def test_all_ranks_leave_a_failed_step_and_go_on(path, stage, where, after, has_
     check(run_ranks(2, fail_and_go_on, path, stage, where, after, has_experts))
 
 
+def fail_plainly(path, stage, where, has_experts):
+    """Rank 1 fails in `loss.backward()`, and calls nothing until its peer has heard of it."""
+    take_path(path)
+    rank, store = torch.distributed.get_rank(), torch.distributed.distributed_c10d._get_default_store()
+    engine = create_engine(stage, has_experts=has_experts)
+
+    def step(fails=False):
+        engine.module.fails_in = where if fails else ""
+        loss = engine(torch.full((2, WIDTH), 1.0 + rank))
+        if fails and where == "loss":
+            loss = loss.clone()
+            loss.register_hook(fail)
+        loss.backward()
+        engine.step()
+
+    step()
+    try:
+        step(fails=rank == 1)
+        found = "no error"
+    except Exception as error:  # noqa: BLE001
+        found = f"{type(error).__name__}: {error}"
+        if rank == 0:
+            store.set(f"heard/{engine.global_steps}", found)
+        else:
+            store.wait([f"heard/{engine.global_steps}"])
+    step()
+    weights = sums(engine)
+    engine.destroy()
+    store.delete_key("heard/1")
+    return found, weights
+
+
+@pytest.mark.parametrize(
+    ("stage", "where", "has_experts"),
+    swept(
+        [(stage, where, experts) for stage in range(4) for where in ("loss", "backward") for experts in (False, True)],
+        lambda *case: case in {(0, "loss", True), (1, "backward", True), (2, "loss", False), (3, "backward", False)},
+    ),
+)
+def test_a_plain_backward_that_fails_is_told_as_it_fails(path, stage, where, has_experts):
+    check(run_ranks(2, fail_plainly, path, stage, where, has_experts))
+
+
 def fail_twice(path):
     """Rank 1 fails two times before rank 0 looks; both retry until a step is made."""
     take_path(path)
@@ -164,6 +207,35 @@ def fail_on_all(path, where):
 def test_all_ranks_may_fail_by_themselves(path, where):
     first, second = run_ranks(2, fail_on_all, path, where)
     assert first == second
+
+
+def repeat_what_fails(stage, fails_in):
+    """The weights after two steps of three micro-batches. Rank 0 has no memory for the second one of the second step;
+    each rank that fails repeats the step."""
+    engine = create_engine(stage, gradient_accumulation_steps=3)
+    rank, found = torch.distributed.get_rank(), []
+    while engine.global_steps < 2:
+        try:
+            for micro in range(3):
+                fails = rank == 0 and engine.global_steps == 1 and micro == 1 and not found
+                engine.module.fails_in = fails_in if fails else ""
+                engine.backward(engine(torch.full((2, WIDTH), 1.0 + micro + rank)))
+                engine.step()
+        except (MemoryError, PeerFailed) as error:
+            found.append("of a peer" if isinstance(error, PeerFailed) else type(error).__name__)
+    weights = sums(engine)
+    engine.destroy()
+    return found, weights
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_forward_that_fails_costs_the_gradients_of_its_step_in_every_world(world, stage):
+    expected = run_ranks(world, repeat_what_fails, stage, "")
+    for fails_in in ("forward", "backward"):
+        results = run_ranks(world, repeat_what_fails, stage, fails_in)
+        assert [found for found, _ in results] == [["MemoryError"], ["of a peer"]][:world]
+        assert [weights for _, weights in results] == [weights for _, weights in expected]
 
 
 def evaluate_and_fail():

@@ -47,11 +47,6 @@ def begin_use() -> None:
     _num_uses += 1
 
 
-def has_peers() -> bool:
-    """Whether some rank may wait for this one."""
-    return any(backend.world_size > 1 for backend in known_backends())
-
-
 def makes_collectives_besides(backends: Sequence[GroupBackend]) -> bool:
     """Whether the core makes collectives among ranks other than those of `backends`, as models do."""
     own = [_plain(backend) for backend in backends]

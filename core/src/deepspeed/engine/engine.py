@@ -105,7 +105,11 @@ class DeepSpeedEngine(Accessors):
     # ---- the step ---------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward, in the engine's precision."""
+        """The module's forward, in the engine's precision.
+
+        One with gradients that fails drops the gradients of the step, as a backward that fails does: the step begins
+        again with the next micro-batch.
+        """
         self.sharding.require_states("forward", weights_only=True)
         begin_use()
         self.sharding.window.begin_forward()

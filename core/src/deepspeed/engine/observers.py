@@ -71,6 +71,10 @@ class Observers:
             loss = loss.detach().float()
             self._loss = loss if self._loss is None else self._loss + loss
 
+    def step_began_again(self) -> None:
+        """A failure has cost the gradients of the backwards so far: their losses are of no step."""
+        self._loss = None
+
     def micro_batch_ended(self) -> None:
         """A call of `engine.step()` is over; after `step_ended` there is nothing left to measure."""
         self.tput_timer.stop()

@@ -181,6 +181,7 @@ class Training:
         if self._was_dropped:
             self._was_dropped = self._had_backward = False
             self.schedule.restart()
+            self.observers.step_began_again()
             self._take_next_batch()
 
     def _take_next_batch(self) -> None:

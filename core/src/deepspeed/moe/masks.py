@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-import deepspeed.comm as dist
+from deepspeed.comm.group_backend import group_backend
+from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.moe.gate import Routing, TopKGate
@@ -146,8 +147,7 @@ def _masks(gate: TopKGate, logits: Tensor, ep_group: ProcessGroup | None, used_t
     routing = gate.route(logits.float(), used)
     num_places = routing.capacity
     if num_places is None:
-        most = routing.counts.max()
+        num_places = int(routing.counts.max())
         if ep_group is not None:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ep_group)
-        num_places = int(most)
+            num_places = max(all_gather_values(num_places, backend=group_backend(ep_group)))
     return routing.loss, *masks_of(routing, num_places), routing.counts

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import _StopRecomputationError
 
 from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.comm.give_up import give_up, has_peers, makes_collectives_besides
+from deepspeed.comm.give_up import give_up, makes_collectives_besides
 from deepspeed.errors import CommError, StateError, first_line
 from deepspeed.log import logger, warn_once
 from deepspeed.zero.backward_window import BackwardWindow
@@ -71,7 +71,7 @@ class Reducing(Stateful):
         self._dropped: Callable[[], None]
         self._others: list[tuple[str, torch.nn.Parameter]] = []  # parameters of the module that are not attached
         self._used_anywhere: list[bool] = []  # by parameter: some rank has a gradient for this step
-        self._adds_up = False  # there are gradients of an earlier backward of this step
+        self._adds_up = False  # there are gradients of a backward of this step that is over
         self._shown = ShownGradients()
         self._replica_sum = ReplicaSum(options.wire_dtype)
         self._norm: Scalar | None = None  # of the reduced gradients, once the ranks have agreed on it
@@ -125,7 +125,7 @@ class Reducing(Stateful):
         if len(self._gradients) < len(self.groups):
             self._allocate_gradients()
         self._replica_sum.reopen(self._reduced_units())
-        self._adds_up = any(self.reduction.used)
+        self._adds_up = any(self.reduction.used)  # the user may have dropped shown ones
         self._norm = None
         self.reduction.begin(
             reduces=plan.reduces or self.reduces_always,
@@ -166,6 +166,7 @@ class Reducing(Stateful):
 
     def _end_backward(self) -> None:
         self._end_reduction()
+        self._adds_up = any(self.reduction.used)
         if self.reduction.is_launched:
             self._after_launch()
         for name, param in self._others:
@@ -181,12 +182,17 @@ class Reducing(Stateful):
 
     def _abort_backward(self) -> None:
         """A backward that failed leaves unknown gradients: the step starts again, without them."""
+        self._warn_of_dropped("backward")
+        self._abandon()
+
+    def _warn_of_dropped(self, what_failed: str) -> None:
+        """Say that a failure costs gradients of backwards before it, if it does."""
         if self._adds_up:
             logger.warning(
-                "backward: an exception ended it, and the gradients of the backwards before it in the same step are "
-                "dropped too; repeat those micro-batches, or omit the step"
+                "%s: an exception ended it, and the gradients of the backwards before it in the same step are dropped "
+                "too; repeat those micro-batches, or omit the step",
+                what_failed,
             )
-        self._abandon()
 
     # ---- an end before the step ---------------------------------------------------------------------------------
 
@@ -213,12 +219,14 @@ class Reducing(Stateful):
 
     def forward_failed(self, error: BaseException) -> None:
         """The module's forward raised `error`, which is being handled. Peers that go on would wait for this rank in the
-        same forward, or in the reduction that follows it. A checkpoint ends a forward inside a backward by an exception
-        of its own, when it has what the backward needs."""
+        same forward, or in the reduction that follows it. So the step starts again, without its gradients; on one rank,
+        too, so that a program which catches the error trains alike in every world. A checkpoint ends a forward inside a
+        backward by an exception of its own, when it has what the backward needs."""
         if isinstance(error, _StopRecomputationError):
             return
         is_lost = isinstance(error, CommError | OSError)  # offloaded weights, too
-        if is_lost or (has_peers() and (torch.is_grad_enabled() or self._waits_in_forwards())):
+        if is_lost or torch.is_grad_enabled() or self._waits_in_forwards():
+            self._warn_of_dropped("forward")
             self._abandon()
 
     def _waits_in_forwards(self) -> bool:
@@ -250,6 +258,7 @@ class Reducing(Stateful):
             self.window.abort()
             return
         self.reduction.clear()
+        self._adds_up = False
         self.placement.forget()
         self._replica_sum.forget()
         if self._rows is not None:

@@ -13,8 +13,9 @@ task, and runs itself in the outer one. So it queues the callback there, even wi
 only that forward runs in the outermost task. The window then opens in whichever inner task has the first gradient.
 
 [Note: running or left] An exception ends a backward without its callback. The engine's own `backward` sees the
-exception. For a plain `loss.backward()` the callback object itself is the sign: autograd's graph task holds the only
-reference to it, so it is gone exactly when the task is, whether the task ended well or not.
+exception, and `failed_backward.py` that of a plain `loss.backward()`. For what calls autograd's engine in another way
+the callback object itself is the sign: autograd's graph task holds the only reference to it, so it is gone exactly when
+the task is, whether the task ended well or not.
 
     IDLE --open--> OPEN --close | abort--> IDLE
 """
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from deepspeed.errors import StateError
 
@@ -40,6 +42,8 @@ class Window(enum.Enum):
 LEGAL_MOVES = {(Window.IDLE, Window.OPEN), (Window.OPEN, Window.IDLE)}
 
 
+# by which the node of an output has its window, among what torch lets users keep with a node
+_MARK = "deepspeed_window"
 #: what torch gives as the graph task's id outside of a backward
 _NO_GRAPH_TASK = -1
 
@@ -65,7 +69,8 @@ class BackwardWindow:
         #: one value: it is open, and its backward was not left by an exception; for hooks that look at nothing else
         self.running = [False]
         self._on_begin, self._on_end, self._on_abort = on_begin, on_end, on_abort
-        self._see_output = _output_hook(weakref.ref(self))
+        self._itself = weakref.ref(self)
+        self._see_output = _output_hook(self._itself)
         self._task_end: weakref.ref[_TaskEnd] | None = None  # None: the engine opened the window, and closes it
 
     @property
@@ -146,6 +151,13 @@ class BackwardWindow:
             self._move(Window.IDLE)
             self._on_abort()
 
+    def fail(self) -> None:
+        """A backward that an exception ended was this one's, whether it had come here or not; not for one of the
+        engine's own, which sees the exception itself."""
+        if self.is_open and self._task_end is None:
+            return
+        self.abort() if self.is_open else self._on_abort()
+
     def abort_if_left(self) -> None:
         """Drop a plain `loss.backward()` that an exception ended; one that is running goes on."""
         if self.is_left:
@@ -159,10 +171,11 @@ class BackwardWindow:
 
     def watch(self, outputs: Any) -> None:
         """Open the window when a backward reaches one of the tensors in `outputs` (any nesting of containers)."""
-        see = self._see_output
+        see, own = self._see_output, self._itself
         for tensor in tensors_in(outputs):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(see)
+                _metadata(tensor.grad_fn)[_MARK] = own
 
     def _has_task_end(self) -> bool:
         """Whether the end of a running backward is queued."""
@@ -194,6 +207,17 @@ def _output_hook(window: "weakref.ref[BackwardWindow]") -> Callable[[Tensor], No
             owner.open_from_autograd()
 
     return call
+
+
+def window_of_output(node: Node) -> BackwardWindow | None:
+    """The window of the engine, if it lives, whose forward gave an output that `node` of a graph made."""
+    own = _metadata(node).get(_MARK)
+    return None if own is None else own()
+
+
+def _metadata(node: Node | None) -> dict[str, "weakref.ref[BackwardWindow]"]:
+    """A dict that lives as long as the node; torch's stub has it as a method."""
+    return node.metadata  # type: ignore[union-attr, return-value]
 
 
 class _TaskEnd:

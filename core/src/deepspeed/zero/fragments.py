@@ -242,10 +242,12 @@ _DTYPES = (
 
 def _agree_on_dtype(ranks: GroupBackend, dtype: torch.dtype | None, device: torch.device) -> torch.dtype | None:
     """The dtype that the owners have, known to ranks that own nothing of the parameter."""
-    code = torch.tensor(-1 if dtype is None else _DTYPES.index(dtype), device=device)
-    if ranks.world_size > 1:
-        torch.distributed.all_reduce(code, op=torch.distributed.ReduceOp.MAX, group=ranks.group)
-    return None if code.item() < 0 else _DTYPES[int(code.item())]
+    flags_N = torch.zeros(len(_DTYPES), device=device)
+    if dtype is not None:
+        flags_N[_DTYPES.index(dtype)] = 1.0
+    ranks.all_reduce(flags_N, tag="dtype").wait()
+    found = flags_N.nonzero().flatten().tolist()
+    return _DTYPES[found[0]] if found else None
 
 
 def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick) -> None:

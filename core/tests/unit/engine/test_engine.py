@@ -177,22 +177,24 @@ def test_an_exception_in_a_backward_leaves_nothing_behind(make_engine):
     assert engine.get_global_grad_norm() == pytest.approx(10**0.5)
 
 
-@pytest.mark.parametrize("by_user", [False, True])
-@pytest.mark.parametrize("stage", [0, 2])
-def test_gradients_that_an_exception_drops_are_named(make_engine, lines, stage, by_user):
+@pytest.mark.parametrize("where", ["forward", "engine.backward", "loss.backward"])
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_that_an_exception_drops_are_named(make_engine, lines, stage, where):
     """A script that catches the error of one micro-batch and goes on hears that the others are gone too."""
     keys = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     engine = make_engine(Net(), **keys)
 
-    def fail(grad):
+    def fail(*_):
         raise RuntimeError("in the middle")
 
     def backward(fails):
         x = X.clone().requires_grad_()
+        hook = engine.module.layer.register_forward_hook(fail) if fails and where == "forward" else nullcontext()
         if fails:
             x.register_hook(fail)
-        loss = engine(x).sum()
-        loss.backward() if by_user else engine.backward(loss)
+        with hook:
+            loss = engine(x).sum()
+        loss.backward() if where == "loss.backward" else engine.backward(loss)
 
     def step(*fails):
         for micro_fails in fails:
@@ -203,10 +205,20 @@ def test_gradients_that_an_exception_drops_are_named(make_engine, lines, stage, 
 
     before = engine.module.layer.weight.detach().clone()
     assert len(step(True, False)) == 0
-    assert not torch.equal(engine.module.layer.weight, before)
+    with deepspeed.zero.GatheredParameters([engine.module.layer.weight]):
+        assert not torch.equal(engine.module.layer.weight, before)
     assert len(step(False, True)) == 1
     assert len(step(False, True)) == 2
     assert len(step(False, False)) == 2
+
+
+def test_an_evaluation_that_fails_costs_no_gradients(make_engine):
+    engine = make_engine(Net(), train_batch_size=2, train_micro_batch_size_per_gpu=1).eval()
+    train(engine)
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        engine(torch.ones(1, 5))
+    train(engine)
+    assert engine.get_global_grad_norm() == pytest.approx(10**0.5)
 
 
 def test_zero_grad_forgets(make_engine):

@@ -1,0 +1,81 @@
+"""A plain `loss.backward()` that fails on this rank is known as it fails, not when the engine is called next.
+
+Peers wait for this rank in the reduction of its gradients, or in collectives of the model, and a program that catches
+the exception may never call the engine again. Autograd has no callback for a backward that fails. But every backward
+passes one function of torch's in Python, around which `see_failures` puts a `try`. There the exception is at hand, for
+the peers to hear why.
+
+Whose backward it was: that of an engine which has seen it begin and not end, and of each engine whose outputs or
+parameters are in its graph, since it may have failed before it came to them.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from deepspeed.zero.backward_window import BackwardWindow, is_in_backward, window_of_output
+from deepspeed.zero.managed import manager_of
+
+_NAME = "_engine_run_backward"
+_windows: WeakSet[BackwardWindow] = WeakSet()
+
+
+def see_failures(window: BackwardWindow) -> None:
+    """From now on a backward of this engine that fails ends the window at once. Called when an engine is built."""
+    _windows.add(window)
+    former = getattr(torch.autograd, _NAME, None)
+    if former is None or hasattr(former, "_is_of_zero"):
+        return  # torch may rename it: then the next call of the engine finds that a backward has failed
+    for module in (torch.autograd.graph, torch.autograd):  # torch.compiler puts back what the first of them has
+        setattr(module, _NAME, _seeing(former))
+
+
+def _seeing(former: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(former)
+    def run(outputs: Any, *args: Any, **keys: Any) -> Any:
+        try:
+            return former(outputs, *args, **keys)
+        except BaseException:
+            if not is_in_backward():  # else it may be caught inside the outer one
+                _end(outputs if keys.get("accumulate_grad", True) else ())
+            raise
+
+    run._is_of_zero = True  # type: ignore[attr-defined]
+    return run
+
+
+def _end(outputs: Iterable[Any]) -> None:
+    """The exception that is being handled has ended a backward from `outputs`."""
+    failed = {window for window in _windows if window.is_left} | _windows_of(outputs)
+    for window in failed & set(_windows):
+        window.fail()
+
+
+def _windows_of(outputs: Iterable[Any]) -> set[BackwardWindow]:
+    """Those of engines with outputs or parameters in the graph, which outlives the backward."""
+    found = set()
+    for node in _nodes(outputs):
+        window = window_of_output(node)
+        if window is None and isinstance(param := getattr(node, "variable", None), Tensor):
+            manager = manager_of(param)
+            window = None if manager is None else manager.window
+        if window is not None:
+            found.add(window)
+    return found
+
+
+def _nodes(outputs: Iterable[Any]) -> Iterator[Node]:
+    todo = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
+    seen: set[Node | None] = {None}
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            assert node is not None
+            yield node
+            todo += [following for following, _ in node.next_functions]
