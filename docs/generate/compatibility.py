@@ -48,7 +48,9 @@ that have moved are in [old-addresses.md](old-addresses.md); launcher flags are 
 _DEFAULTS = """
 ## Defaults that differ on purpose
 
-All other defaults of the configuration are those of DeepSpeed 0.19.6.
+All other defaults of the configuration are those of DeepSpeed 0.19.6. One of them acts less widely: without the key,
+`gradient_clipping` is 1.0 for the optimizer that the configuration names, and 0 for one that `initialize` was given. A
+script that brings its optimizer is expected to take the steps of plain torch, as older versions of DeepSpeed let it.
 
 | key | here | DeepSpeed | reason |
 |---|---|---|---|

@@ -96,7 +96,10 @@ class DeepSpeedConfig(Section):
     optimizer: OptimizerConfig | None = key(None, "The optimizer, by name; null: the one given to initialize().")
     scheduler: SchedulerConfig | None = key(None, "The learning rate schedule, by name.")
     gradient_clipping: Float = key(
-        1.0, "Largest global gradient norm; 0: no clipping. A norm of nan or inf clips as in torch.", ge=0
+        1.0,
+        "Largest global gradient norm; 0: no clipping, as without the key where initialize() was given an optimizer. A "
+        "norm of nan or inf clips as in torch.",
+        ge=0,
     )
     zero_optimization: ZeroConfig = key(ZeroConfig, "ZeRO.")
     zero_allow_untested_optimizer: Flag = key(False, "Let ZeRO shard an optimizer it does not know.")

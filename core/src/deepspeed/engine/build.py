@@ -132,6 +132,8 @@ def initialize(
     if settings.log_level is not None:
         log.logger.setLevel(settings.log_level)
     settings.check_supported()
+    if optimizer is not None:
+        _leave_unclipped(settings)
     _start_communication(dist_init_required, distributed_port)
     if isinstance(model, PipelineModule):
         mesh = mesh_of_pipeline(model, mpu, mesh_param, _asked_sizes(settings))
@@ -310,6 +312,12 @@ def _count_samples_once(config: DeepSpeedConfig, mesh: Mesh) -> None:
     train, micro, steps = sizes
     if train == micro * steps * mesh.size("dp") * mesh.size("tp"):
         config.train_batch_size = train // mesh.size("tp")
+
+
+def _leave_unclipped(config: DeepSpeedConfig) -> None:
+    """A script that brings its optimizer gets its gradients as they are, unless the configuration says otherwise."""
+    if "gradient_clipping" not in config.model_fields_set:
+        config.gradient_clipping = 0.0
 
 
 def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:

@@ -431,6 +431,27 @@ def test_the_start_line_says_the_clipping(make_engine, lines, keys, says):
     assert line.endswith(says)
 
 
+@pytest.mark.usefixtures("single_rank")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("keys", "norm"), [({}, 0.0), ({"gradient_clipping": 1.0}, 1.0)])
+@pytest.mark.parametrize(
+    "gives", [lambda optimizer: optimizer, lambda _: lambda params: torch.optim.SGD(params, lr=1.0)]
+)
+def test_a_given_optimizer_is_clipped_where_the_configuration_says_so(stage, keys, norm, gives):
+    net = nn.Linear(4, 1, bias=False)
+    before = net.weight.detach().clone()
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}, **keys}
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=gives(torch.optim.SGD(net.parameters(), lr=1.0)), config=config
+    )
+    engine.backward(engine(torch.full((1, 4), 2.0)).sum())
+    engine.step()
+    with deepspeed.zero.GatheredParameters([net.weight]):
+        moved = (before - net.weight).norm().item()
+    engine.destroy()
+    assert (engine.gradient_clipping(), round(moved, 4)) == (norm, norm or 4.0)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("checks", [None, False])
 def test_bf16_skips_a_step_whose_gradients_are_not_finite(make_engine, lines, stage, checks):
