@@ -94,7 +94,7 @@ _MEMBERS = """
 ## Other members and arguments
 
 What classes and functions that are here lack of DeepSpeed's members and arguments. An argument that is not here is a
-TypeError, a member an AttributeError.
+TypeError, a member an `AttributeError` with the reason, so that `hasattr` is False.
 
 | of | not here | |
 |---|---|---|

@@ -3,7 +3,7 @@
 The generated modules of `compatibility.MODULES` take their names from here, and a module that has some of DeepSpeed's
 names the others (`complete`); an import of a module that is not here at all ends here (`AbsentModules`). A class can be
 subclassed and given to `isinstance`. Making an object of it raises `ConfigError`, and so does calling a function. May
-import `errors`, `_address` and `compatibility`.
+import `errors`, `_address`, `_absent_members` and `compatibility`.
 """
 
 import importlib
@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
+from deepspeed._absent_members import absent_members
 from deepspeed._address import resolve
 from deepspeed.compatibility import MODULES, feature_of, upstream_names
 from deepspeed.errors import ConfigError, DeepSpeedError
@@ -110,7 +111,8 @@ def _make(package: str, name: str) -> Any:
         own = {"class": record.classes, "error": record.errors, "def": record.functions}
         kind = next((word for word, names in own.items() if name in names), kind)
     if kind == "error" or (kind == "class" and name.endswith(_ERRORS)):
-        return type(name, (DeepSpeedError,), {"__module__": package})
+        error = type(name, (DeepSpeedError,), {"__module__": package})
+        return absent_members(f"{package.removeprefix('deepspeed.')}:{name}")(error)
     if kind == "def":
         return _function(package, name)
     if kind is not None:  # a constant too: whatever is done with it refuses

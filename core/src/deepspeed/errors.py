@@ -6,7 +6,8 @@
     ├── OpUnavailable      a kernel that was asked for by name         (also a RuntimeError)
     ├── CommError          process groups and collectives              (also a RuntimeError)
     ├── CheckpointError    files that are missing, foreign or damaged  (also a RuntimeError)
-    └── StateError         a call that is not legal now                (also a RuntimeError)
+    ├── StateError         a call that is not legal now                (also a RuntimeError)
+    └── AbsentMemberError  a member of DeepSpeed's that is not here    (also an AttributeError)
 
 May import nothing of the project.
 """
@@ -38,6 +39,10 @@ class CheckpointError(DeepSpeedError, RuntimeError):
 
 class StateError(DeepSpeedError, RuntimeError):
     """A call came at a moment at which it is not legal, for example `step()` inside a backward."""
+
+
+class AbsentMemberError(DeepSpeedError, AttributeError):
+    """A member of one of DeepSpeed's classes that is not here; the message says what is instead. `hasattr` is False."""
 
 
 def counted(number: int, noun: str) -> str:

@@ -8,8 +8,11 @@ import inspect
 import json
 from pathlib import Path
 
+import pytest
 from deepspeed._absent import is_absent
 from deepspeed.compatibility import ENGINE_METHODS, differences
+from deepspeed.errors import AbsentMemberError
+from pydantic import BaseModel
 
 DETAILS = json.loads((Path(__file__).parent / "deepspeed_names.json").read_text(encoding="utf-8"))
 LOGGED = {"prof", "log_name", "debug"}  # which `comm.record.recorded` takes of every operation
@@ -59,3 +62,58 @@ def test_what_is_not_here_is_in_the_table():
     assert {where: names for where, names in found.items() if table.get(where) != names} == {}
     assert sorted(set(table) - set(found)) == [], "these are here by now"
     assert all(reason.endswith(".") for _, reason in differences().values())
+
+
+# The members of what plugins implement: a protocol has no others than those it asks for.
+PROTOCOLS = {"comm.backend:Backend"}
+
+
+def classes_in_the_table():
+    """Address -> the class here."""
+    found = {}
+    for address in sorted({*differences()} - PROTOCOLS):
+        module, _, name = address.partition(":")
+        if "." not in name:
+            thing = getattr(importlib.import_module(f"deepspeed.{module}"), name)
+            if isinstance(thing, type):
+                found[address] = thing
+    return found
+
+
+def object_of(cls):
+    """One that was not given anything."""
+    if issubclass(cls, BaseModel):
+        return cls.model_construct()
+    if inspect.isabstract(cls):
+        cls = type(cls.__name__, (cls,), dict.fromkeys(cls.__abstractmethods__))
+    return cls.__new__(cls)
+
+
+@pytest.mark.parametrize(("address", "cls"), classes_in_the_table().items(), ids=str)
+def test_a_member_that_is_not_here_says_why(address, cls):
+    names, reason = differences()[address]
+    instance = object_of(cls)
+    for name in names:
+        assert not hasattr(instance, name)
+        with pytest.raises(AbsentMemberError, match=f"^{name}: this member of DeepSpeed's .* is not in this ") as said:
+            getattr(instance, name)
+        assert str(said.value).endswith(reason)
+        if not issubclass(cls, BaseModel):
+            with pytest.raises(AbsentMemberError):
+                getattr(cls, name)
+    with pytest.raises(AttributeError) as other:
+        _ = instance.no_such_name
+    assert not isinstance(other.value, AbsentMemberError)
+
+
+def test_a_member_of_a_subclass_or_of_an_object_counts():
+    init = importlib.import_module("deepspeed.zero").Init
+
+    class Own(init):
+        def num_partitions(self):
+            return 3
+
+    own, plain = object_of(Own), object_of(init)
+    assert own.num_partitions() == 3
+    plain.num_partitions = 4
+    assert plain.num_partitions == 4

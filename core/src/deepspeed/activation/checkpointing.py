@@ -19,6 +19,7 @@ import torch
 import torch.utils.checkpoint
 
 import deepspeed.comm as dist
+from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation.keeping import Keeping
 from deepspeed.activation.rng import (
@@ -148,6 +149,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(function, *args)
 
 
+@absent_members("runtime.activation_checkpointing.checkpointing:CheckpointFunction")
 class CheckpointFunction:
     """The re-entrant form, as autograd functions are called: its backward runs a backward of its own.
 

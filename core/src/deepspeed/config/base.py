@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.redact import redacted
 
 AUTO = "auto"
@@ -139,6 +140,7 @@ Texts = Annotated[list[str], BeforeValidator(_one_or_many)]
 Free = dict[str, Any]
 
 
+@absent_members("runtime.config_utils:DeepSpeedConfigModel")
 class Section(BaseModel):
     """One object of the JSON. Attributes are the keys; `model_fields_set` holds those that the user wrote."""
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.base import Flag, Free, Int, Says, Section, key, quiet, refused, warned
 from deepspeed.config.precision import canonical_dtype
 
@@ -61,6 +62,7 @@ class QuantizationConfig(Section):
     qkv: Free = key(dict, "Of attention's layers.", support=quiet("they are quantized like the others"))
 
 
+@absent_members("inference.config:DeepSpeedInferenceConfig")
 class DeepSpeedInferenceConfig(Section):
     """Keys of `init_inference`, by argument or in its `config`."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, quiet, warned
 
 _OFF = quiet("see enabled")
@@ -52,6 +53,7 @@ class CometConfig(Section):
     mode: Literal["get", "create", "get_or_create"] | None = key(None, "Go on with an experiment or begin one.")
 
 
+@absent_members("monitor.config:DeepSpeedMonitorConfig")
 @dataclass(frozen=True)
 class MonitorConfig:
     """The sections of all monitors, for `MonitorMaster`; `DeepSpeedConfig.monitor_config` is one."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.base import AUTO, Finite, Flag, Float, Int, Says, Section, Texts, key, quiet, refused, warned
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def _low(name: Any) -> str:
 LowDType = Annotated[str, BeforeValidator(_low), Says('"fp16" or "bf16" (or a longer spelling)')]
 
 
+@absent_members("runtime.precision_config:DeepSpeedFP16Config")
 class FP16Config(Section):
     """`fp16`: weights and gradients in half precision, fp32 master weights, loss scaling.
 

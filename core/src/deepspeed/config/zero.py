@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, number, quiet, refused
 from deepspeed.config.enums import OffloadDeviceEnum
 
@@ -48,6 +49,7 @@ class OffloadParamConfig(Section):
     )
 
 
+@absent_members("runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig")
 class OffloadOptimizerConfig(Section):
     """`offload_optimizer`: where optimizer states live and are updated."""
 
@@ -105,6 +107,7 @@ class LeafModuleConfig(Section):
     name_suffixes: Texts = key(list, "Ends of module names.")
 
 
+@absent_members("runtime.zero.config:DeepSpeedZeroConfig")
 class ZeroConfig(Section):
     """`zero_optimization`. `true` means stage 1, as early pages wrote it."""
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.location import location
 from deepspeed.comm.give_up import begin_use
-from deepspeed.compatibility import ENGINE_METHODS, FEATURES
+from deepspeed.compatibility import FEATURES
 from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.data import DeepSpeedDataLoader
 from deepspeed.engine import export
@@ -27,6 +28,7 @@ from deepspeed.engine.saving import Saving
 from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.training import Training
 from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
+from deepspeed.engine.wrapper import ModuleWrapper
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import warn_once
 from deepspeed.parallel.mesh import Mesh
@@ -41,8 +43,9 @@ else:
     Accessors = torch.nn.Module
 
 
+@absent_members("runtime.engine:DeepSpeedEngine")
 @with_accessors
-class DeepSpeedEngine(Accessors):
+class DeepSpeedEngine(ModuleWrapper, Accessors):
     """What `deepspeed.initialize` returns: call it, `backward(loss)`, `step()`.
 
     Built by `engine/build.py`, which reads the configuration; the engine has values and parts, and only asks these.
@@ -252,22 +255,6 @@ class DeepSpeedEngine(Accessors):
         return self._training.momentum()
 
     # ---- the module -------------------------------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
-                raise
-            try:
-                return getattr(module, name)
-            except AttributeError:
-                if name in ENGINE_METHODS:
-                    raise AttributeError(ENGINE_METHODS[name].explain()) from None
-                raise AttributeError(
-                    f"neither {type(self).__name__} nor the wrapped {type(module).__name__} has {name!r}"
-                ) from None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.inference import HybridEngineConfig
 from deepspeed.engine.engine import DeepSpeedEngine
@@ -43,6 +44,7 @@ class GenerationTimes:
     is_over: bool = False
 
 
+@absent_members("runtime.hybrid_engine:DeepSpeedHybridEngine")
 class DeepSpeedHybridEngine(DeepSpeedEngine):
     """A `DeepSpeedEngine` whose `generate` calls the model's with whole weights, at every ZeRO stage.
 

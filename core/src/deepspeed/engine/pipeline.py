@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from deepspeed._absent_members import absent_members
 from deepspeed.comm.give_up import begin_use
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.point_to_point import PointToPoint
@@ -43,6 +44,7 @@ from deepspeed.precision.dtype_hint import add_dtype_hint
 __all__ = ["PipelineEngine", "PipelineError"]
 
 
+@absent_members("runtime.pipe.engine:PipelineEngine")
 class PipelineEngine(DeepSpeedEngine):
     """Trains the stages of a `PipelineModule`, one batch of `gradient_accumulation_steps` micro-batches per call.
 

@@ -10,14 +10,17 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from deepspeed._absent import complete
+from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.inference import DeepSpeedInferenceConfig
+from deepspeed.engine.wrapper import ModuleWrapper
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.inference.export import export
 from deepspeed.tensor_parallel.sampling import same_random_numbers
 
 
-class InferenceEngine(nn.Module):
+@absent_members("inference.engine:InferenceEngine")
+class InferenceEngine(ModuleWrapper):
     """What `deepspeed.init_inference` returns. Attributes that it does not have are those of the module, so that
     pipelines of transformers take it for the model.
 
@@ -111,15 +114,6 @@ class InferenceEngine(nn.Module):
             raise StateError("model_times: nothing is measured; call profile_model_time() first")
         times, self._times_ms = self._times_ms, []
         return times
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
-                raise
-            return getattr(module, name)
 
 
 complete(__name__)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
 
 NOISE_POLICIES = (None, "Jitter", "RSample")
@@ -52,6 +53,7 @@ class Routing:
     capacity: int | None
 
 
+@absent_members("moe.sharded_moe:TopKGate")
 class TopKGate(nn.Module):
     """The gate of a layer of experts, whose weights are `wg.weight`, [E, H].
 

@@ -4,10 +4,12 @@ import csv
 import os
 from collections.abc import Sequence
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.monitor import CSVConfig
 from deepspeed.monitor.base import Event, Monitor, as_number, folder_of, is_writer
 
 
+@absent_members("monitor.csv_monitor:csvMonitor")
 class csvMonitor(Monitor):
     """Appends to `output_path/job_name/<event name>.csv`, where `/` and spaces of the name are `_`.
 

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.monitor import TensorBoardConfig
 from deepspeed.monitor.base import Event, Monitor, as_number, folder_of, is_writer
 
 
+@absent_members("monitor.tensorboard:TensorBoardMonitor")
 class TensorBoardMonitor(Monitor):
     """Writes scalars below `output_path/job_name`: `tensorboard --logdir output_path` shows them.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict, Parameter
 
 import deepspeed.comm as dist
+from deepspeed._absent_members import absent_members
 from deepspeed.activation import checkpointing
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.tied_params import mark_tied
@@ -35,6 +36,7 @@ __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 Layer = LayerSpec | Module | Callable[[Any], Any]
 
 
+@absent_members("runtime.pipe.module:PipelineModule")
 class PipelineModule(Module):
     """Args:
         layers: specs, modules or functions, in order; also a `torch.nn.Sequential`. `torch.distributed` is initialized.

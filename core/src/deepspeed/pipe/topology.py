@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.layout import Layout, grid
 from deepspeed.parallel.mesh import Mesh
@@ -166,6 +167,7 @@ def topology_of(layout: Layout) -> ProcessTopology:
     return PipeDataParallelTopology(pp, data) if tp == 1 else PipeModelDataParallelTopology(pp, tp, data)
 
 
+@absent_members("runtime.pipe.topology:PipelineParallelGrid")
 class PipelineParallelGrid:
     """This rank's place in a pipeline and its groups, under the names that DeepSpeed and Megatron give them.
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import StateError
 from deepspeed.log import report
 
 
+@absent_members("runtime.fp16.loss_scaler:LossScaler")
 class LossScaler:
     """A constant loss scale."""
 
@@ -43,6 +45,7 @@ class LossScaler:
         """A constant scale is the configuration's, whatever a checkpoint had."""
 
 
+@absent_members("runtime.fp16.loss_scaler:DynamicLossScaler")
 class DynamicLossScaler(LossScaler):
     """Halves the scale on overflow, doubles it after `window` steps without one.
 

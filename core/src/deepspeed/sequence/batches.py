@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
+from deepspeed._absent_members import absent_members
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.give_up import give_up
@@ -32,6 +33,7 @@ IGNORED = -100
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "labels")
 
 
+@absent_members("runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter")
 class UlyssesSPDataLoaderAdapter:
     """Iterates over parts of the batches of `dl`; other attributes are the loader's own.
 

@@ -14,11 +14,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from deepspeed._absent import complete
+from deepspeed._absent_members import absent_members
 from deepspeed.sequence.channel import channel, check_layout
 from deepspeed.sequence.exchange import gather_heads, scatter_heads
 from deepspeed.sequence.heads import HeadDivision, divide_heads
 
 
+@absent_members("sequence.layer:DistributedAttention")
 class DistributedAttention(torch.nn.Module):
     """Ulysses around a local attention.
 

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed._absent_members import absent_members
+
 #: the dim of tokens in what is divided into tiles
 TOKEN_DIM = 1
 
@@ -72,6 +74,7 @@ def sequence_tiled_compute(
     return torch.cat(results, dim=output_unshard_dimension)
 
 
+@absent_members("runtime.sequence_parallel.ulysses_sp:SequenceTiledCompute")
 class SequenceTiledCompute:
     """`sequence_tiled_compute` with the values of the keys as positional arguments, as autograd functions take them."""
 
@@ -110,6 +113,7 @@ class SequenceTiledCompute:
         )
 
 
+@absent_members("runtime.sequence_parallel.ulysses_sp:TiledMLP")
 class TiledMLP:
     """An MLP in tiles of the sequence."""
 
@@ -135,6 +139,7 @@ class TiledMLP:
         return torch.cat([checkpoint(fn, self, tile, use_reentrant=False) for tile in tiles], dim=dim)
 
 
+@absent_members("runtime.sequence_parallel.ulysses_sp:TiledFusedLogitsLoss")
 class TiledFusedLogitsLoss:
     """Logits and loss in tiles of the sequence; logits of more than a tile are never there."""
 

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from deepspeed import comm
+from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig, read_config
 from deepspeed.config.data import AioConfig
@@ -79,6 +80,7 @@ def zero_wrapper_for_fp_tensor_constructor(
     return construct
 
 
+@absent_members("runtime.zero.partition_parameters:Init")
 class Init(contextlib.AbstractContextManager["Init"]):
     """Context in which the parameters of new modules are sharded over the ranks. Contexts may be nested.
 

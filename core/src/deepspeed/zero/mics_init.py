@@ -4,11 +4,13 @@ from typing import Any
 
 from torch.nn import Module
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ConfigError
 from deepspeed.zero.construct import Init
 
 
+@absent_members("runtime.zero.mics:MiCS_Init")
 class MiCS_Init(Init):
     """`zero.Init` that asks for MiCS: the configuration must have `zero_optimization.mics_shard_size`.
 

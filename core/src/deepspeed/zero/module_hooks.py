@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed._absent_members import absent_members
 from deepspeed.log import warn_once
 from deepspeed.zero.backward_window import is_in_backward, tensors_in
 from deepspeed.zero.fetcher import ParamFetcher
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 EXTERNAL = "_ds_external_params"
 
 
+@absent_members("runtime.zero.parameter_offload:DeepSpeedZeRoOffload")
 class ModuleHooks:
     """Hooks on all modules below `module`; also what libraries know as `optimizer.parameter_offload`.
 

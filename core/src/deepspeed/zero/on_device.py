@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
+from deepspeed._absent_members import absent_members
 
+
+@absent_members("utils.init_on_device:OnDevice")
 class OnDevice(contextlib.AbstractContextManager["OnDevice"]):
     """Context in which torch constructs tensors on `device`, and floating ones in `dtype` by default.
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from deepspeed._absent_members import absent_members
 from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.zero.offload.moved_states import offload_states, reload_states
 from deepspeed.zero.strategy import Sharding
@@ -19,6 +20,12 @@ class DeepSpeedOptimizer(Optimizer):
     """Base of the optimizers that `deepspeed.initialize` returns; libraries test for it with isinstance."""
 
 
+@absent_members(
+    "runtime.base_optimizer:ZeROOptimizer",
+    "runtime.zero.mics:MiCS_Optimizer",
+    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
+    "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+)
 class ZeroOptimizer(DeepSpeedOptimizer):
     """The user's optimizer as seen through a sharding stage.
 

@@ -5,9 +5,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from deepspeed._absent_members import absent_members
 from deepspeed.ops.adam.adam_base import AdamBase
 
 
+@absent_members("ops.adam.cpu_adam:DeepSpeedCPUAdam")
 class DeepSpeedCPUAdam(AdamBase):
     """AdamW (`adamw_mode=True`) or Adam over tensors in host memory.
 

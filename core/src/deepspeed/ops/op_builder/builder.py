@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 from packaging.version import Version
 
 from deepspeed._absent import complete
+from deepspeed._absent_members import absent_members
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
 from deepspeed.ops.op_builder import jit, loading, prebuilt
@@ -56,6 +57,7 @@ def _defaults_for(flags: Sequence[str]) -> list[str]:
     return [default for start, default in _DEFAULT_FLAGS.items() if not any(flag.startswith(start) for flag in stated)]
 
 
+@absent_members("ops.op_builder.builder:OpBuilder")
 class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
     """One op: its name, its sources, and the loaded result. Made by `get_accelerator().create_op_builder(...)`.
 
@@ -334,6 +336,7 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
         return op
 
 
+@absent_members("ops.op_builder.builder:TorchCPUOpBuilder")
 class TorchCPUOpBuilder(OpBuilder):
     """DeepSpeed's base for kernels of the host: OpenMP, and a macro for the vector width.
 
