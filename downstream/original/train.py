@@ -5,6 +5,7 @@
 
 A case is a stage and a precision: `2-bf16`; `3-fp32-subgroups` has several sub-groups in a group, what
 `3-fp32-written` saves is for DeepSpeed (`checkpoint.format`), and `3-fp32-universal` loads a universal checkpoint.
+`1-fp32-pipe` is a pipeline of as many stages as ranks, `1-fp32-moe` has experts that two of them divide.
 The losses, each the mean over all ranks, go to FOLDER/CASE.save.json and FOLDER/CASE.AS.WORLD.json.
 """
 
@@ -39,11 +40,91 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BT.flip(1).flatten())
 
 
+class Block(nn.Module):
+    """A layer of a pipeline, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 7)
+        self.register_buffer("scale", torch.tensor([0.5]))
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        return x_BTH + torch.tanh(self.inner(x_BTH)) * self.scale
+
+
+class Embed(nn.Embedding):
+    """Shared by the first layer and the last."""
+
+    def __init__(self) -> None:
+        super().__init__(11, 7)
+
+
+def as_logits(embed: nn.Module, x_BTH: Tensor) -> Tensor:
+    return x_BTH @ embed.weight.t()
+
+
+def create_pipeline(num_stages: int) -> Any:
+    """Shared weights, a layer without parameters, one that is a function."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    layers = [TiedLayerSpec("embed", Embed), LayerSpec(Block), nn.Tanh(), LayerSpec(Block), torch.sin]
+    layers += [LayerSpec(Block), TiedLayerSpec("embed", Embed, forward_fn=as_logits)]
+
+    def loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten())
+
+    return PipelineModule(layers, num_stages=num_stages, loss_fn=loss, partition_method="uniform")
+
+
+class Mixture(nn.Module):
+    """Two layers of experts, of which every rank trains on all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.tokens = nn.Embedding(11, 7)
+        ep_size = 2 if dist.get_world_size() % 2 == 0 else 1
+        sizes = {"hidden_size": 7, "num_experts": 4, "ep_size": ep_size}
+        routing = {"k": 1, "drop_tokens": False, "use_rts": False}
+        self.mixtures = nn.ModuleList(MoE(expert=nn.Linear(7, 7), **sizes, **routing) for _ in range(2))
+        self.head = nn.Linear(7, 11)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x = self.tokens(tokens_BT)
+        for mixture in self.mixtures:
+            x = x + mixture(x)[0]
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens_BT.flip(1).flatten())
+
+
+def create_divided(case: str, seed: int) -> Any:
+    """An engine of a pipeline, or of experts."""
+    import deepspeed
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    stage, _, *more = case.split("-")
+    torch.manual_seed(seed)
+    net = create_pipeline(dist.get_world_size()) if "pipe" in more else Mixture()
+    params: Any = [param for param in net.parameters() if param.requires_grad]
+    if "moe" in more:
+        params = split_params_into_different_moe_groups_for_optimizer({"params": params, "name": "dense"})
+    config = {
+        "train_batch_size": NUM_SAMPLES if "pipe" in more else NUM_SAMPLES * dist.get_world_size(),
+        "train_micro_batch_size_per_gpu": 2 if "pipe" in more else NUM_SAMPLES,
+        "zero_optimization": {"stage": int(stage)},
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+    }
+    return deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(params, lr=1e-2), config=config)[0]
+
+
 def create_engine(case: str, seed: int) -> Any:
     """An engine of a case, with a torch optimizer of two groups and a schedule."""
     import deepspeed
 
     stage, precision, *more = case.split("-")
+    if {"pipe", "moe"} & set(more):
+        return create_divided(case, seed)
     torch.manual_seed(seed)
     net = Net()
     zero = {"stage": int(stage), "stage3_param_persistence_threshold": 10}
@@ -70,7 +151,11 @@ def train(engine: Any, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
         samples = torch.randint(11, (NUM_SAMPLES, 6), generator=torch.Generator().manual_seed(step))
-        loss = engine(samples.chunk(dist.get_world_size())[dist.get_rank()])
+        if hasattr(engine, "train_batch"):
+            losses.append(float(engine.train_batch(iter([(each, each.flip(1)) for each in samples.split(2)]))))
+            continue
+        is_whole = engine.train_batch_size() > NUM_SAMPLES
+        loss = engine(samples if is_whole else samples.chunk(dist.get_world_size())[dist.get_rank()])
         engine.backward(loss)
         engine.step()
         mean = loss.detach().double()

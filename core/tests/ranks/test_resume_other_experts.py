@@ -141,14 +141,6 @@ def test_experts_over_tensor_parallel_ranks_resume_elsewhere(tmp_path, source, t
         assert losses == pytest.approx(unbroken, rel=1e-5)
 
 
-def test_a_save_holds_dense_weights_once(tmp_path):
-    run_ranks(4, save_job, tmp_path, "copies", 2, 1, "fp32")
-    files = {path.name: torch.load(path, weights_only=True) for path in (tmp_path / "a").glob("*_model_states.pt")}
-    assert sorted(files) == ["expert_rank_1_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"]
-    assert "first.weight" in files["mp_rank_00_model_states.pt"]["module"]
-    assert all("experts" in name for name in files["expert_rank_1_mp_rank_00_model_states.pt"]["module"])
-
-
 CONSOLIDATED = [("copies", 2, 2, 1, "bf16"), ("stacked", 4, 2, 3, "fp32"), ("copies", 4, 4, 0, "bf16")]
 ALL = [
     (expert, *place, stage, dtype)

@@ -4,6 +4,8 @@
     <save_dir>/zero_to_fp32.py                                      makes plain fp32 weights of it, without this package
     <save_dir>/<tag>/index.json                                     sizes and checksums of the files beside it
     <save_dir>/<tag>/mp_rank_00_model_states.pt                     module, scheduler, counters, the user's client state
+    <save_dir>/<tag>/layer_03-model_states.pt                       a layer of a pipeline; see `module_files.py`
+    <save_dir>/<tag>/layer_0_expert_2_mp_rank_00_model_states.pt    an expert
     <save_dir>/<tag>/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt   one rank's shard of the optimizer
 
 The room receives plain dicts and gives plain dicts: it knows neither the engine nor the config. May import `zero`,

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.load import LoadedCheckpoint, Position, tag_folder_hin
 from deepspeed.checkpoint.loadable import make_loadable
 from deepspeed.checkpoint.location import is_remote, location, store_failures
 from deepspeed.checkpoint.model_ranks import Division
+from deepspeed.checkpoint.module_files import ModuleFiles
 from deepspeed.checkpoint.object_store import ObjectStore
 from deepspeed.checkpoint.offer import last_good_tag
 from deepspeed.checkpoint.reader import Reader
@@ -46,6 +47,7 @@ class Checkpointer:
         division: how the run divides its model over the model parallel ranks; None where it does not know, and only
             as many such ranks load what it saves.
         partitioned_model: every data parallel rank has a model file of its own (ZeRO stage 3).
+        module_files: which weights of the module have files of their own; None: none.
         commits: whether this rank makes, commits and names checkpoints; default: the first rank. Exactly one does.
         verify: compare the checksums of the files that this rank loads with those in the checkpoint's index. Sizes are
             compared in any case.
@@ -67,6 +69,7 @@ class Checkpointer:
         mp_world_size: int = 1,
         division: Division | None = None,
         partitioned_model: bool = False,
+        module_files: ModuleFiles | None = None,
         commits: bool | None = None,
         verify: bool = True,
         keep_last: int | None = None,
@@ -95,8 +98,11 @@ class Checkpointer:
         self._partitioned_model = partitioned_model
         self.writes_experts = not partitioned_model and division is not None and division.is_first_holder(dp_rank)
         self._model_file = layout.model_file(mp_rank, dp_rank if partitioned_model else None)
+        self._module_files = module_files
         if self.writes_experts and dp_rank > 0:
-            self._model_file = layout.expert_file(mp_rank, dp_rank)
+            assert module_files is not None
+            assert module_files.expp_file is not None
+            self._model_file = module_files.expp_file
         self._shard_file = layout.shard_file(dp_rank, mp_rank, prefix)
 
     def store_of(self, path: Path) -> Store:
@@ -144,7 +150,7 @@ class Checkpointer:
         def prepare() -> tuple[Path, dict[str, Any]]:
             folder, files = location(save_dir) / check_new_tag(tag), {}
             if model_state is not None:
-                files[self._model_file] = merge_client_state(model_state, client_state or {})
+                files.update(self._divided(merge_client_state(model_state, client_state or {})))
             if shard_state is not None:
                 files[self._shard_file] = make_loadable(dict(shard_state), "the optimizer shard")
             if self._background is None:
@@ -167,6 +173,12 @@ class Checkpointer:
         self._may_be_saving = True  # before: an interrupt may come after the order to write
         save_in_background(save, self._ranks, self._background)
         return folder
+
+    def _divided(self, model_state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """By name, the files that have what is in a model file."""
+        if self._module_files is None:
+            return {self._model_file: model_state}
+        return self._module_files.divide(model_state, self._model_file, self.position.dp_rank)
 
     def wait_for_save(self) -> None:
         """Wait until the save in flight is complete on all ranks; every rank calls it. Nothing if there is none.

@@ -5,7 +5,8 @@ import logging
 import pickle
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,34 @@ DEEPSPEED_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 ADVICE = "Copy the file again from where it came, or take another tag."
+#: keys of a model file whose weights, or whose optimizer's state, are in files beside it; see `module_files.py`
+MODULE_FILES, MODULE_REST, OPTIMIZER_FILE = "ds_module_files", "ds_module_rest", "ds_optimizer_file"
+#: key of the rank that wrote a file of experts
+DATA_RANK = "ds_data_rank"
+
+
+class LazyTensor:
+    """A weight whose pieces still lie in checkpoint files. `contiguous()` brings it into memory, again at each call."""
+
+    def __init__(
+        self, pieces: Sequence[torch.Tensor], shape: Iterable[int], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.pieces = pieces
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def contiguous(self) -> torch.Tensor:
+        whole = torch.empty(self.numel(), dtype=self.dtype)
+        start = 0
+        for piece in self.pieces:
+            flat = piece.reshape(-1)
+            whole[start : start + flat.numel()] = flat
+            start += flat.numel()
+        assert start == whole.numel()
+        return whole.view(self.shape)
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
@@ -52,7 +81,8 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
     """The optimizer shards in a tag's folder, in rank order. Looked up by Lightning."""
-    files = sorted(Path(checkpoint_dir).glob("*_optim_states.pt"), key=_rank_order)
+    found = Path(checkpoint_dir).glob("*_optim_states.pt")
+    files = sorted((path for path in found if not path.name.startswith("expp_rank_")), key=_rank_order)
     if not files:
         raise CheckpointError(f"{checkpoint_dir} holds no optimizer shards (*_optim_states.pt).")
     return [str(path) for path in files]
@@ -99,6 +129,75 @@ def read_file(path: str | Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is no file of a checkpoint: it holds a {type(state).__name__}.")
     return state
+
+
+def merged(
+    state: dict[str, Any], load: Callable[[str], Any], join: Callable[[Sequence[torch.Tensor]], Any]
+) -> dict[str, Any]:
+    """The content of a model file with what is in files beside it, under the names of the module.
+
+    Args:
+        load: gives the content of a file of this name.
+        join: makes one weight of its rows, which are in several files.
+
+    Raises:
+        CheckpointError: a file has not what the model file says.
+    """
+    for name in (*state.get(MODULE_FILES, ()), *filter(None, [state.get(OPTIMIZER_FILE)])):
+        if not isinstance(name, str) or name != Path(name).name or not name.endswith("_states.pt"):
+            raise CheckpointError(f"a model file names {name!r} as a file beside it, which is no name of one. {ADVICE}")
+    rest = state["module"] or state.get(MODULE_REST) or {}
+    module: dict[str, Any] = OrderedDict(rest)
+    metadata = dict(getattr(rest, "_metadata", {}))
+    rows: dict[str, dict[int, torch.Tensor]] = {}
+    for file, names in state.get(MODULE_FILES, {}).items():
+        content = load(file)
+        for key, name in names.items():
+            if not isinstance(content, Mapping) or key not in content:
+                raise CheckpointError(f"{file} has nothing under {key!r}, which is to be there. {ADVICE}")
+            if isinstance(name, str):
+                module[name] = content[key]
+            else:
+                rows.setdefault(name[0], {})[int(name[1])] = content[key]
+        metadata.update(_metadata_of(content, names))
+    for name, found in rows.items():
+        if sorted(found) != list(range(len(found))) or len({tuple(row.shape) for row in found.values()}) > 1:
+            raise CheckpointError(f"{name}: the files of its experts hold the rows {sorted(found)} of it. {ADVICE}")
+        module[name] = join([found[index] for index in range(len(found))])
+    module._metadata = metadata  # type: ignore[attr-defined]
+    own = {**state, "module": module}
+    own.pop(MODULE_REST, None)
+    if own.pop(OPTIMIZER_FILE, None):
+        content = load(state[OPTIMIZER_FILE])
+        if not isinstance(content, Mapping) or "optimizer" not in content:
+            raise CheckpointError(f"{state[OPTIMIZER_FILE]} has no key 'optimizer'. {ADVICE}")
+        own["optimizer"] = content["optimizer"]
+    return own
+
+
+def _metadata_of(content: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    """The versions of modules in a file, by the paths of these in the whole module."""
+    key, name = next(iter(names.items()), ("", []))
+    if not isinstance(name, str):
+        return {}
+    pairs = enumerate(zip(reversed(key), reversed(name), strict=False))
+    end = next((at for at, (one, other) in pairs if one != other), min(len(key), len(name)))
+    before, after = key[: len(key) - end], name[: len(name) - end]
+    return {
+        (after + f"{path}.".removeprefix(before)).removesuffix("."): value
+        for path, value in getattr(content, "_metadata", {}).items()
+        if f"{path}.".startswith(before)
+    }
+
+
+def read_model(path: Path) -> dict[str, Any]:
+    """The content of a model file with what is in files beside it."""
+
+    def join(rows: Sequence[torch.Tensor]) -> LazyTensor:
+        return LazyTensor(rows, (len(rows), *rows[0].shape), rows[0].dtype)
+
+    state = read_file(path)
+    return merged(state, lambda name: read_file(path.parent / name), join) if MODULE_FILES in state else state
 
 
 def check_files(folder: Path, content: bool = True, advance: Callable[[int], object] | None = None) -> None:
@@ -167,7 +266,8 @@ def _checksums(path: Path, block_bytes: int, advance: Callable[[int], object] | 
 def read_shards(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """By model-parallel rank, every data-parallel rank's `optimizer_state_dict`, checked to be all of one checkpoint.
     Empty for stage 0."""
-    files = [Path(path) for path in get_optim_files(folder)] if any(folder.glob("*_optim_states.pt")) else []
+    has_shards = any(not path.name.startswith("expp_rank_") for path in folder.glob("*_optim_states.pt"))
+    files = [Path(path) for path in get_optim_files(folder)] if has_shards else []
     if strange := [path.name for path in files if len(_rank_order(path)) != 2]:
         raise CheckpointError(
             f"{folder} holds {', '.join(strange)}, which is no optimizer shard: found no two ranks in the name, as in "
@@ -203,6 +303,9 @@ def read_models(folder: Path, stage: int, mp_rank: int, num_shards: int) -> dict
     names = (
         {rank: name.replace("rank_0_", f"rank_{rank}_", 1) for rank in range(num_shards)} if stage == 3 else {0: name}
     )
-    for path in folder.glob(f"expert_rank_*_{name}"):
+    for path in folder.glob(f"expert_rank_*_{name}"):  # of earlier versions
         names[_rank_order(path)[0]] = path.name
-    return {rank: read_file(folder / names[rank]) for rank in sorted(names)}
+    for path in folder.glob(f"expp_rank_*_mp_rank_{mp_rank:02d}_optim_states.pt"):
+        if rank := int(read_file(path).get(DATA_RANK, 0)):
+            names[rank] = path.name
+    return {rank: read_model(folder / names[rank]) for rank in sorted(names)}

@@ -23,36 +23,13 @@ import torch
 
 from deepspeed.checkpoint.consolidate_files import (
     CheckpointError,
+    LazyTensor,
     get_model_state_file,
     log,
     read_file,
     read_models,
     read_shards,
 )
-
-
-class LazyTensor:
-    """A weight whose pieces still lie in checkpoint files. `contiguous()` brings it into memory, again at each call."""
-
-    def __init__(
-        self, pieces: Sequence[torch.Tensor], shape: Iterable[int], dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
-        self._pieces = pieces
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def contiguous(self) -> torch.Tensor:
-        whole = torch.empty(self.numel(), dtype=self.dtype)
-        start = 0
-        for piece in self._pieces:
-            flat = piece.reshape(-1)
-            whole[start : start + flat.numel()] = flat
-            start += flat.numel()
-        assert start == whole.numel()
-        return whole.view(self.shape)
 
 
 class _Cursor:
@@ -156,9 +133,10 @@ def _frozen(own: Mapping[str, Any], of_name: Mapping[str, Sequence[Mapping[str, 
     }
 
 
-def _from_module(tensor: torch.Tensor) -> LazyTensor:
+def _from_module(value: torch.Tensor | LazyTensor) -> LazyTensor:
     """A tensor of the model file; floating-point ones become fp32, counters and masks keep their type."""
-    return LazyTensor([tensor], tensor.shape, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+    pieces = value.pieces if isinstance(value, LazyTensor) else [value]
+    return LazyTensor(pieces, value.shape, torch.float32 if value.dtype.is_floating_point else value.dtype)
 
 
 class _Held(NamedTuple):
@@ -241,7 +219,8 @@ def _weights_of_rank(
     wanted = set(model.get("buffer_names") or []) if stage == 3 else set(module) - set(frozen)
     aliases = dict(model.get("shared_params") or {})
     for name, tensor in module.items():
-        if name in wanted and name not in weights and name not in aliases and isinstance(tensor, torch.Tensor):
+        is_left = name in wanted and name not in weights and name not in aliases
+        if is_left and isinstance(tensor, torch.Tensor | LazyTensor):
             weights[name] = _from_module(tensor)
     for alias, name in aliases.items():
         if name in weights:

@@ -34,6 +34,10 @@ MODEL_STATE_KEYS = frozenset(
         "dp_world_size",
         "mp_world_size",
         "ds_model_parallel",
+        "ds_module_files",
+        "ds_module_rest",
+        "ds_optimizer_file",
+        "ds_data_rank",
         "ds_config",
         "ds_version",
     }
@@ -45,7 +49,11 @@ DEEPSPEED_KEYS = frozenset({"checkpoint_parallel_dimensions"})
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(staging|former|pruned|lock|latest|writers)")
 _PARTITIONED = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_\d+_model_states\.pt")
 _EXPERTS = re.compile(r"expert_rank_(?P<dp>\d+)_mp_rank_\d+_model_states\.pt")
-_RANKS = re.compile(r"(?:bf16_)?(?:(?:zero_pp|expert)_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_")
+_EXPP = re.compile(r"expp_rank_\d+_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_MODULE = re.compile(r"layer_\d+(?:-[\w-]+)?-model_states\.pt|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt")
+_RANKS = re.compile(
+    r"(?:bf16_)?(?:(?:zero_pp|expert)_rank_(?P<dp>\d+)_|expp_rank_\d+_|layer_\d+_expert_\d+_)?mp_rank_(?P<mp>\d+)_"
+)
 _SHARD = re.compile(r"(?P<prefix>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 
 
@@ -55,14 +63,45 @@ def model_file(mp_rank: int, dp_rank: int | None = None) -> str:
     return plain if dp_rank is None else f"zero_pp_rank_{dp_rank}_{plain}"
 
 
+def layer_file(layer: int, place: str = "") -> str:
+    """Name of the file of a layer of a pipeline; `place` is that of the rank along other axes, such as "model_01"."""
+    return f"layer_{layer:02d}{place and '-'}{place}-model_states.pt"
+
+
+def moe_file(moe_layer: int, expert: int, mp_rank: int) -> str:
+    """Name of the file of one expert, by its number among all of its layer."""
+    return f"layer_{moe_layer}_expert_{expert}_{model_file(mp_rank)}"
+
+
+def expp_file(expp_rank: int, mp_rank: int) -> str:
+    """Name of the file with the optimizer's state of those that hold some of the experts."""
+    return f"expp_rank_{expp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
 def expert_file(mp_rank: int, dp_rank: int) -> str:
-    """Name of the model file of experts that the first data parallel rank does not have, in stages 0 to 2."""
+    """Name, in earlier versions, of the model file of experts that the first data parallel rank does not have."""
     return f"expert_rank_{dp_rank}_{model_file(mp_rank)}"
 
 
 def expert_models_in(folder: Path) -> set[int]:
     """The data parallel ranks with such a file in `folder`."""
     return {int(match["dp"]) for path in folder.iterdir() if (match := _EXPERTS.fullmatch(path.name))}
+
+
+def expp_files_in(folder: Path, mp_rank: int) -> list[Path]:
+    """The files that `expp_file` names, of one model-parallel rank."""
+    found = (path for path in folder.iterdir() if (match := _EXPP.fullmatch(path.name)) and int(match["mp"]) == mp_rank)
+    return sorted(found)
+
+
+def is_expp_file(name: str) -> bool:
+    """Whether it is a name that `expp_file` gives."""
+    return _EXPP.fullmatch(name) is not None
+
+
+def is_module_file(name: str) -> bool:
+    """Whether it is the name of a file with some of the module's weights, of a layer or an expert."""
+    return _MODULE.fullmatch(name) is not None
 
 
 def shard_file(dp_rank: int, mp_rank: int, prefix: str = "") -> str:
@@ -82,7 +121,12 @@ def partitioned_models_in(folder: Path) -> set[int]:
 
 def is_model_file(name: str) -> bool:
     """Whether it is the name of a model file of any stage."""
-    return name.endswith("_model_states.pt")
+    return name.endswith("_model_states.pt") and not is_module_file(name)
+
+
+def has_weights(name: str) -> bool:
+    """Whether a load of weights alone may read the file of this name."""
+    return is_model_file(name) or is_module_file(name) or is_expp_file(name)
 
 
 def ranks_of(name: str) -> tuple[int, int]:

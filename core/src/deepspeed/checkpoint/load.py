@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.consolidate_files import MODULE_FILES
 from deepspeed.checkpoint.model_ranks import Division, SavedModelRank
 from deepspeed.checkpoint.state_types import check_optimizer_types
 from deepspeed.checkpoint.stored_tensor import StoredTensor
@@ -200,6 +201,8 @@ def split_client_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     kept = {key: value if key in _MAPPED else map_tensors(value, Tensor.clone) for key, value in state.items()}
     own = {key: value for key, value in kept.items() if key in layout.MODEL_STATE_KEYS}
     known = layout.MODEL_STATE_KEYS | layout.DEEPSPEED_KEYS
+    if state.get(MODULE_FILES):
+        known |= {"num_experts"}  # a user's own where the module has no experts
     return own, {key: value for key, value in kept.items() if key not in known}
 
 

@@ -109,7 +109,7 @@ class SavedModelRank:
         self.parts = division.parts
         held = {name: each for each in division.experts.values() for name in each.names}
         is_here = {name for name, each in held.items() if each.holders[0] == dp_rank}
-        weights = {name: value for name, value in own["module"].items() if isinstance(value, Tensor)}
+        weights = {name: value for name, value in own["module"].items() if isinstance(value, Tensor | StoredTensor)}
         self._weights = {
             name: value for name, value in weights.items() if (name in is_here if name in held else dp_rank == 0)
         }

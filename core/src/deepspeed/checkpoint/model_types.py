@@ -22,7 +22,8 @@ def check_types(state: Any, path: str | Path) -> None:
     if not isinstance(state, Mapping) or "module" not in state:
         raise CheckpointError(f"{path} is no model file of a checkpoint: found {_shown(state)} without a key 'module'.")
     for key, (fits, expected) in _EXPECTED.items():
-        if key in state and not fits(state[key]):
+        is_beside = key == "module" and state[key] is None and state.get("ds_module_files")
+        if key in state and not is_beside and not fits(state[key]):
             raise CheckpointError(
                 f"{path} is damaged, or was not saved as a checkpoint: {key} is {_shown(state[key])}, and {expected} "
                 "is expected. Load another tag."
@@ -56,6 +57,12 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_name_or_row(value: Any) -> bool:
+    """Of a weight, with its row where several experts have one."""
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    return _is_name(value) or (is_pair and _is_name(value[0]) and _is_count(value[1]))
+
+
 def _is_any(value: Any) -> bool:
     return True
 
@@ -80,6 +87,10 @@ def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         "module": (_by_name(_is_any), "a dict by name"),  # extra states are anything
+        "ds_module_files": (_by_name(_by_name(_is_name_or_row)), "a dict of names by file"),
+        "ds_module_rest": (_or_nothing(_by_name(_is_any)), "a dict by name"),
+        "ds_optimizer_file": (_is_name, "the name of a file"),
+        "ds_data_rank": (_is_count, "an integer >= 0"),
         "buffer_names": (_or_nothing(_list_of(_is_name)), "a list of names"),
         "optimizer": (_or_nothing(lambda value: isinstance(value, Mapping)), "a dict"),
         "param_shapes": (_or_nothing(_list_of(_by_name(_is_shape))), "a list of dicts of shapes by name"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.consolidate_files import DATA_RANK, MODULE_FILES, merged
 from deepspeed.checkpoint.dcp_file import is_dcp_folder
 from deepspeed.checkpoint.dcp_load import load_dcp
 from deepspeed.checkpoint.deepspeed_files import as_own_shard, is_deepspeeds
@@ -29,6 +30,7 @@ from deepspeed.checkpoint.model_ranks import Division, SavedModelRank
 from deepspeed.checkpoint.model_types import check_types
 from deepspeed.checkpoint.state_types import as_damage
 from deepspeed.checkpoint.store import IndexedStore, Store
+from deepspeed.checkpoint.stored_tensor import StackedTensor
 from deepspeed.checkpoint.universal import with_universal_states
 
 Verify = Callable[[Path], None]
@@ -97,8 +99,9 @@ class Reader:
         """The files of all model-parallel ranks of the save, and of all that saved experts."""
         check_model_ranks(folder, num_ranks)
         files = [self._files_of(folder, mp_rank) for mp_rank in range(num_ranks)]
+        beside = sorted(path for path in folder.iterdir() if layout.is_module_file(path.name))
         verify = self._of_own_share(
-            [paths for models, shards in files for paths in (list(models.values()), shards)],
+            [beside, *(paths for models, shards in files for paths in (list(models.values()), shards))],
             verify,
             self.position.rank,
             self.position.world_size,
@@ -122,6 +125,11 @@ class Reader:
         is_partitioned, num_models = layout.is_partitioned(models[0].name), len(models)
         for rank in sorted(layout.expert_models_in(folder)):
             models[rank] = folder / layout.expert_file(mp_rank, rank)
+        for path in layout.expp_files_in(folder, mp_rank):
+            state = self.store.load(path, self.map_location, mmap=True)
+            own_rank = state.get(DATA_RANK) if isinstance(state, dict) else None
+            if isinstance(own_rank, int) and own_rank > 0:
+                models[own_rank] = path
         if not (self.load_shard or is_partitioned):
             return models, []
         first = self.store.load(models[0], self.map_location, mmap=True)
@@ -136,10 +144,13 @@ class Reader:
         return [own] if len(paths) == 1 else [self._model(each, verify) for each in paths]
 
     def _model(self, path: Path, verify: Verify) -> dict[str, Any]:
-        verify(path)
-        state = self.store.load(path, self.map_location, mmap=True)
+        def load(name: str) -> Any:
+            verify(path.parent / name)
+            return self.store.load(path.parent / name, self.map_location, mmap=True)
+
+        state = load(path.name)
         check_types(state, path)
-        return cast(dict[str, Any], state)
+        return cast(dict[str, Any], merged(state, load, StackedTensor) if MODULE_FILES in state else state)
 
     def _shard(self, path: Path, verify: Verify) -> dict[str, Any]:
         verify(path)
@@ -160,6 +171,6 @@ class Reader:
             return lambda path: None
         assert isinstance(store, IndexedStore)
         for entry in index.files if self.checks_sizes else ():
-            if self.load_shard or layout.is_model_file(entry.name):
+            if self.load_shard or layout.has_weights(entry.name):
                 store.verify(folder / entry.name, index, content=False)
         return cache(partial(store.verify, index=index, content=self.verify))

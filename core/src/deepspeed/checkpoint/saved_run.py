@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.consolidate_files import read_file, tag_folder
+from deepspeed.checkpoint.consolidate_files import merged, read_file, tag_folder
 from deepspeed.checkpoint.consolidate_join import lazy_state_dict
 from deepspeed.checkpoint.deepspeed_files import as_own_shard
 from deepspeed.checkpoint.load import split_client_state
 from deepspeed.checkpoint.model_ranks import DIVISION
 from deepspeed.checkpoint.saved_states import states_of
+from deepspeed.checkpoint.stored_tensor import StackedTensor
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.named_states import SavedStates
 
@@ -39,7 +40,8 @@ class SavedRun:
         partitioned = sorted(layout.partitioned_models_in(self.folder))
         names = [layout.model_file(0, rank) for rank in partitioned] or [layout.model_file(0)]
         self.model_files = [self.folder / name for name in names]
-        self.model_state, self.client_state = split_client_state(read_file(self.model_files[0]))
+        first = merged(read_file(self.model_files[0]), lambda name: read_file(self.folder / name), StackedTensor)
+        self.model_state, self.client_state = split_client_state(first)
         self._refuse_divided()
         states = [as_own_shard(state, path) for path, state in shards]
         self.common_state: Mapping[str, Any] = states[0] if states else self.model_state.get("optimizer") or {}

@@ -1,6 +1,7 @@
 """A tensor that lies in a file, in pieces, and of which each rank reads the elements that it needs."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,23 @@ class StoredTensor(ABC):
     def whole(self) -> Tensor:
         """All of it, with its shape."""
         return self.read(0, self.numel()).view(self.shape)
+
+
+class StackedTensor(StoredTensor):
+    """A tensor whose rows, all of one shape, are in several files."""
+
+    def __init__(self, rows: Sequence[Tensor]) -> None:
+        super().__init__(torch.Size((len(rows), *rows[0].shape)), rows[0].dtype)
+        self.rows = rows
+
+    def read(self, start: int, numel: int) -> Tensor:
+        size = self.rows[0].numel()
+        values = torch.empty(numel, dtype=self.dtype)
+        for index, row in enumerate(self.rows):
+            first, stop = max(start, index * size), min(start + numel, (index + 1) * size)
+            if first < stop:
+                values[first - start : stop - start] = row.reshape(-1)[first - index * size : stop - index * size]
+        return values
 
 
 def elements_of(value: Any, start: int, numel: int) -> Tensor:

@@ -46,14 +46,16 @@ def tensor_table(entries: Sequence[FileEntry]) -> dict[str, Any] | None:
         entries: in the order of the index, `sorted_entries`.
     """
     if any(entry.tensors is None or (entry.parameters or {}).get("has_experts") for entry in entries):
-        return None  # of divided experts the ranks of a group have other parameters
+        return None  # of divided experts the ranks of a group have other parameters, and stacked ones are in many files
+    beside = {entry.name: (number, entry) for number, entry in enumerate(entries) if _is_beside(entry.name)}
     groups: list[dict[str, Key]] = []
     rows: list[dict[str, Any]] = []
     by_rank: dict[int, list[tuple[int, FileEntry]]] = {}
     for number, entry in enumerate(entries):
-        by_rank.setdefault(layout.ranks_of(entry.name)[1], []).append((number, entry))
+        if entry.name not in beside:
+            by_rank.setdefault(layout.ranks_of(entry.name)[1], []).append((number, entry))
     for mp_rank, its in by_rank.items():
-        for row in _ModelRank(its, groups).rows():
+        for row in _ModelRank(its, groups, beside).rows():
             rows.append(row if len(by_rank) == 1 else {"mp_rank": mp_rank, **row})
     return {"groups": groups, "entries": rows}
 
@@ -68,7 +70,8 @@ def file_entry(name: str, num_bytes: int | None, checksums: Sequence[str] | None
         content = TorchFile.read(file) if file is not None else None
         if content is None:
             return FileEntry(name, num_bytes, checksums)
-        names = parameters_in(content.value) if layout.ranks_of(name)[0] == 0 else None
+        has_names = layout.ranks_of(name)[0] == 0 and not layout.is_module_file(name)
+        names = parameters_in(content.value) if has_names else None
         return FileEntry(name, num_bytes, checksums, content.tensors(), names)
     except Exception as error:  # noqa: BLE001 - the states are in the file, whatever this is
         return FileEntry(name, num_bytes, checksums, unlisted=f"{name}: {type(error).__name__}: {first_line(error)}")
@@ -99,34 +102,51 @@ def index_of(entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> bytes:
 def sorted_entries(entries: Iterable[FileEntry]) -> list[FileEntry]:
     """Such that files of the same kind and model-parallel rank follow one another in the order of their ranks."""
 
-    def order(entry: FileEntry) -> tuple[bool, int, int, str]:
+    def order(entry: FileEntry) -> tuple[bool, bool, int, int, str]:
         dp_rank, mp_rank = layout.ranks_of(entry.name)
-        return not layout.is_model_file(entry.name), mp_rank, dp_rank, entry.name
+        return _is_beside(entry.name), not layout.is_model_file(entry.name), mp_rank, dp_rank, entry.name
 
     return sorted(entries, key=order)
 
 
 class _ModelRank:
-    """The files of one model-parallel rank, with their numbers in the index."""
+    """The files of one model-parallel rank, with their numbers in the index; `beside` those that model files name."""
 
-    def __init__(self, files: Sequence[tuple[int, FileEntry]], groups: list[dict[str, Key]]) -> None:
+    def __init__(
+        self,
+        files: Sequence[tuple[int, FileEntry]],
+        groups: list[dict[str, Key]],
+        beside: Mapping[str, tuple[int, FileEntry]],
+    ) -> None:
         self._models = [each for each in files if layout.is_model_file(each[1].name)]
         self._shards = [each for each in files if not layout.is_model_file(each[1].name)]
         self._groups = groups  # of all model-parallel ranks
         found = self._models[0][1].parameters if self._models else None
         self._parameters = found or {}
+        self._beside = beside
+        self._optimizer = beside.get(self._parameters.get("optimizer_file", ""), (self._models or files)[0])
+
+    def _weights(self) -> Iterator[tuple[Any, int, Key, TensorRecord]]:
+        """Of each weight in the model file, or beside it, the name, the file's number, the key there."""
+        number, model = self._models[0]
+        for key, record in _tensors(model).items():
+            if len(key) == 2 and key[0] in ("module", "ds_module_rest"):
+                yield key[1], number, key, record
+        for file, names in self._parameters.get("files", {}).items():
+            number, entry = self._beside[file]
+            for own, name in names.items():
+                if (own,) in _tensors(entry):
+                    yield name, number, (own,), _tensors(entry)[own,]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         if not self._models:
             return
-        number, model = self._models[0]
-        weights = {key[1]: record for key, record in _tensors(model).items() if len(key) == 2 and key[0] == "module"}
         rows: dict[Any, dict[str, Any]] = {}
-        for name, record in weights.items():
-            whole = {"key": ("module", name), "parts": [(number, 1, 0, record.numel)]}
+        for name, number, key, record in self._weights():
+            whole = {"key": key, "parts": [(number, 1, 0, record.numel)]}
             rows[name] = {"name": name, "shape": record.shape, "weight": whole}
         for name, shape in self._parameters.get("frozen", {}).items():
-            key: Key = ("frozen_param_fragments", name)
+            key = ("frozen_param_fragments", name)
             parts = [
                 (number, 1, 0, _tensors(model)[key].numel) for number, model in self._models if key in _tensors(model)
             ]
@@ -142,8 +162,8 @@ class _ModelRank:
         shapes: list[dict[str, Any]] = self._parameters.get("groups", [])
         if self._shards:
             yield from self._divided(self._shards, ("optimizer_state_dict",), shapes)
-        elif ("optimizer", _CONTIGUOUS, 0) in _tensors(self._models[0][1]):
-            yield from self._divided(self._models[:1], ("optimizer",), shapes)
+        elif ("optimizer", _CONTIGUOUS, 0) in _tensors(self._optimizer[1]):
+            yield from self._divided([self._optimizer], ("optimizer",), shapes)
         else:
             yield from self._undivided()
 
@@ -169,19 +189,20 @@ class _ModelRank:
 
     def _undivided(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Parameters whose states lie in torch's state dict of the optimizer, each by itself."""
-        number, model = self._models[0]
-        tensors = _tensors(model)
-        numbers = self._parameters.get("numbers", {})
-        names = {place: name for name, place in numbers.items() if ("module", name) in tensors}
+        number, content = self._optimizer
+        tensors = _tensors(content)
+        shapes = {name: record.shape for name, _, _, record in self._weights()}
+        numbers = (content.parameters or {}).get("numbers", {})
+        names = {place: name for name, place in numbers.items() if name in shapes}
         keys: dict[Any, dict[str, Key]] = {}
         odd: set[str] = set()  # states with another shape than a parameter's
         for key, record in tensors.items():
             if len(key) == 4 and key[:2] == ("optimizer", "state") and key[2] in names:
                 keys.setdefault(key[2], {})[str(key[3])] = key
-                if record.shape != tensors["module", names[key[2]]].shape:
+                if record.shape != shapes[names[key[2]]]:
                     odd.add(str(key[3]))
         for place, its in keys.items():
-            shape = tensors["module", names[place]].shape
+            shape = shapes[names[place]]
             self._groups.append({state: key for state, key in its.items() if state not in odd})
             parts = [(number, 1, 0, math.prod(shape))]
             row = {"name": names[place], "shape": shape, "group": len(self._groups) - 1, "parts": parts}
@@ -225,6 +246,11 @@ def _joined(parts: Iterable[tuple[int, int, int, int]]) -> Parts:
     return joined
 
 
+def _is_beside(name: str) -> bool:
+    """Whether it is the name of a file that a model file names."""
+    return layout.is_module_file(name) or layout.is_expp_file(name)
+
+
 def _tensors(entry: FileEntry) -> Mapping[Key, TensorRecord]:
     assert entry.tensors is not None
     return entry.tensors
@@ -232,9 +258,10 @@ def _tensors(entry: FileEntry) -> Mapping[Key, TensorRecord]:
 
 def parameters_in(model_state: Any) -> dict[str, Any] | None:
     """What the table needs of a model file's content, as JSON: names and shapes. None for another content."""
-    if not isinstance(model_state, dict) or "module" not in model_state:
+    if not isinstance(model_state, dict) or not model_state.keys() & {"module", "optimizer"}:
         return None
     optimizer = model_state.get("optimizer") or {}
+    files = {file: dict(names) for file, names in model_state.get("ds_module_files", {}).items()}
     numbers: dict[str, int] = {}
     if "param_names" in optimizer:
         for group, names in zip(optimizer["param_groups"], optimizer["param_names"], strict=True):
@@ -244,7 +271,10 @@ def parameters_in(model_state: Any) -> dict[str, Any] | None:
         "frozen": _shapes(model_state.get("frozen_param_shapes") or {}),
         "shared": {_text(alias): _text(name) for alias, name in (model_state.get("shared_params") or {}).items()},
         "numbers": numbers,
-        "has_experts": bool((model_state.get("ds_model_parallel") or {}).get("experts")),
+        "has_experts": bool((model_state.get("ds_model_parallel") or {}).get("experts"))
+        or any(not isinstance(name, str) for names in files.values() for name in names.values()),
+        "files": files,
+        "optimizer_file": model_state.get("ds_optimizer_file", ""),
     }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed._version import __version__
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.consolidate_files import read_file
+from deepspeed.checkpoint.consolidate_files import MODULE_FILES, OPTIMIZER_FILE, read_file
 from deepspeed.checkpoint.deepspeed_files import constant_scaler
 from deepspeed.checkpoint.saved_run import SavedRun
 from deepspeed.errors import CheckpointError
@@ -65,6 +65,9 @@ def write_universal(run: SavedRun, output: Path, *, num_workers: int = 2) -> Non
         torch.save(_optimizer_state(run), zero / "optimizer_state.pt")
         for path in run.model_files:
             model_state = read_file(path)  # mapped
+            for name in model_state.get(MODULE_FILES, ()):
+                torch.save(read_file(path.with_name(name)), staging / name)
+            model_state.pop(OPTIMIZER_FILE, None)
             torch.save({**model_state, "optimizer": None}, staging / path.name)
         if output.is_dir():
             output.rmdir()

@@ -9,8 +9,10 @@ import torch
 from rich.console import Console
 
 from deepspeed.checkpoint import layout
+from deepspeed.checkpoint.consolidate_files import merged
 from deepspeed.checkpoint.index import read_index
 from deepspeed.checkpoint.model_types import check_types
+from deepspeed.checkpoint.stored_tensor import StackedTensor, StoredTensor
 from deepspeed.checkpoint.stores import built_in_store
 from deepspeed.checkpoint.survey import SavedTag, saved_tags
 from deepspeed.checkpoint.tags import read_latest
@@ -108,11 +110,13 @@ def _parameters(tag: SavedTag) -> tuple[list[dict[str, Any]], str]:
     if not models:
         return [], f"{tag.folder} holds no model file (*_model_states.pt)"
     try:
-        state = built_in_store(models[0]).load(models[0], mmap=True)
+        store = built_in_store(models[0])
+        state = store.load(models[0], mmap=True)
         check_types(state, models[0])
+        state = merged(state, lambda name: store.load(tag.folder / name, mmap=True), StackedTensor)
     except CheckpointError as error:
         return [], str(error)
-    module = {name: value for name, value in state["module"].items() if isinstance(value, torch.Tensor)}
+    module = {n: value for n, value in state["module"].items() if isinstance(value, torch.Tensor | StoredTensor)}
     shapes = {name: value.shape for name, value in module.items()}
     for group in state.get("param_shapes") or []:
         shapes.update(group)  # of stage 3, where the module's entries may be empty

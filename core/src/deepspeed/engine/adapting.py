@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from deepspeed.checkpoint import LoadedCheckpoint, StatesByName
 from deepspeed.checkpoint.model_ranks import AcrossRanks
 from deepspeed.checkpoint.saved_states import PARAM_NAMES, TorchStates, is_flat, states_of
+from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.engine.stored_weights import read_weights
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.engine.unnamed_states import with_names
@@ -73,7 +74,8 @@ def _own_part(name: str, param: Parameter, found: LoadedCheckpoint, divided: Sav
         values = divided.master(name, rank * part.numel(), part.numel())
         part[: values.numel()] = values
     elif unit is not None and name in own["module"]:
-        return part_of(own["module"][name], unit.unit_ranks.everyone)
+        value = own["module"][name]
+        return part_of(value.whole() if isinstance(value, StoredTensor) else value, unit.unit_ranks.everyone)
     else:
         return None
     return part if unit is not None else part.view(shape)

@@ -1,11 +1,13 @@
 """Loading a module's saved weights, compared first: `load_state_dict` overwrites what fits and only then complains."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.whole_state_dict import IS_OURS, as_it_is
 
@@ -56,11 +58,19 @@ def fill_module(
     module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool, custom_load_fn: Callable[..., Any] | None
 ) -> None:
     """Load weights, which were checked, with `load_state_dict` or the user's `custom_load_fn(src=, dst=)`."""
+    stacked = {name: value for name, value in saved.items() if isinstance(value, StoredTensor)}
     with as_it_is():
         if custom_load_fn is not None:
-            custom_load_fn(src=saved, dst=module)
-        else:
-            module.load_state_dict(saved, strict=strict)
+            custom_load_fn(src={**saved, **{name: value.whole() for name, value in stacked.items()}}, dst=module)
+            return
+        if stacked:
+            saved = copy.copy(saved)  # keeps `_metadata`
+        own = module.state_dict(keep_vars=True) if stacked else {}
+        for name, value in stacked.items():
+            if name in own:
+                own[name].detach().view(-1).copy_(value.whole().view(-1))
+                saved[name] = own[name].detach()  # type: ignore[index]
+        module.load_state_dict(saved, strict=strict)
 
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -86,10 +96,10 @@ def _definer(module: torch.nn.Module) -> type:
 def _fits(saved: Any, own: Tensor | None) -> bool:
     if own is None:
         return True
-    if not isinstance(saved, Tensor):
+    if not isinstance(saved, Tensor | StoredTensor):
         return False
     return saved.shape == own.shape or (own.dim() == 0 and saved.dim() == 1)  # torch takes the first element
 
 
 def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return str(tuple(value.shape)) if isinstance(value, Tensor | StoredTensor) else f"a {type(value).__name__}"

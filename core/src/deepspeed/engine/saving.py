@@ -22,6 +22,7 @@ from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.engine.adapting import with_own_parts, with_own_states, with_own_weights
 from deepspeed.engine.deepspeed_form import as_deepspeeds_model, as_deepspeeds_shard
 from deepspeed.engine.events import notify
+from deepspeed.engine.file_places import module_files
 from deepspeed.engine.module_state import check_module_state, fill_module
 from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
 from deepspeed.engine.training_state import TrainingState
@@ -292,6 +293,7 @@ def create_saving(
         mp_world_size=mesh.model_size,
         division=_division(state.module, mesh),
         partitioned_model=sharding.stage >= 3,
+        module_files=module_files(state.module, mesh, sharding.stage),
         verify=section.verify,
         keep_last=nebula.keep_last if section.keep_last is None else section.keep_last,
         background=BackgroundWriter(section.wait_s) if section.async_save or nebula.enabled else None,

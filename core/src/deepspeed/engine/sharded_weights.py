@@ -5,12 +5,14 @@ comes from the optimizer's shards, whether it was sharded or not. Of the others 
 part, or the whole parameter.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
+from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.zero.param_unit import shape_of, unit_of
 from deepspeed.zero.parameter_parts import part_of
 
@@ -22,11 +24,11 @@ def fit_module_state(module: Module, model_state: Mapping[str, Any]) -> dict[str
         module: its sharded parameters are released.
         model_state: content of the model file.
     """
-    saved = dict(model_state["module"])
+    saved = copy.copy(model_state["module"])
     saved_shapes = _shapes(model_state)
     for name, param in module.named_parameters(remove_duplicate=False):
         value = saved.get(name)
-        if not isinstance(value, Tensor) or value.shape == param.shape:
+        if not isinstance(value, Tensor | StoredTensor) or value.shape == param.shape:
             continue
         was_sharded = value.numel() == 0
         if (saved_shapes.get(name) if was_sharded else value.shape) == shape_of(param):

@@ -56,7 +56,8 @@ class TrainingState:
         """The content of `mp_rank_XX_model_states.pt`, keys of `checkpoint.MODEL_STATE_KEYS`.
 
         Args:
-            only_experts: of the weights those of experts that are divided over ranks; the first rank saves the others.
+            only_experts: of the weights those of experts that this rank is the first to hold; the first rank saves the
+                others.
         """
         module, sharding, progress = self.module, self.sharding, self.training.progress
         lr_scheduler = self.training.lr_scheduler
@@ -67,7 +68,8 @@ class TrainingState:
             weights = module_state_dict(module, exclude_frozen=exclude_frozen)
         optimizer = self._whole_optimizer_state(names) if sharding.stage == 0 else None
         if only_experts and division is not None:
-            own = {name for each in division.experts.values() for name in each.names}
+            firsts = [each for each in division.experts.values() if each.holders[0] == sharding.rank]
+            own = {name for each in firsts for name in each.names}
             weights = {name: value for name, value in weights.items() if name in own}
             optimizer = _states_of(own, optimizer)
         return {

@@ -156,6 +156,27 @@ class PipelineModule(Module):
                 stages.setdefault(spec.key, set()).add(self.stage_owner(index))
         return {key: tuple(sorted(found)) for key, found in stages.items()}
 
+    def saved_layers(self) -> dict[int, str]:
+        """By number, the own layers that have a file in a checkpoint: what the names of their weights begin with.
+
+        A shared module is in the files of the layers that call it itself, not through a `forward_fn`, or in the first
+        one's where there are none.
+        """
+        uses: dict[str, list[tuple[int, bool]]] = {}
+        for index, spec in enumerate(self._specs):
+            if isinstance(spec, TiedLayerSpec):
+                uses.setdefault(spec.key, []).append((index, spec.forward_fn is None))
+        saved = {key: [index for index, calls in its if calls] or [its[0][0]] for key, its in uses.items()}
+        found = {}
+        for part in range(self.stage_id, self.num_parts, self.num_stages):
+            for index in range(self.parts[part], self.parts[part + 1]):
+                spec = self._specs[index]
+                if isinstance(spec, TiedLayerSpec) and index in saved[spec.key]:
+                    found[index] = f"tied_modules.{spec.key}."
+                elif str(index) in self._modules:
+                    found[index] = f"{index}."
+        return found
+
     # ---- running ------------------------------------------------------------------------------------------------
 
     def set_checkpoint_interval(self, interval: int) -> None:

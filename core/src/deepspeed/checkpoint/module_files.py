@@ -1,0 +1,111 @@
+"""Which weights of a module are in files of their own at a save, as DeepSpeed has them: layers of a pipeline, experts.
+
+    layer_03-model_states.pt                      layer 3 of a pipeline, with the names that its module has
+    layer_03-model_01-model_states.pt             the part of it that the second tensor-parallel rank has
+    layer_0_expert_2_mp_rank_00_model_states.pt   expert 2 of the first mixture, with names of the whole model
+    expp_rank_1_mp_rank_00_optim_states.pt        of the second of those ranks that hold experts: the optimizer's state
+
+The model file beside them has the names of the first three under `ds_module_files`, by file the names in the module of
+what is under each key, and that of the last under `ds_optimizer_file`, where it has the optimizer's state of the model
+file. `module` of a pipeline is None then; what is in no file, such as the copy of a shared module that another stage
+saves, is under `ds_module_rest`. `consolidate_files.merged` puts all together again.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from deepspeed.checkpoint.consolidate_files import DATA_RANK, MODULE_FILES, MODULE_REST, OPTIMIZER_FILE
+
+
+class Place(NamedTuple):
+    """Weights that go into a file."""
+
+    file: str
+    prefix: str
+    """What their names in the module begin with; with `row`, the name."""
+    own_prefix: str
+    """What stands there in the file; with `row`, the key."""
+    row: int | None = None
+    """Where one weight has several experts: the row that goes there."""
+
+
+@dataclass(frozen=True)
+class ModuleFiles:
+    """Args:
+    places: of this rank.
+    expp_file: of the optimizer's state of this rank, which holds experts.
+    num_experts: of each mixture of experts of the module.
+    """
+
+    places: Sequence[Place]
+    expp_file: str | None = None
+    num_experts: Sequence[int] = ()
+
+    def divide(self, state: Mapping[str, Any], model_file: str, dp_rank: int) -> dict[str, dict[str, Any]]:
+        """The contents of this rank's files, by name.
+
+        Args:
+            state: content of a model file, with all weights.
+            model_file: its name. Of another than the first data-parallel rank it is `expp_file`.
+        """
+        weights = state["module"]
+        rest, files = _like(weights, weights), dict[str, dict[str, Any]]()
+        names: dict[str, dict[str, Any]] = {}
+        for place in self.places:
+            content = _content(weights, place)
+            if not content and place.row is not None:
+                continue
+            taken = files.setdefault(place.file, OrderedDict())
+            names.setdefault(place.file, {}).update({key: name for key, (name, _) in content.items()})
+            taken.update({key: value for key, (_, value) in content.items()})
+            _add_metadata(weights, place, taken)
+            for name in content.values():
+                rest.pop(name[0] if place.row is None else place.prefix, None)
+        own = {**state, "module": rest, MODULE_FILES: names}
+        if files and self.expp_file is None:  # of a pipeline
+            own |= {"module": None, MODULE_REST: rest}
+        if self.num_experts:
+            own["num_experts"] = list(self.num_experts)
+        if self.expp_file == model_file:
+            own[DATA_RANK] = dp_rank
+        elif self.expp_file is not None:
+            files[self.expp_file] = {"optimizer": own["optimizer"], DATA_RANK: dp_rank}
+            own |= {"optimizer": None, OPTIMIZER_FILE: self.expp_file}
+        return {model_file: own, **files}
+
+
+def _content(weights: Mapping[str, Any], place: Place) -> dict[str, tuple[Any, Any]]:
+    """By key in the file: the name, with the row, and the value."""
+    if place.row is not None:
+        value, name = weights.get(place.prefix), [place.prefix, place.row]
+        return {place.own_prefix: (name, value[place.row])} if isinstance(value, Tensor) else {}
+    start = len(place.prefix)
+    return {
+        place.own_prefix + name[start:]: (name, value)
+        for name, value in weights.items()
+        if name.startswith(place.prefix)
+    }
+
+
+def _like(weights: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of `items` with the versions of modules that `weights` has."""
+    made: dict[str, Any] = OrderedDict(items)
+    if (metadata := getattr(weights, "_metadata", None)) is not None:
+        made._metadata = metadata  # type: ignore[attr-defined]
+    return made
+
+
+def _add_metadata(weights: Mapping[str, Any], place: Place, content: dict[str, Any]) -> None:
+    """The versions of the modules whose weights are in a file."""
+    metadata, prefix = getattr(weights, "_metadata", None), place.prefix
+    if metadata is None or place.row is not None:
+        return
+    own = getattr(content, "_metadata", OrderedDict())
+    for path, value in metadata.items():
+        if f"{path}.".startswith(prefix):
+            own[(place.own_prefix + f"{path}."[len(prefix) :]).removesuffix(".")] = value
+    content._metadata = own  # type: ignore[attr-defined]
