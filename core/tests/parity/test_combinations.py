@@ -429,12 +429,13 @@ class Run:
 
     def __init__(self, case, folder):
         self.case, self.folder = case, folder
-        self.mesh = groups.set_mesh({axis: size for axis, size in case.sizes.items() if size > 1 or axis == "dp"})
         self.engine = self.build(case.place, 0)
         self.other = self.build_other() if case.other_engine else None
 
     def build(self, place, step):
         case = self.case
+        # before each model, whose layers ask `groups`, which answers for the engine built last
+        groups.set_mesh({axis: size for axis, size in case.sizes.items() if size > 1 or axis == "dp"})
         if case.size("pp") > 1:
             model = pipeline_of(case, place.schedule)
         else:
