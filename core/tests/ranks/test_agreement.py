@@ -1,5 +1,6 @@
 """Ranks that were given different models, optimizers or configurations: one clear error on every rank, and no hang."""
 
+import re
 from dataclasses import replace
 
 import deepspeed
@@ -87,3 +88,49 @@ def steps_job():
 def test_accumulation_that_differs_is_named():
     """One rank would wait in the reduction of a step that the other does not make yet."""
     run_ranks(2, steps_job)
+
+
+def keys_job(section, values, stage):
+    """One rank would silently step by other numbers than its peers."""
+    rank = dist.get_rank()
+    keys = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+    keys |= {section: values[rank]} if values[rank] is not None else {}
+    with pytest.raises(ConfigError) as caught:
+        deepspeed.initialize(model=nn.Linear(3, 3), config={"train_micro_batch_size_per_gpu": 2, **keys})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "stage", "found"),
+    [
+        ("optimizer", [{"type": "SGD", "params": {"lr": lr}} for lr in (0.1, 0.2)], 0, "dampening 0, .*lr 0.2"),
+        (
+            "optimizer",
+            [{"type": "AdamW", "params": {"weight_decay": decay}} for decay in (0.0, 0.2)],
+            3,
+            "betas .0.9, 0.999., .*weight_decay 0.2",
+        ),
+        ("scheduler", [None, {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}], 1, "type='WarmupLR'"),
+        ("fp16", [{"enabled": True, "loss_scale": scale} for scale in (64, 128)], 2, "loss_scale=128"),
+        ("bf16", [{"enabled": True, "check_grad_overflow": checks} for checks in (True, False)], 1, "overflow=False"),
+    ],
+)
+def test_numbers_of_a_step_that_differ_are_named(section, values, stage, found):
+    first, last = run_ranks(2, keys_job, section, values, stage)
+    name = "the optimizer's settings" if section == "optimizer" else section
+    for message in (first, last):
+        assert f"initialize: {name} must be the same on all ranks, and rank 1 differs from rank 0" in message
+    assert re.search(found, last), last
+
+
+def added_group_job():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})[0]
+    with pytest.raises(ConfigError, match=r"the added group of parameters must be the same .*rank 1 differs"):
+        engine.optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.1 * dist.get_rank()})
+    engine.destroy()
+
+
+def test_settings_of_an_added_group_that_differ_are_named():
+    run_ranks(2, added_group_job)

@@ -321,7 +321,8 @@ def _leave_unclipped(config: DeepSpeedConfig) -> None:
 
 
 def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """What decides which collectives a rank takes part in. A collective of all ranks of the model."""
+    """What decides which collectives a rank takes part in, and what they hold. A collective of all ranks of the
+    model."""
     zero = config.zero_optimization
     copies = f"mics_shard_size {zero.mics_shard_size}, zero_hpz_partition_size {zero.zero_hpz_partition_size}"
     facts = {
@@ -329,6 +330,7 @@ def _check_same(config: DeepSpeedConfig, mesh: Mesh) -> None:
         "gradient_clipping": str(config.gradient_clipping),
         "mics_shard_size and zero_hpz_partition_size": copies,
     }
+    facts |= {name: str(getattr(config, name)) for name in ("fp16", "bf16", "scheduler", "pipeline")}
     check_same(facts, mesh.norm_group)
 
 

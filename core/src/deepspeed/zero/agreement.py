@@ -8,6 +8,7 @@ choose by itself is settled for all (`Holding.agree`). Called by `synchronize.py
 import hashlib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,16 @@ def check_same(facts: Mapping[str, str], group: ProcessGroup | None = None) -> N
 def described(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Names, shapes and dtypes as a text."""
     return ", ".join(f"{name} {tuple(shape_of(tensor))} {tensor.dtype}" for name, tensor in tensors)
+
+
+def settings_of(group: Mapping[str, Any]) -> str:
+    """A group of parameters of an optimizer without them: its learning rate and what else is a plain value."""
+    shown = []
+    for name, value in sorted(group.items()):
+        plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if name != "params" and isinstance(plain, bool | int | float | str | tuple):
+            shown.append(f"{name} {plain}")
+    return ", ".join(shown)
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

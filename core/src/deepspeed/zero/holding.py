@@ -21,7 +21,7 @@ from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.ops.kernel_optimizer import KernelOptimizer
-from deepspeed.zero.agreement import check_same, described, named_ranks
+from deepspeed.zero.agreement import check_same, described, named_ranks, settings_of
 from deepspeed.zero.bucket import Bucket, BucketPool
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.given_state import adopt_state
@@ -153,6 +153,7 @@ class Holding:
             "zero_optimization.stage": f"{type(self).__name__}, offloaded: {self.placement.is_offloaded}",
             "the optimizer": f"{type(optimizer).__name__}, whole parameters: {self._is_whole}",
             "the optimizer's parameters": "; ".join(map(self._described, param_groups)),
+            "the optimizer's settings": "; ".join(map(settings_of, optimizer.param_groups if optimizer else ())),
             "the dtypes of parameters, gradient accumulation and communication": str(dtypes),
             "reduce_bucket_size": str(options.bucket_numel),
             "gradient_predivide_factor": str(options.predivide_factor),

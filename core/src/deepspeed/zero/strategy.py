@@ -31,7 +31,7 @@ from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.errors import ConfigError, StateError, first_line
 from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
-from deepspeed.zero.agreement import check_same
+from deepspeed.zero.agreement import check_same, settings_of
 from deepspeed.zero.backward import BackwardPlan, Reducing, abandons_on_error
 from deepspeed.zero.clip_hint import hint_at_clipping
 from deepspeed.zero.failed_backward import see_failures
@@ -186,7 +186,8 @@ class Sharding(Reducing):
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
         self._refuse_attached(len(self.optimizer.param_groups), given)
-        check_same({"the added group of parameters": self._described(given)}, self.group)
+        added = f"{self._described(given)}; {settings_of(param_group)}"
+        check_same({"the added group of parameters": added}, self.group)
         type(self.optimizer).add_param_group(self.optimizer, {**param_group, "params": given})
         last = len(self.optimizer.param_groups) - 1
         self.reduction.remove_hooks()
