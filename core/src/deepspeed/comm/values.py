@@ -1,9 +1,12 @@
 """`all_gather_values`: small plain values from every rank, as JSON text in tensors. Nothing is pickled.
 
-Called where ranks must agree on something that is no tensor: what failed in a save, tags, measured times.
+Called where ranks must agree on something that is no tensor: what failed in a save, tags, measured times. A rank that
+has nothing to agree on, because it failed before, brings that in place of a value (`bring_failure`).
 """
 
 import json
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +15,16 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.ended import ended_clause
+from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.libraries import host_or_device, no_group_error
 from deepspeed.errors import CommError, first_line
+
+_FAILURE, _MEETING = b"!", b"="  # begin no JSON
+_SOON_S, _LONGEST_PAUSE_S = 0.5, 0.05
+
+
+class HeardFailure(PeerFailed):
+    """A rank brought its failure to the place where others bring a value: all ranks have been there."""
 
 
 def all_gather_values(
@@ -31,17 +42,83 @@ def all_gather_values(
     Raises:
         TypeError: `value` holds something else; raised before the collective begins.
         CommError: there is no process group, or a rank of it did not come until the group's timeout, or ended.
+        HeardFailure: a rank came with a failure.
     """
-    text = json.dumps(value).encode()
     group = group if backend is None else backend.group
     group = torch_dist.group.WORLD if group is None else group
     if group is None:
         raise no_group_error("all_gather_values")
-    sizes = [int(size) for size in _all_gather(torch.tensor([len(text)]), group, backend)]
+    texts = _all_gather_texts(json.dumps(value).encode(), lambda tensor: _all_gather(tensor, group, backend))
+    _refuse_other_calls(texts, "")
+    return [json.loads(text) for text in texts]
+
+
+def meet(call: str) -> None:
+    """All ranks come to the end of the same call. A collective.
+
+    Raises:
+        HeardFailure: a rank came with a failure, or is at another place.
+    """
+    group = torch_dist.group.WORLD
+    assert group is not None
+    _refuse_other_calls(
+        _all_gather_texts(_MEETING + call.encode(), lambda tensor: _all_gather(tensor, group, None)), call
+    )
+
+
+def _refuse_other_calls(texts: Sequence[bytes], call: str) -> None:
+    """`call`: at whose end this rank is; "": it brings a value."""
+    for text in texts:
+        if text.startswith(_FAILURE):
+            cause = text.removeprefix(_FAILURE).decode()
+            raise HeardFailure(f"rank {torch_dist.get_rank()} cannot go on: {cause}", cause)
+    places = [text.removeprefix(_MEETING).decode() if text.startswith(_MEETING) else "" for text in texts]
+    if set(places) != {call}:
+        at = "; ".join(f"rank {rank} {f'ends {place}' if place else 'does not'}" for rank, place in enumerate(places))
+        raise HeardFailure(f"ranks are at different places: {at}. All ranks make the same calls, of the same arguments")
+
+
+def bring_failure(cause: str, give_up: Callable[[], None], limit_s: float) -> None:
+    """Come to the next `all_gather_values` of all ranks without a value: it raises there. A collective.
+
+    Args:
+        cause: which rank failed, and why.
+        give_up: called where the others do not come soon, as they may be in another collective.
+        limit_s: how long to wait for them.
+
+    Raises:
+        CommError: they did not come within it.
+    """
+    group = torch_dist.group.WORLD
+    assert group is not None
+    text = _FAILURE + cause.encode()
+    _all_gather_texts(text, lambda tensor: _gather_with(tensor, group, give_up, limit_s))
+
+
+def _gather_with(
+    tensor: torch.Tensor, group: ProcessGroup, give_up: Callable[[], None], limit_s: float
+) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(torch_dist.get_world_size(group))]
+    work = torch_dist.all_gather(gathered, tensor, group=group, async_op=True)
+    assert work is not None
+    start_s, gave_up = time.monotonic(), False
+    while not work.is_completed():
+        waited_s = time.monotonic() - start_s
+        if waited_s > _SOON_S and not gave_up:
+            give_up()
+            gave_up = True
+        if waited_s > limit_s:
+            raise CommError(f"rank {torch_dist.get_rank()} waited {limit_s:g} s for them")
+        time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
+    work.wait()
+    return gathered
+
+
+def _all_gather_texts(text: bytes, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[bytes]:
+    sizes = [int(size) for size in gather(torch.tensor([len(text)]))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = _all_gather(padded, group, backend)
-    return [json.loads(bytes(theirs[:size].tolist())) for theirs, size in zip(texts, sizes, strict=True)]
+    return [bytes(theirs[:size].tolist()) for theirs, size in zip(gather(padded), sizes, strict=True)]
 
 
 def _all_gather(tensor: torch.Tensor, group: ProcessGroup, backend: GroupBackend | None) -> list[torch.Tensor]:

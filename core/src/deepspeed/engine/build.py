@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from deepspeed import comm, log
 from deepspeed._installation import foreign_deepspeed, foreign_files_warning
+from deepspeed.comm.together import together
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.read import ConfigSource
@@ -122,6 +123,27 @@ def initialize(
             configuration.
     """
     report_to_launcher()
+    if mpu is not None:  # some ranks of the world may have no part in it
+        return _initialize(**locals())
+    with together("initialize"):
+        return _initialize(**locals())
+
+
+def _initialize(
+    args: argparse.Namespace | None,
+    model: torch.nn.Module | None,
+    optimizer: OptimizerLike | None,
+    model_parameters: Parameters | None,
+    training_data: Dataset[Any] | None,
+    lr_scheduler: SchedulerLike | None,
+    distributed_port: int,
+    mpu: Any,
+    dist_init_required: bool | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    config: Any,
+    mesh_param: tuple[int, ...] | None,
+    config_params: Any,
+) -> tuple[DeepSpeedEngine, Optimizer | None, Any, Any]:
     if (version := foreign_deepspeed()) is not None:
         warn_once(foreign_files_warning(version))
     if not isinstance(model, torch.nn.Module):
@@ -224,7 +246,7 @@ def initialize(
     if isinstance(module, PipelineModule):
         engine_type = partial(PipelineEngine, pipeline=settings.pipeline)
         interval = settings.pipeline.activation_checkpoint_interval
-        module.activation_checkpoint_interval = interval or module.activation_checkpoint_interval
+        module.set_checkpoint_interval(interval or module.activation_checkpoint_interval)
     if settings.hybrid_engine.enabled:
         engine_type = partial(DeepSpeedHybridEngine, hybrid=settings.hybrid_engine)
     engine = engine_type(

@@ -140,6 +140,8 @@ class PipelineEngine(DeepSpeedEngine):
         if reduce_output not in ("avg", None):
             raise ConfigError(f'eval_batch: found reduce_output {reduce_output!r}; use "avg" or None')
         num_micros = self.schedule.num_steps if num_micro_batches is None else num_micro_batches
+        if num_micros < 1:
+            raise ConfigError(f"eval_batch: found num_micro_batches {num_micros}; give 1 or more")
         options = {"compute_loss": compute_loss, "reduce_output": reduce_output, "bcast_loss": bcast_loss}
         begin_use()
         batch = self._take("eval_batch", data_iter, num_micros, options)
@@ -357,6 +359,11 @@ class _Compute:
             with self._training.precision.forward_context():
                 loss = self._module.loss_fn(outputs, labels)
             _check_scalar(loss, "loss_fn", "return the mean over the micro-batch")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ConfigError(
+                "PipelineModule: the loss of a micro-batch has no gradient; return one that depends on the outputs, "
+                "without detach() or no_grad()"
+            )
         self._losses.append(loss.detach())
         return loss
 

@@ -22,7 +22,7 @@ _ASIDE = re.compile(
 _LAST_LINES = 20  # shown of a rank that left no traceback
 # How a rank reports that another one is gone: our errors, torch's, and the messages of communication libraries.
 _CONSEQUENCE = re.compile(
-    r"^(\S+\.)?(CommError|PeerFailed|PeerLeft|PeerGone|Dist\w*Error|ConnectionResetError|ConnectionAbortedError|BrokenPipeError)\b"
+    r"^(\S+\.)?(CommError|PeerFailed|HeardFailure|PeerLeft|PeerGone|Dist\w*Error|ConnectionResetError|ConnectionAbortedError|BrokenPipeError)\b"
     r"|closed by peer|reset by peer|connection (was )?(likely )?closed|broken pipe|remote process exited"
     r"|timed out waiting|pair closure|socket timeout|peer process",
     re.IGNORECASE,

@@ -60,6 +60,9 @@ class TiedLayerSpec(LayerSpec):
         tied_weight_attr: what the layers share, for example "weight" or ["word.weight", "bias"]; it must exist. All
             other parameters of the module are shared too, as they are on one rank.
         **module_kwargs: named arguments of the class.
+
+    Raises:
+        ConfigError: the key is no name for parameters.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class TiedLayerSpec(LayerSpec):
         **module_kwargs: Any,
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
+        if not isinstance(key, str) or not key or "." in key:
+            raise ConfigError(f"TiedLayerSpec: found the key {key!r}; give a name without dots")
         self.key = key
         self.forward_fn = forward_fn
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)

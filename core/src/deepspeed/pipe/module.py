@@ -14,6 +14,7 @@ s + 2 S, ... of S stages.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn import Module, ModuleDict, Parameter
 import deepspeed.comm as dist
 from deepspeed._absent_members import absent_members
 from deepspeed.activation import checkpointing
+from deepspeed.comm.together import together
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.tied_params import mark_tied
 from deepspeed.pipe.errors import PipelineError
@@ -39,7 +41,8 @@ Layer = LayerSpec | Module | Callable[[Any], Any]
 @absent_members("runtime.pipe.module:PipelineModule")
 class PipelineModule(Module):
     """Args:
-        layers: specs, modules or functions, in order; also a `torch.nn.Sequential`. `torch.distributed` is initialized.
+        layers: specs, modules or functions, in order; also a `torch.nn.Sequential`. `torch.distributed` is initialized,
+            and all ranks build their stages together.
         num_stages: default: that of `topology`.
         topology: places all ranks; default: `num_stages` stages, and data parallelism over the ranks that remain.
         loss_fn: called as `loss_fn(outputs, labels)` on the last stage; without it the last layer returns the loss.
@@ -59,6 +62,7 @@ class PipelineModule(Module):
 
     Raises:
         ConfigError: the stages do not fit the layers or the ranks, or an unknown method.
+        HeardFailure: another rank failed to build its stage.
     """
 
     #: a name means the same parameter for any number of stages; checkpoints ask
@@ -83,34 +87,37 @@ class PipelineModule(Module):
         sample_inputs: Any = None,
     ) -> None:
         super().__init__()
-        if not isinstance(layers, Iterable):
-            raise ConfigError(
-                f"PipelineModule: layers is {type(layers).__name__}, which cannot be cut into stages; give a list of "
-                "layers (modules, functions, LayerSpecs) or a torch.nn.Sequential, which run one after another"
-            )
-        self._specs = list(layers)
-        self._topology = _topology(num_stages, topology)
-        self.num_stages = max(1, self._topology.get_dim("pipe"))
-        self.interleave = interleave if self.num_stages > 1 else 1
-        coord = self._topology.get_coord(dist.get_rank())
-        self.stage_id = int(getattr(coord, "pipe", 0))
-        self.loss_fn = loss_fn
-        self.seed_layers, self.base_seed = seed_layers, base_seed
-        self.seed_fn = seed_fn or torch.manual_seed
-        self.activation_checkpoint_interval = activation_checkpoint_interval
-        self.activation_checkpoint_func = activation_checkpoint_func
-        self.checkpointable_layers = checkpointable_layers
-        self.dynamic_shape = dynamic_shape
-        self._grid: PipelineParallelGrid | None = None
-        self._check()
-        #: cuts between the parts, in layers
-        self.parts = self._partition(check_method(partition_method), sample_inputs)
-        self.tied_modules = ModuleDict()
-        #: by chunk, the own layers as functions of one argument, with the layer's module where it has one
-        self._chunks = [self._build(part) for part in range(self.stage_id, self.num_parts, self.num_stages)]
-        self._mark_tied()
-        order = [key for key in self.tied_stages() if key in self.tied_modules]  # the same on all stages
-        self.tied_modules = ModuleDict({key: self.tied_modules[key] for key in order})
+        # a rank may fail to build its layers
+        with nullcontext() if num_stages == 1 else together(f"PipelineModule(num_stages={num_stages})"):
+            if not isinstance(layers, Iterable):
+                raise ConfigError(
+                    f"PipelineModule: layers is {type(layers).__name__}, which cannot be cut into stages; give a list "
+                    "of layers (modules, functions, LayerSpecs) or a torch.nn.Sequential, which run one after another"
+                )
+            _check_functions(loss_fn=loss_fn, seed_fn=seed_fn, activation_checkpoint_func=activation_checkpoint_func)
+            self._specs = list(layers)
+            self._topology = _topology(num_stages, topology)
+            self.num_stages = max(1, self._topology.get_dim("pipe"))
+            self.interleave = interleave if self.num_stages > 1 else 1
+            coord = self._topology.get_coord(dist.get_rank())
+            self.stage_id = int(getattr(coord, "pipe", 0))
+            self.loss_fn = loss_fn
+            self.seed_layers, self.base_seed = seed_layers, base_seed
+            self.seed_fn = seed_fn or torch.manual_seed
+            self.activation_checkpoint_func = activation_checkpoint_func
+            self.checkpointable_layers = checkpointable_layers
+            self.set_checkpoint_interval(activation_checkpoint_interval)
+            self.dynamic_shape = dynamic_shape
+            self._grid: PipelineParallelGrid | None = None
+            self._check()
+            #: cuts between the parts, in layers
+            self.parts = self._partition(check_method(partition_method), sample_inputs)
+            self.tied_modules = ModuleDict()
+            #: by chunk, the own layers as functions of one argument, with the layer's module where it has one
+            self._chunks = [self._build(part) for part in range(self.stage_id, self.num_parts, self.num_stages)]
+            self._mark_tied()
+            order = [key for key in self.tied_stages() if key in self.tied_modules]  # the same on all stages
+            self.tied_modules = ModuleDict({key: self.tied_modules[key] for key in order})
 
     # ---- what is where ------------------------------------------------------------------------------------------
 
@@ -180,7 +187,16 @@ class PipelineModule(Module):
     # ---- running ------------------------------------------------------------------------------------------------
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute the activations of so many layers at a time in the backward; 0: keep them."""
+        """Recompute the activations of so many layers at a time in the backward; 0: keep them.
+
+        Raises:
+            ConfigError: it is no such number, or no layer is one of `checkpointable_layers`.
+        """
+        if not isinstance(interval, int) or interval < 0:
+            raise ConfigError(
+                f"PipelineModule: found activation_checkpoint_interval {interval!r}; give a number of layers, or 0"
+            )
+        self._check_checkpointable(interval)
         self.activation_checkpoint_interval = interval
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
@@ -208,6 +224,19 @@ class PipelineModule(Module):
         return any(layer.module is not None and any(True for _ in layer.module.parameters()) for layer in layers)
 
     # ---- building -----------------------------------------------------------------------------------------------
+
+    def _check_checkpointable(self, interval: int) -> None:
+        names = self.checkpointable_layers
+        if names is None:
+            return
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"PipelineModule: found checkpointable_layers {names!r}; give a list of names of classes")
+        found = [_name(spec) for spec in self._specs]
+        if interval > 0 and not set(names) & set(found):
+            raise ConfigError(
+                f"PipelineModule: found checkpointable_layers {list(names)}, and no layer is one of them; the layers "
+                f"are {', '.join(found)}"
+            )
 
     def _check(self) -> None:
         if self.num_stages > 1 and hasattr(_OneParameter().weight, "ds_id"):
@@ -308,6 +337,12 @@ class _Layer:
         return self._function(inputs)
 
 
+def _check_functions(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"PipelineModule: {name} is {type(value).__name__}; give a function")
+
+
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
     world_size = dist.get_world_group().size()
     if topology is not None:
@@ -320,6 +355,8 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
         return topology
     if num_stages is None:
         raise ConfigError("PipelineModule: found neither num_stages nor topology; give one of them")
+    if not isinstance(num_stages, int):
+        raise ConfigError(f"PipelineModule: found num_stages {num_stages!r}; give a number of stages")
     if num_stages < 1 or world_size % num_stages:
         allowed = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         if world_size == 1:

@@ -94,7 +94,7 @@ def check_method(method: str) -> str:
     Raises:
         ConfigError: there is no such method.
     """
-    known = method.lower()
+    known = method.lower() if isinstance(method, str) else ""
     if known.startswith("type:"):
         return method
     if known not in METHODS:

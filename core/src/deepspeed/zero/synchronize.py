@@ -55,11 +55,19 @@ def synchronize_module(
 
 
 def synchronize_tied(module: torch.nn.Module, units: UnitGroups) -> None:
-    """Broadcast the parameters that several pipeline stages hold from the first of these."""
+    """Broadcast the parameters that several pipeline stages hold from the first of these.
+
+    Raises:
+        ConfigError: on every rank that holds them, if they are not the same by name, shape and dtype.
+    """
     for stages, ranks in units.tied.items():
         assert ranks.replicas is not None
         ranks.replicas.connect()
-        _synchronize([param.data for param in module.parameters() if tied_stages(param) == stages], ranks.replicas)
+        named = [(name, param) for name, param in module.named_parameters() if tied_stages(param) == stages]
+        check_same(
+            {f"the modules that the stages {', '.join(map(str, stages))} share": described(named)}, ranks.replicas.group
+        )
+        _synchronize([param.data for _, param in named], ranks.replicas)
 
 
 def _synchronize(tensors: list[Tensor], ranks: GroupBackend) -> None:

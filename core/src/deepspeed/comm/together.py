@@ -1,0 +1,60 @@
+"""`together`: what all ranks build at the same place succeeds on all of them, or raises on all.
+
+A rank that fails alone in `initialize`, or while it builds the layers of its stage, is one that its peers wait for at
+the next place where ranks agree, until the group's time limit. So it comes there too, and brings its failure in place
+of a value (`values.py`); then each rank has made the same calls, and a program that catches the error can go on. Other
+collectives that peers may be in are given up first, so that they come there as well.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as torch_dist
+
+from deepspeed.comm.ended import ended_clause
+from deepspeed.comm.give_up import begin_use, give_up
+from deepspeed.comm.libraries import host_or_device
+from deepspeed.comm.values import HeardFailure, bring_failure, meet
+from deepspeed.errors import first_line
+from deepspeed.log import logger
+
+_LIMIT_S = 300.0  # for peers that are still busy with what comes before
+
+
+@contextmanager
+def together(call: str) -> Iterator[None]:
+    """Inside, a call that all ranks of the world make. A collective at its end, and nothing on one rank.
+
+    Args:
+        call: names it, for errors on the other ranks.
+
+    Raises:
+        HeardFailure: another rank failed, or made another call.
+    """
+    begin_use()
+    try:
+        yield
+    except HeardFailure:  # its end on all ranks
+        raise
+    except Exception as error:
+        if _has_peers():
+            _bring(call, error)
+        raise
+    if _has_peers():
+        meet(call)
+
+
+def _has_peers() -> bool:
+    """Over host memory: where a device's library has other collectives under way, another one would wait for these."""
+    if not (torch_dist.is_available() and torch_dist.is_initialized()) or torch_dist.get_world_size() == 1:
+        return False
+    world = torch_dist.group.WORLD
+    return world is not None and host_or_device(world).type == "cpu" and not ended_clause(world)
+
+
+def _bring(call: str, error: Exception) -> None:
+    text = f"rank {torch_dist.get_rank()} failed in {call} with {type(error).__name__}: {first_line(error)}"
+    try:
+        bring_failure(text, give_up, _LIMIT_S)
+    except RuntimeError as found:
+        logger.warning("%s, and the other ranks did not come to hear of it: %s", text, first_line(found))
