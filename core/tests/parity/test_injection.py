@@ -8,9 +8,9 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.errors import ConfigError, StateError
+from deepspeed.inference.generate import static_cache
 from deepspeed.inference.injection import Injected, inject
 from deepspeed.inference.injection.policies import POLICIES
-from deepspeed.inference.kv_cache import static_cache
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from torch import Tensor

@@ -24,7 +24,7 @@ from deepspeed.engine.lora import FusedLora
 from deepspeed.errors import CommError, ConfigError, StateError
 from deepspeed.log import log_dist
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.tensor_parallel.sampling import same_random_numbers
+from deepspeed.tensor_parallel.ranks import same_random_numbers
 from deepspeed.zero.gather import GatheredParameters
 
 

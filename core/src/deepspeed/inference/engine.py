@@ -16,7 +16,7 @@ from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.engine.wrapper import ModuleWrapper
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.inference.export import export
-from deepspeed.tensor_parallel.sampling import same_random_numbers
+from deepspeed.tensor_parallel.ranks import same_random_numbers
 
 
 @absent_members("inference.engine:InferenceEngine")

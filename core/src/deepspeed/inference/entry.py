@@ -1,8 +1,8 @@
 """`deepspeed.init_inference`: configuration -> a model on its device, divided over the ranks -> engine."""
 
 import argparse
-import copy
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) ->
         raise ConfigError(f"init_inference: model is {type(model).__name__}; pass a torch.nn.Module")
     settings = _settings(config, kwargs)
     check_supported(settings)
-    refuse_meta(_tensors(model), "init_inference")
+    refuse_meta(chain(model.named_parameters(), model.named_buffers()), "init_inference")
     groups_of = layer_groups(settings)
     dtype = dtype_of(model) if groups_of is not None else torch_dtype(settings.dtype)
     check_dtypes({"dtype": dtype})
@@ -107,7 +107,7 @@ def _settings(config: Any, kwargs: Mapping[str, Any]) -> DeepSpeedInferenceConfi
     if isinstance(tp, DeepSpeedTPConfig):
         given["tensor_parallel"] = tp.model_dump(exclude_unset=True)
         given.pop("tp", None)
-    settings = parse_section(DeepSpeedInferenceConfig, copy.copy(given))
+    settings = parse_section(DeepSpeedInferenceConfig, given)
     if "injection_policy_tuple" in policies:
         raise ConfigError(
             "injection_policy_tuple: it is not in this version; give injection_policy={class of the layers: names}"
@@ -117,8 +117,3 @@ def _settings(config: Any, kwargs: Mapping[str, Any]) -> DeepSpeedInferenceConfi
     for policy in policies.values():
         settings.injection_policy = policy
     return settings
-
-
-def _tensors(model: torch.nn.Module) -> Any:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

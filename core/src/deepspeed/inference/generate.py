@@ -1,11 +1,16 @@
-"""`model.generate` of an injected model: transformers' own loop, over a preallocated cache."""
+"""`model.generate` of an injected model: transformers' own loop, over a cache whose memory is allocated once.
 
+The cache is a `Cache` of transformers. Its class is made on first use, because core imports transformers only when a
+model of it generates.
+"""
+
+from functools import cache
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
-from deepspeed.inference.kv_cache import static_cache
 
 
 def can_generate(model: nn.Module) -> bool:
@@ -63,3 +68,75 @@ def _chooses_cache(config: Any, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("assistant_model") is not None:
         return True
     return kwargs.get("use_cache", getattr(config, "use_cache", True)) is False
+
+
+def static_cache(max_tokens: int) -> Any:
+    """An empty cache for sequences of up to `max_tokens` tokens, prompt included; memory comes with the first tokens.
+
+    It behaves as transformers' `DynamicCache`: attention sees as many tokens as were written, so masks fit them.
+    """
+    cache_class, layer_class = _classes()
+    return cache_class(layer_class_to_replicate=lambda: layer_class(max_tokens))
+
+
+@cache
+def _classes() -> tuple[Any, Any]:
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
+        """Keys and values [B, G, S, D], views of the first S tokens of buffers [B, G, max_tokens, D]."""
+
+        def __init__(self, max_tokens: int) -> None:
+            super().__init__()
+            self.keys: Any  # Tensor, once initialized
+            self.values: Any
+            self.max_tokens = max_tokens
+            self._buffers: tuple[Tensor, Tensor] | None = None
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            """Write the new tokens [B, G, T, D] behind the others; all of them are returned."""
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            start = self.get_seq_length()
+            end = start + key_states.shape[-2]
+            if end > self.max_tokens:
+                raise ConfigError(
+                    f"generation needs {end} tokens, prompt and new ones, and the cache holds max_out_tokens = "
+                    f"{self.max_tokens}; set max_out_tokens to at least the longest sequence, or generate fewer"
+                )
+            written = []
+            for buffer, known, new in zip(
+                self._own_buffers(key_states, value_states, start),
+                (self.keys, self.values),
+                (key_states, value_states),
+                strict=True,
+            ):
+                if start and known.data_ptr() != buffer.data_ptr():  # reordered or repeated: a copy of its own
+                    buffer[:, :, :start].copy_(known)
+                buffer[:, :, start:end].copy_(new)
+                written.append(buffer[:, :, :end])
+            self.keys, self.values = written
+            return self.keys, self.values
+
+        def _own_buffers(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+            fits = self._buffers is not None and self._buffers[0].shape[0] == keys.shape[0]
+            if not fits:
+                shapes = [(*part.shape[:2], self.max_tokens, part.shape[3]) for part in (keys, values)]
+                key_buffer, value_buffer = (
+                    torch.empty(shape, dtype=part.dtype, device=part.device)
+                    for shape, part in zip(shapes, (keys, values), strict=True)
+                )
+                self._buffers = key_buffer, value_buffer
+            assert self._buffers is not None
+            return self._buffers
+
+        def get_max_length(self) -> int:
+            """Tokens that fit."""
+            return self.max_tokens
+
+        def reset(self) -> None:
+            """Forget all tokens, keep the memory."""
+            if self.is_initialized:
+                self.keys, self.values = self.keys[:, :, :0], self.values[:, :, :0]
+
+    return Cache, PreallocatedLayer

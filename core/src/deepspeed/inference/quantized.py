@@ -62,8 +62,10 @@ def layer_groups(settings: DeepSpeedInferenceConfig) -> GroupsOf | None:
     if settings.dtype != "int8":
         if setting is not None or settings.quant.model_fields_set - {"enabled"}:
             name = "quantization_setting" if setting is not None else "quant"
-            raise ConfigError(f"{name}: found {setting or settings.quant.model_dump(exclude_unset=True)!r} with dtype "
-                              f"{settings.dtype!r}; weights are quantized with dtype int8")  # fmt: skip
+            found = setting or settings.quant.model_dump(exclude_unset=True)
+            raise ConfigError(
+                f"{name}: found {found!r} with dtype {settings.dtype!r}; weights are quantized with dtype int8"
+            )
         return None
     if setting is None:
         return lambda path: settings.quant.weight.q_groups

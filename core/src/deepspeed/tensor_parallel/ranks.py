@@ -14,7 +14,9 @@ backward sums gradients and computes blocks again accordingly, whatever forwards
 forward returns, and those of modules whose gradients depend on it, bring its state back when a backward reaches them.
 """
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.libraries import serves
+from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.running import RunningModel, enter, leave
 
@@ -201,6 +204,29 @@ def gather_last_dim(x: Tensor, sizes: tuple[int, ...], ranks: TensorRanks) -> Te
     """
     result: Tensor = _GatherLastDim.apply(x, sizes, ranks)
     return result
+
+
+@contextmanager
+def same_random_numbers(group: ProcessGroup | None) -> Iterator[None]:
+    """Inside, the ranks of `group` draw the same random numbers: from their state, if all have the same, else from a
+    new one, and then from their own again. A collective of `group`; None: one rank, nothing changes."""
+    if group is None:
+        yield
+        return
+    accelerator = get_accelerator()
+    state = accelerator.get_rng_state()
+    mine = [hashlib.sha256(bytes(state.tolist())).hexdigest(), int(torch.randint(2**62, (), device="cpu"))]
+    theirs = all_gather_values(mine, group)
+    differs = len({digest for digest, _ in theirs}) > 1
+    if differs:
+        accelerator.manual_seed(theirs[0][1])
+    else:
+        accelerator.set_rng_state(state)  # the number drawn above counts for nothing
+    try:
+        yield
+    finally:
+        if differs:
+            accelerator.set_rng_state(state)
 
 
 class _SumGradient(torch.autograd.Function):

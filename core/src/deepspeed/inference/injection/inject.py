@@ -1,6 +1,6 @@
 """`inject`: replace what a model's transformer layers compute by fused blocks, and `Injected`, which says what was."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,6 @@ def inject(
     policies: Policies | None = None,
     dtype: torch.dtype | None = None,
     max_out_tokens: int = 1024,
-    quantization: Any = None,
 ) -> Injected:
     """Let the layers of `model` compute by fused blocks, and `model.generate` use a preallocated cache.
 
@@ -62,14 +61,11 @@ def inject(
         policies: layer class, or its qualified name, to its policy; they come before the table's.
         dtype: that floating-point parameters and buffers are cast to; None: as they are.
         max_out_tokens: tokens, prompt and new ones, that the cache of `generate` holds.
-        quantization: None. Packed weights are not in this version.
 
     Raises:
-        ConfigError: quantization is asked for, max_out_tokens is not positive, or a policy of the caller does not fit.
+        ConfigError: max_out_tokens is not positive, or a policy of the caller does not fit.
         StateError: the model is injected already.
     """
-    if quantization is not None:
-        raise ConfigError(f"inject: quantization={quantization!r}: packed weights are not in this version; pass None")
     if max_out_tokens < 1:
         raise ConfigError(f"inject: max_out_tokens is {max_out_tokens}; give the tokens of the longest sequence")
     layers = list(_known_layers(model, policies or {}))
@@ -108,7 +104,9 @@ def _output_of(model: nn.Module) -> nn.Linear | None:
     return found if is_plain else None
 
 
-def _known_layers(model: nn.Module, policies: Policies) -> Any:
+def _known_layers(
+    model: nn.Module, policies: Policies
+) -> Iterator[tuple[str, nn.Module, tuple[InjectionPolicy, ...], bool]]:
     """(name, layer, its policies, whether the caller gave them)."""
     asked = {key if isinstance(key, str) else _qualified(key): value for key, value in policies.items()}
     for name, layer in model.named_modules():
