@@ -16,7 +16,7 @@ import nox
 nox.needs_version = ">=2024.4"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = [
-    *("lint", "types", "unit", "ext", "ranks", "simulated", "parity"),
+    *("lint", "types", "unit", "extensions", "ranks", "simulated", "parity"),
     "template(cpp)",  # the other languages take minutes each
     *("examples", "docs", "downstream"),
 ]
@@ -56,8 +56,9 @@ OF_SOCKETS = ("group_backend", "host_sums", "pipeline", "pipeline_uses", "expert
 TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 # Tests of one process share the cores; `-- -n 0` runs them in one, for a debugger.
 SIDE_BY_SIDE = ("-n", "2", "--dist", "worksteal")
-# Two files at a time: tests of one file share warm ranks and results, and ranks leave the cores idle while they wait.
-FILES_SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile")
+# Files at a time: tests of one file share warm ranks and results. Ranks leave the cores idle while they wait for each
+# other, a third of the time of two files on two cores, so that three files take turns.
+FILES_SIDE_BY_SIDE = ("-n", "3", "--dist", "loadfile")
 
 
 def _prepare(session: nox.Session, tools: tuple[str, ...] = TOOLS) -> None:
@@ -107,8 +108,7 @@ def test_all(session: nox.Session) -> None:
     """What `make test` runs, with the sweeps: every world, kill and planted fault, template language, and sanitizer."""
     for name in ("lint", "types", "examples", "sanitize"):
         session.notify(name)
-    names = ["unit", "ranks", "simulated", "parity", "docs", "downstream"]
-    names += [f"ext({name})" for name in EXTENSIONS]
+    names = ["unit", "extensions", "ranks", "simulated", "parity", "docs", "downstream"]
     names += [f"template({language})" for language in KERNEL_LANGUAGES]
     for version in TORCH_RANGE:
         session.notify(f"torch({version})")
@@ -241,9 +241,15 @@ def _compare_names(session: nox.Session) -> None:
 
 
 @nox.session
+def extensions(session: nox.Session) -> None:
+    """The tests of all extensions, by the same processes: each would import torch and collect tests once more."""
+    _pytest(session, *(Path("extensions") / f"ds-ext-{name}" / "tests" for name in EXTENSIONS), flags=SIDE_BY_SIDE)
+
+
+@nox.session
 @nox.parametrize("name", EXTENSIONS, ids=EXTENSIONS)
 def ext(session: nox.Session, name: str) -> None:
-    """An extension's own tests, the conformance suite among them."""
+    """One extension's own tests, the conformance suite among them."""
     _pytest(session, Path("extensions") / f"ds-ext-{name}" / "tests", flags=SIDE_BY_SIDE)
 
 

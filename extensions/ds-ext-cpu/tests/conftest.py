@@ -3,10 +3,14 @@
 `numel`, `dtypes` and `step_ops` are given to the tests that name them.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from deepspeed.ops import registry
+from deepspeed.testing.tiers import thin_out
 
+FOLDER = Path(__file__).parent
 SIZES = (0, 1, 7, 1023, 65537)
 # parameters, gradients, copies (None: none)
 DTYPES = (
@@ -24,6 +28,11 @@ def pytest_generate_tests(metafunc):
     if "dtypes" in metafunc.fixturenames:
         names = ["-".join(str(dtype).removeprefix("torch.") for dtype in dtypes) for dtypes in DTYPES]
         metafunc.parametrize("dtypes", DTYPES, ids=names)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    thin_out(item for item in items if item.path.is_relative_to(FOLDER))
 
 
 class StepOps:

@@ -18,6 +18,7 @@ from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.ops import registry
 from deepspeed.ops.op_builder import OpBuilder
 from deepspeed.ops.op_builder.toolchain import Toolchain
+from deepspeed.testing.tiers import thin_out
 from ds_ext_cuda.accelerator import CUDA_Accelerator
 from ds_ext_cuda.op_builder import builders
 
@@ -98,6 +99,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("numel", SIZES)
     if _is_asked_for("dtype", metafunc):
         metafunc.parametrize("dtype", DTYPES, ids=[str(dtype).removeprefix("torch.") for dtype in DTYPES])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thin_out(item for item in items if item.path.is_relative_to(HERE))
 
 
 def _is_asked_for(name: str, metafunc: pytest.Metafunc) -> bool:

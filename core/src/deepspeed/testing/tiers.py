@@ -34,3 +34,30 @@ def covering(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         chosen.append(case)
         missing -= met
     return chosen
+
+
+def thin_out(items: Iterable[pytest.Item]) -> None:
+    """Mark as `sweep` what `covering` leaves out of the cases of each test with several `parametrize`.
+
+    What one `parametrize` lists counts as one argument, so that no row of a table is left out. For a
+    `pytest_collection_modifyitems` of tests whose cases ask the same of other values, as those of kernels do. It must
+    be the first (`tryfirst`), since pytest chooses by markers in the same hook.
+    """
+    grids: dict[tuple[str, str], list[tuple[tuple[str, ...], pytest.Item]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("sweep"):
+            grids.setdefault((str(item.path), item.originalname), []).append((_case(item), item))
+    for cases in grids.values():
+        kept = set(covering([case for case, _ in cases]))
+        for case, item in cases:
+            if len(case) > 1 and case not in kept:
+                item.add_marker(pytest.mark.sweep)
+
+
+def _case(item: pytest.Function) -> tuple[str, ...]:
+    """The values of a test's parameters, as one text for each `parametrize`."""
+    stated = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in stated]
+    params = item.callspec.params
+    alone = sorted(set(params) - {name for names in together for name in names})
+    return tuple(str([params.get(name) for name in names]) for names in (*together, *([name] for name in alone)))
