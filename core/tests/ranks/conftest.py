@@ -52,6 +52,27 @@ def transport(request):
     return request.param
 
 
+@pytest.fixture
+def launch(tmp_path_factory):
+    """`launch(*flags)`: `deepspeed` with these flags, by a fork of a process that has torch; as `subprocess.run`."""
+
+    def run(*flags):
+        folder = tmp_path_factory.mktemp("launch")
+        with open(os.devnull) as nothing, (folder / "out").open("wb") as output, (folder / "err").open("wb") as errors:
+            streams = (nothing.fileno(), output.fileno())
+            command = ["-m", "deepspeed.launcher.runner", *flags]
+            job = forked.start(0, command, dict(os.environ), *streams, errors=errors.fileno())
+        try:
+            code = job.wait(LIMIT_S)
+        finally:
+            job.kill()
+        return subprocess.CompletedProcess(
+            command, code, (folder / "out").read_text(), stderr=(folder / "err").read_text()
+        )
+
+    return run
+
+
 class Script:
     """A rank that runs a script."""
 

@@ -33,10 +33,6 @@ os.write(1, f"ready {os.environ['RANK']} {os.getpid()}\\n".encode())
 """
 
 
-def run(*flags):
-    return subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-
-
 def reports(folder, num_ranks):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
@@ -69,10 +65,10 @@ class Running:
         return self.process.returncode, stderr
 
 
-def test_world_and_arguments(folder):
+def test_world_and_arguments(folder, launch):
     (folder / "train.py").write_text(REPORT)
     theirs = ["--num_gpus", "9", "--", "a b"]
-    done = run("--num_accelerators", "3", "--master_addr", "127.0.0.1", "train.py", *theirs)
+    done = launch("--num_accelerators", "3", "--master_addr", "127.0.0.1", "train.py", *theirs)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     worlds = reports(folder, 3)
@@ -88,22 +84,22 @@ def test_world_and_arguments(folder):
     assert len({world["pid"] for world in worlds}) == 3
 
 
-def test_module_without_local_rank_and_with_the_environment_file(folder):
+def test_module_without_local_rank_and_with_the_environment_file(folder, launch):
     (folder / "pack").mkdir()
     (folder / "pack" / "train.py").write_text(REPORT)
     (folder / ".deepspeed_env").write_text("FROM_FILE=yes\n")
-    done = run("--num_gpus", "1", "--no_local_rank", "--module", "pack.train", "--lr", "1")
+    done = launch("--num_gpus", "1", "--no_local_rank", "--module", "pack.train", "--lr", "1")
     assert done.returncode == 0, done.stderr
     (world,) = reports(folder, 1)
     assert world["argv"] == ["--lr", "1"]
     assert world["env"]["FROM_FILE"] == "yes"
 
 
-def test_program_on_included_slots_with_one_log_file_per_rank(folder):
+def test_program_on_included_slots_with_one_log_file_per_rank(folder, launch):
     program = folder / "train.sh"
     program.write_text('#!/bin/sh\necho "out $RANK $*"\necho "err $RANK" >&2\nprintf unfinished\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    done = run("--no_python", "-i", "localhost:0,1", "--log_dir", "logs", "./train.sh", "x")
+    done = launch("--no_python", "-i", "localhost:0,1", "--log_dir", "logs", "./train.sh", "x")
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         written = (folder / "logs" / f"rank_{rank}.log").read_text()
@@ -115,9 +111,9 @@ def test_program_on_included_slots_with_one_log_file_per_rank(folder):
         assert f"err {rank}" in done.stderr
 
 
-def test_logs_only_leave_the_console_to_the_failure(folder):
+def test_logs_only_leave_the_console_to_the_failure(folder, launch):
     (folder / "train.py").write_text("import sys\nprint('said', flush=True)\nsys.exit('wrong learning rate')\n")
-    done = run("--num_gpus", "1", "--enable_each_rank_log", "logs", "train.py")
+    done = launch("--num_gpus", "1", "--enable_each_rank_log", "logs", "train.py")
     assert done.returncode == 1
     assert done.stdout == ""
     assert "wrong learning rate" in done.stderr
@@ -125,45 +121,45 @@ def test_logs_only_leave_the_console_to_the_failure(folder):
     assert (folder / "logs" / "rank_0.log").read_text().splitlines() == ["said", "wrong learning rate"]
 
 
-def test_a_traceback_that_went_to_the_log_is_told_whole(folder):
+def test_a_traceback_that_went_to_the_log_is_told_whole(folder, launch):
     (folder / "train.py").write_text("raise ValueError('boom')\n")
-    done = run("--num_gpus", "1", "--enable_each_rank_log", "logs", "train.py")
+    done = launch("--num_gpus", "1", "--enable_each_rank_log", "logs", "train.py")
     assert done.returncode == 1
     assert "Its traceback:\nTraceback (most recent call last):" in done.stderr
     assert done.stderr.endswith("ValueError: boom\n")
     assert done.stderr.count("Traceback") == 1
 
 
-def test_a_traceback_on_the_console_is_there_once(folder):
+def test_a_traceback_on_the_console_is_there_once(folder, launch):
     (folder / "train.py").write_text("raise ValueError('boom')\n")
-    done = run("--num_gpus", "1", "--log_dir", "logs", "train.py")
+    done = launch("--num_gpus", "1", "--log_dir", "logs", "train.py")
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.endswith("shown above: ValueError: boom\n")
 
 
-def test_an_accelerator_that_is_not_there_is_one_line(folder, monkeypatch):
+def test_an_accelerator_that_is_not_there_is_one_line(folder, launch, monkeypatch):
     (folder / "train.py").write_text(REPORT)
     monkeypatch.setenv("DS_ACCELERATOR", "nonsense")
-    done = run("--num_accelerators", "2", "train.py")
+    done = launch("--num_accelerators", "2", "train.py")
     assert done.returncode == 2
     assert done.stderr.startswith("deepspeed: error: DS_ACCELERATOR=nonsense: no accelerator named 'nonsense'")
     assert done.stderr.count("\n") == 1
 
 
-def test_excluding_every_device_is_one_line(folder):
+def test_excluding_every_device_is_one_line(folder, launch):
     (folder / "train.py").write_text(REPORT)
-    done = run("-e", "localhost:99", "train.py")
+    done = launch("-e", "localhost:99", "train.py")
     assert done.returncode == 2
     assert done.stderr.startswith("deepspeed: error: --exclude: there is no device 99")
     assert done.stderr.count("\n") == 1
 
 
-def test_cores_are_bound_and_threads_counted(folder):
+def test_cores_are_bound_and_threads_counted(folder, launch):
     cores = available_cores()
     num_ranks = min(2, len(cores))
     (folder / "train.py").write_text(REPORT)
-    done = run("--num_gpus", str(num_ranks), "--bind_cores_to_rank", "train.py")
+    done = launch("--num_gpus", str(num_ranks), "--bind_cores_to_rank", "train.py")
     assert done.returncode == 0, done.stderr
     share = len(cores) // num_ranks
     worlds = reports(folder, num_ranks)
@@ -172,12 +168,12 @@ def test_cores_are_bound_and_threads_counted(folder):
     ]
     assert {world["env"]["OMP_NUM_THREADS"] for world in worlds} == {str(share)}
 
-    done = run("--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", str(cores[0]), "train.py")
+    done = launch("--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", str(cores[0]), "train.py")
     assert done.returncode == 2
     assert "--bind_cores_to_rank: 2 ranks cannot share 1 cores" in done.stderr
 
 
-def test_the_first_failure_is_the_last_word(folder):
+def test_the_first_failure_is_the_last_word(folder, launch):
     # Rank 0 answers its end with a traceback of its own, which comes later and must not hide the cause.
     script = WAIT + (
         "if os.environ['RANK'] == '1':\n"
@@ -188,14 +184,7 @@ def test_the_first_failure_is_the_last_word(folder):
         "signal.pause()\n"
     )
     Path("train.py").write_text(script)
-    done = subprocess.run(
-        [*COMMAND, "--num_gpus", "2", "train.py"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = launch("--num_gpus", "2", "train.py")
     assert done.returncode == 1
     last = done.stderr.rstrip().splitlines()[-1]
     assert last.startswith("deepspeed: rank 1 (pid ")
@@ -205,9 +194,9 @@ def test_the_first_failure_is_the_last_word(folder):
     assert "elastic" not in done.stderr
 
 
-def test_the_failing_ranks_exit_code_is_the_jobs(folder):
+def test_the_failing_ranks_exit_code_is_the_jobs(folder, launch):
     (folder / "train.py").write_text("import sys\nsys.exit(17)\n")
-    done = run("--num_gpus", "1", "train.py")
+    done = launch("--num_gpus", "1", "train.py")
     assert done.returncode == 17
     assert "rank 0" in done.stderr.rstrip().splitlines()[-1]
 
@@ -257,7 +246,7 @@ def test_no_rank_outlives_a_killed_launcher(folder):
 
 
 @pytest.mark.sweep  # so do those of the tutorial's script
-def test_ranks_meet(folder):
+def test_ranks_meet(folder, launch):
     (folder / "train.py").write_text(
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -267,15 +256,15 @@ def test_ranks_meet(folder):
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
     )
-    done = run("--num_gpus", "2", "train.py")
+    done = launch("--num_gpus", "2", "train.py")
     assert done.returncode == 0, done.stderr
 
 
-def test_a_program_that_cannot_start_is_one_line(folder):
+def test_a_program_that_cannot_start_is_one_line(folder, launch):
     program = folder / "train"
     program.write_bytes(b"neither a script nor a program")
     program.chmod(0o755)
-    done = run("--num_gpus", "2", "--no_python", "./train")
+    done = launch("--num_gpus", "2", "--no_python", "./train")
     assert done.returncode == 2
     assert done.stderr.startswith("deepspeed: error: ./train: cannot be started (Exec format error); check ")
     assert done.stderr.count("\n") == 1

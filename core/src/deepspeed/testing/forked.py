@@ -66,7 +66,14 @@ Process: TypeAlias = "subprocess.Popen[bytes] | ForkedRank"
 
 
 def start(
-    rank: int, command: Sequence[str], environment: Variables, stdin: int, output: int, early: Variables | None = None
+    rank: int,
+    command: Sequence[str],
+    environment: Variables,
+    stdin: int,
+    output: int,
+    early: Variables | None = None,
+    *,
+    errors: int | None = None,
 ) -> Process:
     """Start `python *command` as a rank; `shut_down` ends it if it still runs.
 
@@ -75,17 +82,19 @@ def start(
         command: a script and its arguments, or `-m`, a module and its arguments.
         environment: all of its variables.
         stdin: descriptor of its standard input.
-        output: descriptor of its standard output and error.
+        output: descriptor of its standard output, and of its standard error without `errors`.
         early: the variables that must be set before torch is imported, or when Python starts.
+        errors: descriptor of its standard error.
 
     Raises:
         ConnectionError: the process that forks has ended; it wrote why to the standard error.
         TimeoutError: it has not come to life.
         EOFError: it ended just now.
     """
+    errors = output if errors is None else errors
     if not _IS_SUPPORTED:
-        return subprocess.Popen([sys.executable, *command], env=environment, stdin=stdin, stdout=output, stderr=output)
-    return _server(rank, environment, early).fork(command, environment, stdin, output)
+        return subprocess.Popen([sys.executable, *command], env=environment, stdin=stdin, stdout=output, stderr=errors)
+    return _server(rank, environment, early).fork(command, environment, (stdin, output, errors))
 
 
 def prepare(num_ranks: int, environment: Variables, early: Variables | None = None) -> None:
@@ -128,13 +137,12 @@ class _Server:
         if not self._is_ready:
             raise ConnectionError(f"the process that forks ranks ended with exit code {self._process.wait()}")
 
-    def fork(self, command: Sequence[str], environment: Variables, stdin: int, output: int) -> ForkedRank:
+    def fork(self, command: Sequence[str], environment: Variables, streams: tuple[int, int, int]) -> ForkedRank:
         self.await_imports()
         ours, theirs = Pipe(duplex=False)
         request = {"command": list(command), "environment": dict(environment), "directory": os.getcwd()}
         with theirs:
-            descriptors = [stdin, output, theirs.fileno()]
-            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [*streams, theirs.fileno()])
         return ForkedRank(int(ours.recv()), ours)
 
     def close(self) -> None:

@@ -38,10 +38,10 @@ def serve(client: socket.socket) -> dict[str, Any] | None:
             os.close(ended)
         if client.fileno() not in ready:
             continue
-        request, descriptors, _, _ = socket.recv_fds(client, _MAX_REQUEST_BYTES, 3)
+        request, descriptors, _, _ = socket.recv_fds(client, _MAX_REQUEST_BYTES, 4)
         if not request:
             break
-        stdin, output, report_fd = descriptors
+        *streams, report_fd = descriptors
         report = Connection(report_fd, readable=False)
         pid = os.fork()
         if pid == 0:
@@ -49,10 +49,10 @@ def serve(client: socket.socket) -> dict[str, Any] | None:
             client.close()
             for connection in (report, *(other for _, other in ranks.values())):
                 connection.close()
-            _take_over(stdin, output, [stdin, output, *ranks])
+            _take_over(streams, [*streams, *ranks])
             return dict(json.loads(request))
-        os.close(stdin)
-        os.close(output)
+        for descriptor in streams:
+            os.close(descriptor)
         ranks[os.pidfd_open(pid)] = (pid, report)
         _send(report, pid)
     for pid, _ in ranks.values():
@@ -65,10 +65,10 @@ def _send(report: Connection, number: int) -> None:
         report.send(number)
 
 
-def _take_over(stdin: int, output: int, unused: list[int]) -> None:
-    """Make these the standard streams, and close what the server had open."""
-    for descriptor, stream in ((stdin, 0), (output, 1), (output, 2)):
-        os.dup2(descriptor, stream)
+def _take_over(streams: list[int], unused: list[int]) -> None:
+    """Make these the standard input, output and error, and close what the server had open."""
+    for standard, descriptor in enumerate(streams):
+        os.dup2(descriptor, standard)
     for descriptor in unused:
         os.close(descriptor)
 
