@@ -164,6 +164,17 @@ COLLECTIONS = {
             "zero.memory_estimate:estimate_zero2_model_states_mem_needs_all_live"
         ),
     },
+    "runtime.torch_autocast": {
+        name: f"precision.autocast:{name}"
+        for name in ("autocast_if_enabled", "get_default_autocast_lower_precision_modules")
+    },
+    "utils.numa": {
+        name: f"launcher.numa:{name}"
+        for name in (
+            *("check_for_numactl_pkg", "get_numa_cores", "get_numactl_cmd"),
+            *("parse_range", "parse_range_list"),
+        )
+    },
     "runtime.config_utils": {
         "DeepSpeedConfigModel": "config.base:Section",
         "dict_raise_error_on_duplicate_keys": "config.read:refuse_duplicates",

@@ -211,6 +211,36 @@ def test_gradients_that_waited_are_reduced_by_the_step(stage):
     run_ranks(2, only_no_sync_job, stage)
 
 
+def coalesced_job(stage, by_user, accumulation):
+    """Several losses of one step, whose sum is reduced once."""
+    engine = create_engine(stage, gradient_accumulation_steps=accumulation)
+    reduction = engine.sharding.reduction
+    for step in range(4):
+        for part in range(accumulation):
+            before = reduction.num_issued
+            with engine.coalesce_grad_reduction():
+                for micro in range(2):
+                    loss = loss_of(engine(inputs((accumulation * step + part) * 2 + micro))) / 2
+                    loss.backward() if by_user else engine.backward(loss)
+                with pytest.raises(StateError, match="coalesce_grad_reduction"):
+                    engine.step()
+                with pytest.raises(StateError, match="another"), engine.coalesce_grad_reduction():
+                    raise AssertionError
+                assert reduction.num_issued == before
+            is_reduced = stage > 1 or part == accumulation - 1
+            assert reduction.num_issued - before == is_reduced * len(engine.sharding.buckets)
+            engine.step()
+    assert engine.global_steps == 4
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        assert_close(copies(engine.module), train_accumulated_by_hand(4, 2 * accumulation), 1e-5)
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+def test_several_backwards_are_reduced_once(stage, accumulation, by_user):
+    run_ranks(2, coalesced_job, stage, by_user, accumulation)
+
+
 def boundary_job(stage, told_late):
     """As Accelerate does it: the loss is divided outside, the boundary is said by hand; also after the backward."""
     engine = create_engine(stage)

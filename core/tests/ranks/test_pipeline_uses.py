@@ -424,6 +424,7 @@ def refused_calls_job():
         "backward": lambda: engine.backward(torch.zeros(1)),
         "step": engine.step,
         "no_sync": engine.no_sync,
+        "coalesce_grad_reduction": engine.coalesce_grad_reduction,
     }
     found = {name: outcome(call) for name, call in calls.items()}
     with torch.no_grad():
@@ -434,7 +435,7 @@ def refused_calls_job():
 
 def test_calls_that_a_pipeline_cannot_answer():
     for found in run_ranks(2, refused_calls_job):
-        for name in ("forward", "backward", "step", "no_sync"):
+        for name in ("forward", "backward", "step", "no_sync", "coalesce_grad_reduction"):
             assert found[name][0] == "PipelineError"
             assert found[name][1].startswith(f"{name}: this rank has stage ")
         assert found["train_batch"] == (

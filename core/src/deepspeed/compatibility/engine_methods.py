@@ -22,7 +22,6 @@ _INSTEAD = {
     "checkpoint_engine": "save_checkpoint writes through engine.checkpointer.store",
     "clip_fp32_gradients": 'set "gradient_clipping" in the configuration',
     "checkpoint_writer_enabled": "save_checkpoint writes through engine.checkpointer.store",
-    "coalesce_grad_reduction": "call backward for each loss; no_sync() postpones the reduction to the last",
     "collect_python_gc": "call gc.collect(); Python's collector stays on",
     "compile_autosp": _COMPILE,
     "compile_autotp": _COMPILE,

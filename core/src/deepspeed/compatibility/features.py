@@ -16,6 +16,9 @@ FEATURES = {
         "a builder of DeepSpeed's own kernels",
         "use deepspeed.ops.op_builder.OpBuilder, or the builders of an extension",
     ),
+    "communication types": Feature(
+        "a type of communication for each parameter", "gradients are reduced in communication_data_type"
+    ),
     "communication internals": Feature(
         "a part of DeepSpeed's communication layer", "call deepspeed.comm or torch.distributed"
     ),

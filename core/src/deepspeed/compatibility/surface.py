@@ -81,6 +81,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("two engines on one module", D, "A second one that trains is refused until the first is destroyed."),
         ("deepspeed.DeepSpeedEngine.step", W, "One optimizer step at an accumulation boundary."),
         ("deepspeed.DeepSpeedEngine.is_gradient_accumulation_boundary", W, "As documented."),
+        (
+            "deepspeed.DeepSpeedEngine.coalesce_grad_reduction",
+            W,
+            "At stage 0 too. Several blocks in one step add up; DeepSpeed keeps the last one's gradients.",
+        ),
         ("deepspeed.DeepSpeedEngine.no_sync", W, "Stages 0 and 1; stages 2 and 3 refuse it, as documented."),
         ("deepspeed.DeepSpeedEngine.compile", W, "`torch.compile` of the module; DeepCompile's schedule is refused."),
         ("deepspeed.runtime.compiler.is_compile_supported", W, "`disable`, `enable`, `is_compiling` too."),
@@ -101,9 +106,20 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "`link_hp_params`.",
         ),
         (
-            "deepspeed.utils.numa, .debug, .types, .bwc",
+            "deepspeed.utils.debug, .types, .bwc",
             N,
             "Internal helpers of DeepSpeed; these modules do not exist.",
+        ),
+        (
+            "deepspeed.utils.numa",
+            W,
+            "`get_numactl_cmd` binds cores; memory follows by the kernel's first-touch policy.",
+        ),
+        (
+            "deepspeed.runtime.torch_autocast",
+            D,
+            "`autocast_if_enabled` and `get_default_autocast_lower_precision_modules`. Gradients of all modules are "
+            "reduced in one type, so that no parameter has one of its own.",
         ),
         (
             "deepspeed.launcher.constants, .multinode_runner, deepspeed.launcher.runner.parse_args",

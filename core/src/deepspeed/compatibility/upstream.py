@@ -62,6 +62,7 @@ _FEATURE_OF = {
     "runtime.superoffload": "SuperOffload",
     "runtime.swap_tensor": "nvme",
     "runtime.tensor_parallel": "AutoTP's classes",
+    "runtime.torch_autocast": "communication types",
     "runtime.weight_quantizer": "weight quantization",
     "runtime.zenflow": "ZenFlow",
     "sequence.auto": "AutoSP",

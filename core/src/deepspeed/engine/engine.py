@@ -5,8 +5,8 @@ backward  -> precision.scale, autograd (hooks fill buckets: zero/gradient_reduct
 step      -> what the schedule says: at a boundary sharding.reduce and the step (training.py)
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +176,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         """
         self._refuse_destroyed("step")
         if not self.schedule.syncs:
-            raise StateError("step: found inside no_sync(); leave it before the step")
+            raise StateError("step: found inside no_sync() or coalesce_grad_reduction(); leave it before the step")
         begin_use()
         self._training.step(lr_kwargs)
         self.checkpointer.raise_failure()  # after the step, which the peers make too
@@ -203,6 +203,29 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
                 "backward; use stage 0 or 1"
             )
         return self.schedule.no_sync()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Backwards inside the context only accumulate on this rank; their sum is reduced once, when it ends.
+
+        For several losses of one step, at every stage. Until then a rank keeps whole gradients, also at stages 2 and 3.
+        All ranks enter and leave it alike; `step` follows after it.
+
+        Raises:
+            StateError: inside `no_sync` or another one of these.
+        """
+        self._refuse_destroyed("coalesce_grad_reduction")
+        if not self.schedule.syncs:
+            raise StateError(
+                "coalesce_grad_reduction: found inside no_sync() or another coalesce_grad_reduction(); leave that first"
+            )
+        try:
+            with self.schedule.no_sync():
+                yield
+        except BaseException:
+            self.sharding.abandon()
+            raise
+        self._training.reduce_postponed()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward completes a step, instead of letting the engine count."""

@@ -213,6 +213,10 @@ class PipelineEngine(DeepSpeedEngine):
         """Refused: `train_batch` makes the step."""
         self._refuse("step")
 
+    def coalesce_grad_reduction(self) -> NoReturn:
+        """Not for pipelines."""
+        self._refuse("coalesce_grad_reduction")
+
     def no_sync(self) -> NoReturn:
         """Refused: gradients are reduced once per batch."""
         self._refuse("no_sync")

@@ -49,6 +49,11 @@ class Schedule(Protocol):
     num_steps: int  # micro-batches per optimizer step
     micro_steps: int  # micro-batches so far; a loaded checkpoint sets it
 
+    @property
+    def syncs(self) -> bool:
+        """Whether the ranks reduce; else backwards only accumulate, whatever the stage."""
+        ...
+
     def instructions(self) -> Iterator[Instruction]:
         """What is to be done until `advance`, in order; asked again, the same again."""
         ...

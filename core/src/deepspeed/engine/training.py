@@ -118,6 +118,13 @@ class Training:
         with self.observers.phase("backward_allreduce"):
             self.sharding.window.close()
 
+    def reduce_postponed(self) -> None:
+        """Reduce what backwards have accumulated that did not, if the schedule or the stage reduces now."""
+        if self.sharding.reduces_always or ReduceGradients() in self.schedule.instructions():
+            with self.observers.phase("backward_allreduce"):
+                self.sharding.window.abort_if_left()
+                self.sharding.reduce_postponed()
+
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as the user's own `.backward()` needs it."""
         self._loss_is_scaled = True
@@ -137,6 +144,7 @@ class Training:
         self._loss_is_scaled = False
         return BackwardPlan(
             reduces=ReduceGradients() in self.schedule.instructions(),
+            postpones=not self.schedule.syncs,
             factor=1.0 / self.schedule.num_steps if by_user else 1.0,  # `backward` divides the loss instead
             refusal=refusal,
         )

@@ -1,12 +1,14 @@
 """Which cores each rank gets.
 
 `launch.py` calls `available_cores` (or `parse_core_list` for `--bind_core_list`) and `share_cores` before the ranks
-start. Memory follows: with the kernel's first-touch policy a rank's pages lie on the node of its cores.
+start. Scripts that bind themselves find the functions with DeepSpeed's names at `deepspeed.utils.numa`. Memory follows:
+with the kernel's first-touch policy a rank's pages lie on the node of its cores.
 """
 
 import glob
 import os
 import re
+import shutil
 from collections.abc import Sequence
 
 from deepspeed.errors import ConfigError
@@ -33,6 +35,16 @@ def parse_core_list(text: str) -> list[int]:
         twice = next(core for core in cores if cores.count(core) > 1)
         raise ConfigError(f"--bind_core_list {text}: core {twice} comes twice; name each core once")
     return cores
+
+
+def parse_range(rng: str) -> list[int]:
+    """`parse_core_list` of one range, as DeepSpeed names it: "0-3"."""
+    return parse_core_list(rng)
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """`parse_core_list`, as DeepSpeed names it."""
+    return parse_core_list(range_str)
 
 
 def available_cores() -> list[int]:
@@ -85,6 +97,39 @@ def format_cores(cores: Sequence[int]) -> str:
         else:
             parts.append([core])
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def get_numa_cores() -> list[list[int]]:
+    """The hardware threads of each NUMA node, in the order of nodes; [] where the system does not say."""
+    by_node: dict[int, list[int]] = {}
+    for core, node in sorted(_node_of_core().items()):
+        by_node.setdefault(node, []).append(core)
+    return [by_node[node] for node in sorted(by_node)]
+
+
+def check_for_numactl_pkg() -> bool:
+    """Whether there is a command `numactl`."""
+    return shutil.which("numactl") is not None
+
+
+def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
+    """How many cores a rank gets, and the beginning of a command that binds it to them.
+
+    The launcher needs no such command: `--bind_cores_to_rank` binds the ranks itself, to the same cores.
+
+    Args:
+        bind_core_list: cores for all ranks, such as "0-3,8"; None: those that this process may use.
+
+    Raises:
+        ConfigError: as `parse_core_list` and `share_cores` raise it; or there is no `numactl`.
+    """
+    if not check_for_numactl_pkg():
+        raise ConfigError(
+            "get_numactl_cmd: found no command numactl; install it, or use deepspeed --bind_cores_to_rank"
+        )
+    cores = available_cores() if bind_core_list is None else parse_core_list(bind_core_list)
+    own = share_cores(cores, num_local_procs)[local_rank]
+    return len(own), ["numactl", "-C", format_cores(own)]
 
 
 def _allowed_cores() -> set[int]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime import state_dict_factory as state_dict_factory
     from deepspeed.runtime import swap_tensor as swap_tensor
     from deepspeed.runtime import tensor_parallel as tensor_parallel
+    from deepspeed.runtime import torch_autocast as torch_autocast
     from deepspeed.runtime import utils as utils
     from deepspeed.runtime import weight_quantizer as weight_quantizer
     from deepspeed.runtime import zero as zero
@@ -60,6 +61,7 @@ _NAMES: dict[str, str] = {
     "state_dict_factory": "deepspeed.runtime.state_dict_factory",
     "swap_tensor": "deepspeed.runtime.swap_tensor",
     "tensor_parallel": "deepspeed.runtime.tensor_parallel",
+    "torch_autocast": "deepspeed.runtime.torch_autocast",
     "utils": "deepspeed.runtime.utils",
     "weight_quantizer": "deepspeed.runtime.weight_quantizer",
     "zero": "deepspeed.runtime.zero",
@@ -91,6 +93,7 @@ __all__ = [
     "state_dict_factory",
     "swap_tensor",
     "tensor_parallel",
+    "torch_autocast",
     "utils",
     "weight_quantizer",
     "zero",

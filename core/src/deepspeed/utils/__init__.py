@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from deepspeed.utils import groups as groups
     from deepspeed.utils import init_on_device as init_on_device
     from deepspeed.utils import logging as logging
+    from deepspeed.utils import numa as numa
     from deepspeed.utils import tensor_fragment as tensor_fragment
     from deepspeed.utils import timer as timer
     from deepspeed.utils import zero_to_fp32 as zero_to_fp32
@@ -46,6 +47,7 @@ _NAMES: dict[str, str] = {
     "log_dist": "deepspeed.log:log_dist",
     "logger": "deepspeed.log:logger",
     "logging": "deepspeed.utils.logging",
+    "numa": "deepspeed.utils.numa",
     "safe_get_full_fp32_param": "deepspeed.zero.fragments:safe_get_full_fp32_param",
     "safe_get_full_grad": "deepspeed.zero.fragments:safe_get_full_grad",
     "safe_get_full_optimizer_state": "deepspeed.zero.fragments:safe_get_full_optimizer_state",
@@ -80,6 +82,7 @@ __all__ = [
     "log_dist",
     "logger",
     "logging",
+    "numa",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

@@ -38,6 +38,7 @@ class BackwardPlan:
     """What the schedule says of the backward that begins."""
 
     reduces: bool  # whether the gradients are needed after it
+    postpones: bool  # whether it leaves them to `reduce_postponed`, at a stage too that reduces after every backward
     factor: float  # by which its gradients are multiplied, besides the averaging over ranks
     refusal: Exception | None = None  # raised if a parameter gets a gradient in it
 
@@ -128,7 +129,7 @@ class Reducing(Stateful):
         self._adds_up = any(self.reduction.used)  # the user may have dropped shown ones
         self._norm = None
         self.reduction.begin(
-            reduces=plan.reduces or self.reduces_always,
+            reduces=plan.reduces or (self.reduces_always and not plan.postpones),
             factor=plan.factor * self._before_sum,
             refusal=plan.refusal,
         )
@@ -175,6 +176,13 @@ class Reducing(Stateful):
                     f"the parameter {name} got a gradient, and the optimizer does not have it: it is not trained. If "
                     "it was unfrozen after initialize(), call engine.optimizer.add_param_group"
                 )
+
+    @abandons_on_error
+    def reduce_postponed(self) -> None:
+        """Launch every bucket that backwards before have filled and not launched."""
+        if not self.reduction.is_launched:
+            self.reduction.launch_rest()
+            self._after_launch()
 
     @abandons_on_error
     def _end_reduction(self) -> None:

@@ -4,7 +4,9 @@ import os
 
 import pytest
 from deepspeed.errors import ConfigError
+from deepspeed.launcher import numa
 from deepspeed.launcher.numa import available_cores, check_cores, format_cores, parse_core_list, share_cores
+from deepspeed.utils import numa as utils_numa
 
 
 def test_core_list():
@@ -41,3 +43,22 @@ def test_cores_of_this_machine():
 def test_format_is_the_inverse_of_parse():
     for text in ("0-3,8", "1", "0,2,4-5"):
         assert format_cores(parse_core_list(text)) == text
+
+
+def test_the_cores_of_each_node(monkeypatch):
+    monkeypatch.setattr(numa, "_node_of_core", lambda: {1: 0, 0: 0, 9: 2, 8: 2})
+    assert utils_numa.get_numa_cores() == [[0, 1], [8, 9]]
+    monkeypatch.setattr(numa, "_node_of_core", dict)
+    assert utils_numa.get_numa_cores() == []
+
+
+def test_a_command_that_binds_a_rank(monkeypatch):
+    monkeypatch.setattr(numa.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert utils_numa.check_for_numactl_pkg()
+    assert utils_numa.get_numactl_cmd("0-3,8,9", 2, 1) == (3, ["numactl", "-C", "3,8-9"])
+    count, command = utils_numa.get_numactl_cmd(None, 1, 0)
+    assert utils_numa.parse_range_list(command[2]) == sorted(available_cores())
+    assert count == len(available_cores())
+    monkeypatch.setattr(numa.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="found no command numactl"):
+        utils_numa.get_numactl_cmd(None, 1, 0)

@@ -5,10 +5,12 @@ from collections import namedtuple
 
 import pytest
 import torch
+from deepspeed.errors import ConfigError
 from deepspeed.log import warn_once
 from deepspeed.precision import BF16, FP16, Autocast, Precision
 from deepspeed.precision.buffers import cast_buffers
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime import torch_autocast
 from torch import nn
 
 
@@ -202,3 +204,13 @@ def test_autocast_computes_in_its_dtype_and_keeps_the_parameters(dtype):
 def test_others_have_no_context():
     with BF16().forward_context():
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_the_context_of_the_forward_for_other_parts(make_engine):
+    assert "torch.nn.Linear" in torch_autocast.get_default_autocast_lower_precision_modules()
+    for keys, dtype in (({}, torch.float32), ({"torch_autocast": {"enabled": True}}, torch.bfloat16)):
+        engine = make_engine(nn.Linear(4, 2), **keys)
+        with torch_autocast.autocast_if_enabled(engine):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+    with pytest.raises(ConfigError, match=r"get_comm_dtype: a type of communication for each parameter is not in"):
+        torch_autocast.get_comm_dtype(engine.module.weight)
