@@ -2,7 +2,9 @@
 test_mesh.py, test_mpu.py, test_moe_layer.py, test_tensor_parallel.py and test_pipeline_uses.py.
 """
 
+import contextlib
 import re
+import threading
 
 import deepspeed
 import deepspeed.comm as dist
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.comm.failure import PeerFailed
-from deepspeed.errors import ConfigError
+from deepspeed.errors import CommError, ConfigError
 from deepspeed.moe.layer import MoE
 from deepspeed.parallel import groups
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -279,10 +281,12 @@ def test_a_wrong_pipeline_is_named_on_every_rank(name):
         assert re.match(PIPELINES[name][1], f"{kind}: {text}"), f"{kind}: {text}"
 
 
-def caught_job():
+def caught_job(late_s):
     """A program that catches the error of one rank trains on, beside an engine that was there before."""
     torch.manual_seed(0)
     before = create(nn.Linear(WIDTH, WIDTH), zero_optimization={"stage": 1})
+    if dist.get_rank() == 0:
+        threading.Event().wait(late_s)
     with pytest.raises((ConfigError, PeerFailed)):
         one_fails()
     with pytest.raises((MemoryError, PeerFailed)):
@@ -294,6 +298,24 @@ def caught_job():
     return weight
 
 
-def test_an_engine_outlives_the_failure_of_another_one_to_be_built():
-    first, last = run_ranks(2, caught_job, timeout_s=60)
+@pytest.mark.parametrize("late_s", [0.0, 1.0])
+def test_an_engine_outlives_the_failure_of_another_one_to_be_built(late_s):
+    """Also where the peer comes late, when the rank that failed has left its groups."""
+    first, last = run_ranks(2, caught_job, late_s, timeout_s=60)
     assert torch.equal(first, last)
+
+
+def failed_update_job():
+    """One rank fails where its peers do not: they hear of it when the next engine is built."""
+    engine = create(nn.Linear(WIDTH, WIDTH), zero_optimization={"stage": 0})
+    if dist.get_rank() == 1:
+        engine.basic_optimizer.step = lambda: 1 / 0
+    engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+    with contextlib.suppress(ZeroDivisionError, CommError):
+        engine.step()
+    engine.destroy()
+    return outcome(lambda: None)
+
+
+def test_the_next_engine_works_after_an_update_that_failed_on_one_rank():
+    assert run_ranks(2, failed_update_job, timeout_s=60) == [("nothing", "")] * 2

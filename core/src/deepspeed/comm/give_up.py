@@ -16,7 +16,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.comm.failure import handled_errors
+from deepspeed.comm.failure import PeerFailed, handled_errors
 from deepspeed.comm.group_backend import known_backends
 from deepspeed.comm.interrupts import held
 from deepspeed.comm.record import RecordedGroup, unrecorded
@@ -24,6 +24,7 @@ from deepspeed.comm.record import RecordedGroup, unrecorded
 #: attribute of an exception that peers know of: the number of uses at that time
 _MARK = "_deepspeed_told_peers"
 _num_uses = 0
+_num_told = 0  # failures after which this rank has left its groups
 
 
 class Party(Protocol):
@@ -63,12 +64,35 @@ def give_up(works: Sequence[tuple[GroupBackend, Work]] = ()) -> None:
     with held():
         if _is_told():
             return
+        global _num_told
+        _num_told += 1
         for backend in known_backends():
             if backend.world_size > 1:
                 left = [work for issuer, work in works if _plain(issuer) is backend]
                 backend.abandon(unrecorded(left), failed=True)
         for party in list(_parties):
             party.abandon()
+
+
+def num_failures() -> int:
+    """After how many failures this rank has left its groups."""
+    return _num_told
+
+
+def follow(num_failures: int) -> None:
+    """Leave all groups where another rank has done so and this one has heard nothing of it, as when an update failed
+    there; then the next call works on all ranks.
+
+    Args:
+        num_failures: of the rank that has left them most often.
+    """
+    global _num_told
+    if num_failures > _num_told:
+        try:
+            raise PeerFailed("another rank has failed, and this one had not heard of it")
+        except PeerFailed:
+            give_up()
+        _num_told = num_failures
 
 
 def _is_told() -> bool:

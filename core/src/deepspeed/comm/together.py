@@ -12,18 +12,19 @@ from contextlib import contextmanager
 import torch.distributed as torch_dist
 
 from deepspeed.comm.ended import ended_clause
-from deepspeed.comm.give_up import begin_use, give_up
+from deepspeed.comm.give_up import begin_use, follow, give_up, num_failures
 from deepspeed.comm.libraries import host_or_device
-from deepspeed.comm.values import HeardFailure, bring_failure, meet
-from deepspeed.errors import first_line
+from deepspeed.comm.values import HeardFailure, all_gather_values, all_gather_within, bring_failure, meet
+from deepspeed.errors import CommError, first_line
 from deepspeed.log import logger
 
 _LIMIT_S = 300.0  # for peers that are still busy with what comes before
+_SHORT_LIMIT_S = 5.0  # for those who are at the same place already
 
 
 @contextmanager
 def together(call: str) -> Iterator[None]:
-    """Inside, a call that all ranks of the world make. A collective at its end, and nothing on one rank.
+    """Inside, a call that all ranks of the world make. A collective, and nothing on one rank.
 
     Args:
         call: names it, for errors on the other ranks.
@@ -33,15 +34,18 @@ def together(call: str) -> Iterator[None]:
     """
     begin_use()
     try:
+        if _has_peers():
+            follow(max(all_gather_values(num_failures())))
         yield
-    except HeardFailure:  # its end on all ranks
+        if _has_peers():
+            meet(call)
+    except HeardFailure:
+        _level()
         raise
     except Exception as error:
         if _has_peers():
             _bring(call, error)
         raise
-    if _has_peers():
-        meet(call)
 
 
 def _has_peers() -> bool:
@@ -54,7 +58,18 @@ def _has_peers() -> bool:
 
 def _bring(call: str, error: Exception) -> None:
     text = f"rank {torch_dist.get_rank()} failed in {call} with {type(error).__name__}: {first_line(error)}"
+    is_consequence = isinstance(error, CommError)  # then the rank that failed is there
     try:
-        bring_failure(text, give_up, _LIMIT_S)
+        bring_failure(text, give_up, _SHORT_LIMIT_S if is_consequence else _LIMIT_S)
     except RuntimeError as found:
         logger.warning("%s, and the other ranks did not come to hear of it: %s", text, first_line(found))
+    else:
+        _level()
+
+
+def _level() -> None:
+    """All ranks know of a failure, for which some have left their groups: then all do."""
+    try:
+        follow(max(all_gather_within(num_failures(), _SHORT_LIMIT_S)))
+    except RuntimeError as error:
+        logger.warning("ranks that know of a failure did not meet: %s", first_line(error))

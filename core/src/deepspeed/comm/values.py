@@ -89,24 +89,32 @@ def bring_failure(cause: str, give_up: Callable[[], None], limit_s: float) -> No
     Raises:
         CommError: they did not come within it.
     """
-    group = torch_dist.group.WORLD
-    assert group is not None
-    text = _FAILURE + cause.encode()
-    _all_gather_texts(text, lambda tensor: _gather_with(tensor, group, give_up, limit_s))
+    _all_gather_texts(_FAILURE + cause.encode(), lambda tensor: _gather_within(tensor, limit_s, give_up))
 
 
-def _gather_with(
-    tensor: torch.Tensor, group: ProcessGroup, give_up: Callable[[], None], limit_s: float
+def all_gather_within(value: Any, limit_s: float) -> list[Any]:
+    """`all_gather_values` of all ranks, with a time limit.
+
+    Raises:
+        CommError: a rank did not come within it.
+    """
+    texts = _all_gather_texts(json.dumps(value).encode(), lambda tensor: _gather_within(tensor, limit_s))
+    _refuse_other_calls(texts, "")
+    return [json.loads(text) for text in texts]
+
+
+def _gather_within(
+    tensor: torch.Tensor, limit_s: float, give_up: Callable[[], None] | None = None
 ) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(torch_dist.get_world_size(group))]
-    work = torch_dist.all_gather(gathered, tensor, group=group, async_op=True)
+    gathered = [torch.empty_like(tensor) for _ in range(torch_dist.get_world_size())]
+    work = torch_dist.all_gather(gathered, tensor, async_op=True)
     assert work is not None
-    start_s, gave_up = time.monotonic(), False
+    start_s = time.monotonic()
     while not work.is_completed():
         waited_s = time.monotonic() - start_s
-        if waited_s > _SOON_S and not gave_up:
+        if waited_s > _SOON_S and give_up is not None:
             give_up()
-            gave_up = True
+            give_up = None
         if waited_s > limit_s:
             raise CommError(f"rank {torch_dist.get_rank()} waited {limit_s:g} s for them")
         time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
