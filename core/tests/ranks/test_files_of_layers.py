@@ -6,6 +6,7 @@ this package, which had the layers in `mp_rank_*` and the experts in `expert_ran
 
 import importlib.util
 import json
+import shutil
 import tarfile
 from itertools import product
 from pathlib import Path
@@ -225,6 +226,91 @@ def test_losses_go_on_on_other_ranks(saved, kind, world_size):
     pairs = some(kind, world_size)
     run_ranks(world_size, load_job, saved, pairs)
     check_losses(saved, pairs, world_size)
+
+
+OURS = ("ds_module_files", "ds_module_rest", "ds_model_parallel", "ds_optimizer_file", "ds_data_rank", "shared_params")
+
+
+def as_deepspeeds(folder, target, case):
+    """A tag with only the keys that DeepSpeed writes."""
+    shutil.copytree(folder / case, target / case)
+    shutil.copy(folder / f"{case}.save.json", target)
+    tag = target / case / "global_step3"
+    (tag / "index.json").unlink()
+    for path in tag.glob("*.pt"):
+        state = torch.load(path, weights_only=True)
+        if path.name.startswith("mp_rank"):
+            state = {key: value for key, value in state.items() if key not in OURS} | {"ds_version": "0.19.6"}
+        if isinstance(state.get("optimizer"), dict):
+            del state["optimizer"]["param_names"]
+            state = {"optimizer": state["optimizer"]} if path.name.startswith("expp") else state
+        if path.name.startswith(("mp_rank", "expp")):
+            if case != "1-fp32-pipe":
+                state.pop("param_shapes", None)
+            torch.save({key: value for key, value in state.items() if key not in OURS}, path)
+
+
+THEIRS = [
+    (1, "0-fp32-pipe", "1-fp32-pipe"),
+    (2, "0-fp32-pipe", "0-fp32-pipe"),
+    (3, "0-fp32-pipe", "2-fp32-pipe"),
+    (1, "1-fp32-pipe", "3-fp32-pipe"),
+    (2, "1-fp32-pipe", "1-fp32-pipe"),
+    (3, "1-fp32-pipe", "0-fp32-pipe"),
+]
+
+
+@pytest.fixture(scope="module")
+def theirs(saved, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("theirs")
+    for case in CASES:
+        as_deepspeeds(saved, folder, case)
+    return folder
+
+
+@pytest.mark.parametrize(("world_size", "case", "target"), THEIRS)
+def test_what_has_deepspeeds_keys_only_loads(theirs, world_size, case, target):
+    run_ranks(world_size, load_job, theirs, [(case, target)])
+    check_losses(theirs, [(case, target)], world_size)
+
+
+def weights_job(folder, case, target, seed):
+    engine = load_script().create_engine(target, seed=seed)
+    engine.load_checkpoint(str(folder / case), load_optimizer_states=False)
+    losses = load_script().train(engine, 3, 4)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case", "target"), [(1, "0-fp32-moe", "2-fp32-moe"), (2, "1-fp32-moe", "0-fp32-moe")]
+)
+def test_experts_with_deepspeeds_keys_only_load_without_states(theirs, world_size, case, target):
+    expected = json.loads((theirs / f"{case}.save.json").read_text())[3]
+    for losses in run_ranks(world_size, weights_job, theirs, case, target, 1):
+        assert losses == pytest.approx([expected], rel=1e-5)
+
+
+def refused_job(folder, case):
+    engine = load_script().create_engine(case, seed=1)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(str(folder / case))
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", CASES[2:])
+def test_states_of_experts_without_names_are_refused(theirs, case):
+    for told in run_ranks(2, refused_job, theirs, case):
+        assert "do not name the parameters of the optimizer's state; load it with load_optimizer_states=False" in told
+
+
+@pytest.mark.parametrize("case", CASES[:2])
+def test_fp32_weights_of_deepspeeds_layers(theirs, case):
+    """Without ZeRO the files do not say the names of shared modules."""
+    found = get_fp32_state_dict_from_zero_checkpoint(theirs / case)
+    expected = {f"{index}.{name}" for index in (1, 3, 5) for name in ("scale", "inner.weight", "inner.bias")}
+    assert found.keys() == expected | {"0.weight" if case.startswith("0") else "tied_modules.embed.weight"}
 
 
 @pytest.mark.parametrize("case", CASES)

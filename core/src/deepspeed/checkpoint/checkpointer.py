@@ -48,6 +48,7 @@ class Checkpointer:
             as many such ranks load what it saves.
         partitioned_model: every data parallel rank has a model file of its own (ZeRO stage 3).
         module_files: which weights of the module have files of their own; None: none.
+        layers, held_layers: as in `Position`.
         commits: whether this rank makes, commits and names checkpoints; default: the first rank. Exactly one does.
         verify: compare the checksums of the files that this rank loads with those in the checkpoint's index. Sizes are
             compared in any case.
@@ -70,12 +71,14 @@ class Checkpointer:
         division: Division | None = None,
         partitioned_model: bool = False,
         module_files: ModuleFiles | None = None,
+        layers: Mapping[int, str] | None = None,
+        held_layers: Collection[int] = (),
         commits: bool | None = None,
         verify: bool = True,
         keep_last: int | None = None,
         background: BackgroundWriter | None = None,
     ) -> None:
-        self.position = Position(dp_rank, dp_world_size, mp_rank, mp_world_size, division)
+        self.position = Position(dp_rank, dp_world_size, mp_rank, mp_world_size, division, layers, held_layers)
         self.commits = (dp_rank == 0 and mp_rank == 0) if commits is None else commits
         self._ranks = Ranks(self.position, self.commits, gather)
         self.store: Store = TorchStore() if store is None else store

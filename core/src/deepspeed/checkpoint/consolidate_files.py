@@ -6,7 +6,7 @@ import pickle
 import re
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,62 @@ def merged(
     return own
 
 
+def naming_files(
+    state: dict[str, Any],
+    path: Path,
+    load: Callable[[str], Any],
+    prefixes: Mapping[int, str] | None = None,
+    held: Collection[int] = (),
+) -> dict[str, Any]:
+    """The content of the model file `path`; of one that DeepSpeed wrote, with the names of the files beside it.
+
+    Args:
+        load: as for `merged`.
+        prefixes: of the names of layers of a pipeline in the module, by their numbers; default: these, or for a module
+            that stages share its name, where the files say it.
+        held: the layers that this run has, of a rank as the one that wrote the file, where layers are cut into slices.
+    """
+    rank = re.search(r"mp_rank_(\d+)", path.name)
+    if MODULE_FILES in state or rank is None or "zero_pp_rank" in path.name or path.name.startswith("exp"):
+        return state
+    names = sorted(each.name for each in path.parent.iterdir())
+    experts = [
+        name for name in names if re.fullmatch(rf"layer_\d+_expert_\d+_mp_rank_{rank[1]}_model_states\.pt", name)
+    ]
+    if experts:
+        files = {name: {key: key for key in load(name)} for name in experts}
+        states = f"expp_rank_0_mp_rank_{rank[1]}_optim_states.pt"
+        has_all = states in names and f"expp_rank_1_mp_rank_{rank[1]}_optim_states.pt" not in names
+        return {**state, MODULE_FILES: files, **({OPTIMIZER_FILE: states} if has_all else {})}
+    layers = [match for name in names if (match := re.fullmatch(r"layer_(\d+)(-[\w-]+)?-model_states\.pt", name))]
+    if state.get("module") or not layers:
+        return state
+    slices = sorted({str(match[2]) for match in layers})
+    own, files = slices[int(rank[1]) % len(slices)], {}
+    models = [name for name in names if re.fullmatch(r"mp_rank_\d+_model_states\.pt", name)]
+    groups = [group for name in models if prefixes is None for group in load(name).get("param_shapes") or ()]
+    named = {name for group in groups for name in group}
+    for match in layers:
+        number = int(match[1])
+        prefix = _prefix_of(number, load(match[0]), named) if prefixes is None else prefixes.get(number)
+        is_wanted = len(slices) == 1 or not held or number in held
+        if str(match[2]) == own and prefix is not None and is_wanted:
+            files[match[0]] = {key: prefix + key for key in load(match[0])}
+    division = {"axes": {"pp": len(models), "tp": 1}, "parts": {}} if len(slices) == 1 else None
+    return {**state, "module": None, MODULE_FILES: files, "mp_world_size": len(models), "ds_model_parallel": division}
+
+
+def _prefix_of(number: int, keys: Collection[str], named: Collection[str]) -> str:
+    """What the names of the weights of a layer begin with; `named` are those of parameters that were trained."""
+    shared: dict[str, set[str]] = {}
+    for name in named:
+        if match := re.match(r"tied_modules\.[^.]+\.", name):
+            shared.setdefault(match[0], set()).add(name[match.end() :])
+    if any(f"{number}.{key}" in named for key in keys):
+        return f"{number}."
+    return next((prefix for prefix, suffixes in sorted(shared.items()) if suffixes <= set(keys)), f"{number}.")
+
+
 def _metadata_of(content: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
     """The versions of modules in a file, by the paths of these in the whole module."""
     key, name = next(iter(names.items()), ("", []))
@@ -196,8 +252,11 @@ def read_model(path: Path) -> dict[str, Any]:
     def join(rows: Sequence[torch.Tensor]) -> LazyTensor:
         return LazyTensor(rows, (len(rows), *rows[0].shape), rows[0].dtype)
 
-    state = read_file(path)
-    return merged(state, lambda name: read_file(path.parent / name), join) if MODULE_FILES in state else state
+    def load(name: str) -> dict[str, Any]:
+        return read_file(path.parent / name)
+
+    state = naming_files(read_file(path), path, load)
+    return merged(state, load, join) if MODULE_FILES in state else state
 
 
 def check_files(folder: Path, content: bool = True, advance: Callable[[int], object] | None = None) -> None:

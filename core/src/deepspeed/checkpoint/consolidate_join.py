@@ -26,7 +26,7 @@ from deepspeed.checkpoint.consolidate_files import (
     LazyTensor,
     get_model_state_file,
     log,
-    read_file,
+    read_model,
     read_models,
     read_shards,
 )
@@ -252,7 +252,7 @@ def lazy_state_dict(folder: Path, exclude_frozen_parameters: bool) -> dict[str, 
         )
     first = next(iter(shards.values()), [])
     stage = int(first[0]["zero_stage"]) if first else 0
-    num_ranks = _refuse_unknown_division(folder, read_file(get_model_state_file(folder, stage)))
+    num_ranks = _refuse_unknown_division(folder, read_model(Path(get_model_state_file(folder, stage))))
     if shards and list(shards) != list(range(num_ranks)):
         raise CheckpointError(
             f"{folder} is incomplete or mixed: it holds the optimizer shards of the model parallel ranks "

@@ -1,6 +1,6 @@
 """Finding a checkpoint and checking that it fits this job, before anything is changed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -82,6 +82,10 @@ class Position:
     mp_world_size: int
     division: Division | None = None
     """How this run divides the model; None where it does not know."""
+    layers: Mapping[int, str] | None = None
+    """Of a pipeline: what the names of the weights of each layer begin with, whoever has it."""
+    held_layers: Collection[int] = ()
+    """Those that this rank has."""
 
     @property
     def rank(self) -> int:

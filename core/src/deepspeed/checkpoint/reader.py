@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.consolidate_files import DATA_RANK, MODULE_FILES, merged
+from deepspeed.checkpoint.consolidate_files import DATA_RANK, MODULE_FILES, merged, naming_files
 from deepspeed.checkpoint.dcp_file import is_dcp_folder
 from deepspeed.checkpoint.dcp_load import load_dcp
 from deepspeed.checkpoint.deepspeed_files import as_own_shard, is_deepspeeds
+from deepspeed.checkpoint.deepspeed_stages import named_by_stage
 from deepspeed.checkpoint.load import (
     LoadedCheckpoint,
     Position,
@@ -32,6 +33,7 @@ from deepspeed.checkpoint.state_types import as_damage
 from deepspeed.checkpoint.store import IndexedStore, Store
 from deepspeed.checkpoint.stored_tensor import StackedTensor
 from deepspeed.checkpoint.universal import with_universal_states
+from deepspeed.errors import CheckpointError
 
 Verify = Callable[[Path], None]
 
@@ -82,6 +84,7 @@ class Reader:
         if not (self.load_shard or was_divided):
             return LoadedCheckpoint(str(path), tag, own, None, client)
         shards = find_shards(folder, position.mp_rank, own, len(models))
+        shards = self._named_shards(folder, own, shards)
         if self.needs_states:
             check_has_states(folder, shards, own)
         if len(shards) in (0, position.dp_world_size) and was_divided == self.partitioned_model:
@@ -107,8 +110,11 @@ class Reader:
             self.position.world_size,
         )
         ranks = []
-        for models, shards in files:
-            states = {rank: self._model(path, verify) for rank, path in models.items()}
+        read = [{rank: self._model(path, verify) for rank, path in models.items()} for models, _ in files]
+        if len(read) > 1:
+            read = named_by_stage(read, self.position.layers)
+        for states, (models, shards) in zip(read, files, strict=True):
+            shards = self._named_shards(folder, states[0], shards)
             if self.needs_states:
                 check_has_states(folder, shards, states[0])
             owned = [as_own_shard(self._shard(each, verify), each) for each in shards]
@@ -135,6 +141,18 @@ class Reader:
         first = self.store.load(models[0], self.map_location, mmap=True)
         return models, find_shards(folder, mp_rank, first, num_models)
 
+    def _named_shards(self, folder: Path, own: dict[str, Any], shards: list[Path]) -> list[Path]:
+        """`shards`, if the files say of which parameters they are: DeepSpeed's of experts do not."""
+        has_experts = any("_expert_" in name for name in own.get(MODULE_FILES, ()))
+        if not has_experts or own.get("param_shapes") is not None or own.get("optimizer"):
+            return shards
+        if self.needs_states:
+            raise CheckpointError(
+                f"{folder} is of experts that DeepSpeed trained, whose files do not name the parameters of the "
+                "optimizer's state; load it with load_optimizer_states=False"
+            )
+        return []
+
     def _can_take(self, shard: dict[str, Any] | None) -> bool:
         """Whether the caller takes a shard of as many ranks as it is; None: the model file has all."""
         saved = {"zero_stage": 0} if shard is None else shard["optimizer_state_dict"]
@@ -148,7 +166,9 @@ class Reader:
             verify(path.parent / name)
             return self.store.load(path.parent / name, self.map_location, mmap=True)
 
-        state = load(path.name)
+        state, position = load(path.name), self.position
+        if isinstance(state, dict):
+            state = naming_files(state, path, load, position.layers, position.held_layers)
         check_types(state, path)
         return cast(dict[str, Any], merged(state, load, StackedTensor) if MODULE_FILES in state else state)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.consolidate_files import merged, read_file, tag_folder
+from deepspeed.checkpoint.consolidate_files import merged, naming_files, read_file, tag_folder
 from deepspeed.checkpoint.consolidate_join import lazy_state_dict
 from deepspeed.checkpoint.deepspeed_files import as_own_shard
 from deepspeed.checkpoint.load import split_client_state
@@ -40,7 +40,8 @@ class SavedRun:
         partitioned = sorted(layout.partitioned_models_in(self.folder))
         names = [layout.model_file(0, rank) for rank in partitioned] or [layout.model_file(0)]
         self.model_files = [self.folder / name for name in names]
-        first = merged(read_file(self.model_files[0]), lambda name: read_file(self.folder / name), StackedTensor)
+        first = naming_files(read_file(self.model_files[0]), self.model_files[0], self._read)
+        first = merged(first, self._read, StackedTensor)
         self.model_state, self.client_state = split_client_state(first)
         self._refuse_divided()
         states = [as_own_shard(state, path) for path, state in shards]
@@ -53,6 +54,9 @@ class SavedRun:
                 f"{self.model_files[0]} has an optimizer state without the names of its parameters, as DeepSpeed saves "
                 "it at stage 0; load it in an engine with the optimizer of that run, and save it again"
             )
+
+    def _read(self, name: str) -> dict[str, Any]:
+        return read_file(self.folder / name)
 
     def _refuse_divided(self) -> None:
         division = self.model_state.get(DIVISION) or {}

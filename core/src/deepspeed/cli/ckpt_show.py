@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from deepspeed.checkpoint import layout
-from deepspeed.checkpoint.consolidate_files import merged
+from deepspeed.checkpoint.consolidate_files import merged, naming_files
 from deepspeed.checkpoint.index import read_index
 from deepspeed.checkpoint.model_types import check_types
 from deepspeed.checkpoint.stored_tensor import StackedTensor, StoredTensor
@@ -111,9 +111,14 @@ def _parameters(tag: SavedTag) -> tuple[list[dict[str, Any]], str]:
         return [], f"{tag.folder} holds no model file (*_model_states.pt)"
     try:
         store = built_in_store(models[0])
-        state = store.load(models[0], mmap=True)
+
+        def load(name: str) -> Any:
+            return store.load(tag.folder / name, mmap=True)
+
+        state = load(models[0].name)
+        state = naming_files(state, models[0], load) if isinstance(state, dict) else state
         check_types(state, models[0])
-        state = merged(state, lambda name: store.load(tag.folder / name, mmap=True), StackedTensor)
+        state = merged(state, load, StackedTensor)
     except CheckpointError as error:
         return [], str(error)
     module = {n: value for n, value in state["module"].items() if isinstance(value, torch.Tensor | StoredTensor)}

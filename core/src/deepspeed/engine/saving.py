@@ -30,6 +30,7 @@ from deepspeed.errors import CheckpointError, ConfigError, StateError, first_lin
 from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import division_is_known, parts_held, whole_names
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.precision import FP16
 
 
@@ -283,6 +284,7 @@ def create_saving(
     """
     gather = partial(_gather, group=mesh.norm_group)
     sharding = state.sharding
+    pipeline = state.module if isinstance(state.module, PipelineModule) else None
     checkpointer = Checkpointer(
         gather=gather,
         store=create_store(section.store.type, section.store.params),
@@ -294,6 +296,8 @@ def create_saving(
         division=_division(state.module, mesh),
         partitioned_model=sharding.stage >= 3,
         module_files=module_files(state.module, mesh, sharding.stage),
+        layers=pipeline.layer_prefixes() if pipeline else None,
+        held_layers=pipeline.saved_layers() if pipeline else (),
         verify=section.verify,
         keep_last=nebula.keep_last if section.keep_last is None else section.keep_last,
         background=BackgroundWriter(section.wait_s) if section.async_save or nebula.enabled else None,

@@ -169,6 +169,7 @@ class PipelineModule(Module):
         A shared module is in the files of the layers that call it itself, not through a `forward_fn`, or in the first
         one's where there are none.
         """
+        prefixes = self.layer_prefixes()
         uses: dict[str, list[tuple[int, bool]]] = {}
         for index, spec in enumerate(self._specs):
             if isinstance(spec, TiedLayerSpec):
@@ -178,11 +179,18 @@ class PipelineModule(Module):
         for part in range(self.stage_id, self.num_parts, self.num_stages):
             for index in range(self.parts[part], self.parts[part + 1]):
                 spec = self._specs[index]
-                if isinstance(spec, TiedLayerSpec) and index in saved[spec.key]:
-                    found[index] = f"tied_modules.{spec.key}."
-                elif str(index) in self._modules:
-                    found[index] = f"{index}."
+                is_saved = index in saved[spec.key] if isinstance(spec, TiedLayerSpec) else str(index) in self._modules
+                if is_saved:
+                    found[index] = prefixes[index]
         return found
+
+    def layer_prefixes(self) -> dict[int, str]:
+        """By number, what the names of the weights of each layer begin with, whoever has it; not of functions."""
+        return {
+            index: f"tied_modules.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{index}."
+            for index, spec in enumerate(self._specs)
+            if isinstance(spec, LayerSpec | Module)
+        }
 
     # ---- running ------------------------------------------------------------------------------------------------
 
