@@ -63,7 +63,7 @@ def launch(tmp_path_factory):
             command = ["-m", "deepspeed.launcher.runner", *flags]
             job = forked.start(0, command, dict(os.environ), *streams, errors=errors.fileno())
         try:
-            code = job.wait(LIMIT_S)
+            code = job.wait(2 * LIMIT_S)
         finally:
             job.kill()
         return subprocess.CompletedProcess(

@@ -17,11 +17,6 @@ LIMIT_S = 120
 COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
 
 
-def run(*flags):
-    command = [*COMMAND, "--num_accelerators", "2", *flags, "train.py"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-
-
 def start(script, **kwargs):
     """A launch that runs, once both ranks have written a line that starts with `ready`."""
     Path("train.py").write_text(script)
@@ -41,9 +36,9 @@ deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config)
 """
 
 
-def test_a_config_error_is_one_line(folder, monkeypatch):
+def test_a_config_error_is_one_line(folder, launch, monkeypatch):
     (folder / "train.py").write_text(WRONG_CONFIG)
-    done = run("--log_dir", "logs")
+    done = launch("--num_accelerators", "2", "--log_dir", "logs", "train.py")
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("deepspeed: error: zero_optimization.stage: ")
@@ -52,7 +47,7 @@ def test_a_config_error_is_one_line(folder, monkeypatch):
     assert any("Traceback" in log and "deepspeed.initialize(" in log for log in logs)
 
     monkeypatch.setenv("DS_LOG_LEVEL", "debug")
-    assert "Traceback" in run("--num_accelerators", "1").stderr
+    assert "Traceback" in launch("--num_accelerators", "1", "train.py").stderr
 
 
 # ---- ranks that wait for one that has ended --------------------------------------------------------------------------
@@ -84,11 +79,10 @@ ALONE_CASES = [(case, direct) for case in ("save", "forward", "step") for direct
 @pytest.mark.parametrize(
     ("case", "direct"), swept(ALONE_CASES, lambda *each: each in {("save", "1"), ("forward", "0")})
 )
-def test_a_rank_does_not_wait_for_one_that_has_ended(folder, monkeypatch, case, direct):
+def test_a_rank_does_not_wait_for_one_that_has_ended(folder, launch, monkeypatch, case, direct):
     monkeypatch.setenv("DS_COMM_DIRECT", direct)
     (folder / "train.py").write_text(ALONE)
-    command = [*COMMAND, "--num_accelerators", "2", "train.py", case]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = launch("--num_accelerators", "2", "train.py", case)
     assert done.returncode == 1
     last = done.stderr.rstrip().splitlines()[-1]
     if case == "save":
@@ -116,10 +110,10 @@ finally:
 """
 
 
-def test_the_cause_is_the_last_word_and_its_consequence_a_line(folder):
+def test_the_cause_is_the_last_word_and_its_consequence_a_line(folder, launch):
     (folder / "train.py").write_text(BLAME)
     os.mkfifo("fifo")
-    done = run()
+    done = launch("--num_accelerators", "2", "train.py")
     assert done.returncode == 1
     *_, consequence, verdict, _ = done.stderr.partition("Traceback (most recent call last):")[0].split("\n")
     assert consequence.startswith("deepspeed: rank 0 failed as well: ")
@@ -140,11 +134,11 @@ for _ in range(100):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("flag", swept(["--log_dir", "--enable_each_rank_log"], lambda flag: flag == "--log_dir"))
-def test_a_full_disk_costs_the_log_file_only(folder, flag):
+def test_a_full_disk_costs_the_log_file_only(folder, launch, flag):
     (folder / "train.py").write_text(CHATTY)
     (folder / "logs").mkdir()
     (folder / "logs" / "rank_0.log").symlink_to("/dev/full")
-    done = run(flag, "logs")
+    done = launch("--num_accelerators", "2", flag, "logs", "train.py")
     assert done.returncode == 0, done.stderr
     warning = "deepspeed: warning: logs/rank_0.log cannot be written (No space left on device)"
     assert done.stderr.count("warning") == done.stderr.count(warning) == 1
