@@ -75,8 +75,8 @@ def complete(old: str, module: ModuleType | None = None, elsewhere: Mapping[str,
         try:
             if first is not None:
                 return first(name)
-        except AttributeError:
-            if name not in upstream_names().get(old, {}):
+        except AttributeError as error:
+            if error.name not in (None, name) or name not in upstream_names().get(old, {}):
                 raise
         return absent_name(old, name)
 

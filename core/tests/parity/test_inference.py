@@ -251,6 +251,18 @@ def test_what_the_module_has_is_found_on_the_engine():
     assert not model.training
 
 
+@pytest.mark.parametrize("keys", [{"dtype": torch.bfloat16}, {"dtype": "int8"}])
+def test_rotary_frequencies_stay_as_the_model_came(single_rank, keys):
+    """Of 16 bits, the angle would be off by radians at position 2048."""
+    wanted = {name: value.clone() for name, value in create("llama").named_buffers() if value.is_floating_point()}
+    engine = deepspeed.init_inference(create("llama"), replace_with_kernel_inject=True, **keys)
+    found = dict(engine.module.named_buffers())
+    assert wanted
+    for name, value in wanted.items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], value)
+
+
 def test_the_default_type_is_half_as_documented():
     assert deepspeed.init_inference(torch.nn.Linear(2, 2)).dtype is torch.float16
     assert deepspeed.default_inference_config()["dtype"] == "fp16"

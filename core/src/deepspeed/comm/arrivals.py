@@ -60,11 +60,12 @@ class Arrivals:
         while (ended_by := wait.meet(self.limit_s)) != _ALL:
             self._num_ended[call] += 1
             if ended_by == str(self._group.rank()):
-                handle_held()
-                waited = f"and waited for {self.limit_s:g} s: {wait.absent}"
-                if wait.ended:
-                    waited = f"and {wait.ended} without it"
-                raise CommError(f"rank {torch_dist.get_rank()} called {call} {waited}. {_advice(call)}")
+                handle_held()  # raises, or only notes the signal: then this rank waits on, in the next round
+                if wait.absent:
+                    waited = f"and waited for {self.limit_s:g} s: {wait.absent}"
+                    if wait.ended:
+                        waited = f"and {wait.ended} without it"
+                    raise CommError(f"rank {torch_dist.get_rank()} called {call} {waited}. {_advice(call)}")
             wait.begin_next(ended_by)
         if self._group.rank() == 0:
             for number in range(self._num_deleted[call], self._num_ended[call]):  # every rank has seen their end
@@ -88,7 +89,7 @@ class _Wait:
         self._gave_up: set[int] = set()
         self._began_s, self._has_warned = time.monotonic(), False
         self.absent = ""
-        """Of a round that this rank gave up: the ranks that were not in it, as a clause."""
+        """Of a round that this rank gave up for good: the ranks that were not in it, as a clause."""
         self.ended = ""
         """Of such a round: those that will never be in it, as a clause."""
 
@@ -103,15 +104,18 @@ class _Wait:
             if waited_s > _WARNING_S and not self._has_warned:
                 self._has_warned = True
                 logger.warning("%s waits: %s. %s", self._call, self._find_absent(), _advice(self._call))
-            if waited_s > limit_s or any_held() or self._find_ended():
+            if waited_s > limit_s or self._find_ended():
                 self.absent = self._find_absent()  # before others can go to the next round
+                return self._end(rank)
+            if any_held():
                 return self._end(rank)
             time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
         return self._store.get(end).decode()
 
     def begin_next(self, gave_up: str) -> None:
         """Go to the next round, after this one was ended by a rank."""
-        self._gave_up.add(int(gave_up))
+        if int(gave_up) != self._group.rank():
+            self._gave_up.add(int(gave_up))
         self._number += 1
 
     def _find_ended(self) -> str:

@@ -21,6 +21,8 @@ from deepspeed.inference.injection import inject
 from deepspeed.inference.quantized import dtype_of, layer_groups, quantize
 from deepspeed.log import announce
 from deepspeed.parallel import groups
+from deepspeed.precision.buffers import cast_buffers
+from deepspeed.precision.policy import cast_floating
 from deepspeed.tensor_parallel.entry import divide_over
 from deepspeed.tensor_parallel.policy import check_policy
 from deepspeed.zero.managed import refuse_meta
@@ -66,7 +68,8 @@ def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) ->
         dist.init_distributed()
         mesh = groups.create_mesh(asked={"tp": (settings.tp_size, "tensor_parallel.tp_size")})
     device = claim_device(argparse.Namespace())
-    model.to(dtype=dtype)
+    cast_floating(model.parameters(), dtype)
+    cast_buffers(model, None, (), dtype)
     if mesh is not None:
         section = TensorParallelConfig(tp_grain_size=settings.tensor_parallel.tp_grain_size)
         divide_over(model, mesh, section, policy=settings.injection_policy)

@@ -85,7 +85,7 @@ def check_moment(name: str, value: Any, whose: str, *, numel: int | None = None,
     check_dtype(name, value.dtype, whose, dtype)
     if numel is not None and value.numel() != numel:
         raise _refusal(whose, name, f"{value.numel()} elements, and the parameters have {numel}")
-    for chunk in value.reshape(-1).split(_CHUNK_NUMEL):
+    for chunk in value.reshape(-1).split(_CHUNK_NUMEL) if value.numel() else ():
         low, high = (each.item() for each in chunk.aminmax())
         if not (math.isfinite(low) and math.isfinite(high)):
             raise _refusal(whose, name, "nan or infinity")

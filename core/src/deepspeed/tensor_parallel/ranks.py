@@ -208,25 +208,24 @@ def gather_last_dim(x: Tensor, sizes: tuple[int, ...], ranks: TensorRanks) -> Te
 
 @contextmanager
 def same_random_numbers(group: ProcessGroup | None) -> Iterator[None]:
-    """Inside, the ranks of `group` draw the same random numbers: from their state, if all have the same, else from a
-    new one, and then from their own again. A collective of `group`; None: one rank, nothing changes."""
+    """Inside, the ranks of `group` draw the same random numbers: from their state, if all have the same, else from one
+    made of the first rank's, and then from their own again. A collective of `group`; None: one rank, nothing changes.
+    """
     if group is None:
         yield
         return
     accelerator = get_accelerator()
     state = accelerator.get_rng_state()
-    mine = [hashlib.sha256(bytes(state.tolist())).hexdigest(), int(torch.randint(2**62, (), device="cpu"))]
-    theirs = all_gather_values(mine, group)
-    differs = len({digest for digest, _ in theirs}) > 1
+    digests = all_gather_values(hashlib.sha256(bytes(state.tolist())).hexdigest(), group)
+    differs = len(set(digests)) > 1
     if differs:
-        accelerator.manual_seed(theirs[0][1])
-    else:
-        accelerator.set_rng_state(state)  # the number drawn above counts for nothing
+        accelerator.manual_seed(int(digests[0][:15], 16))
     try:
         yield
     finally:
         if differs:
             accelerator.set_rng_state(state)
+            torch.rand((), device=accelerator.current_device_name())  # the next numbers are others
 
 
 class _SumGradient(torch.autograd.Function):

@@ -134,7 +134,6 @@ class Reducing(Stateful):
             refusal=plan.refusal,
         )
 
-    @abandons_on_error
     def _take_shown(self) -> None:
         """Take what the user made of the shown gradients: other values, another tensor, or None."""
         for index in self._shown.take():

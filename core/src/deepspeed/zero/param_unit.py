@@ -49,17 +49,23 @@ from deepspeed.zero.unit_ranks import UnitRanks, source_in
 
 #: freed blocks of this size go back to the device while parameters are taken over
 _MIN_BYTES_TO_RETURN = 2**17
+_num_takings = 0  # contexts of `freed_memory_returned` that are open
 
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Whole parameters that are freed leave no gaps in a heap, for what stays to fill."""
+    """Whole parameters that are freed leave no gaps in a heap, for what stays to fill. May be nested."""
+    global _num_takings
     accelerator = get_accelerator()
-    accelerator.return_freed_memory(_MIN_BYTES_TO_RETURN)
+    if _num_takings == 0:
+        accelerator.return_freed_memory(_MIN_BYTES_TO_RETURN)
+    _num_takings += 1
     try:
         yield
     finally:
-        accelerator.return_freed_memory(None)
+        _num_takings -= 1
+        if _num_takings == 0:
+            accelerator.return_freed_memory(None)
 
 
 @dataclass(slots=True)

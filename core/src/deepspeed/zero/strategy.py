@@ -19,7 +19,7 @@ One step as a walk, with the stages side by side: docs/explanation/one-step.md. 
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +45,6 @@ from deepspeed.zero.step_facts import StepFacts
 from deepspeed.zero.touched_rows import TouchedRows
 from deepspeed.zero.unit_ranks import UnitRanks
 from deepspeed.zero.update import OptimizerUpdate, multiply, takes_one_pass
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _add_param_group(sharding: "weakref.ref[Sharding]", optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
@@ -219,8 +217,6 @@ class Sharding(Reducing):
 
     def _create_facts(self) -> StepFacts:
         return StepFacts(self.backend, self.options.model_ranks, is_offloaded=self.placement.is_offloaded)
-
-    # ---- one backward -------------------------------------------------------------------------------------------
 
     # ---- one step -----------------------------------------------------------------------------------------------
 

@@ -159,4 +159,43 @@ def test_a_rank_that_has_ended_is_not_waited_for(create_ranks, monkeypatch, seed
     assert turns.run([lambda rank=rank: rank.wait_for_all("save") for rank in ranks]) == [None] * 3
     monkeypatch.setattr(arrivals, "ended_members", lambda group: [1])
     found = turns.run([lambda rank=rank: rank.wait_for_all("save") for rank in (ranks[0], ranks[2])])
-    assert any("rank 1 has ended without it" in str(each) for each in found)
+    assert all("rank 1 has ended without it" in str(each) for each in found)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_whose_signal_is_only_noted_waits_on(create_ranks, monkeypatch, seed):
+    ranks, turns = create_ranks(2, seed)
+    held = ["SIGUSR1"] * 3
+    first = None
+    for rank in ranks:
+        rank.limit_s = _LONG_S
+
+    def come_first():
+        nonlocal first
+        first = threading.current_thread().name
+        ranks[0].wait_for_all("save")
+
+    monkeypatch.setattr(arrivals, "any_held", lambda: bool(held) and threading.current_thread().name == first)
+    monkeypatch.setattr(arrivals, "handle_held", held.pop)
+    assert turns.run([come_first, lambda: come_late(turns, ranks[1], 6)]) == [None, None]
+    assert len(held) < 3
+    assert turns.run([lambda rank=rank: rank.wait_for_all("save") for rank in ranks]) == [None, None]
+
+
+def test_a_rank_whose_signal_raises_leaves_the_others_able_to_meet(create_ranks, monkeypatch):
+    ranks, turns = create_ranks(2, seed=0)
+    first = None
+
+    def come_first():
+        nonlocal first
+        first = threading.current_thread().name
+        with pytest.raises(KeyboardInterrupt):
+            ranks[0].wait_for_all("save")
+        monkeypatch.undo()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arrivals, "any_held", lambda: threading.current_thread().name == first)
+    monkeypatch.setattr(arrivals, "handle_held", interrupt)
+    assert turns.run([come_first, lambda: None]) == [None, None]

@@ -27,10 +27,12 @@ def return_large_blocks(threshold_bytes: int) -> bool:
 
 def keep_freed_blocks() -> bool:
     """End that: the thresholds become those that glibc's own reach, since it cannot be told to adapt them again."""
-    return _set(_M_MMAP_THRESHOLD, _GREATEST_BYTES) and _set(_M_TRIM_THRESHOLD, 2 * _GREATEST_BYTES)
+    trims = _set(_M_TRIM_THRESHOLD, 2 * _GREATEST_BYTES)
+    return _set(_M_MMAP_THRESHOLD, _GREATEST_BYTES) and trims
 
 
 def _set(name: int, num_bytes: int) -> bool:
-    by_user = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    word = "mmap_threshold" if name == _M_MMAP_THRESHOLD else "trim_threshold"
+    by_user = f"MALLOC_{word.upper()}_" in os.environ or word in os.environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return not by_user and mallopt is not None and mallopt(name, num_bytes) == 1

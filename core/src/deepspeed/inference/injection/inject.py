@@ -12,6 +12,8 @@ from deepspeed.inference.generate import StaticGeneration, can_generate
 from deepspeed.inference.injection.block import FusedBlock
 from deepspeed.inference.injection.policies import POLICIES, InjectionPolicy
 from deepspeed.inference.injection.weights import OutputLayer
+from deepspeed.precision.buffers import cast_buffers
+from deepspeed.precision.policy import cast_floating
 
 Policies = Mapping[type[nn.Module] | str, InjectionPolicy | tuple[InjectionPolicy, ...]]
 
@@ -59,7 +61,7 @@ def inject(
 
     Args:
         policies: layer class, or its qualified name, to its policy; they come before the table's.
-        dtype: that floating-point parameters and buffers are cast to; None: as they are.
+        dtype: that floating-point parameters are cast to; None: as they are.
         max_out_tokens: tokens, prompt and new ones, that the cache of `generate` holds.
 
     Raises:
@@ -72,7 +74,8 @@ def inject(
     if any(isinstance(layer.__dict__.get("forward"), FusedBlock) for _, layer, _, _ in layers):
         raise StateError("inject: the model is injected already; call restore() of what inject returned first")
     if dtype is not None:
-        model.to(dtype)
+        cast_floating(model.parameters(), dtype)
+        cast_buffers(model, None, (), dtype)
     done = Injected(model)
     names = []
     for name, layer, candidates, is_asked in layers:
