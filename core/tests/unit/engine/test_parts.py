@@ -11,6 +11,7 @@ from deepspeed.checkpoint import Checkpointer
 from deepspeed.engine.saving import Saving
 from deepspeed.engine.schedule import Backward, Forward, ReduceGradients, Step
 from deepspeed.engine.training_state import TrainingState
+from deepspeed.engine.wrapper import ModuleWrapper
 from deepspeed.errors import StateError
 from torch import nn
 
@@ -27,7 +28,7 @@ def test_only_building_sees_the_root_of_the_configuration():
 
 def test_the_engine_is_composed(make_engine):
     engine = make_engine(nn.Linear(4, 2))
-    assert type(engine).__bases__ == (nn.Module,)
+    assert type(engine).__bases__ == (ModuleWrapper, nn.Module)
     for part in (engine._training, engine._saving, engine._observers, engine.schedule, engine.checkpointer):
         assert not [name for name, value in vars(part).items() if value is engine]
 
