@@ -8,7 +8,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.errors import StateError
+from deepspeed.errors import CommError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import GatheredParameters
@@ -154,3 +154,38 @@ def small_on_one_rank_job() -> str:
 
 def test_one_rank_may_read_small_parameters_alone():
     run_ranks(2, small_on_one_rank_job)
+
+
+def failing_job(place: str, with_engine: bool) -> tuple[str, bool]:
+    """What rank 0 raises where rank 1 fails alone, and whether both go on."""
+    engine = create_engine() if with_engine else None
+    if engine is None:
+        with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}}):
+            net = Net()
+    params = [(engine.module if engine is not None else net).large.weight]
+    modifier_rank = 0 if place == "modifier" else None
+    found = ""
+    try:
+        if place == "before" and dist.get_rank() == 1:
+            with torch.no_grad():
+                params[0].data = torch.ones(3)
+        with GatheredParameters(params, modifier_rank=modifier_rank):
+            if place != "before" and dist.get_rank() == 1:
+                raise ValueError("of rank 1 alone")
+    except (ValueError, StateError, CommError) as error:
+        found = f"{type(error).__name__}: {error}"
+        if place == "before" and dist.get_rank() == 1:
+            params[0].data = torch.empty(0)
+    if engine is not None:
+        step(engine)
+    return found, bool(torch.isfinite(values(params)).all())
+
+
+@pytest.mark.parametrize("with_engine", [True, False])
+@pytest.mark.parametrize("place", ["inside", "modifier", "before"])
+def test_a_rank_that_leaves_a_context_by_an_exception_tells_its_peers(place: str, with_engine: bool) -> None:
+    (first, first_goes_on), (second, second_goes_on) = run_ranks(2, failing_job, place, with_engine)
+    assert "rank 1" in first
+    assert "rank 1" not in second.partition("rank 1 alone")[0] or place == "before"
+    assert first_goes_on
+    assert second_goes_on

@@ -8,12 +8,16 @@ a library, or read each other's memory, a connection or the process itself is go
 import atexit
 import os
 from collections.abc import Iterable
+from weakref import WeakSet
 
 import torch.distributed as torch_dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from deepspeed.errors import first_line
 from deepspeed.log import logger
+
+#: whose end is noted as the interpreter exits
+_worlds: WeakSet[ProcessGroup] = WeakSet()
 
 
 def note_end(store: Store, rank: int) -> None:
@@ -25,7 +29,11 @@ def note_end(store: Store, rank: int) -> None:
 
 
 def note_own_end_at_exit() -> None:
-    """Called when the world group was made."""
+    """Called when the world group was made, here or by the script. Once is enough."""
+    world = torch_dist.group.WORLD
+    if world is None or world in _worlds:
+        return
+    _worlds.add(world)
     store, rank, process = torch_dist.distributed_c10d._get_default_store(), torch_dist.get_rank(), os.getpid()
 
     def note() -> None:

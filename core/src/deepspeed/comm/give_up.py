@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakSet
 
+import torch.distributed as torch_dist
+
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.failure import PeerFailed, handled_errors
 from deepspeed.comm.group_backend import known_backends
@@ -62,7 +64,7 @@ def give_up(works: Sequence[tuple[GroupBackend, Work]] = ()) -> None:
         works: what the caller leaves unfinished, and the group of each.
     """
     with held():
-        if _is_told():
+        if not torch_dist.is_initialized() or _is_told():
             return
         global _num_told
         _num_told += 1

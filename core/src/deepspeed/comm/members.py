@@ -41,9 +41,11 @@ def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
     with _lock:
         num_made = _num_made.setdefault(world, Counter())
         name = f"deepspeed/{'_'.join(map(str, members))}/{num_made[members]}"
-        num_made[members] += 1
     with _named(name):
-        return torch_dist.new_group(list(members), timeout=timeout_of(world), use_local_synchronization=True)
+        group = torch_dist.new_group(list(members), timeout=timeout_of(world), use_local_synchronization=True)
+    with _lock:
+        num_made[members] += 1  # ranks of which one fails here try the same name again
+    return group
 
 
 @contextmanager

@@ -80,6 +80,7 @@ def init_distributed(
         comm.configure(config)
     settle_at_exit()
     if comm.is_initialized():
+        note_own_end_at_exit()
         return
     if dist_init_required is False:
         raise CommError(

@@ -16,6 +16,7 @@ from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.model_ranks import Division, Experts
 from deepspeed.checkpoint.state_types import as_damage
 from deepspeed.comm.arrivals import Arrivals
+from deepspeed.comm.give_up import begin_use
 from deepspeed.comm.interrupts import held
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
@@ -85,6 +86,7 @@ class Saving:
                 "not in a signal handler (set a flag there, and save after the step)"
             )
         self._running = call
+        begin_use()
         try:
             with held():
                 yield

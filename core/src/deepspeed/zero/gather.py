@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
+from deepspeed.comm.give_up import give_up
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.errors import StateError
 from deepspeed.zero.gathered_changes import GatheredChanges
@@ -74,6 +75,7 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
                     self._held.append((unit, is_released))
                 self._changes = GatheredChanges(self._held, self._small_params())
             except BaseException:
+                self._tell_peers()
                 self._let_go(is_left=True)
                 raise
         return self
@@ -81,7 +83,9 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
     def __exit__(self, *exc: object) -> None:
         is_left = True
         try:
-            if self._changes is not None and exc[0] is None:
+            if isinstance(exc[1], Exception | KeyboardInterrupt):
+                self._tell_peers()
+            elif self._changes is not None and exc[0] is None:
                 if self._modifier_rank is not None:
                     self._keep_changes(self._modifier_rank)
                 else:
@@ -90,8 +94,22 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
         except StateError:  # also of a module that reads them: its forward ends
             self._held = [(unit, True) for unit, _ in self._held]
             raise
+        except BaseException:
+            self._tell_peers()
+            raise
         finally:
             self._let_go(is_left=is_left)
+
+    def _tell_peers(self) -> None:
+        """An exception ends the context on this rank, and is being handled. Peers, who may wait for it where the
+        context begins or ends, raise."""
+        if not any(unit.unit_ranks.everyone.world_size > 1 for unit in self._units()):
+            return
+        managers = {manager for param in self.params if (manager := manager_of(param)) is not None}
+        for sharding in managers:
+            sharding.abandon()
+        if not managers:
+            give_up([work for unit in self._units() if (work := unit.abandon()) is not None])
 
     def _let_go(self, *, is_left: bool) -> None:
         held, self._held = self._held, []
