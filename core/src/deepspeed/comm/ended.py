@@ -78,7 +78,7 @@ def _key() -> str:
 
 
 def _base(store: Store) -> Store:
-    """What the launcher has, too: torch and its agents put prefixes before the keys of a world."""
+    """The store that the launcher has, too: torch and its agents put prefixes before the keys of a world."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

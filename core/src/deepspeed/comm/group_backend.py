@@ -48,7 +48,7 @@ def group_backend(group: ProcessGroup | None = None) -> GroupBackend:
 
 
 def known_backends() -> list[GroupBackend]:
-    """Those that were made for groups of the current world."""
+    """The backends that were made for groups of the current world."""
     return list(_backends.values()) if _world is _current_world() else []
 
 

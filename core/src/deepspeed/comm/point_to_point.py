@@ -17,7 +17,7 @@ from deepspeed.comm.watch import Watch
 
 
 class PointToPoint:
-    """Those of the group's backend for host memory, where it has some, and of torch.distributed.
+    """Messages go over the group's backend for host memory, where it has some, and else over torch.distributed.
 
     Args:
         group: this process is a member of it.

@@ -399,12 +399,12 @@ def get_data_parallel_group() -> ProcessGroup:
 
 
 def get_data_parallel_world_size() -> int:
-    """Their number."""
+    """The number of ranks that see different samples."""
     return _get_data_parallel_world_size()
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's place among them."""
+    """This rank's place among the ranks that see different samples."""
     return _get_data_parallel_rank()
 
 
@@ -414,10 +414,10 @@ def get_model_parallel_group() -> ProcessGroup:
 
 
 def get_model_parallel_world_size() -> int:
-    """Their number."""
+    """The number of ranks that share the layers of a model."""
     return _get_model_parallel_world_size()
 
 
 def get_model_parallel_rank() -> int:
-    """This rank's place among them."""
+    """This rank's place among the ranks that share the layers of a model."""
     return _get_model_parallel_rank()

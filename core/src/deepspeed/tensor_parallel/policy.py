@@ -49,9 +49,11 @@ def plan_of_policy(model: nn.Module, policy: Any, table: TensorPlan | None) -> T
 
 
 def check_policy(model: nn.Module, policy: Any) -> None:
-    """Raises:
-    ConfigError: the policy has another form, names a class of which the model has no module, or a linear layer that
-        modules of that class do not have.
+    """Refuse a policy that does not fit the model.
+
+    Raises:
+        ConfigError: the policy has another form, names a class of which the model has no module, or a linear layer
+            that modules of that class do not have.
     """
     if not isinstance(policy, Mapping) or not all(isinstance(cls, type) for cls in policy):
         raise ConfigError(

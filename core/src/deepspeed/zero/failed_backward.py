@@ -57,7 +57,7 @@ def _end(outputs: Iterable[Any]) -> None:
 
 
 def _windows_of(outputs: Iterable[Any]) -> set[BackwardWindow]:
-    """Those of engines with outputs or parameters in the graph, which outlives the backward."""
+    """The windows of engines with outputs or parameters in the graph, which outlives the backward."""
     found = set()
     for node in _nodes(outputs):
         window = window_of_output(node)

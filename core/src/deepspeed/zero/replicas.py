@@ -54,7 +54,7 @@ def _compare(by_rank: list[dict[str, int]], members: ProcessGroup) -> None:
 
 
 def _checksum(param: Tensor) -> int:
-    """Of the bytes: the sum of each, times one more than its place modulo a prime. Equal for equal bits."""
+    """The sum of the bytes, each times one more than its place modulo a prime. It is equal for equal bits."""
     return sum(_weighted_sums(param.contiguous().view(-1).view(torch.uint8)))
 
 
