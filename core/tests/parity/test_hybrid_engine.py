@@ -5,11 +5,12 @@ Every rank runs the plain loop over the samples of all ranks, too. fp32, 1e-5; t
 
 import copy
 import gc
+from pathlib import Path
 
 import deepspeed
 import pytest
 import torch
-from deepspeed.errors import ConfigError, StateError
+from deepspeed.errors import CommError, ConfigError, StateError
 from deepspeed.testing.distributed import run_ranks
 
 ROUNDS, NEW, PROMPT, BATCH, VOCABULARY = 10, 32, 4, 2, 31
@@ -138,6 +139,40 @@ def test_memory_is_flat_over_rounds(stage):
     run_ranks(2, flat, stage)
 
 
+def refused_while_fused(folder):
+    tmp_path = Path(folder)
+    engine, *_ = deepspeed.initialize(model=create(), config=config_of(2))
+    tokens = prompts(0, 0)
+    engine.train()
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    engine.fuse_lora_weight()
+    calls = {
+        "save_16bit_model": lambda: engine.save_16bit_model(str(tmp_path)),
+        "save_fp16_model": lambda: engine.save_fp16_model(str(tmp_path)),
+        "_consolidated_16bit_state_dict": engine._consolidated_16bit_state_dict,
+        "module_state_dict": engine.module_state_dict,
+        "load_module_state_dict": lambda: engine.load_module_state_dict({}),
+        "save_checkpoint": lambda: engine.save_checkpoint(str(tmp_path)),
+        "backward": lambda: engine.backward(loss),
+        "plain backward": lambda: loss.backward(),
+        "step": engine.step,
+    }
+    for name, call in calls.items():
+        with pytest.raises(StateError, match=r"LoRA is fused .* call train\(\) or unfuse_lora_weight\(\) first"):
+            call()
+            pytest.fail(name)
+    assert not list(tmp_path.iterdir())
+    engine.train()
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    assert engine.save_16bit_model(str(tmp_path))
+    engine.destroy()
+
+
+def test_what_reads_or_trains_fused_weights_is_refused(tmp_path):
+    run_ranks(1, refused_while_fused, str(tmp_path))
+
+
 def fused_within_generate(stage):
     engine, *_ = deepspeed.initialize(model=create(), config=config_of(stage))
     seen = []
@@ -189,6 +224,38 @@ def unequal_lengths(pin):
 @pytest.mark.parametrize("pin", [True, False])
 def test_ranks_may_generate_different_numbers_of_tokens(pin):
     run_ranks(2, unequal_lengths, pin)
+
+
+def failure_of_one_rank(stage, pin, error):
+    """In `generate`; peers raise instead of waiting, and the next call works on all ranks."""
+    rank = torch.distributed.get_rank()
+    config = config_of(stage, pin_parameters=pin)
+    config["zero_optimization"]["stage3_max_reuse_distance"] = 0  # each layer is gathered for each token
+    engine, *_ = deepspeed.initialize(model=create(), config=config)
+    engine.eval()
+    wanted = engine.generate(input_ids=prompts(0, 0), **GENERATE)
+    calls = []
+
+    def fail(*_):
+        calls.append(0)
+        if len(calls) == 3:
+            raise error("one rank alone")
+
+    failing = engine.module.base_model.model.lm_head.register_forward_pre_hook(fail) if rank == 1 else None
+    with pytest.raises(error if rank == 1 else CommError) as caught:
+        engine.generate(input_ids=prompts(0, 0), **GENERATE)
+        engine.generate(input_ids=prompts(0, 0), **GENERATE)  # whole weights: where they are gathered next
+    assert not engine.is_lora_fused
+    assert rank == 0 or "one rank alone" in str(caught.value)
+    if failing is not None:
+        failing.remove()
+    assert torch.equal(engine.generate(input_ids=prompts(0, 0), **GENERATE), wanted)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("pin", "error"), [(True, ValueError), (False, ValueError), (True, torch.OutOfMemoryError)])
+def test_a_rank_that_fails_in_generate_does_not_let_peers_wait(pin, error):
+    run_ranks(2, failure_of_one_rank, 3, pin, error, timeout_s=40)
 
 
 class ChatLinear(torch.nn.Linear):

@@ -1,6 +1,8 @@
 """An engine lives as long as somebody refers to it, and what it leaves may be trained by another, at every stage."""
 
+import copy
 import gc
+import pickle
 import weakref
 from itertools import product
 from typing import Any
@@ -30,13 +32,17 @@ class Keeps(nn.Module):
         self.kept = self.first(x)
         return self.last(torch.tanh(self.kept)).square().mean()
 
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x)
 
-def create_engine(model: nn.Module, stage: int, optimizer: Any = None, **zero: Any) -> Any:
+
+def create_engine(model: nn.Module, stage: int, optimizer: Any = None, is_hybrid: bool = False, **zero: Any) -> Any:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "hybrid_engine": {"enabled": is_hybrid},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
     }
     if optimizer is None:
@@ -142,6 +148,45 @@ def test_a_dropped_engine_lets_go(stage):
     expected = [plain_step(model, optimizer, batch) for batch in BATCHES]
     for losses in run_ranks(2, dropped_job, stage):
         assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def dropped_hybrid_job(stage: int) -> None:
+    """The module's `generate` leads to its engine, and keeps none."""
+    model, batch = Keeps(), BATCHES[0][:2]
+    generate = model.generate
+    engine = create_engine(model, stage, is_hybrid=True)
+    wanted = model.generate(batch)
+    assert engine.generation_times.num_calls == 1
+    ref = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert ref() is None
+    with torch.no_grad():
+        assert torch.equal(model.generate(batch), wanted)
+    engine = create_engine(model, stage, is_hybrid=True)
+    assert torch.equal(model.generate(batch), wanted)
+    assert engine.generation_times.num_calls == 1
+    if stage < 3:  # sharded weights are not copied
+        for reference in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):
+            model.first.weight.data.mul_(2)
+            assert torch.equal(reference.generate(batch), wanted)
+            assert not torch.equal(model.generate(batch), wanted)
+            model.first.weight.data.div_(2)
+            assert engine.generation_times.num_calls == 2
+            engine.generation_times.num_calls = 1
+            other = create_engine(reference, stage, is_hybrid=True)
+            assert torch.equal(reference.generate(batch), wanted)
+            assert other.generation_times.num_calls == 1
+            other.destroy()
+            assert "generate" not in vars(reference)
+    engine.destroy()
+    assert "generate" not in vars(model)
+    assert model.generate == generate
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_module_that_generates_keeps_no_engine(stage):
+    run_ranks(2, dropped_hybrid_job, stage)
 
 
 # ---- two engines ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ generate -> whole weights (stage 3: gathered), LoRA fused, the model's own gener
 
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ import torch
 
 from deepspeed._absent_members import absent_members
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.give_up import begin_use
 from deepspeed.config.inference import HybridEngineConfig
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.lora import FusedLora
-from deepspeed.errors import CommError, ConfigError, StateError
+from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import log_dist
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor_parallel.ranks import same_random_numbers
@@ -44,11 +46,60 @@ class GenerationTimes:
     is_over: bool = False
 
 
+class GenerateOfModule:
+    """What `module.generate` is while a hybrid engine has the module: a call leads to the engine.
+
+    It keeps no engine alive. When the engine is gone or destroyed, and in a copy of the module, the model's own
+    `generate` is called.
+
+    Args:
+        engine: None: it is that of a copy.
+        former: what the instance had in this place; None: its class has the method.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, engine: "DeepSpeedHybridEngine | None", former: Callable[..., Any] | None
+    ) -> None:
+        self._module, self._former = weakref.ref(module), former
+        self._engine = None if engine is None else weakref.ref(engine)
+
+    @property
+    def engine(self) -> "DeepSpeedHybridEngine | None":
+        """The engine to which a call leads."""
+        engine = None if self._engine is None else self._engine()
+        return None if engine is None or engine._is_destroyed else engine
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The model's own `generate`."""
+        if isinstance(self._former, GenerateOfModule):
+            return self._former.own
+        if self._former is not None:
+            return self._former
+        module: Any = self._module()
+        return cast(Callable[..., Any], type(module).generate.__get__(module))
+
+    def put_back(self) -> None:
+        """Leave the module; what the instance had before is there again."""
+        module = self._module()
+        if module is not None and vars(module).get("generate") is self:
+            del vars(module)["generate"]
+            if self._former is not None:
+                vars(module)["generate"] = self._former
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        return (self.own if engine is None else engine.generate)(*inputs, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GenerateOfModule, (self._module(), None, self._former)  # as the copied module has it
+
+
 @absent_members("runtime.hybrid_engine:DeepSpeedHybridEngine")
 class DeepSpeedHybridEngine(DeepSpeedEngine):
     """A `DeepSpeedEngine` whose `generate` calls the model's with whole weights, at every ZeRO stage.
 
-    `module.generate` leads here too, until `destroy()`.
+    `module.generate` leads here too, as long as the engine lives and until `destroy()`; see `GenerateOfModule`.
 
     Args:
         hybrid: section `hybrid_engine` of the configuration.
@@ -74,11 +125,15 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._gathers_all = self.sharding.stage == 3 and hybrid.pin_parameters
         self._tensor_ranks = self.mesh.group("tp") if self.mesh.size("tp") > 1 else None
         self._lora = FusedLora(module)
-        self._generate = cast(Callable[..., Any], module.generate)
+        if isinstance(found := vars(module).get("generate"), GenerateOfModule) and found.engine is None:
+            found.put_back()  # that of an engine that was dropped, or of which this module was a copy
+        self._of_module = GenerateOfModule(module, self, vars(module).get("generate"))
+        self._generate = self._of_module.own
         self._takes_synced = "synced_gpus" in inspect.signature(self._generate).parameters
         #: of the generation that goes on, or else of the last one
         self.generation_times = GenerationTimes()
-        vars(module)["generate"] = self.generate  # scripts call engine.module.generate
+        vars(module)["generate"] = self._of_module  # scripts call engine.module.generate
+        self._training.refuse_backward = self._lora.refusal
 
     @property
     def is_lora_fused(self) -> bool:
@@ -104,6 +159,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         """
         self._refuse_destroyed("generate")
         self.sharding.require_states("generate", weights_only=True)
+        begin_use()
         if self._takes_synced and self.sharding.stage == 3:
             kwargs.setdefault("synced_gpus", not self._gathers_all and self.sharding.world_size > 1)
         started_s = _now_s()
@@ -116,8 +172,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 began_s = _now_s()
                 tokens = self._generate(*inputs, **kwargs)
                 generated_s = _now_s() - began_s
-        except (CommError, OSError):  # as in forward: peers wait for this rank's part of the weights
-            self.sharding.abandon()
+        except BaseException as error:  # as in forward: peers wait for this rank's part of the weights
+            self.sharding.forward_failed(error)
             raise
         times.generate_s += generated_s
         times.switch_s += _now_s() - started_s - generated_s
@@ -152,6 +208,10 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._refuse_fused("backward")
         return super().backward(*args, **kwargs)
 
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_fused("step")
+        super().step(*args, **kwargs)
+
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         self._refuse_fused("save_checkpoint")
         return super().save_checkpoint(*args, **kwargs)
@@ -160,9 +220,21 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._refuse_fused("load_checkpoint")
         return super().load_checkpoint(*args, **kwargs)
 
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._refuse_fused("module_state_dict")
+        return super().module_state_dict(*args, **kwargs)
+
+    def load_module_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_fused("load_module_state_dict")
+        super().load_module_state_dict(*args, **kwargs)
+
+    def _whole_weights(self, **choices: Any) -> dict[str, Any] | None:
+        self._refuse_fused("save_16bit_model")  # and what libraries call instead
+        return super()._whole_weights(**choices)
+
     def destroy(self) -> None:
         self._lora.unfuse()
-        self.module.__dict__.pop("generate", None)
+        self._of_module.put_back()
         super().destroy()
 
     @contextmanager
@@ -186,8 +258,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             )
 
     def _refuse_fused(self, name: str) -> None:
-        if self._lora.is_fused:
-            raise StateError(f"{name}: LoRA is fused into the base weights; call train() or unfuse_lora_weight() first")
+        if (refusal := self._lora.refusal(name)) is not None:
+            raise refusal
 
 
 def _now_s() -> float:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from deepspeed.errors import StateError
+
 
 class FusedLora:
     """Fuses all LoRA layers of `module`, and puts their base weights back.
@@ -25,6 +27,12 @@ class FusedLora:
     @property
     def is_fused(self) -> bool:
         return bool(self._fused)
+
+    def refusal(self, name: str) -> StateError | None:
+        """Why `name` cannot be done now; None: it can."""
+        if not self._fused:
+            return None
+        return StateError(f"{name}: LoRA is fused into the base weights; call train() or unfuse_lora_weight() first")
 
     def fuse(self) -> None:
         """Add the products. Memory holds a copy of the base weights of these layers until `unfuse`."""

@@ -45,6 +45,8 @@ class Training:
         self.basic_optimizer = basic_optimizer
         self.optimizer: Optimizer | None = None  # what users hold: torch's or its wrapper; set by build.py
         self.lr_scheduler: Any = None
+        #: of an engine whose weights are others for a while: why no backward may begin now; None: one may
+        self.refuse_backward: Callable[[str], StateError | None] = lambda name: None
         self.train_batch_size = train_batch_size
         self._check = check
         self.progress = Progress()
@@ -134,7 +136,7 @@ class Training:
         """Called by the sharding when a backward begins. An unscaled loss in fp16 is refused at its first gradient."""
         self._begin_again_if_dropped()
         self._had_backward = True
-        refusal = None
+        refusal = self.refuse_backward("backward")
         scale = self.precision.loss_scaler.loss_scale
         if by_user and scale != 1.0 and not self._loss_is_scaled:
             refusal = StateError(
