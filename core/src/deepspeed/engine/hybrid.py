@@ -23,7 +23,7 @@ from deepspeed.comm.give_up import begin_use
 from deepspeed.config.inference import HybridEngineConfig
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.lora import FusedLora
-from deepspeed.errors import ConfigError, StateError
+from deepspeed.errors import ConfigError
 from deepspeed.log import log_dist
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor_parallel.ranks import same_random_numbers
