@@ -236,6 +236,86 @@ def test_weights_are_not_held_twice_and_follow_updates_and_casts() -> None:
     assert fused.qkv.weight.untyped_storage().data_ptr() in storages
 
 
+@pytest.mark.parametrize("path", ["q_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "o_proj.bias"])
+def test_a_parameter_that_gets_other_memory_is_used(path: str) -> None:
+    models, batch = [make_model(FAMILIES["llama, biases"]) for _ in range(2)], padded_batch()
+    inject(models[0])
+    with torch.no_grad():
+        before = models[0](**batch).logits
+        for model in models:
+            param = model.model.layers[0].self_attn.get_parameter(path)
+            param.data = 2 * param.data + 0.5
+        found, wanted = (model(**batch).logits for model in models)
+    assert largest_difference(wanted, before, batch["attention_mask"]) > 1e-3 or path == "k_proj.bias"
+    assert largest_difference(found, wanted, batch["attention_mask"]) < 1e-4
+    assert_same_state(models[0], models[1].state_dict())
+
+
+def add_adapter(model: Any) -> Any:
+    import peft
+
+    torch.manual_seed(5)
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["v_proj", "up_proj"], init_lora_weights=False))
+
+
+def replace_norm(model: Any) -> Any:
+    layer = model.model.layers[0]
+    layer.post_attention_layernorm = torch.nn.Identity()
+    return model
+
+
+def replace_mlp(model: Any) -> Any:
+    model.model.layers[1].mlp = torch.nn.Identity()
+    return model
+
+
+def add_hook(model: Any) -> Any:
+    model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda _, __, output: output + 1)
+    return model
+
+
+def add_hook_before_attention(model: Any) -> Any:
+    def halve(_: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"] / 2 + 1}
+
+    model.model.layers[0].self_attn.register_forward_pre_hook(halve, with_kwargs=True)
+    return model
+
+
+def replace_forward(model: Any) -> Any:
+    linear = model.model.layers[0].mlp.down_proj
+    linear.forward = lambda x: torch.nn.functional.linear(x, linear.weight) * 2
+    return model
+
+
+def test_outputs_that_transformers_captures_leave_the_blocks_fused() -> None:
+    model, batch = make_model(FAMILIES["llama"], attn_implementation="eager"), padded_batch()
+    injected = inject(model)
+    with torch.no_grad():
+        wanted = model(**batch, output_attentions=True).logits
+        assert_all_fused(injected)
+        found = model(**batch, output_hidden_states=True).logits
+    assert largest_difference(found, wanted, batch["attention_mask"]) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize(
+    "change", [add_adapter, replace_norm, replace_mlp, add_hook, add_hook_before_attention, replace_forward]
+)
+def test_what_is_replaced_or_hooked_after_injection_counts(change: Any) -> None:
+    batch, models = padded_batch(), [make_model(FAMILIES["llama"]) for _ in range(2)]
+    inject(models[0], max_out_tokens=32)
+    with torch.no_grad():
+        before = models[0](**batch).logits
+    models = [change(model).eval() for model in models]
+    with torch.no_grad():
+        found, wanted = (model(**batch).logits for model in models)
+    assert largest_difference(wanted, before, batch["attention_mask"]) > 1e-3
+    assert largest_difference(found, wanted, batch["attention_mask"]) < 1e-4
+    tokens = [model.generate(**batch, max_new_tokens=6, do_sample=False) for model in models]
+    assert torch.equal(*tokens)
+
+
 def test_a_cache_of_the_callers_is_used() -> None:
     from transformers import DynamicCache
 

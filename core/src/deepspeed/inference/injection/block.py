@@ -26,13 +26,15 @@ from deepspeed.ops.transformer import layer_norm, layer_norm_residual, rms_norm,
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear
 
 _CACHES = ("past_key_values", "layer_past")
+_CAPTURES = "transformers.utils.output_capturing"
 
 
 class FusedBlock:
     """Call it as the layer's `forward`.
 
     The layer's own forward runs where the fused one would not do the same: in training mode, where a gradient is
-    needed, for cross-attention, for attention weights, and for masks that are no tensor of four dimensions.
+    needed, for cross-attention, for attention weights, for masks that are no tensor of four dimensions, and where a
+    part of the layer was replaced or got hooks since, as adapters do.
 
     Args:
         layer: whose linears become views of fused weights.
@@ -63,6 +65,7 @@ class FusedBlock:
         self._names = names[: names.index("kwargs")] if "kwargs" in names else names
         self._params = list(layer.parameters())
         self._make_linears()
+        self._parts = [_Part(*each) for each in _modules_of(layer, policy)]
 
     def _make_linears(self) -> None:
         """Last, because it changes the layer: what does not fit is found before."""
@@ -112,6 +115,8 @@ class FusedBlock:
 
     def _serves(self, given: dict[str, Any]) -> bool:
         mask = given.get("attention_mask")
+        if not all(part.is_as_it_was() for part in self._parts):
+            return False
         if self.layer.training or given.get("output_attentions") or given.get("encoder_hidden_states") is not None:
             return False
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
@@ -194,6 +199,47 @@ class FusedBlock:
         for each in (self.qkv, self.up, self.out, self.down):
             if isinstance(each, FusedLinear):
                 each.release()
+
+
+class _Part:
+    """A module inside of a layer, as it is when the layer is fused."""
+
+    def __init__(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        self._parent, self._name, self._module, self._class = parent, name, module, type(module)
+        self._forward = vars(module).get("forward")
+        self._num_hooks = self._count_hooks()
+
+    def is_as_it_was(self) -> bool:
+        """Whether the parent still has this module, and a call of it still does the same."""
+        module = self._module
+        return (
+            self._parent._modules.get(self._name) is module
+            and type(module) is self._class  # parametrizations change it
+            and vars(module).get("forward") is self._forward
+            and self._count_hooks() == self._num_hooks
+        )
+
+    def _count_hooks(self) -> int:
+        """But for those by which transformers captures attention weights, which are left in place and do nothing."""
+        hooks = [*self._module._forward_hooks.values(), *self._module._forward_pre_hooks.values()]
+        return sum(getattr(hook, "__module__", "") != _CAPTURES for hook in hooks)
+
+
+def _modules_of(layer: nn.Module, policy: InjectionPolicy) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, module) of all modules inside of `layer` that a fused block computes itself, each once."""
+    paths = [*policy.qkv, policy.out, *policy.up, policy.down, policy.norm_attention, policy.norm_mlp]
+    paths += [policy.norm_query, policy.norm_key, policy.activation]
+    found: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+    for path in paths:
+        parent: Any = layer
+        names = path.split(".")
+        for depth, name in enumerate(names):
+            module = parent._modules.get(name)
+            if module is None:  # a function, or a norm that this layer lacks
+                break
+            found[".".join(names[: depth + 1])] = (parent, name, module)
+            parent = module
+    return list(found.values())
 
 
 def _found(root: Any, path: str) -> Any:

@@ -41,7 +41,7 @@ class FusedLinear:
         self.packed = _fused_packed(self.linears)
         if self.packed is not None:
             self.bias = self._fused_bias()
-            self._address = self.linears[0].packed.data.data_ptr()
+            self._addresses = self._found_addresses()
             return
         with torch.no_grad():
             weights = [
@@ -56,7 +56,13 @@ class FusedLinear:
                 for each, transposed, part in zip(self.linears, self.is_transposed, rows, strict=True):
                     each.weight.data = part.t() if transposed else part
             self.bias = self._fused_bias()
-        self._address = self.linears[0].weight.data_ptr()
+        self._addresses = self._found_addresses()
+
+    def _found_addresses(self) -> list[int]:
+        """Of every weight and bias; 0: there is none."""
+        return [
+            0 if each is None else each.data_ptr() for linear in self.linears for each in (linear.weight, linear.bias)
+        ]
 
     def _fused_bias(self) -> Tensor | None:
         biases = [each.bias for each in self.linears]
@@ -77,7 +83,7 @@ class FusedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        if self.linears[0].weight.data_ptr() != self._address:  # moved or cast since
+        if self._found_addresses() != self._addresses:  # one was moved, cast or given other memory since
             self.fuse()
         if self.packed is not None:
             return packed_linear(x, self.packed, self.bias)
