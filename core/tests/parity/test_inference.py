@@ -400,6 +400,32 @@ def test_fused_blocks_over_packed_weights(name, keys):
         assert torch.equal(tokens_of(fused, do_sample=False), tokens_of(packed, do_sample=False))
 
 
+def state_of_packed_job(tp, injects):
+    model = create("llama")
+    saved = model.state_dict()
+    keys = {"dtype": torch.int8, "replace_with_kernel_inject": injects}
+    engine = deepspeed.init_inference(model, mp_size=tp, **keys)
+    layer = engine.module.model.layers[0].self_attn.q_proj
+    for call in (engine.state_dict, engine.module.state_dict, lambda: engine.module.save_pretrained("unused")):
+        with pytest.raises(StateError, match=r"^state_dict: .* dtype int8 packed into 8 bits.* before init_inference"):
+            call()
+    for strict in (True, False):
+        with pytest.raises(StateError, match=r"^load_state_dict: .* load the weights before init_inference"):
+            engine.module.load_state_dict(saved, strict=strict)
+    engine.module.bfloat16()
+    assert layer.packed.scales.dtype == torch.float32
+    engine.module.to("meta")
+    packed = [module.packed for module in engine.modules() if getattr(module, "packed", None) is not None]
+    assert len(packed) == 14
+    assert {tensor.device.type for each in packed for tensor in (each.data, each.scales)} == {"meta"}
+    assert layer.weight.data.device.type == "meta"
+
+
+@pytest.mark.parametrize(("tp", "injects"), [(1, False), (1, True), (2, False)])
+def test_packed_weights_move_with_the_model_and_no_state_dict_omits_them(tp, injects):
+    run_ranks(tp, state_of_packed_job, tp, injects)
+
+
 def packed_job(name):
     """Rows that are cut over ranks have a scale per part, so they are rounded no worse than the whole."""
     exact = logits_of(create(name), name)

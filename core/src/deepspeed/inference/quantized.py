@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from deepspeed.config.inference import DeepSpeedInferenceConfig, WeightQuantConfig
 from deepspeed.errors import ConfigError
 from deepspeed.ops.quantizer.packed import PackedWeight, pack_weight, packed_linear
-from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from deepspeed.tensor_parallel.layers import ColumnParallelLinear, MayBePacked, RowParallelLinear
 
 # path of a layer -> groups of its weight, at least
 GroupsOf = Callable[[str], int]
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(MayBePacked):
     """A linear layer with a packed weight, for inference.
 
     Args:
@@ -32,15 +32,16 @@ class PackedLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
+    packed: PackedWeight
 
     def __init__(self, packed: PackedWeight, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.packed = packed
+        self.pack(packed)
         self.register_parameter("bias", bias)
         self.out_features, self.in_features = packed.shape
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Tensor:  # type: ignore[override]
         """The packed bytes: models look at the dtype of a layer's weight."""
         return self.packed.data
 
@@ -105,7 +106,7 @@ def quantize(model: nn.Module, groups_of: GroupsOf, config: WeightQuantConfig) -
         weight: Any = module.weight
         packed = _pack(weight.t() if is_transposed else weight, groups_of(path), config, path)
         if is_divided:
-            module.packed = packed
+            module.pack(packed)
             module.weight = nn.Parameter(packed.data, requires_grad=False)
         else:
             bias: Any = module.bias

@@ -6,11 +6,15 @@ weights keep them. Y = X A with A = [A_1, A_2] is column-parallel, with X = [X_1
 Shape legend: I input features, O output features of the whole layer, i and o those of this rank.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from deepspeed.errors import StateError
 from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear
 from deepspeed.parallel.sharded_params import whole_shape
 from deepspeed.tensor_parallel.cross_entropy import check_tokens
@@ -18,7 +22,42 @@ from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, sum_gr
 from deepspeed.tensor_parallel.sequence_ranks import scatter_sum
 
 
-class ColumnParallelLinear(Module):
+class MayBePacked(Module):
+    """A linear layer whose weight may be packed, for inference: then the packed weight moves with the layer.
+
+    State dicts have no form for it, so they are refused: without its scales a weight is not the model's.
+    """
+
+    weight: Tensor
+    packed: PackedWeight | None = None  # that takes the weight's place
+
+    def pack(self, packed: PackedWeight) -> None:
+        """Compute with `packed` from now on."""
+        self.packed = packed
+        self.register_state_dict_pre_hook(_refuse_packed)
+        self.register_load_state_dict_pre_hook(_refuse_packed)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MayBePacked":
+        super()._apply(fn, recurse)
+        if self.packed is not None:
+            device = fn(self.packed.scales).device
+            if device != self.packed.scales.device:
+                self.packed = self.packed.to(device)
+                if isinstance(self.weight, Parameter):
+                    self.weight = Parameter(self.packed.data, requires_grad=False)
+        return self
+
+
+def _refuse_packed(layer: Any, state: object, *_: object) -> None:
+    if layer.packed is not None:
+        verb, advice = ("load_state_dict", "load the weights") if isinstance(state, dict) else ("state_dict", "save it")
+        raise StateError(
+            f"{verb}: found a weight of {layer.packed.shape} that dtype int8 packed into {layer.packed.bits} bits, for "
+            f"which a state dict has no place; {advice} before init_inference packs the model"
+        )
+
+
+class ColumnParallelLinear(MayBePacked):
     """This rank's output features of a linear layer.
 
     Args:
@@ -44,7 +83,6 @@ class ColumnParallelLinear(Module):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.ranks, self.block, self.transposed, self.gathered_sizes = ranks, block, transposed, gathered_sizes
-        self.packed: PackedWeight | None = None  # that takes the weight's place for inference
         self.reads_gathered = False  # set where the sequence is gathered before the block, which sums the gradient
         self.out_features, self.in_features = _sizes(weight, transposed=transposed)
 
@@ -62,7 +100,7 @@ class ColumnParallelLinear(Module):
         return _shown(self, "column")
 
 
-class RowParallelLinear(Module):
+class RowParallelLinear(MayBePacked):
     """This rank's part of the sum over the input features of a linear layer; ends a divided block.
 
     Args:
@@ -79,7 +117,6 @@ class RowParallelLinear(Module):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.ranks, self.transposed = ranks, transposed
-        self.packed: PackedWeight | None = None
         self.scatters_sequence = False  # set where the sequence is divided between blocks
         self.out_features, self.in_features = _sizes(weight, transposed=transposed)
 
