@@ -107,11 +107,17 @@ def _latest_names(root: Path) -> list[str]:
     """The tag that `latest` names: exactly, or without the white space that an editor may have put around it."""
     latest = root / "latest"
     if not latest.is_file():
-        raise CheckpointError(f"{latest} is missing. Pass the directory that holds it, or a tag (-t).")
+        if not root.is_dir():
+            raise CheckpointError(f"{root} is no directory. Pass the one that a checkpoint was saved to.")
+        if (root.parent / "latest").is_file():
+            raise CheckpointError(
+                f"{latest} is missing, and {root.parent} has one. Pass that directory, and {root.name!r} as the tag."
+            )
+        raise CheckpointError(f"{latest} is missing. Pass the directory that holds it, or a tag.")
     text = latest.read_text(encoding="utf-8")
     name = text.strip()
     if not name or name.startswith(".") or any(c in text.rstrip("\n") for c in "/\\\0\n"):
-        raise CheckpointError(f"{latest} holds {text[:200]!r}, which is no tag. Correct it, or pass a tag (-t).")
+        raise CheckpointError(f"{latest} holds {text[:200]!r}, which is no tag. Correct it, or pass a tag.")
     return [text.rstrip("\n"), name]
 
 
@@ -143,6 +149,8 @@ def merged(
     Raises:
         CheckpointError: a file has not what the model file says.
     """
+    if state.keys().isdisjoint((MODULE_FILES, OPTIMIZER_FILE)):
+        return state
     for name in (*state.get(MODULE_FILES, ()), *filter(None, [state.get(OPTIMIZER_FILE)])):
         if not isinstance(name, str) or name != Path(name).name or not name.endswith("_states.pt"):
             raise CheckpointError(f"a model file names {name!r} as a file beside it, which is no name of one. {ADVICE}")
@@ -203,7 +211,8 @@ def naming_files(
         has_all = states in names and f"expp_rank_1_mp_rank_{rank[1]}_optim_states.pt" not in names
         return {**state, MODULE_FILES: files, **({OPTIMIZER_FILE: states} if has_all else {})}
     layers = [match for name in names if (match := re.fullmatch(r"layer_(\d+)(-[\w-]+)?-model_states\.pt", name))]
-    if state.get("module") or not layers:
+    module = state.get("module")
+    if not layers or not (module is None or module == {}):
         return state
     slices = sorted({str(match[2]) for match in layers})
     own, files = slices[int(rank[1]) % len(slices)], {}

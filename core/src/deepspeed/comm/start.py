@@ -193,11 +193,12 @@ def _check_library(library: str) -> None:
     """`CommError` unless torch has all of it."""
     name = _unknown_to_torch(library)
     if name is not None:
-        available = [known for known in torch_dist.Backend.backend_list if torch_dist.is_backend_available(known)]
+        known = [each for each in torch_dist.Backend.backend_list if each not in ("undefined", "fake")]
+        available = [each for each in known if torch_dist.is_backend_available(each)]
         raise CommError(
             f"dist_backend: this torch has no communication backend {name!r} (asked for: {library!r}) and no plugin"
-            f" gives it; torch has {', '.join(available)}. Give one of these, or import the package that registers"
-            f" {name!r} first"
+            f" gives it; torch has {', '.join(available)}. Leave dist_backend out, for the accelerator's own"
+            f" ({_accelerator_library()}), give one of these, or import the package that registers {name!r} first"
         )
 
 

@@ -72,7 +72,8 @@ def _inconsistent(train: int, micro: int, steps: int, world_size: int) -> str:
 def _remedy(train: int, samples_of_rank: int, world_size: int) -> str:
     if world_size > 1 and train == samples_of_rank:
         return (
-            f"it is right for 1 rank, so what wrote it saw one process where there are {world_size}; leave {TRAIN} "
-            "out, or start the script by the library's own launcher for as many processes"
+            f"it is right for 1 rank, so what wrote it saw one process where there are {world_size}. Leave {TRAIN} "
+            "out; a library that wrote it is to be started for as many processes, and Accelerate without an "
+            'accelerator device also takes kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]'
         )
     return "change one of them, or give two that divide evenly and leave the third out"

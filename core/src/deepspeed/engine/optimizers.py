@@ -31,6 +31,11 @@ def trainable(module: torch.nn.Module, model_parameters: Parameters | None) -> l
     """
     if model_parameters is None:
         return [param for param in module.parameters() if param.requires_grad]
+    if isinstance(model_parameters, torch.nn.Module | torch.Tensor | str) or not isinstance(model_parameters, Iterable):
+        raise ConfigError(
+            f"initialize: model_parameters is {type(model_parameters).__name__}; pass model.parameters(), a list of "
+            "parameters, or groups of them, as torch's optimizers take"
+        )
     given = list(model_parameters)
     for each in given:
         if not isinstance(each, torch.Tensor | dict | tuple):  # tuples: (name, parameter), which torch takes
