@@ -172,6 +172,7 @@ class ParamFetcher:
         self._unused.clear()
         self._kept.clear()
         self._place = (None, None)
+        self.invalidate_trace()  # ranks that failed at other places have learned other parts of it
 
     # ---- the order of use ----------------------------------------------------------------------------------------
 
