@@ -35,7 +35,8 @@ def load_script():
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     with tarfile.open(FILES) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 may have none
+        archive.extractall(folder)
     return folder
 
 

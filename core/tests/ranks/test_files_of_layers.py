@@ -77,7 +77,8 @@ def saved(tmp_path_factory):
 def before(tmp_path_factory):
     folder = tmp_path_factory.mktemp("before")
     with tarfile.open(BEFORE) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 may have none
+        archive.extractall(folder)
     return folder
 
 

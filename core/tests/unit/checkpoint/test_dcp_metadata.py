@@ -31,6 +31,11 @@ def with_attribute(target, name, value):
     return target + NONE + EMPTY_DICT + text(name) + value + SET_ITEM + TUPLE_2 + BUILD
 
 
+def attribute_of_path(name):
+    """What `getattr(PosixPath, name)` is in a pickle."""
+    return global_of("builtins", "getattr") + global_of("pathlib", "PosixPath") + text(name) + TUPLE_2 + REDUCE
+
+
 CLASS = global_of("collections", "OrderedDict")
 ENCODING = "torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"
 
@@ -52,11 +57,12 @@ ENCODING = "torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"
             with_attribute(global_of(*ENCODING) + b"K\x00" + TUPLE_1 + REDUCE, "_name_", text("poison")),
             lambda: dcp_classes._MEM_FORMAT_ENCODING(0).name,
         ),
+        (with_attribute(attribute_of_path("resolve"), "a", CLASS), lambda: vars(PosixPath.resolve).copy()),
         (with_attribute(global_of("torch", "float32"), "itemsize", CLASS), lambda: torch.float32.itemsize),
         (with_attribute(global_of("torch", "Size"), "numel", CLASS), lambda: torch.Size.numel),
         (with_attribute(CLASS, "get", CLASS), lambda: collections.OrderedDict.get),
     ],
-    ids=["class", "class that checks paths", "class of DCP", "function", "enum", "dtype", "size", "dict"],
+    ids=["class", "class that checks paths", "class of DCP", "function", "enum", "method", "dtype", "size", "dict"],
 )
 def test_no_attribute_of_the_process_is_set(tmp_path, content, look):
     (tmp_path / ".metadata").write_bytes(PROTOCOL + content + STOP)
@@ -64,6 +70,29 @@ def test_no_attribute_of_the_process_is_set(tmp_path, content, look):
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
         Metadata.read(tmp_path / ".metadata")
     assert look() == before
+
+
+def test_enums_as_python_3_11_0_writes_them(tmp_path, monkeypatch):
+    """Up to 3.11.3, a member is written as a call of getattr; here the call gives a stand-in."""
+
+    def reduced(member, protocol):
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(dcp_classes._MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert Metadata.read(tmp_path / ".metadata").tensors["w"].dtype == torch.float32
+
+
+def test_getattr_gets_nothing(tmp_path):
+    """What stands in for it looks at no argument, so that no attribute leads to code."""
+    victim = tmp_path / "victim"
+    victim.write_text("")
+    argument = global_of("pathlib", "PosixPath") + text(str(victim)) + TUPLE_1 + REDUCE
+    (tmp_path / ".metadata").write_bytes(PROTOCOL + attribute_of_path("unlink") + argument + TUPLE_1 + REDUCE + STOP)
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read.*not callable"):
+        Metadata.read(tmp_path / ".metadata")
+    assert victim.exists()
 
 
 def test_no_attribute_of_this_package_is_kept(tmp_path):
