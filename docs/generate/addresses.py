@@ -45,6 +45,20 @@ COLLECTIONS = {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": "comm.start:DEFAULT_PORT",
         "default_pg_timeout": "comm.start:DEFAULT_TIMEOUT",
     },
+    "inference.v2.config_v2": {
+        "DeepSpeedTPConfig": "config.inference:DeepSpeedTPConfig",
+        "QuantizationConfig": "config.inference:RaggedQuantizationConfig",
+        "RaggedInferenceEngineConfig": "config.inference:RaggedInferenceEngineConfig",
+    },
+    "inference.v2.engine_factory": {
+        name: f"inference.v2.engine_v2:{name}" for name in ("build_engine_from_ds_checkpoint", "build_hf_engine")
+    },
+    "inference.v2.ragged.manager_configs": {
+        name: f"config.inference:{name}" for name in ("DSStateManagerConfig", "MemoryConfig")
+    },
+    "inference.v2.scheduling_utils": {
+        name: f"inference.v2.engine_v2:{name}" for name in ("SchedulingError", "SchedulingResult")
+    },
     "module_inject.tp_training": {
         "tp_model_init": "tensor_parallel.entry:tp_model_init",
     },

@@ -111,8 +111,8 @@ def _packages() -> dict[str, set[str]]:
     packages: dict[str, set[str]] = defaultdict(set)
     for old in [*ALIASES, *COLLECTIONS, *MODULES]:
         parts = old.split(".")
-        if parts[0] in ("runtime", "utils"):
-            for end in range(1, len(parts)):
+        for end in range(1, len(parts)):
+            if parts[0] in ("runtime", "utils") or parts[:end] == ["inference", "v2", "ragged"]:
                 packages[".".join(parts[:end])].add(parts[end])
     return {package: modules for package, modules in packages.items() if package not in MODULES}
 

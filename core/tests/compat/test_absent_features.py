@@ -19,7 +19,6 @@ DOCUMENTED = """
     deepspeed.compression.compress:init_compression
     deepspeed.compression.compress:redundancy_clean
     deepspeed.elasticity:compute_elastic_config
-    deepspeed.inference.v2:InferenceEngineV2
     deepspeed.linear:LoRAConfig
     deepspeed.linear:OptimizedLinear
     deepspeed.module_inject.auto_tp:AutoTP

@@ -77,9 +77,6 @@ MODULES = {
         functions="compute_elastic_config ensure_immutable_elastic_config get_compatible_gpus",
         forwards={"config.elastic": "elasticity_enabled is_torch_elastic_compatible"},
     ),
-    "inference.v2": _absent(
-        "inference", "InferenceEngineV2 RaggedInferenceEngineConfig", "build_hf_engine build_engine_from_ds_checkpoint"
-    ),
     "linear": _absent(
         "LoRA",
         forwards={

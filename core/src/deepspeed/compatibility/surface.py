@@ -411,6 +411,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "Divided over ranks, fused blocks, weights in 8 and 4 bits. Not yet: checkpoints by JSON.",
         ),
         (
+            "deepspeed.inference.v2.InferenceEngineV2",
+            D,
+            "Made from a model of transformers or the engine of `init_inference`, for families that have fused blocks. "
+            "`flush` of what is not tracked is an error; `serialize` writes plain transformers.",
+        ),
+        (
             "deepspeed.DeepSpeedHybridEngine",
             W,
             "`hybrid_engine.enabled` makes one. Tokens are generated over the tensor-parallel ranks of training.",

@@ -158,3 +158,44 @@ class HybridEngineConfig(Section):
     enable_cuda_graph: Flag = key(
         False, "Replay token generation from a graph.", support=refused("generation is not captured in this version")
     )
+
+
+class RaggedQuantizationConfig(Section):
+    """`quantization` of the engine that batches continuously."""
+
+    quantization_mode: Literal["int8", "int4"] | None = key(
+        None, "Weights of linear layers but the output layer; null: as the model has them."
+    )
+
+
+class MemoryConfig(Section):
+    """`state_manager.memory_config`: how much memory the cache of keys and values takes."""
+
+    mode: Literal["reserve", "allocate"] = key(
+        "reserve",
+        "reserve: all of the device's memory that is free, but for `size`; allocate: as many blocks as `size`.",
+    )
+    size: Int = key(1_000_000_000, "Bytes (reserve) or blocks of tokens (allocate).", ge=1)
+
+
+@absent_members("inference.v2.ragged.manager_configs:DSStateManagerConfig")
+class DSStateManagerConfig(Section):
+    """`state_manager`: the limits of sequences, and of one forward."""
+
+    max_tracked_sequences: Int = key(2048, "Sequences that have tokens in the cache at once.", unit="sequences", ge=1)
+    max_ragged_batch_size: Int = key(768, "Tokens of one forward, of all sequences together.", unit="tokens", ge=1)
+    max_ragged_sequence_count: Int = key(512, "Sequences of one forward.", unit="sequences", ge=1)
+    max_context: Int = key(
+        8192, "Longest sequence, prompt included; never more than the model has positions.", unit="tokens", ge=1
+    )
+    kv_block_size: Int = key(64, "Tokens of a block of the cache; not a key of DeepSpeed's.", unit="tokens", ge=1)
+    memory_config: MemoryConfig = key(MemoryConfig, "Memory of the cache.")
+    offload: Flag = key(False, "Keep the cache in host memory.", support=refused("the cache stays on the device"))
+
+
+class RaggedInferenceEngineConfig(Section):
+    """Keys of `InferenceEngineV2`; see docs/howto/serve-many-requests.md."""
+
+    tensor_parallel: DeepSpeedTPConfig = key(DeepSpeedTPConfig, "Layers divided over ranks.")
+    state_manager: DSStateManagerConfig = key(DSStateManagerConfig, "Limits, and memory of the cache.")
+    quantization: RaggedQuantizationConfig = key(RaggedQuantizationConfig, "Weights in few bits.")

@@ -9,10 +9,10 @@ _NAMES = {
     "DeepSpeedInferenceConfig": "deepspeed.inference.config:DeepSpeedInferenceConfig",
     "DeepSpeedTPConfig": "deepspeed.inference.config:DeepSpeedTPConfig",
     "InferenceEngine": "deepspeed.inference.engine:InferenceEngine",
-    "InferenceEngineV2": "deepspeed.inference.v2:InferenceEngineV2",
-    "RaggedInferenceEngineConfig": "deepspeed.inference.v2:RaggedInferenceEngineConfig",
-    "build_engine_from_ds_checkpoint": "deepspeed.inference.v2:build_engine_from_ds_checkpoint",
-    "build_hf_engine": "deepspeed.inference.v2:build_hf_engine",
+    "InferenceEngineV2": "deepspeed.inference.v2.engine_v2:InferenceEngineV2",
+    "RaggedInferenceEngineConfig": "deepspeed.config.inference:RaggedInferenceEngineConfig",
+    "build_engine_from_ds_checkpoint": "deepspeed.inference.v2.engine_v2:build_engine_from_ds_checkpoint",
+    "build_hf_engine": "deepspeed.inference.v2.engine_v2:build_hf_engine",
 }
 
 __all__ = sorted(_NAMES)  # noqa: PLE0605

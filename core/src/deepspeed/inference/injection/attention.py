@@ -3,6 +3,8 @@
 Shape legend: B batch, T new tokens, S tokens with those of the cache, H query heads, G key-value heads, D head size.
 """
 
+from typing import Protocol, runtime_checkable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +12,31 @@ from torch import Tensor
 from deepspeed.inference.injection.policies import Layout
 from deepspeed.ops.operators import FLOATS
 from deepspeed.ops.transformer import decode_attention
+
+
+@runtime_checkable
+class AttendingCache(Protocol):
+    """A cache that computes attention itself, since it knows which tokens belong to which sequence."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        *,
+        scale: float,
+        alibi_slopes: Tensor | None,
+        window: int | None,
+    ) -> Tensor:
+        """Write keys and values of new tokens, and give their attention's output, [B, T, H D].
+
+        Args:
+            query: [B, H, T, D]. key, value: [B, G, T, D].
+            alibi_slopes: [H].
+            window: tokens that a query sees; None: all.
+        """
+        ...
 
 
 def split_heads(qkv: Tensor, layout: Layout, head_dim: int, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
 from deepspeed.inference.injection.attention import (
+    AttendingCache,
     attend,
     rotate_halves,
     rotate_pairs,
@@ -61,6 +62,7 @@ class FusedBlock:
             for path in (policy.norm_query, policy.norm_key)
         )
         self.window = self._window()
+        self.sliding_window = self._sliding_window()
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
         self._names = names[: names.index("kwargs")] if "kwargs" in names else names
         self._params = list(layer.parameters())
@@ -103,6 +105,23 @@ class FusedBlock:
             return None
         name, value, size = self.policy.local
         return int(getattr(self.attention.config, size)) if _found(self.attention, name) == value else None
+
+    def _sliding_window(self) -> int | None:
+        """Tokens that a query sees, itself among them, where the model's masks say so; None: all before it."""
+        if self.window is not None:
+            return self.window
+        has_own = hasattr(self.attention, "sliding_window")  # which may be None, of a layer that sees all
+        owner: Any = self.attention if has_own else getattr(self.attention, "config", None)
+        found = getattr(owner, "sliding_window", None)
+        return None if found is None else int(found)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values, of this rank."""
+        if self.policy.layout == "grouped":
+            return self._num_groups()
+        width = self.qkv.sizes[1] if self.policy.layout == "separate" else self.qkv.sizes[0] // 3
+        return width // self.head_dim
 
     # ----- the forward -----------------------------------------------------------------------------------------------
 
@@ -162,6 +181,13 @@ class FusedBlock:
         if policy.rotary and alibi is None:
             query, key = self._rotated(query, key, given)
         cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
+        if isinstance(cache, AttendingCache):
+            slopes = (
+                (alibi[:, 0, 1] - alibi[:, 0, 0]).float() if policy.alibi == "added" and alibi is not None else None
+            )
+            return cache.attend(
+                query, key, value, self.layer_index, scale=self.scale, alibi_slopes=slopes, window=self.sliding_window
+            )
         if cache is not None:
             key, value = cache.update(key, value, self.layer_index)
         num_new, num_seen = query.shape[2], key.shape[2]

@@ -32,7 +32,7 @@ def decode_attention(
     Operator: `decode_attention(q, k_cache, v_cache, lengths, scale, block_table, alibi_slopes, window)`.
 
     Args:
-        q: (B, heads, Q, D) in fp32, bf16 or fp16; Q of 1 or few: every one reads the cache.
+        q: (B, heads, Q, D) in fp32, bf16 or fp16; Q of 1, of few, or of a part of a prompt.
         k_cache, v_cache: (B, kv_heads, max_tokens, D); with a block table (num_blocks, block_size, kv_heads, D). Of q's
             dtype. Only the last dimension has to be contiguous.
         lengths: int32 or int64 (B,), tokens in the cache, the new ones among them: Q to max_tokens. A kernel trusts

@@ -55,7 +55,7 @@ def test_gated_activation_equals_its_reference(device: torch.device, size: int, 
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["whole", "paged"])
-@pytest.mark.parametrize(("num_queries", "window", "alibi"), [(1, None, False), (2, 5, True)])
+@pytest.mark.parametrize(("num_queries", "window", "alibi"), [(1, None, False), (2, 5, True), (9, None, False)])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @each_dtype
 def test_decode_attention_equals_its_reference(

@@ -1,0 +1,22 @@
+"""Continuous batching: sequences of any length share every forward, over one cache of keys and values in blocks.
+
+Start reading at `engine_v2.py` (one forward: `put`), then `paged_cache.py`; `scheduler.py` decides what each forward
+computes. The blocks of layers are those of `inference/injection`.
+"""
+
+from deepspeed._forward import forward
+
+_NAMES = {
+    "DSStateManagerConfig": "deepspeed.config.inference:DSStateManagerConfig",
+    "InferenceEngineV2": "deepspeed.inference.v2.engine_v2:InferenceEngineV2",
+    "MemoryConfig": "deepspeed.config.inference:MemoryConfig",
+    "RaggedInferenceEngineConfig": "deepspeed.config.inference:RaggedInferenceEngineConfig",
+    "SchedulingError": "deepspeed.inference.v2.engine_v2:SchedulingError",
+    "SchedulingResult": "deepspeed.inference.v2.engine_v2:SchedulingResult",
+    "build_engine_from_ds_checkpoint": "deepspeed.inference.v2.engine_v2:build_engine_from_ds_checkpoint",
+    "build_hf_engine": "deepspeed.inference.v2.engine_v2:build_hf_engine",
+}
+
+__all__ = sorted(_NAMES)  # noqa: PLE0605
+
+__getattr__, __dir__ = forward(__name__, _NAMES)

@@ -1,0 +1,445 @@
+"""`InferenceEngineV2`: forwards over the new tokens of any sequences, which keep their keys and values in one cache.
+
+    engine = build_hf_engine(folder, {"state_manager": {"memory_config": {"mode": "allocate", "size": 512}}})
+    logits = engine.put([7, 8], [prompt, other_prompt])         # [2, vocabulary], of the last token of each
+    logits = engine.put([7, 8], [next_token, other_token])
+    engine.flush(7)
+
+A call that fails leaves the sequences as they were. Ranks that share a model make the same calls.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed._absent import complete
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.values import all_gather_values
+from deepspeed.config import read_config
+from deepspeed.config.inference import RaggedInferenceEngineConfig
+from deepspeed.config.intake import parse_section
+from deepspeed.config.supported import check_supported
+from deepspeed.errors import ConfigError, StateError
+from deepspeed.inference.engine import InferenceEngine
+from deepspeed.inference.entry import init_inference
+from deepspeed.inference.injection.block import FusedBlock
+from deepspeed.inference.quantized import dtype_of
+from deepspeed.inference.v2.paged_cache import CachedSequence, LayerShape, PagedCache, RaggedBatch
+
+_ROTARY_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest sequence of a forward
+
+
+class SchedulingResult(Enum):
+    """Whether a forward can be computed, or which limit forbids it."""
+
+    Success = 0
+    EngineSequenceLimitExceeded = 1
+    BatchSequenceLimitExceeded = 2
+    BatchTokenLimitExceeded = 3
+    KVCacheLimitExceeded = 4
+    SequenceTokenLimitExceeded = 5
+
+
+class SchedulingError(StateError):
+    """A forward is over a limit of the engine, whose sequences are as they were. `result` says which."""
+
+    result: SchedulingResult
+
+    def __init__(self, result: SchedulingResult, text: str = "") -> None:
+        self.result = result
+        super().__init__(text or f"put: {result.name}")
+
+
+class InferenceEngineV2:
+    """Called by schedulers (`scheduler.py`), or by hand.
+
+    Args:
+        policy: a causal language model of transformers, which `init_inference` is called with, or the engine that it
+            returned, with `replace_with_kernel_inject`. The name is DeepSpeed's.
+        engine_config: `RaggedInferenceEngineConfig`, dict, or path of a JSON file.
+
+    Raises:
+        ConfigError: a key, or a model that cannot be batched so; names what was found.
+    """
+
+    def __init__(self, policy: nn.Module, engine_config: Any = None) -> None:
+        self._config = _settings(engine_config)
+        check_supported(self._config)
+        self._engine = _prepared(policy, self._config)
+        module: Any = self._engine.module
+        blocks = _fused_blocks(module)
+        limits = self._config.state_manager
+        self._dtype = dtype_of(module)
+        self._vocabulary = int(module.config.vocab_size)
+        self._max_context = min(
+            limits.max_context, getattr(module.config, "max_position_embeddings", limits.max_context)
+        )
+        self._forward_keys = set(signature(type(module).forward).parameters)
+        self._has_alibi = any(block.policy.alibi for block in blocks)
+        shapes = [LayerShape(block.num_kv_heads, block.head_dim) for block in blocks]
+        device = torch.device(get_accelerator().current_device_name())
+        self._cache = PagedCache(
+            shapes,
+            self._num_blocks(shapes),
+            limits.kv_block_size,
+            dtype=self._dtype,
+            device=device,
+        )
+        self._sequences: dict[int, CachedSequence] = {}
+        # of four dimensions, so that models take it for a whole one and make none
+        self._mask = None if self._has_alibi else torch.zeros(1, 1, 1, 1, dtype=self._dtype, device=device)
+
+    def _num_blocks(self, shapes: Sequence[LayerShape]) -> int:
+        limits = self._config.state_manager
+        if limits.memory_config.mode == "allocate":
+            return limits.memory_config.size
+        of_block = sum(shape.num_bytes(limits.kv_block_size, self._dtype) for shape in shapes)
+        available = get_accelerator().available_memory()
+        group = self._engine.mp_group
+        if group is not None:
+            available = min(all_gather_values(available, group)) // self._engine.mp_world_size
+        most = limits.max_tracked_sequences * -(-self._max_context // limits.kv_block_size)
+        found = min(most, (available - limits.memory_config.size) // of_block)
+        if found < 1:
+            raise ConfigError(
+                f"state_manager.memory_config: {available} bytes are free on a rank, and size reserves "
+                f"{limits.memory_config.size} of them; reserve fewer, or give the number of blocks with mode "
+                f'"allocate" ({of_block} bytes each)'
+            )
+        return found
+
+    # ----- what the engine has ---------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of transformers, with fused blocks."""
+        return self._engine.module
+
+    @property
+    def config(self) -> RaggedInferenceEngineConfig:
+        """What the engine was given."""
+        return self._config
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest sequence: of the configuration, or as many as the model has positions."""
+        return self._max_context
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self._cache.num_blocks
+
+    @property
+    def free_blocks(self) -> Tensor:
+        """[n_kv_cache_groups] on the host: blocks that no sequence has."""
+        return torch.tensor([self._cache.num_free])
+
+    @property
+    def n_kv_cache_groups(self) -> int:
+        """1: all layers share the numbers of blocks."""
+        return 1
+
+    @property
+    def tracked_uids(self) -> tuple[int, ...]:
+        """Of the sequences in the cache, in the order in which they came."""
+        return tuple(self._sequences)
+
+    def num_tokens(self, uid: int) -> int:
+        """Tokens of a sequence that are in the cache; 0: it is not tracked."""
+        return self._tracked(uid).num_tokens
+
+    # ----- one forward -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def put(self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor], do_checks: bool = True) -> Tensor:
+        """Compute new tokens of sequences, behind those they have. A uid that is not tracked begins a sequence.
+
+        Args:
+            batch_uids: each once.
+            batch_tokens: of each sequence its new tokens, [tokens].
+            do_checks: False omits the check of values; limits are checked always.
+
+        Returns:
+            [sequences, vocabulary], in the order of `batch_uids`: logits after the last token of each.
+
+        Raises:
+            ConfigError: uids, or tokens that are not of the vocabulary.
+            SchedulingError: a limit of the engine is exceeded.
+        """
+        uids = [int(uid) for uid in batch_uids]
+        _check_distinct(uids)
+        new_tokens = [self._as_tokens(uid, given) for uid, given in _pairs(uids, list(batch_tokens))]
+        if do_checks:
+            self._check_values(uids, new_tokens)
+        result, text = self._fits(uids, [len(each) for each in new_tokens])
+        if result is not SchedulingResult.Success:
+            raise SchedulingError(result, f"put: {text}")
+        sequences = [self._tracked(uid) for uid in uids]
+        had = [len(sequence.blocks) for sequence in sequences]
+        try:
+            for sequence, new in zip(sequences, new_tokens, strict=True):
+                self._cache.extend(sequence, len(new))
+            logits = self._forward(RaggedBatch(sequences, new_tokens, self._cache.block_size, self._cache.device))
+        except BaseException:
+            for sequence, count in reversed(list(zip(sequences, had, strict=True))):
+                self._cache.shrink(sequence, count)
+            raise
+        for uid, sequence, new in zip(uids, sequences, new_tokens, strict=True):
+            sequence.num_tokens += len(new)
+            self._sequences[uid] = sequence
+        return logits
+
+    def _forward(self, batch: RaggedBatch) -> Tensor:
+        keys: dict[str, Any] = {"input_ids": batch.tokens, "attention_mask": self._mask, "past_key_values": self._cache}
+        keys |= {"position_ids": batch.positions, "logits_to_keep": batch.last, "use_cache": True}
+        self._cache.begin(batch)
+        try:
+            found = self._engine.module(**{name: value for name, value in keys.items() if name in self._forward_keys})
+        finally:
+            self._cache.begin(None)
+        logits: Tensor = found.logits[0]
+        return logits if "logits_to_keep" in self._forward_keys else logits[batch.last]
+
+    @staticmethod
+    def _as_tokens(uid: int, given: Any) -> Tensor:
+        tokens = torch.as_tensor(given).flatten()
+        if not tokens.numel() or tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise ConfigError(
+                f"put: the tokens of uid {uid} are {tokens.dtype} of shape {tuple(tokens.shape)}; give a tensor of one "
+                "or more integers"
+            )
+        return tokens.to("cpu", torch.int64)
+
+    def _check_values(self, uids: Sequence[int], new_tokens: Sequence[Tensor]) -> None:
+        for uid, tokens in zip(uids, new_tokens, strict=True):
+            least, greatest = (int(each) for each in tokens.aminmax())
+            if least < 0 or greatest >= self._vocabulary:
+                found = least if least < 0 else greatest
+                raise ConfigError(
+                    f"put: the tokens of uid {uid} hold {found}, but the model knows 0 to {self._vocabulary - 1}"
+                )
+
+    # ----- limits ----------------------------------------------------------------------------------------------------
+
+    def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
+        """Whether `put` would compute so many new tokens of these sequences now."""
+        known = [int(uid) for uid in uids]
+        counts = [int(length) for _, length in _pairs(known, list(lengths))]
+        return self._fits(known, counts)[0]
+
+    def _fits(self, uids: Sequence[int], lengths: Sequence[int]) -> tuple[SchedulingResult, str]:
+        limits, cache = self._config.state_manager, self._cache
+        num_new = sum(uid not in self._sequences for uid in uids)
+        if len(self._sequences) + num_new > limits.max_tracked_sequences:
+            return SchedulingResult.EngineSequenceLimitExceeded, (
+                f"{len(self._sequences)} sequences are tracked, and {num_new} would be new, but "
+                f"state_manager.max_tracked_sequences is {limits.max_tracked_sequences}; flush sequences that are done"
+            )
+        if len(uids) > limits.max_ragged_sequence_count:
+            return SchedulingResult.BatchSequenceLimitExceeded, (
+                f"found {len(uids)} sequences, but state_manager.max_ragged_sequence_count is "
+                f"{limits.max_ragged_sequence_count}; give fewer at once"
+            )
+        if sum(lengths) > limits.max_ragged_batch_size:
+            return SchedulingResult.BatchTokenLimitExceeded, (
+                f"found {sum(lengths)} new tokens, but state_manager.max_ragged_batch_size is "
+                f"{limits.max_ragged_batch_size}; give parts of the prompts, one after the other"
+            )
+        for uid, length in zip(uids, lengths, strict=True):
+            seen = self._tracked(uid).num_tokens
+            if seen + length > self._max_context:
+                return SchedulingResult.SequenceTokenLimitExceeded, (
+                    f"uid {uid} has {seen} tokens, and {length} would be new, but a sequence has at most "
+                    f"{self._max_context} (state_manager.max_context, and the model's positions)"
+                )
+        needed = sum(cache.missing(self._tracked(uid), length) for uid, length in zip(uids, lengths, strict=True))
+        if needed > cache.num_free:
+            return SchedulingResult.KVCacheLimitExceeded, (
+                f"{needed} more blocks of {cache.block_size} tokens are needed, but {cache.num_free} of "
+                f"{cache.num_blocks} are free; flush a sequence, or give state_manager.memory_config more"
+            )
+        return SchedulingResult.Success, ""
+
+    def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
+        """How many of so many new tokens the sequence can take with so many blocks more, and the blocks they need.
+
+        (0, 0): none; also for a uid that is not tracked where no sequence more can be.
+        """
+        if uid not in self._sequences and len(self._sequences) >= self._config.state_manager.max_tracked_sequences:
+            return 0, 0
+        sequence, cache = self._tracked(uid), self._cache
+        room = (len(sequence.blocks) + int(max_request_blocks)) * cache.block_size - sequence.num_tokens
+        tokens = max(0, min(int(max_request_tokens), self._max_context - sequence.num_tokens, room))
+        return tokens, cache.missing(sequence, tokens)
+
+    def get_remaining_block_capacity(self, uid: int) -> int:
+        """Tokens that the sequence can take without a block more; 0 where it is not tracked."""
+        sequence = self._tracked(uid)
+        return len(sequence.blocks) * self._cache.block_size - sequence.num_tokens
+
+    def flush(self, uid: int) -> None:
+        """Forget a sequence; its blocks are free.
+
+        Raises:
+            ConfigError: it is not tracked, which it is from its first `put` to its `flush`.
+        """
+        sequence = self._sequences.pop(uid, None)
+        if sequence is None:
+            tracked = ", ".join(map(str, list(self._sequences)[:8])) or "none"
+            raise ConfigError(
+                f"flush: uid {uid} is not tracked: nothing was put for it, or it was flushed before; tracked are "
+                f"{tracked}{', ...' if len(self._sequences) > 8 else ''}"
+            )
+        self._cache.shrink(sequence, 0)
+
+    def _tracked(self, uid: int) -> CachedSequence:
+        """The sequence, or an empty one, which nobody else has."""
+        found = self._sequences.get(uid)
+        return CachedSequence() if found is None else found
+
+    # ----- the model on disk -----------------------------------------------------------------------------------------
+
+    def serialize(self, save_path: str | os.PathLike[str]) -> None:
+        """Write the model as plain transformers into a folder, which `build_engine_from_ds_checkpoint` and
+        `from_pretrained` read. A collective of the ranks that share it.
+
+        Raises:
+            ConfigError: as `InferenceEngine.export`.
+        """
+        self._engine.export(save_path)
+
+
+def build_hf_engine(path: str, engine_config: Any = None, debug_level: int = logging.INFO) -> InferenceEngineV2:
+    """An engine for a model of transformers in a folder, or of a name that `from_pretrained` knows.
+
+    Args:
+        engine_config: as of `InferenceEngineV2`.
+        debug_level: accepted without effect; `DS_LOG_LEVEL` sets what is logged.
+
+    Raises:
+        ConfigError: as `InferenceEngineV2`; also where transformers is not installed.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError("build_hf_engine: transformers is not installed; pip install transformers") from error
+    return InferenceEngineV2(AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval(), engine_config)
+
+
+def build_engine_from_ds_checkpoint(
+    path: str, engine_config: Any = None, debug_level: int = logging.INFO
+) -> InferenceEngineV2:
+    """An engine for a folder that `serialize` wrote. Arguments are those of `build_hf_engine`.
+
+    Raises:
+        ConfigError: the folder has no config.json; also as `build_hf_engine`.
+    """
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        raise ConfigError(
+            f"build_engine_from_ds_checkpoint: found no config.json in {path}; give a folder that serialize() wrote, "
+            "which is plain transformers (files that DeepSpeed's own serialize wrote are not read)"
+        )
+    return build_hf_engine(path, engine_config, debug_level)
+
+
+# ----- the model -----------------------------------------------------------------------------------------------------
+
+
+def _settings(given: Any) -> RaggedInferenceEngineConfig:
+    if isinstance(given, RaggedInferenceEngineConfig):
+        return given
+    if given is None or isinstance(given, Mapping):
+        return parse_section(RaggedInferenceEngineConfig, given or {})
+    return parse_section(RaggedInferenceEngineConfig, read_config(given))
+
+
+def _prepared(model: nn.Module, config: RaggedInferenceEngineConfig) -> InferenceEngine:
+    """With fused blocks, on this rank's device."""
+    tp_size = config.tensor_parallel.tp_size if config.tensor_parallel.enabled else 1
+    mode = config.quantization.quantization_mode
+    if isinstance(model, InferenceEngine):
+        if mode is not None or tp_size not in (1, model.mp_world_size):
+            found = f"quantization_mode {mode!r}" if mode is not None else f"tp_size {tp_size}"
+            raise ConfigError(
+                f"InferenceEngineV2: found an engine of init_inference, and {found} in the config; give it to "
+                "init_inference, or give the model itself"
+            )
+        return model
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"InferenceEngineV2: found {type(model).__name__}; give a causal language model of transformers, or what "
+            "init_inference returned for it"
+        )
+    _check_model(model)
+    keys: dict[str, Any] = {"dtype": dtype_of(model)}
+    if mode is not None:
+        keys = {"dtype": torch.int8, "quant": {"weight": {"num_bits": {"int8": 8, "int4": 4}[mode]}}}
+    if tp_size > 1:
+        keys["tensor_parallel"] = {"tp_size": tp_size}
+    return init_inference(model, replace_with_kernel_inject=True, **keys)
+
+
+def _check_model(model: Any) -> None:
+    name = type(model).__name__
+    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
+        raise ConfigError(f"InferenceEngineV2: {name} is no causal language model of transformers")
+    rotary = getattr(model.config, "rope_parameters", None) or {}
+    kind = rotary.get("rope_type") if isinstance(rotary, Mapping) else None
+    if kind in _ROTARY_BY_LENGTH:
+        raise ConfigError(
+            f"InferenceEngineV2: {name} has rotary embeddings of type {kind!r}, which depend on the longest sequence "
+            "of a forward; sequences of a batch would change each other. Use init_inference and generate"
+        )
+
+
+def _fused_blocks(model: Any) -> list[FusedBlock]:
+    """Of all layers, in order.
+
+    Raises:
+        ConfigError: a layer has none, or computes attention that a cache in blocks cannot.
+    """
+    _check_model(model)
+    name = type(model).__name__
+    found = [module.forward for module in model.modules() if isinstance(vars(module).get("forward"), FusedBlock)]
+    blocks = [each for each in found if isinstance(each, FusedBlock)]
+    total = int(getattr(model.config, "num_hidden_layers", len(blocks)))
+    if len(blocks) < max(total, 1):
+        raise ConfigError(
+            f"InferenceEngineV2: {len(blocks)} of {total} layers of {name} compute by fused blocks, which all have to; "
+            "see docs/howto/run-inference.md for the families, and give init_inference "
+            "replace_with_kernel_inject=True"
+        )
+    for block in blocks:
+        if not block.policy.is_causal:
+            raise ConfigError(f"InferenceEngineV2: {name} is an encoder; call the engine of init_inference")
+        if block.policy.alibi == "in_mask" and getattr(model.config, "alibi", False):
+            raise ConfigError(
+                f"InferenceEngineV2: {name} has ALiBi in its masks, which are not made here; use init_inference and "
+                "generate"
+            )
+    return sorted(blocks, key=lambda block: block.layer_index)
+
+
+def _check_distinct(uids: Sequence[int]) -> None:
+    if len(set(uids)) < len(uids):
+        again = next(uid for index, uid in enumerate(uids) if uid in uids[:index])
+        raise ConfigError(f"put: found uid {again} twice; give all new tokens of a sequence together")
+
+
+def _pairs(uids: Sequence[int], others: Sequence[Any]) -> list[tuple[int, Any]]:
+    if len(uids) != len(others) or not uids:
+        raise ConfigError(
+            f"InferenceEngineV2: found {len(uids)} uids and {len(others)} lists of tokens or lengths; give one for "
+            "each uid, and one uid at least"
+        )
+    return list(zip(uids, others, strict=True))
+
+
+complete(__name__)
