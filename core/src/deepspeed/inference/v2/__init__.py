@@ -10,11 +10,15 @@ _NAMES = {
     "DSStateManagerConfig": "deepspeed.config.inference:DSStateManagerConfig",
     "InferenceEngineV2": "deepspeed.inference.v2.engine_v2:InferenceEngineV2",
     "MemoryConfig": "deepspeed.config.inference:MemoryConfig",
+    "NewToken": "deepspeed.inference.v2.scheduler:NewToken",
     "RaggedInferenceEngineConfig": "deepspeed.config.inference:RaggedInferenceEngineConfig",
+    "Sampling": "deepspeed.inference.v2.scheduler:Sampling",
+    "Scheduler": "deepspeed.inference.v2.scheduler:Scheduler",
     "SchedulingError": "deepspeed.inference.v2.engine_v2:SchedulingError",
     "SchedulingResult": "deepspeed.inference.v2.engine_v2:SchedulingResult",
     "build_engine_from_ds_checkpoint": "deepspeed.inference.v2.engine_v2:build_engine_from_ds_checkpoint",
     "build_hf_engine": "deepspeed.inference.v2.engine_v2:build_hf_engine",
+    "generate": "deepspeed.inference.v2.scheduler:generate",
 }
 
 __all__ = sorted(_NAMES)  # noqa: PLE0605

@@ -132,6 +132,16 @@ class InferenceEngineV2:
         return self._max_context
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows: 0 to one fewer."""
+        return self._vocabulary
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._cache.block_size
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the cache."""
         return self._cache.num_blocks

@@ -1,0 +1,340 @@
+"""`Scheduler`: many requests over one `InferenceEngineV2`, by split-fuse (DeepSpeed-FastGen, arXiv 2401.08671).
+
+Every step computes about as many tokens: one of each sequence that generates, and for the rest of the budget parts of
+prompts, long ones cut, short ones together. So a long prompt does not hold up the others, and the forward has enough
+rows to be worth reading the weights.
+
+[Note: out of blocks] Sequences are admitted without blocks for what they will generate, so that blocks can run out.
+Then the newest request gives its own back, and is computed again later, behind its prompt and the tokens that it had:
+the tokens that it goes on with are the same. A request that would not fit into the whole cache is refused, and the
+oldest one never gives its blocks back, so each step comes nearer to the end.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import ConfigError, StateError
+from deepspeed.inference.v2.engine_v2 import InferenceEngineV2
+
+Finish = Literal["", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from its logits. A request has random numbers of its own, so that its tokens do not
+    depend on which others are there.
+
+    temperature: divides the logits; 0: the greatest is taken.
+    top_k: only so many of the greatest; 0: all.
+    top_p: only the greatest, until they have this probability together (arXiv 1904.09751).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"Sampling: found {self}, but temperature and top_k are 0 or more, and top_p is above 0, at most 1"
+            )
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[vocabulary] -> fp32, 0 for what is not among the greatest.
+
+        >>> Sampling(temperature=1.0, top_k=2).probabilities(torch.tensor([0.0, 1.0, 0.0, 1.0]))
+        tensor([0.0000, 0.5000, 0.0000, 0.5000])
+        """
+        scaled = logits.float() / self.temperature
+        if 0 < self.top_k < len(scaled):
+            least = scaled.topk(self.top_k).values[-1]
+            scaled = scaled.masked_fill(scaled < least, float("-inf"))
+        found = scaled.softmax(-1)
+        if self.top_p < 1:
+            ordered, indices = found.sort(descending=True)
+            is_beyond = ordered.cumsum(-1) - ordered >= self.top_p  # the first that reaches it stays
+            found = found.index_fill(0, indices[is_beyond], 0.0)
+            found = found / found.sum()
+        return found
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token of a request. finish: "" if more will come, "stop" after a stop token, "length" after the last."""
+
+    uid: int
+    token: int
+    finish: Finish
+
+
+@dataclass(eq=False)
+class Request:
+    """pending: tokens that were not computed yet: of the prompt, or the last generated one."""
+
+    uid: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop_tokens: frozenset[int]
+    sampling: Sampling
+    generated: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
+    random: torch.Generator = field(default_factory=torch.Generator)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the prompt was computed."""
+        return len(self.pending) == 1 and bool(self.generated)
+
+    def restart(self) -> None:
+        """All tokens are to be computed again, and the next one is chosen after them."""
+        self.pending = [*self.prompt, *self.generated]
+
+    def finish_after(self, token: int) -> Finish:
+        """Of a token that was just generated."""
+        if token in self.stop_tokens:
+            return "stop"
+        return "length" if len(self.generated) == self.max_new_tokens else ""
+
+
+class Scheduler:
+    """Call `submit` at any time between steps, and `step` as long as `has_work`.
+
+    Args:
+        engine: whose sequences are the scheduler's alone.
+        token_budget: of a step; None: state_manager.max_ragged_batch_size.
+        max_sequences: that have tokens in the cache at once; None: as many as a forward of the engine takes.
+
+    Raises:
+        ConfigError: a limit is above the engine's.
+    """
+
+    def __init__(
+        self, engine: InferenceEngineV2, token_budget: int | None = None, max_sequences: int | None = None
+    ) -> None:
+        limits = engine.config.state_manager
+        most = min(limits.max_tracked_sequences, limits.max_ragged_sequence_count)
+        self.engine = engine
+        self.token_budget = _within("token_budget", token_budget, limits.max_ragged_batch_size)
+        self.max_sequences = _within("max_sequences", max_sequences, most)
+        self._uids = count(max(engine.tracked_uids, default=-1) + 1)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # the oldest first
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is not finished."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no tokens in the cache."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have."""
+        return len(self._running)
+
+    # ----- requests --------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Iterable[int],
+        max_new_tokens: int,
+        *,
+        stop_tokens: Iterable[int] = (),
+        sampling: Sampling | None = None,
+    ) -> int:
+        """Add a request. Returns its uid, which its tokens have.
+
+        Args:
+            max_new_tokens: fewer are generated if a stop token is.
+            stop_tokens: a request ends with the first of them, which is given back too.
+
+        Raises:
+            ConfigError: tokens that the model does not know, or more than a sequence or the cache can have.
+        """
+        tokens = tuple(int(token) for token in prompt)
+        self._check(tokens, max_new_tokens)
+        request = Request(next(self._uids), tokens, max_new_tokens, frozenset(stop_tokens), sampling or Sampling())
+        request.random.manual_seed(request.sampling.seed)
+        request.restart()
+        self._waiting.append(request)
+        return request.uid
+
+    def _check(self, prompt: tuple[int, ...], max_new_tokens: int) -> None:
+        engine, block_size = self.engine, self.engine.block_size
+        if not prompt or max_new_tokens < 1:
+            raise ConfigError(
+                f"submit: found a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens}; give one or more "
+                "of both"
+            )
+        if min(prompt) < 0 or max(prompt) >= engine.vocabulary:
+            found = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise ConfigError(f"submit: the prompt holds {found}, but the model knows 0 to {engine.vocabulary - 1}")
+        total = len(prompt) + max_new_tokens - 1  # the last one is not computed
+        capacity = min(engine.max_context, engine.num_blocks * block_size)
+        if total > capacity:
+            raise ConfigError(
+                f"submit: a prompt of {len(prompt)} tokens and {max_new_tokens} new ones are more than the "
+                f"{capacity + 1} that one sequence can have: max_context is {engine.max_context}, and the cache has "
+                f"{engine.num_blocks} blocks of {block_size} tokens"
+            )
+
+    def cancel(self, uid: int) -> bool:
+        """Forget a request; whether it was there, since it may have finished meanwhile."""
+        for request in self._running:
+            if request.uid == uid:
+                self._forget(request)
+                return True
+        before = len(self._waiting)
+        self._waiting = deque(request for request in self._waiting if request.uid != uid)
+        return len(self._waiting) < before
+
+    # ----- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[NewToken]:
+        """One forward: a new token of each sequence that generates or whose prompt ended in it.
+
+        Raises:
+            StateError: nothing can be computed, since somebody else has the engine's blocks.
+        """
+        if not self.has_work:
+            return []
+        plan = self._plan()
+        if not plan:
+            raise StateError(
+                f"step: {self.num_waiting} requests wait, and nothing can be computed: sequences that are not the "
+                "scheduler's have the engine's blocks; flush them"
+            )
+        tokens = [torch.tensor(request.pending[:number]) for request, number in plan]
+        logits = self.engine.put([request.uid for request, _ in plan], tokens, do_checks=False)
+        done = []
+        for row, (request, number) in enumerate(plan):
+            del request.pending[:number]
+            if not request.pending:
+                done.append((row, request))
+        return self._advance(logits, done) if done else []
+
+    def _plan(self) -> list[tuple[Request, int]]:
+        """(request, tokens) of the next step: first those that generate, then prompts, the oldest first."""
+        plan: list[tuple[Request, int]] = []
+        left, blocks = self.token_budget, int(self.engine.free_blocks)
+        order = [each for each in self._running if each.generates]
+        order += [each for each in self._running if not each.generates]
+        for request in order:
+            if left == 0 or request not in self._running:  # it gave its blocks back just now
+                continue
+            wanted = min(left, len(request.pending))
+            number, needed = self.engine.query(request.uid, wanted, blocks)
+            while number < min(wanted, 1) and (newest := self._newest_but(request, plan)) is not None:
+                self._put_back(newest)
+                blocks = int(self.engine.free_blocks) - sum(self._needed(*each) for each in plan)
+                number, needed = self.engine.query(request.uid, wanted, blocks)
+            if number:
+                plan.append((request, number))
+                left, blocks = left - number, blocks - needed
+        while self._waiting and left and len(self._running) < self.max_sequences:
+            request = self._waiting[0]
+            _, whole = self.engine.query(request.uid, len(request.pending), self.engine.num_blocks)
+            if self._running and whole + len(self._running) > blocks:  # each will need one before long
+                break
+            number, needed = self.engine.query(request.uid, min(left, len(request.pending)), blocks)
+            if not number:
+                break
+            self._running.append(self._waiting.popleft())
+            plan.append((request, number))
+            left, blocks = left - number, blocks - needed
+        self._running.sort(key=lambda request: request.uid)
+        return plan
+
+    def _needed(self, request: Request, number: int) -> int:
+        return self.engine.query(request.uid, number, self.engine.num_blocks)[1]
+
+    def _newest_but(self, request: Request, plan: Sequence[tuple[Request, int]]) -> Request | None:
+        """The newest request that is newer than this one and not planned; see [Note: out of blocks]."""
+        planned = {each.uid for each, _ in plan}
+        newest = max((each for each in self._running if each.uid not in planned), key=lambda each: each.uid)
+        return newest if newest.uid > request.uid else None
+
+    def _put_back(self, request: Request) -> None:
+        self._forget(request)
+        request.restart()
+        self._waiting.appendleft(request)
+
+    def _forget(self, request: Request) -> None:
+        self._running.remove(request)
+        if self.engine.num_tokens(request.uid):  # none: its first forward failed
+            self.engine.flush(request.uid)
+
+    def _advance(self, logits: Tensor, done: Sequence[tuple[int, Request]]) -> list[NewToken]:
+        """Choose the next token of requests, each from its row of the logits."""
+        greatest = logits.argmax(-1).tolist()
+        found = []
+        for row, request in done:
+            token = greatest[row]
+            if request.sampling.temperature > 0:
+                chances = request.sampling.probabilities(logits[row]).cpu()
+                token = int(torch.multinomial(chances, 1, generator=request.random))
+            request.generated.append(token)
+            request.pending = [token]
+            finish = request.finish_after(token)
+            if finish:
+                self._forget(request)
+            found.append(NewToken(request.uid, token, finish))
+        return found
+
+    # ----- loops -----------------------------------------------------------------------------------------------------
+
+    def stream(self) -> Iterator[NewToken]:
+        """Tokens of all requests as they come, until none is left; more may be submitted meanwhile."""
+        while self.has_work:
+            yield from self.step()
+
+
+def generate(
+    engine: InferenceEngineV2,
+    prompts: Iterable[Iterable[int]],
+    max_new_tokens: int | Sequence[int],
+    *,
+    stop_tokens: Iterable[int] = (),
+    sampling: Sampling | None = None,
+    token_budget: int | None = None,
+) -> list[list[int]]:
+    """The new tokens of each prompt.
+
+    Args:
+        max_new_tokens: of each prompt, or of all.
+        stop_tokens, sampling: as `Scheduler.submit`. With a temperature prompt i has the seed `sampling.seed` + i.
+
+    Raises:
+        ConfigError: as `Scheduler` and its `submit`.
+    """
+    scheduler, given, stops = Scheduler(engine, token_budget), list(prompts), tuple(stop_tokens)
+    counts = [max_new_tokens] * len(given) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(counts) != len(given):
+        raise ConfigError(f"generate: found {len(given)} prompts and {len(counts)} numbers of new tokens")
+    base = sampling or Sampling()
+    uids = []
+    for index, (prompt, number) in enumerate(zip(given, counts, strict=True)):
+        own = Sampling(base.temperature, base.top_k, base.top_p, base.seed + index)
+        uids.append(scheduler.submit(prompt, number, stop_tokens=stops, sampling=own))
+    found: dict[int, list[int]] = {uid: [] for uid in uids}
+    for new in scheduler.stream():
+        found[new.uid].append(new.token)
+    return [found[uid] for uid in uids]
+
+
+def _within(name: str, asked: int | None, most: int) -> int:
+    if asked is None:
+        return most
+    if not 1 <= asked <= most:
+        raise ConfigError(f"Scheduler: {name} is {asked}, but the engine's limits allow 1 to {most}")
+    return asked
