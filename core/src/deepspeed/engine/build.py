@@ -32,6 +32,7 @@ from deepspeed.engine.optimizers import (
     choose_optimizer,
     choose_scheduler,
     trainable,
+    warn_without_optimizer,
 )
 from deepspeed.engine.pipeline import PipelineEngine, mesh_of_pipeline
 from deepspeed.engine.saving import create_saving
@@ -192,10 +193,14 @@ def _initialize(
         aio=settings.aio,
         rank=comm.get_rank(),
     )
+    params = trainable(module, model_parameters)
+    if optimizer is None and settings.optimizer is None:
+        arguments = {"model_parameters": model_parameters, "training_data": training_data}
+        warn_without_optimizer(params, given=" and ".join(name for name in arguments if arguments[name] is not None))
     basic_optimizer = choose_optimizer(
         settings.optimizer,
         optimizer,
-        trainable(module, model_parameters),
+        params,
         module,
         on_host=asks_for_host(zero.offload_optimizer),
         forces_host=settings.zero_force_ds_cpu_optimizer,

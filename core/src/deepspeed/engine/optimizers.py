@@ -74,8 +74,6 @@ def choose_optimizer(
         ConfigError: for what is no optimizer, or has nothing to train.
     """
     if given is not None:
-        if section is not None:
-            log.log_dist("the optimizer given to initialize() is used, not the config's")
         optimizer = given if isinstance(given, Optimizer) or not callable(given) else given(params)
         if not isinstance(optimizer, Optimizer):
             found = "gave" if callable(given) else "is"
@@ -88,6 +86,11 @@ def choose_optimizer(
                 f"zero_force_ds_cpu_optimizer: found true, with offload_optimizer and an optimizer of the class "
                 f"{type(optimizer).__name__}, which is slow on the host; use deepspeed.ops.adam.DeepSpeedCPUAdam (or "
                 'Adagrad, Lion), name the optimizer in the config, or set "zero_force_ds_cpu_optimizer": false'
+            )
+        if section is not None:
+            log.announce(
+                f"optimizer: {type(optimizer).__name__}, which initialize() was given, is used in place of the "
+                f"config's {section.type}"
             )
         return optimizer
     if section is None:
@@ -108,11 +111,7 @@ def choose_optimizer(
 
 def _refuse_nothing_to_train(name: str, params: list[Any], module: torch.nn.Module) -> None:
     """Called for an optimizer that the config names; none would be made, and the first step would blame the config."""
-    given: list[Any] = []
-    for group in params:
-        members = group.get("params", []) if isinstance(group, dict) else group
-        is_many = isinstance(members, Iterable) and not isinstance(members, torch.Tensor)
-        given += members if is_many else [members]
+    given = _members(params)
     if any(getattr(param, "requires_grad", True) for param in given):
         return
     num_trainable = sum(param.requires_grad for param in module.parameters())
@@ -128,6 +127,31 @@ def _refuse_nothing_to_train(name: str, params: list[Any], module: torch.nn.Modu
     )
 
 
+def _members(params: list[Any]) -> list[Any]:
+    """What `trainable` gave, without groups."""
+    given: list[Any] = []
+    for group in params:
+        members = group.get("params", []) if isinstance(group, dict) else group
+        is_many = isinstance(members, Iterable) and not isinstance(members, torch.Tensor)
+        given += members if is_many else [members]
+    return given
+
+
+def warn_without_optimizer(params: list[Any], *, given: str) -> None:
+    """Called where neither the caller nor the config names an optimizer: a script that trains would find it at its
+    first step.
+
+    Args:
+        params: of `trainable`.
+        given: the argument of `initialize` that only a training script gives; empty for none.
+    """
+    if given and any(getattr(param, "requires_grad", True) for param in _members(params)):
+        log.warn_once(
+            f"initialize: found {given} and no optimizer; the engine only evaluates, and step() raises. To train, name "
+            'one in the config ("optimizer") or give one to initialize()'
+        )
+
+
 def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | None, optimizer: Optimizer | None) -> Any:
     """The user's learning rate schedule, or the config's, or None. A callable gets the optimizer."""
     named = section is not None and section.type is not None
@@ -140,7 +164,13 @@ def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | Non
         return None  # a callable without an optimizer to give it
     if given is not None:
         is_scheduler = hasattr(given, "step") and not isinstance(given, type)
-        return given if is_scheduler or not callable(given) or optimizer is None else given(optimizer)
+        scheduler = given if is_scheduler or not callable(given) or optimizer is None else given(optimizer)
+        if section is not None and section.type is not None:
+            log.announce(
+                f"scheduler: {type(scheduler).__name__}, which initialize() was given, is used in place of the "
+                f"config's {section.type}"
+            )
+        return scheduler
     if section is None or section.type is None or optimizer is None:
         return None
     return create_scheduler(section.type, section.params, optimizer)

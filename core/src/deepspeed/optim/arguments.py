@@ -13,38 +13,64 @@ from torch import Tensor
 
 from deepspeed.errors import ConfigError
 
+#: what other libraries call a parameter, without regard to case and underscores: its names here, the likeliest first
+_OTHER_NAMES = {
+    "learningrate": ("lr", "max_lr", "warmup_max_lr"),
+    "baselr": ("lr",),
+    "stepsize": ("lr",),
+    "beta": ("betas", "momentum"),
+    "beta1": ("betas", "momentum"),
+    "beta2": ("betas",),
+    "rho": ("alpha",),
+    "epsilon": ("eps",),
+    "decay": ("weight_decay",),
+    "wd": ("weight_decay",),
+    "l2": ("weight_decay",),
+    "adamwmode": ("adam_w_mode",),
+    "warmup": ("warmup_num_steps",),
+    "numwarmupsteps": ("warmup_num_steps",),
+    "numtrainingsteps": ("total_num_steps",),
+    "maxsteps": ("total_num_steps",),
+}
+
 
 def suggestion(name: str, known: Collection[str]) -> str:
     """' Did you mean "X"?' with the nearest of `known`, without regard to case, or ''."""
     by_lower = {word.lower(): word for word in known}
-    near = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
+    others = _OTHER_NAMES.get(re.sub(r"[\W_]", "", name).lower(), ())
+    near = [word for word in others if word in by_lower]
+    near = near or difflib.get_close_matches(name.lower(), list(by_lower), n=1)
     return f' Did you mean "{by_lower[near[0]]}"?' if near else ""
 
 
-def construct(cls: type, first: Any, arguments: Mapping[str, Any], path: str, documented: Collection[str] = ()) -> Any:
+def construct(
+    cls: type, first: Any, arguments: Mapping[str, Any], path: str, name: str, documented: Collection[str] = ()
+) -> Any:
     """`cls(first, **arguments)`; for every fault in `arguments` a ConfigError that starts with its key.
 
-    `path` is the section of the arguments in the config ("optimizer.params"). Lists for tuples become tuples.
-    `documented`: keys which chose `cls` and are no longer in `arguments`, to name beside those of `cls`.
+    `path` is the section of the arguments in the config ("optimizer.params"), and `name` the name there that `cls` was
+    chosen for. Lists for tuples become tuples. `documented`: keys which chose `cls` and are no longer in `arguments`,
+    to name beside those of `cls`.
     """
+    label = cls.__name__ if cls.__name__.lower() == name.lower() else f"{name} ({cls.__name__})"
     parameters = list(inspect.signature(cls).parameters.values())[1:]  # without the optimizer's params
     accepted = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     checked = {}
     for key, value in arguments.items():
         if key not in accepted:
             names = sorted({*accepted, *documented})
-            raise ConfigError(f"{path}.{key}: {cls.__name__} has no such parameter.{suggestion(key, names)} "
+            raise ConfigError(f"{path}.{key}: {label} has no such parameter.{suggestion(key, names)} "
                               f"It accepts {', '.join(names)}")  # fmt: skip
         checked[key] = _checked_value(value, accepted[key], f"{path}.{key}")
     missing = [p.name for p in accepted.values() if p.default is p.empty and p.name not in arguments]
     if missing:
-        raise ConfigError(f"{path}.{missing[0]}: found nothing, but {cls.__name__} needs it; give it a value")
+        raise ConfigError(f"{path}.{missing[0]}: found nothing, but {label} needs it; give it a value")
     try:
         return cls(first, **checked)
     except ConfigError as error:
         raise ConfigError(f"{path}.{error}") from error
     except (TypeError, ValueError, RuntimeError, AttributeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{path}: {cls.__name__} refused {checked!r}: {error}") from error
+        raise ConfigError(f"{path}: {label} refused {checked!r}: {error}") from error
 
 
 def _checked_value(value: Any, parameter: inspect.Parameter, path: str) -> Any:

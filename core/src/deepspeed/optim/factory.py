@@ -48,7 +48,7 @@ def create_optimizer(
     else:
         cls = _class_of_torch(type, torch.optim, torch.optim.Optimizer, "optimizer.type", _NATIVE_NAMES)
     documented = _ADAM_KEYS if key in ("adam", "adamw") else ()
-    return construct(cls, list(param_groups), arguments, _OPTIMIZER_PATH, documented)
+    return construct(cls, list(param_groups), arguments, _OPTIMIZER_PATH, str(type), documented)
 
 
 def create_scheduler(type: str, params: Mapping[str, Any], optimizer: Any) -> Any:
@@ -61,13 +61,13 @@ def create_scheduler(type: str, params: Mapping[str, Any], optimizer: Any) -> An
     own = {name.lower(): name for name in lr_schedules.VALID_LR_SCHEDULES}
     if str(type).lower() in own:
         cls = getattr(lr_schedules, own[str(type).lower()])
-        return construct(cls, optimizer, params, _SCHEDULER_PATH)
+        return construct(cls, optimizer, params, _SCHEDULER_PATH, str(type))
     base = torch.optim.lr_scheduler.LRScheduler
     names = lr_schedules.VALID_LR_SCHEDULES
     cls = _class_of_torch(type, torch.optim.lr_scheduler, base, "scheduler.type", names)
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # torch's schedules insist on the class
-    return construct(cls, optimizer, params, _SCHEDULER_PATH)
+    return construct(cls, optimizer, params, _SCHEDULER_PATH, str(type))
 
 
 def _adam(arguments: dict[str, Any], offload: bool, *, always_w: bool) -> type:

@@ -41,6 +41,36 @@ def test_names_in_place_of_parameters(net, single_rank):
         deepspeed.initialize(model=net, model_parameters=["weight", "bias"], config=CONFIG)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("form", ["object", "callable"])
+def test_one_line_says_which_optimizer_is_used(net, single_rank, lines, stage, form):
+    def given(params):
+        return torch.optim.Adagrad(params, lr=0.1)
+
+    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    optimizer = given(net.parameters()) if form == "object" else given
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+    said = "optimizer: Adagrad, which initialize() was given, is used in place of the config's SGD"
+    assert [text for _, text in lines if text.startswith("optimizer: ")] == [said]
+    assert isinstance(engine.basic_optimizer, torch.optim.Adagrad)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("form", ["object", "callable"])
+def test_one_line_says_which_schedule_is_used(net, single_rank, lines, form):
+    def given(optimizer):
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    config = {"train_batch_size": 2, "scheduler": {"type": "WarmupLR"}}
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=optimizer, lr_scheduler=given(optimizer) if form == "object" else given, config=config
+    )
+    said = "scheduler: ConstantLR, which initialize() was given, is used in place of the config's WarmupLR"
+    assert [text for _, text in lines if ": " in text and "which initialize() was given" in text] == [said]
+    engine.destroy()
+
+
 def test_a_yaml_file(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("train_batch_size: 2\n")

@@ -2,9 +2,11 @@
 
 import deepspeed
 import pytest
-from deepspeed.errors import ConfigError
+import torch
+from deepspeed.errors import ConfigError, StateError
 from deepspeed.log import warn_once
 from torch import nn
+from torch.utils.data import TensorDataset
 
 SGD = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
@@ -56,4 +58,44 @@ def test_a_schedule_without_an_optimizer_is_told(lines, given):
     engine, _, _, scheduler = deepspeed.initialize(model=nn.Linear(4, 2), lr_scheduler=given, config=config)
     assert scheduler is None
     assert [text for level, text in lines if level == "WARNING" and "schedule and no optimizer for it" in text]
+    engine.destroy()
+
+
+def given_data(model):
+    return {"training_data": TensorDataset(torch.zeros(4, 4))}
+
+
+def given_parameters(model):
+    return {"model_parameters": list(model.parameters())}
+
+
+def in_groups(model):
+    return {"model_parameters": [{"params": [model.weight]}]}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [(given_data, "training_data"), (given_parameters, "model_parameters"), (in_groups, "model_parameters")],
+)
+def test_what_is_to_be_trained_without_an_optimizer_is_told_at_the_start(lines, arguments, name, stage):
+    warn_once.cache_clear()
+    model = nn.Linear(4, 2)
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=model, config=config, **arguments(model))
+    (said,) = [text for level, text in lines if level == "WARNING"]
+    assert said.startswith(f"initialize: found {name} and no optimizer; the engine only evaluates, and step() raises. ")
+    with pytest.raises(StateError, match="step: the engine has no optimizer; give one to initialize"):
+        engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("is_trainable", [True, False])
+def test_an_engine_that_only_evaluates_is_quiet(lines, is_trainable, stage):
+    model = nn.Linear(4, 2).requires_grad_(is_trainable)
+    arguments = {} if is_trainable else given_parameters(model)
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=model, config=config, **arguments)
+    assert not [text for level, text in lines if level == "WARNING"]
     engine.destroy()
