@@ -5,9 +5,9 @@ Here each rank enters its name in the job's store and waits there for the others
 meanwhile, so after a failure the ranks go on. Called at the begin of `save_checkpoint` and `load_checkpoint`.
 
 The ranks meet in rounds. One operation of the store ends a round, for all of them: of the rank that comes last, or of
-one that has waited until its limit, is interrupted, or sees that another one has ended. After the latter, ranks that
-wait or come later meet in the next round. A rank that is interrupted when all have come goes on with them, and is
-interrupted later (`interrupts.py`).
+one that has waited until its limit, is interrupted, or sees that another one has ended, or waits for this one elsewhere
+(`parted.py`: then all that are in it raise). After the latter, ranks that wait or come later meet in the next round. A
+rank that is interrupted when all have come goes on with them, and is interrupted later (`interrupts.py`).
 """
 
 import time
@@ -16,6 +16,7 @@ from collections import Counter
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, Store
 
+from deepspeed.comm import parted
 from deepspeed.comm.ended import clause_of, ended_members
 from deepspeed.comm.interrupts import any_held, handle_held, held
 from deepspeed.errors import CommError
@@ -50,6 +51,7 @@ class Arrivals:
 
         Raises:
             CommError: a rank did not come within `limit_s`; it is named. The group can be used as before.
+            RanksParted: a rank is in another call, in which it waits for this one. The caller has failed in a step.
         """
         with held():
             self._wait_for_all(call)
@@ -59,13 +61,18 @@ class Arrivals:
         wait = _Wait(store, self._group, f"{self._prefix}/{call}", call, self._num_ended[call])
         while (ended_by := wait.meet(self.limit_s)) != _ALL:
             self._num_ended[call] += 1
+            if ended_by.startswith(parted.PARTED):
+                if not wait.came_late:
+                    raise parted.RanksParted(ended_by.removeprefix(parted.PARTED))
+                wait.begin_next()
+                continue
             if ended_by == str(self._group.rank()):
                 handle_held()  # raises, or only notes the signal: then this rank waits on, in the next round
                 if wait.absent:
                     waited = f"and waited for {self.limit_s:g} s: {wait.absent}"
                     if wait.ended:
                         waited = f"and {wait.ended} without it"
-                    raise CommError(f"rank {torch_dist.get_rank()} called {call} {waited}. {_advice(call)}")
+                    raise CommError(f"rank {torch_dist.get_rank()} called {call} {waited}. {parted.advice(call)}")
             wait.begin_next(ended_by)
         if self._group.rank() == 0:
             for number in range(self._num_deleted[call], self._num_ended[call]):  # every rank has seen their end
@@ -87,7 +94,9 @@ class _Wait:
         self._store, self._group, self._prefix, self._call = store, group, prefix, call
         self._first = self._number = number
         self._gave_up: set[int] = set()
-        self._began_s, self._has_warned = time.monotonic(), False
+        self._began_s, self._has_warned, self._is_noted = time.monotonic(), False, False
+        self.came_late = False
+        """Whether the round had ended when this rank came to it."""
         self.absent = ""
         """Of a round that this rank gave up for good: the ranks that were not in it, as a clause."""
         self.ended = ""
@@ -95,26 +104,41 @@ class _Wait:
 
     def meet(self, limit_s: float) -> str:
         """Come to the round. Returns how it ended."""
-        end, rank = self.key(self._number, "end"), str(self._group.rank())
+        self.came_late = True
         if self._store.add(self.key(self._number, "count"), 1) == self._group.size():
             return self._end(_ALL)
-        self._store.set(self.key("last round of", rank), str(self._number))
+        self._store.set(self.key("last round of", str(self._group.rank())), str(self._number))
+        try:
+            return self._wait(limit_s)
+        finally:
+            if self._is_noted:
+                self._is_noted = False
+                parted.take_note_back(self._store)
+
+    def _wait(self, limit_s: float) -> str:
+        end, rank = self.key(self._number, "end"), str(self._group.rank())
         while not self._store.check([end]):
+            self.came_late = False
             waited_s = time.monotonic() - self._began_s
             if waited_s > _WARNING_S and not self._has_warned:
                 self._has_warned = True
-                logger.warning("%s waits: %s. %s", self._call, self._find_absent(), _advice(self._call))
+                logger.warning("%s waits: %s. %s", self._call, self._find_absent(), parted.advice(self._call))
             if waited_s > limit_s or self._find_ended():
                 self.absent = self._find_absent()  # before others can go to the next round
                 return self._end(rank)
             if any_held():
                 return self._end(rank)
+            if waited_s > parted.NOTED_S and not self._is_noted:
+                parted.put_note(self._store, self._call, self._prefix, end, self._group)
+                self._is_noted = True
+            if waited_s > parted.FIRST_LOOK_S and (found := self._find_parted()) is not None:
+                return self._end(parted.PARTED + str(found))
             time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
         return self._store.get(end).decode()
 
-    def begin_next(self, gave_up: str) -> None:
-        """Go to the next round, after this one was ended by a rank."""
-        if int(gave_up) != self._group.rank():
+    def begin_next(self, gave_up: str = "") -> None:
+        """Go to the next round, after this one was ended, by a rank that gave up or as ranks had parted."""
+        if gave_up and int(gave_up) != self._group.rank():
             self._gave_up.add(int(gave_up))
         self._number += 1
 
@@ -126,6 +150,10 @@ class _Wait:
             }
             self.ended = clause_of(rank for rank in ended if ranks[rank] < self._number)
         return self.ended
+
+    def _find_parted(self) -> parted.RanksParted | None:
+        """Whether a rank waits for this one in another call of this kind."""
+        return parted.find(self._group, self._call, lambda _, note: note.kind != self._prefix, calls=True)
 
     def _last_rounds(self) -> list[int]:
         """By rank of the group, the last round that it came to."""
@@ -152,10 +180,3 @@ class _Wait:
 
     def _named(self, ranks: set[int]) -> str:
         return ", ".join(str(torch_dist.get_global_rank(self._group, rank)) for rank in sorted(ranks))
-
-
-def _advice(call: str) -> str:
-    return (
-        f"Every rank must call {call} at the same point of the program: not only one of them, under `if rank == 0:`. "
-        "Nor may another call part them, such as a step, or generate() and a forward of ZeRO-3, on some ranks only."
-    )

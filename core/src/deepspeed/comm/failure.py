@@ -66,6 +66,11 @@ class FailureRecord:
         self._logged = ""
         _num_records[name] += 1
 
+    @property
+    def name(self) -> str:
+        """Of this record, on all ranks of the group."""
+        return self._prefix
+
     def record(self, epoch: int) -> None:
         """Record the exception that is being handled. If a peer failed before, log that failure, which is the cause."""
         error = sys.exc_info()[1]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm import parted
 from deepspeed.comm.failure import FailureRecord
 from deepspeed.config.precision import dtype_name
 from deepspeed.errors import CommError
@@ -66,6 +67,17 @@ class Issued:
         self._number = 0
         self._checksum = 0
         self._num_compared = 0
+        self.name = f"{failures.name}/{epoch}"
+        parted.count(self)
+
+    @property
+    def number(self) -> int:
+        """How many are issued."""
+        return self._number
+
+    def num_started(self) -> dict[str, int]:
+        """For `parted.py`."""
+        return {self.name: self._number}
 
     def add(self, collective: Collective) -> None:
         """One more is issued."""

@@ -4,10 +4,14 @@ Messages from one rank to another with one tag arrive in the order in which they
 peer but `Work.wait` and `connect`.
 """
 
+from collections import Counter
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
+from deepspeed.comm import parted
 from deepspeed.comm.backend import Messages, Work
 from deepspeed.comm.give_up import join
 from deepspeed.comm.group_backend import group_backend
@@ -30,7 +34,9 @@ class PointToPoint:
         self._host: Messages | None = None
         self._watch = Watch(group)
         self._is_connected = False
+        self._started: Counter[str] = Counter()
         join(self)
+        parted.count(self)
 
     @property
     def completes_on_host(self) -> bool:
@@ -83,18 +89,29 @@ class PointToPoint:
         except RuntimeError as error:
             raise self._watch.explained(error, message) from error
         assert work is not None
-        return _Message(work, self._watch, message)
+        source, target = (self.rank, peer) if kind.startswith("a send") else (peer, self.rank)
+        lane = f"{self._watch.issued.name}/{source} to {target}, tag {tag}: "
+        own, other = ("sent", "received") if source == self.rank else ("received", "sent")
+        self._started[lane + own] += 1
+        return _Message(work, self._watch, message, ranks[peer], lane + other, self._started[lane + own])
+
+    def num_started(self) -> Mapping[str, int]:
+        """For `parted.py`."""
+        return self._started
 
 
 class _Message:
-    """A send or a receive in flight."""
+    """A send or a receive in flight, the message `number` of those that the rank `peer` counts under `name`."""
 
-    __slots__ = ("_message", "_watch", "_work")
+    __slots__ = ("_message", "_name", "_number", "_peer", "_watch", "_work")
 
-    def __init__(self, work: torch_dist.Work, watch: Watch, message: Collective) -> None:
+    def __init__(
+        self, work: torch_dist.Work, watch: Watch, message: Collective, peer: int, name: str, number: int
+    ) -> None:
         self._work: torch_dist.Work | None = work
         self._watch = watch
         self._message = message
+        self._peer, self._name, self._number = peer, name, number
 
     def poll(self) -> bool:
         """Whether it is complete; an error is for `wait` to raise."""
@@ -106,6 +123,13 @@ class _Message:
         if work is None:
             return
         try:
-            work.wait()
+            with parted.looking(self._look):
+                work.wait()
         except RuntimeError as error:
             raise self._watch.explained(error, self._message) from error
+
+    def _look(self) -> None:
+        def never_comes(rank: int, note: parted.Note) -> bool:
+            return rank == self._peer and note.num_started.get(self._name, 0) < self._number
+
+        self._watch.look(self._message, never_comes)

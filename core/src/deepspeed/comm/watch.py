@@ -8,6 +8,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
+from deepspeed.comm import parted
 from deepspeed.comm.backend import Work
 from deepspeed.comm.ended import ended_clause
 from deepspeed.comm.failure import FailureRecord, PeerFailed
@@ -39,6 +40,7 @@ class Watch:
     def _begin_epoch(self) -> None:
         self.issued = Issued(self._of.rank(), self._of.size(), self._failures, self._epoch)
         self._is_compared = False
+        self._parted: CommError | None = None
 
     def connect(self) -> ProcessGroup:
         """The group in which works run: one of its own where the library needs it, and a new one after a failure.
@@ -64,6 +66,8 @@ class Watch:
         """What a collective that fails so is to raise: which rank failed before, or how the ranks differ."""
         if isinstance(error, CommError):
             return error
+        if self._parted is not None:
+            return self._parted
         asked = f"rank {torch_dist.get_rank()} cannot finish {collective}"
         if cause := self._failures.first(self._epoch):
             return PeerFailed(f"{asked}: {cause}. The output of the rank that failed first says why", cause)
@@ -73,6 +77,13 @@ class Watch:
                 f"batches ({first_line(error)})"
             )
         return CommError(f"{asked}: {first_line(error)}. {self._difference(error)}")
+
+    def look(self, waits_in: object, never_comes: Callable[[int, parted.Note], bool]) -> None:
+        """Called by another thread while this rank waits, see `parted.find`; if that finds something the wait raises
+        it."""
+        if self._parted is None and (error := parted.find(self._of, str(waits_in), never_comes)) is not None:
+            self._parted = error
+            self.close()
 
     def _difference(self, error: RuntimeError) -> str:
         """How the ranks differ, the first time that it is asked for."""
@@ -135,6 +146,7 @@ class _Watched:
         self._watch = watch
         self._work = work
         self._collective = collective
+        self._name, self._number = watch.issued.name, watch.issued.number
 
     def poll(self) -> bool:
         """Poll; a failure names the rank that failed first."""
@@ -146,6 +158,10 @@ class _Watched:
     def wait(self) -> None:
         """Wait; a failure names the rank that failed first."""
         try:
-            self._work.wait()
+            with parted.looking(self._look):
+                self._work.wait()
         except RuntimeError as error:
             raise self._watch.explained(error, self._collective) from error
+
+    def _look(self) -> None:
+        self._watch.look(self._collective, lambda _, note: note.num_started.get(self._name, 0) < self._number)

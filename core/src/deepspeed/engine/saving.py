@@ -18,6 +18,7 @@ from deepspeed.checkpoint.state_types import as_damage
 from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.give_up import begin_use
 from deepspeed.comm.interrupts import held
+from deepspeed.comm.parted import RanksParted
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.engine.adapting import with_own_parts, with_own_states, with_own_weights
@@ -153,7 +154,11 @@ class Saving:
         collectives."""
         if self._meet is None:
             return
-        self._meet(call)
+        try:
+            self._meet(call)
+        except RanksParted:  # the others fail in a step, or in another call
+            self._state.sharding.abandon()
+            raise
         given = self._gather(repr(arguments)) if arguments else []
         if len(set(given)) > 1:
             raise CheckpointError(

@@ -96,6 +96,8 @@ def create_ranks(monkeypatch):
         monkeypatch.setattr(torch_dist, "get_rank", lambda: turns._rank.number)
         monkeypatch.setattr(arrivals, "time", SimpleNamespace(monotonic=turns.now_s, sleep=lambda _: turns.wait()))
         monkeypatch.setattr(arrivals, "_WARNING_S", _LONG_S)
+        monkeypatch.setattr(arrivals.parted, "NOTED_S", _LONG_S)
+        monkeypatch.setattr(arrivals.parted, "FIRST_LOOK_S", _LONG_S)
         monkeypatch.setattr(arrivals, "ended_members", lambda group: [])
         for rank in range(world_size):
             monkeypatch.setattr(arrivals, "_num_made", {"a group": 0})

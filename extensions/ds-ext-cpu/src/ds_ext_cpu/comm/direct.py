@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.comm import parted
 from deepspeed.comm.backend import Work
 from deepspeed.comm.failure import FailureRecord, handled_consequence
 from deepspeed.comm.libraries import timeout_of
@@ -74,6 +75,7 @@ class DirectQueue:
         self.world_size = torch_dist.get_world_size(group)
         self.staging = staging
         self.board, self.peers, first_epoch = meeting
+        self._group = group
         self._timeout_s = timeout_of(group).total_seconds()
         self.done = 0  # the last collective for which this rank has read
         self._left = 0  # what that was in the last epoch that had collectives
@@ -169,9 +171,16 @@ class DirectQueue:
         """Whether a peer left, or this rank was interrupted, and it is in the next epoch already."""
         return isinstance(self._failure, PeerLeft | _Interrupted)
 
-    def wait_until(self, is_over: Callable[[], bool], number: int) -> None:
-        """Go on with the collectives of all groups until `is_over`, which is about the collective `number`."""
-        wait_until(self, lambda: self._look(is_over, number), self._timeout_s, lambda: self._fail(self._late(number)))
+    def wait_until(self, is_over: Callable[[], bool], number: int, text: str) -> None:
+        """Go on with the collectives of all groups until `is_over`, which is about the collective `number`, for errors
+        `text`."""
+        wait_until(
+            self,
+            lambda: self._look(is_over, number),
+            self._timeout_s,
+            lambda: self._fail(self._late(number)),
+            lambda: self._never(number, text),
+        )
 
     def poll(self, is_over: Callable[[], bool], number: int) -> bool:
         """`is_over`, which is about the collective `number`, after advancing. Waits for nothing."""
@@ -301,8 +310,21 @@ class DirectQueue:
         self.board.leave(self.done, NOTHING_MORE)
         return failure
 
+    def _never(self, number: int, text: str) -> CommError | None:
+        """Of peers that wait for this rank elsewhere, where they do not advance: what to raise."""
+        try:
+            with lock:
+                behind = self._behind(number)
+        except PeerLeft:  # for the next look at the boards, which joins its epoch
+            return None
+        return parted.find(self._group, text, lambda rank, _: rank in behind)
+
+    def _behind(self, number: int) -> list[int]:
+        """The ranks, as the job counts them, that have not come to the end of a collective."""
+        return [peer.rank for peer in self.peers.values() if not peer.is_done(number)]
+
     def _late(self, number: int) -> CommError:
-        behind = [peer.rank for peer in self.peers.values() if not peer.is_done(number)]
+        behind = self._behind(number)
         return CommError(
             f"rank {torch_dist.get_rank()} waited {self._timeout_s:g} s, the group's timeout, in a collective to whose "
             f"end ranks {behind} have not come. See what they are doing; if they are only slow, give "

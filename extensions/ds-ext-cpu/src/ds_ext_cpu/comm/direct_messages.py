@@ -17,6 +17,7 @@ from collections import deque
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.comm import parted
 from deepspeed.comm.failure import FailureRecord, PeerFailed
 from deepspeed.comm.libraries import timeout_of
 from deepspeed.comm.values import all_gather_values
@@ -160,7 +161,13 @@ class DirectMessages:
         return message.is_over
 
     def wait_for(self, message: "DirectMessage") -> None:
-        wait_until(self, lambda: self.is_over(message), self._timeout_s, lambda: self._late(message))
+        wait_until(
+            self,
+            lambda: self.is_over(message),
+            self._timeout_s,
+            lambda: self._late(message),
+            lambda: parted.find(self._group, str(message), lambda rank, _: rank == self.rank_of(message.peer)),
+        )
 
     def _advance(self) -> None:
         for arriving in self._incoming.values():

@@ -87,7 +87,7 @@ class Reading(ABC):
 
     def wait(self) -> None:
         """Return when `announced_N` and the results may be used."""
-        self._queue.wait_until(self._is_over, self.number)
+        self._queue.wait_until(self._is_over, self.number, self._what.text)
 
     def _is_over(self) -> bool:
         self._queue.advance()

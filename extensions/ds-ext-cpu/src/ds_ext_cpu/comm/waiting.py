@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from deepspeed.comm import parted
 from deepspeed.errors import CommError
 
 #: looks at the boards before a wait gives the processor away; the pauses then grow with the time waited, to a limit
@@ -36,13 +37,21 @@ queues: "weakref.WeakSet[Queue]" = weakref.WeakSet()
 lock = threading.RLock()
 
 
-def wait_until(queue: Queue, is_over: Callable[[], bool], timeout_s: float, late: Callable[[], CommError]) -> None:
+def wait_until(
+    queue: Queue,
+    is_over: Callable[[], bool],
+    timeout_s: float,
+    late: Callable[[], CommError],
+    never: Callable[[], CommError | None],
+) -> None:
     """Go on with all queues until `is_over`, which advances `queue`.
 
     Raises:
-        CommError: what `is_over` raises, or `late` gives after `timeout_s` seconds.
+        CommError: what `is_over` raises, or `late` gives after `timeout_s` seconds, or `never` in a long wait: peers
+            will not come (`deepspeed.comm.parted`).
     """
     start_s = time.monotonic()
+    looked_s = start_s + parted.FIRST_LOOK_S / 2
     for look in itertools.count():
         with lock:
             if is_over():
@@ -56,4 +65,8 @@ def wait_until(queue: Queue, is_over: Callable[[], bool], timeout_s: float, late
         if waited_s > timeout_s:
             with lock:
                 raise late()
+        if start_s + waited_s > looked_s + parted.FIRST_LOOK_S / 2:
+            looked_s = start_s + waited_s
+            if (error := never()) is not None:
+                raise error
         time.sleep(min(max(waited_s * _PAUSE_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))

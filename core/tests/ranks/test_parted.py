@@ -1,0 +1,123 @@
+"""Ranks that wait for each other in different calls: one error on each, at once, and all can go on afterwards.
+
+The timeout of groups and `checkpoint.wait_s` are half an hour: ranks that are not told hang until the pool's limit.
+"""
+
+import os
+import re
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.comm import parted
+from deepspeed.comm.group_backend import forget
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
+from torch import nn
+
+WIDTH = 8
+
+
+def create_engine(path, stage):
+    os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"  # put back after the job
+    forget()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "checkpoint": {"wait_s": 1800},
+    }
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def train_step(engine):
+    engine.backward(engine(torch.full((2, WIDTH), 1.0 + torch.distributed.get_rank())).square().mean())
+    engine.step()
+
+
+def evaluate(engine):
+    with torch.no_grad():
+        engine(torch.ones(2, WIDTH))
+
+
+def caught(call):
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def sums(engine):
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return [float(param.detach().double().sum()) for param in engine.module.parameters()]
+
+
+def part(path, stage, others_do, folder):
+    """The last rank makes the call alone that saves or loads, while the others do something else."""
+    parted.FIRST_LOOK_S = 0.2
+    engine = create_engine(path, stage)
+    train_step(engine)
+    engine.save_checkpoint(folder)
+    is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    other = {
+        "step": lambda: train_step(engine),
+        "evaluation": lambda: evaluate(engine),
+        "load": lambda: engine.load_checkpoint(folder),
+    }[others_do]
+    found = caught(lambda: engine.save_checkpoint(folder) if is_last else other())
+    train_step(engine)
+    engine.save_checkpoint(folder)
+    weights = sums(engine)
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    return found, weights
+
+
+CASES = [(2, stage, "step") for stage in range(4)]
+CASES += [(2, 3, "evaluation"), (2, 0, "load"), (2, 3, "load"), (4, 0, "step"), (4, 3, "step"), (4, 2, "load")]
+IN_EVERY_RUN = {(2, 0, "step"), (2, 3, "step"), (2, 3, "load"), (4, 3, "step")}
+
+
+@pytest.mark.parametrize(("num_ranks", "stage", "others_do"), swept(CASES, lambda *case: case in IN_EVERY_RUN))
+def test_a_save_on_one_rank_while_the_others_do_something_else(path, tmp_path, num_ranks, stage, others_do):
+    results = run_ranks(num_ranks, part, path, stage, others_do, str(tmp_path))
+    last = num_ranks - 1
+    for rank, (found, weights) in enumerate(results):
+        assert re.search(rf"rank {last} (called|waits in) save_checkpoint", found), found
+        if rank == last:
+            waits_in = {"load": "load_checkpoint"}.get(others_do, "an? [a-z-]+ of")
+            assert re.search(rf"rank \d (called|waits in) {waits_in}", found), found
+            assert "they wait for each other. Every rank must call " in found
+        assert weights == results[0][1]
+
+
+def part_in_a_pipeline(path, folder):
+    os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"
+    forget()
+    parted.FIRST_LOOK_S = 0.2
+    torch.manual_seed(0)
+    module = PipelineModule([LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss())
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "checkpoint": {"wait_s": 1800},
+    }
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    batches = iter([(torch.ones(2, WIDTH), torch.ones(2, WIDTH))] * 20)
+    engine.train_batch(batches)
+    is_first = torch.distributed.get_rank() == 0
+    found = caught(lambda: engine.save_checkpoint(folder) if is_first else engine.train_batch(batches))
+    engine.train_batch(batches)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    return found
+
+
+def test_a_save_on_one_stage_of_a_pipeline(path, tmp_path):
+    for found in run_ranks(2, part_in_a_pipeline, path, str(tmp_path)):
+        assert re.search(r"RanksParted: rank 0 called save_checkpoint, and rank 1 waits in", found), found
