@@ -55,6 +55,11 @@ def handled_consequence() -> PeerFailed | None:
     return next((error for error in handled_errors() if isinstance(error, PeerFailed)), None)
 
 
+def _told(error: BaseException | None) -> str:
+    reason = f"{type(error).__name__}: {first_line(error)}" if error else "an exception that was caught"
+    return f"rank {torch_dist.get_rank()} failed with {reason}"
+
+
 class FailureRecord:
     """Who failed first in `group`, and why, per epoch: ranks that go on after a failure begin the next one."""
 
@@ -73,9 +78,7 @@ class FailureRecord:
 
     def record(self, epoch: int) -> None:
         """Record the exception that is being handled. If a peer failed before, log that failure, which is the cause."""
-        error = sys.exc_info()[1]
-        reason = f"{type(error).__name__}: {first_line(error)}" if error else "an exception that was caught"
-        mine = f"rank {torch_dist.get_rank()} failed with {reason}"
+        mine = _told(sys.exc_info()[1])
         consequence = handled_consequence()
         if consequence is not None:
             first = self._claim(epoch, consequence.cause) if consequence.cause else self.first(epoch)
@@ -84,6 +87,10 @@ class FailureRecord:
         if first and first not in (mine, self._logged):
             self._logged = first
             logger.error("%s; the failure of this rank follows from that", first)
+
+    def claim(self, epoch: int, error: BaseException) -> None:
+        """Record an exception that this rank is about to raise."""
+        self._claim(epoch, _told(error))
 
     def _claim(self, epoch: int, cause: str) -> str:
         """Record a cause, unless there is one. Returns the one that is recorded."""

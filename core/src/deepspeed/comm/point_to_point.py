@@ -123,13 +123,10 @@ class _Message:
         if work is None:
             return
         try:
-            with parted.looking(self._look):
+            with parted.looking(self._watch.looker(self._message, self._never_comes)):
                 work.wait()
         except RuntimeError as error:
             raise self._watch.explained(error, self._message) from error
 
-    def _look(self) -> None:
-        def never_comes(rank: int, note: parted.Note) -> bool:
-            return rank == self._peer and note.num_started.get(self._name, 0) < self._number
-
-        self._watch.look(self._message, never_comes)
+    def _never_comes(self, rank: int, note: parted.Note) -> bool:
+        return rank == self._peer and note.num_started.get(self._name, 0) < self._number

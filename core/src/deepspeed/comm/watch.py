@@ -78,12 +78,19 @@ class Watch:
             )
         return CommError(f"{asked}: {first_line(error)}. {self._difference(error)}")
 
-    def look(self, waits_in: object, never_comes: Callable[[int, parted.Note], bool]) -> None:
-        """Called by another thread while this rank waits, see `parted.find`; if that finds something the wait raises
+    def looker(self, waits_in: object, never_comes: Callable[[int, parted.Note], bool]) -> Callable[[], None]:
+        """What another thread calls while this rank waits, see `parted.find`; if that finds something the wait raises
         it."""
-        if self._parted is None and (error := parted.find(self._of, str(waits_in), never_comes)) is not None:
-            self._parted = error
-            self.close()
+        group, epoch = self.group, self._epoch  # the wait may fail meanwhile, and this rank begin the next epoch
+
+        def look() -> None:
+            if self._parted is None and (error := parted.find(self._of, str(waits_in), never_comes)) is not None:
+                self._failures.claim(epoch, error)  # before peers see that the connections are closed
+                if self._epoch == epoch:
+                    self._parted = error
+                self._close(group)
+
+        return look
 
     def _difference(self, error: RuntimeError) -> str:
         """How the ranks differ, the first time that it is asked for."""
@@ -127,16 +134,17 @@ class Watch:
         gloo has no call for it (`abort` and `shutdown` of its process groups do nothing), but it closes the connections
         of a group in which a receive runs into its time limit.
         """
-        rank, nothing = self.group.rank(), torch.empty(1, device="cpu")
-        for peer in range(self.group.size()):
+        self._close(self.group)
+
+    @staticmethod
+    def _close(group: ProcessGroup) -> None:
+        rank, nothing = group.rank(), torch.empty(1, device="cpu")
+        for peer in range(group.size()):
             if peer != rank:
                 with contextlib.suppress(RuntimeError):  # the time limit
-                    self._receive(nothing, peer).wait(timedelta(milliseconds=1))
-
-    def _receive(self, tensor: torch.Tensor, peer: int) -> torch_dist.Work:
-        work = torch_dist.irecv(tensor, group=self.group, tag=_UNUSED_TAG, group_src=peer)
-        assert work is not None
-        return work
+                    work = torch_dist.irecv(nothing, group=group, tag=_UNUSED_TAG, group_src=peer)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))
 
 
 class _Watched:
@@ -158,10 +166,10 @@ class _Watched:
     def wait(self) -> None:
         """Wait; a failure names the rank that failed first."""
         try:
-            with parted.looking(self._look):
+            with parted.looking(self._watch.looker(self._collective, self._never_comes)):
                 self._work.wait()
         except RuntimeError as error:
             raise self._watch.explained(error, self._collective) from error
 
-    def _look(self) -> None:
-        self._watch.look(self._collective, lambda _, note: note.num_started.get(self._name, 0) < self._number)
+    def _never_comes(self, rank: int, note: parted.Note) -> bool:
+        return note.num_started.get(self._name, 0) < self._number
