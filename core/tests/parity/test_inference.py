@@ -305,10 +305,6 @@ WRONG = {
     "twice": ({"config": {"dtype": "fp32"}, "dtype": "bf16"}, "found dtype 'fp32' in config and 'bf16' as an argument"),
     "size 0": ({"mp_size": 0}, "tensor_parallel.tp_size: found 0"),
     "more ranks than there are": ({"mp_size": 2, "dtype": "fp32"}, "tensor_parallel.tp_size"),
-    "checkpoint": (
-        {"checkpoint": "checkpoint.json"},
-        "checkpoint: found 'checkpoint.json', but weights are",
-    ),
     "a class that is not there": (
         {"injection_policy": {torch.nn.Conv2d: ("down",)}},
         "found the class Conv2d, of which Sequential has no module",

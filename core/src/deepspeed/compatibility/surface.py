@@ -408,7 +408,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.init_inference",
             W,
-            "Divided over ranks, fused blocks, weights in 8 and 4 bits. Not yet: checkpoints by JSON.",
+            "Divided over ranks, fused blocks, weights in 8 and 4 bits, checkpoints by JSON.",
         ),
         (
             "deepspeed.inference.v2.InferenceEngineV2",

@@ -12,7 +12,6 @@ from deepspeed.config.base import Flag, Free, Int, Says, Section, key, quiet, re
 from deepspeed.config.precision import canonical_dtype
 
 _INJECTED = quiet("of injected layers only")
-_LOADS = "weights are not loaded from a checkpoint in this version; give init_inference a model that has its weights"
 
 
 def _dtype(value: Any) -> str:
@@ -48,7 +47,7 @@ class WeightQuantConfig(Section):
         1, "Groups of a weight that have a scale each, at least; a group is never more than a row.", ge=1
     )
     quantized_initialization: Free = key(
-        dict, "Quantize while a checkpoint loads.", support=refused("checkpoints are not loaded here")
+        dict, "Quantize while a checkpoint loads.", support=refused("weights are quantized once all are loaded")
     )
     post_init_quant: Free = key(dict, "By name of a layer.", support=refused("all linear layers are quantized"))
 
@@ -60,6 +59,14 @@ class QuantizationConfig(Section):
     weight: WeightQuantConfig = key(WeightQuantConfig, "Of weights.")
     activation: Free = key(dict, "Of activations.", support=quiet("the kernels choose"))
     qkv: Free = key(dict, "Of attention's layers.", support=quiet("they are quantized like the others"))
+
+
+class InferenceCheckpointConfig(Section):
+    """`checkpoint_config`."""
+
+    checkpoint_dir: str | None = key(None, "As `checkpoint`.")
+    save_mp_checkpoint_path: str | None = key(None, "As the key of this name beside the section.")
+    base_dir: str | None = key(None, "As the key of this name beside the section.")
 
 
 @absent_members("inference.config:DeepSpeedInferenceConfig")
@@ -86,15 +93,20 @@ class DeepSpeedInferenceConfig(Section):
         False, "Kernels in Triton.", support=warned("the model keeps its own layers; the results are the same")
     )
     triton_autotune: Flag = key(False, "Tune them.", support=_INJECTED)
-    checkpoint: Any = key(None, "JSON path or dict that names the files of the weights.", support=refused(_LOADS))
-    base_dir: str = key("", "Where those files are.", support=quiet("of checkpoint only"))
-    set_empty_params: Flag = key(False, "Build the model without values.", support=refused(_LOADS))
-    save_mp_checkpoint_path: str | None = key(
+    checkpoint: Any = key(
         None,
-        "Save the parts of a divided model there.",
-        support=refused("parts are not saved in this version; use save_pretrained on the whole model"),
+        "The files of the weights: path of a JSON file, of a folder or of a file of weights, or the JSON as a dict.",
     )
-    checkpoint_config: Any = key(None, "As checkpoint.", support=refused(_LOADS))
+    base_dir: str = key("", "Where names in `checkpoint` begin; the JSON's folder where it is empty.")
+    set_empty_params: Flag = key(
+        False,
+        "The model has no values yet: those of `checkpoint` are read into it.",
+        support=quiet("checkpoint decides"),
+    )
+    save_mp_checkpoint_path: str | None = key(
+        None, "Write the part of each rank into this folder, and the JSON that `checkpoint` takes."
+    )
+    checkpoint_config: InferenceCheckpointConfig = key(InferenceCheckpointConfig, "The same in a section.")
     zero: Free = key(
         dict,
         "ZeRO-Inference.",
@@ -121,14 +133,14 @@ class DeepSpeedInferenceConfig(Section):
     transposed_mode: Flag = key(False, "Weights of injected layers are transposed.", support=_INJECTED)
     return_tuple: Flag = key(True, "Injected layers return a tuple.", support=_INJECTED)
     training_mp_size: Int = key(
-        1, "Ranks over which the checkpoint was divided.", ge=1, support=refused("checkpoints are not loaded here")
+        1, "Ranks over which the checkpoint was divided.", ge=1, support=quiet("the checkpoint's files tell")
     )
 
     moved: ClassVar[dict[str, tuple[str, str]]] = {
         "mp_size": ("tensor_parallel.tp_size", "same"),
         "tp": ("tensor_parallel", "same"),
         "kernel_inject": ("replace_with_kernel_inject", "same"),
-        "ckpt_config": ("checkpoint", "same"),
+        "ckpt_config": ("checkpoint_config", "same"),
         "injection_dict": ("injection_policy", "same"),
         "max_tokens": ("max_out_tokens", "same"),
         "min_tokens": ("min_out_tokens", "same"),

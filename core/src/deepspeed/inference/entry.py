@@ -2,7 +2,8 @@
 
 import argparse
 from collections.abc import Mapping
-from itertools import chain
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,17 +16,20 @@ from deepspeed.config.parallel import TensorParallelConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.supported import check_supported
 from deepspeed.engine.device import check_dtypes, claim_device
-from deepspeed.errors import ConfigError
+from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.inference.checkpoint import CheckpointWeights, read_description
 from deepspeed.inference.engine import InferenceEngine
+from deepspeed.inference.export import all_ranks, division_of, save_parts
 from deepspeed.inference.injection import inject
+from deepspeed.inference.load_weights import has_no_values, load_weights, take_values_away
 from deepspeed.inference.quantized import dtype_of, layer_groups, quantize
 from deepspeed.log import announce
 from deepspeed.parallel import groups
+from deepspeed.parallel.mesh import Mesh
 from deepspeed.precision.buffers import cast_buffers
 from deepspeed.precision.policy import cast_floating
 from deepspeed.tensor_parallel.entry import divide_over
 from deepspeed.tensor_parallel.policy import check_policy
-from deepspeed.zero.managed import refuse_meta
 
 # values that JSON does not have, and that are checked by themselves
 _OF_PYTHON = ("injection_policy", "injection_dict", "injection_policy_tuple")
@@ -43,7 +47,8 @@ def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) ->
     evaluation mode. Called once per model, by `deepspeed --num_gpus N` or by plain python.
 
     Args:
-        model: whole, on every rank; the weights of the first rank count.
+        model: whole, on every rank; the weights of the first rank count. With `checkpoint` it may be on the meta
+            device (`deepspeed.OnDevice`), and values that it has are dropped.
         config: dict, path of a JSON file, or `DeepSpeedInferenceConfig`; see docs/howto/run-inference.md for its keys.
         **kwargs: the same keys. One that is in `config` too must have the same value.
 
@@ -52,12 +57,13 @@ def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) ->
 
     Raises:
         ConfigError: names the key, what was found and what is allowed; also where the model cannot be divided so.
+        CheckpointError: a file or a weight of `checkpoint` is missing, damaged or of another model; names it.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"init_inference: model is {type(model).__name__}; pass a torch.nn.Module")
     settings = _settings(config, kwargs)
     check_supported(settings)
-    refuse_meta(chain(model.named_parameters(), model.named_buffers()), "init_inference")
+    loads = _loads(model, settings)
     groups_of = layer_groups(settings)
     dtype = dtype_of(model) if groups_of is not None else torch_dtype(settings.dtype)
     check_dtypes({"dtype": dtype})
@@ -68,18 +74,69 @@ def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) ->
         dist.init_distributed()
         mesh = groups.create_mesh(asked={"tp": (settings.tp_size, "tensor_parallel.tp_size")})
     device = claim_device(argparse.Namespace())
-    cast_floating(model.parameters(), dtype)
-    cast_buffers(model, None, (), dtype)
-    if mesh is not None:
-        section = TensorParallelConfig(tp_grain_size=settings.tensor_parallel.tp_grain_size)
-        divide_over(model, mesh, section, policy=settings.injection_policy)
+    home = torch.device("cpu") if settings.keep_module_on_host else device
+    with _opened(settings, mesh) if loads else nullcontext() as weights:
+        if weights is not None:
+            take_values_away(model)
+        cast_floating(model.parameters(), dtype)
+        cast_buffers(model, None, (), dtype)
+        if mesh is not None:
+            section = TensorParallelConfig(tp_grain_size=settings.tensor_parallel.tp_grain_size)
+            divide_over(model, mesh, section, policy=settings.injection_policy, has_values=not loads)
+        if weights is not None:
+            _load(model, weights, mesh, home)
     if not settings.keep_module_on_host:
         model.to(device=device)
+    if path := settings.save_mp_checkpoint_path or settings.checkpoint_config.save_mp_checkpoint_path:
+        save_parts(model, mesh, dtype, Path(path))
     if groups_of is not None:
         quantize(model, groups_of, settings.quant.weight)
     if settings.replace_with_kernel_inject:
         _inject(model, settings)
     return InferenceEngine(model.eval(), settings, group=None if mesh is None else mesh.group("tp"), dtype=dtype)
+
+
+def _loads(model: torch.nn.Module, settings: DeepSpeedInferenceConfig) -> bool:
+    """Whether the weights are those of `checkpoint`."""
+    if settings.checkpoint or settings.checkpoint_config.checkpoint_dir:
+        return True
+    if settings.set_empty_params or has_no_values(model):
+        asked = "set_empty_params" if settings.set_empty_params else "init_inference"
+        raise ConfigError(
+            f"{asked}: found {type(model).__name__}{' on the meta device' if has_no_values(model) else ''} and no "
+            "checkpoint, so that the weights would have no values; name their files in checkpoint, or give a model "
+            "that has its weights"
+        )
+    return False
+
+
+def _opened(settings: DeepSpeedInferenceConfig, mesh: Mesh | None) -> CheckpointWeights:
+    """The files, opened on every rank, or on none."""
+    asked = settings.checkpoint_config
+    rank, num_ranks = (mesh.rank("tp"), mesh.size("tp")) if mesh is not None else (0, 1)
+
+    def open_all() -> CheckpointWeights:
+        base_dir = settings.base_dir or asked.base_dir or ""
+        return CheckpointWeights(
+            read_description(settings.checkpoint or asked.checkpoint_dir, base_dir), rank, num_ranks
+        )
+
+    return all_ranks().together(open_all, "open the checkpoint")
+
+
+def _load(model: torch.nn.Module, weights: CheckpointWeights, mesh: Mesh | None, device: torch.device) -> None:
+    """The values, on every rank or on none."""
+    division = division_of(model, mesh)
+
+    def load() -> None:
+        if weights.files.division and weights.files.division != tuple(division):
+            raise CheckpointError(
+                f"checkpoint: {weights.files.what} holds the parts of a model that was divided otherwise; give the "
+                "injection_policy and tp_grain_size with which it was saved, or name files of whole weights"
+            )
+        load_weights(model, weights, device)
+
+    all_ranks().together(load, "load the checkpoint")
 
 
 def _inject(model: torch.nn.Module, settings: DeepSpeedInferenceConfig) -> None:

@@ -62,6 +62,7 @@ def divide_model(
     keeps_logits_divided: bool = False,
     divides_sequence: bool = False,
     stays_whole: Collection[str] = (),
+    has_values: bool = True,
 ) -> None:
     """Divide the model over `ranks`, in place.
 
@@ -72,11 +73,12 @@ def divide_model(
             from the parts.
         divides_sequence: also divide the sequence between blocks; see `sequence_norms.py`.
         stays_whole: paths of modules that the plan does not concern.
+        has_values: False: parameters may be on the meta device, and get the values of their parts later.
 
     Raises:
         ConfigError: if the plan does not fit the model or the number of ranks; nothing was changed then.
     """
-    _check_dividable(model, ranks)
+    _check_dividable(model, ranks, has_values=has_values)
     divisions = _find(model, ranks, plan, grain, stays_whole)
     stack = find_stack(model, plan) if divides_sequence else None
     _copy_from_first(model, ranks)
@@ -115,7 +117,7 @@ def _end_with_exceptions(model: nn.Module, ranks: TensorRanks) -> None:
     model.register_forward_hook(lambda *_: ranks.end_forward(), always_call=True)
 
 
-def _check_dividable(model: nn.Module, ranks: TensorRanks) -> None:
+def _check_dividable(model: nn.Module, ranks: TensorRanks, *, has_values: bool) -> None:
     for path, param in model.named_parameters():
         if is_sharded(param) and not can_reshard(param):
             raise ConfigError(
@@ -126,7 +128,7 @@ def _check_dividable(model: nn.Module, ranks: TensorRanks) -> None:
                 f"tensor parallelism: parameter {path} is one of experts that are divided over ranks, and was sharded "
                 "by zero.Init, over ranks that do not know of tensor parallelism; build the model outside of it"
             )
-        if param.is_meta:
+        if param.is_meta and has_values:
             raise ConfigError(f"tensor parallelism: parameter {path} is on the meta device; give it values first")
     shapes = [f"{path} {tuple(whole_shape(param))}" for path, param in model.named_parameters()]
     theirs = all_gather_values(shapes, ranks.group)
@@ -207,6 +209,8 @@ def _copy_from_first(model: nn.Module, ranks: TensorRanks) -> None:
         return value
 
     for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_meta:
+            continue
         if not is_sharded(tensor):
             ranks.copy_from_first(tensor.data)
             continue

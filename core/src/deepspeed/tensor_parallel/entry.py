@@ -87,11 +87,19 @@ def divide_expert(expert: nn.Module, mesh: Mesh) -> None:
     divide_model(expert, TensorRanks(mesh.group("tp"), mesh.gradient_group(ep_size)), plan_of_structure(expert))
 
 
-def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig, *, policy: Policy | None = None) -> None:
+def divide_over(
+    model: nn.Module,
+    mesh: Mesh,
+    section: TensorParallelConfig,
+    *,
+    policy: Policy | None = None,
+    has_values: bool = True,
+) -> None:
     """Divide `model` over the axis "tp" of `mesh`, unless it is divided already. A collective of that axis.
 
     Args:
         policy: names of its row-parallel layers, see `policy.py`; None: the plan is chosen by the model.
+        has_values: see `divide.divide_model`.
 
     Raises:
         ConfigError: if the model is divided over other ranks, or cannot be divided so.
@@ -118,6 +126,7 @@ def divide_over(model: nn.Module, mesh: Mesh, section: TensorParallelConfig, *, 
         keeps_logits_divided=section.vocab_parallel_lm_head,
         divides_sequence=section.sequence_parallel,
         stays_whole=_layers_of_experts(model),
+        has_values=has_values,
     )
 
 

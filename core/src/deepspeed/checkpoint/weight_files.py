@@ -1,0 +1,216 @@
+"""Files of weights as other libraries save them, read by range: safetensors, and what `torch.save` wrote.
+
+    with open_weights(path) as file:
+        file.tensors["lm_head.weight"].read(start, numel)
+
+Nothing of a tensor is read before it is asked for, and no more of it than was asked for: `pread` into memory of the
+caller's own, without maps, whose pages would count as the process's. Only the form of torch before 1.6 is read whole.
+"""
+
+import json
+import os
+import pickle
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.index import check_regular
+from deepspeed.checkpoint.stored_tensor import StoredTensor
+from deepspeed.checkpoint.torch_file import TensorRecord, TorchFile
+from deepspeed.errors import CheckpointError, first_line
+
+_SAFETENSORS_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
+_HEADER_LENGTH = struct.Struct("<Q")
+_LONGEST_HEADER = 100 * 2**20  # what safetensors itself allows
+_DEEPEST = 8  # dicts within dicts: Megatron's files have four
+#: where a file has more than weights: DeepSpeed's, Megatron's, Lightning's
+_INSIDE = ("module", "model", "state_dict")
+
+
+class WeightFile(AbstractContextManager["WeightFile"]):
+    """An open file.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        tensors: by name; nested dicts are joined with dots.
+        content: what else a file of `torch.save` has, with `TensorRecord`s in place of tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, StoredTensor] = {}
+        self.content: Mapping[str, Any] = {}
+        self._whole: dict[str, Tensor] | None = None
+        self._file: BinaryIO = open(path, "rb")  # noqa: SIM115
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        self._file.close()
+
+    def pread(self, offset: int, values: Tensor) -> None:
+        """Fill `values`, contiguous and in host memory, from a byte of the file on."""
+        buffer: Any = values.view(torch.uint8).numpy()
+        left = memoryview(buffer)
+        while left:
+            try:
+                num_bytes = os.preadv(self._file.fileno(), [left[: 2**30]], offset)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {self.path}: {error}") from error
+            if not num_bytes:
+                raise CheckpointError(f"{self.path} is cut short: it ends at byte {offset}; copy it again")
+            left, offset = left[num_bytes:], offset + num_bytes
+
+    def release(self) -> None:
+        """Drop what was read whole."""
+        self._whole = None
+
+    def loaded(self) -> dict[str, Tensor]:
+        """All tensors of a file in torch's form before 1.6, which is read whole and kept until `release`."""
+        if self._whole is None:
+            try:
+                self._whole = dict(_flat(_inside(torch.load(self.path, map_location="cpu", weights_only=True)), Tensor))
+            except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError) as error:
+                raise CheckpointError(
+                    f"{self.path} is neither a safetensors file nor one of torch.save that holds plain tensors "
+                    f"({type(error).__name__}: {first_line(error)}); it is damaged, or of another kind"
+                ) from error
+        return self._whole
+
+
+class _InFile(StoredTensor):
+    """A tensor whose place in the file is known."""
+
+    def __init__(
+        self, file: WeightFile, shape: torch.Size, dtype: torch.dtype, offset: int, stride: tuple[int, ...] | None
+    ) -> None:
+        super().__init__(shape, dtype)
+        self._file, self._offset = file, offset
+        self.stride = stride
+
+    def read(self, start: int, numel: int) -> Tensor:
+        if self.stride is None:
+            values = torch.empty(numel, dtype=self.dtype)
+            self._file.pread(self._offset + start * self.dtype.itemsize, values)
+            return values
+        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        stored = torch.empty(extent if self.numel() else 0, dtype=self.dtype)
+        self._file.pread(self._offset, stored)
+        return stored.as_strided(self.shape, self.stride).reshape(-1)[start : start + numel].clone()
+
+
+class _Loaded(StoredTensor):
+    """A tensor of a file that is read whole."""
+
+    def __init__(self, file: WeightFile, name: str, like: Tensor) -> None:
+        super().__init__(like.shape, like.dtype)
+        self._file, self._name = file, name
+
+    def read(self, start: int, numel: int) -> Tensor:
+        return self._file.loaded()[self._name].reshape(-1)[start : start + numel].clone()
+
+
+def open_weights(path: Path) -> WeightFile:
+    """Open a file, and read what tensors it has.
+
+    Raises:
+        CheckpointError: the file is missing, cut short, damaged, or of another kind.
+    """
+    check_regular(path)
+    try:
+        file = WeightFile(path)
+    except OSError as error:
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise CheckpointError(f"{path} {reason}; check base_dir and the names in the checkpoint's JSON") from error
+    try:
+        with open(path, "rb") as opened:
+            if path.suffix == ".safetensors":
+                _read_safetensors(file, opened)
+            else:
+                _read_torch(file, opened)
+    except BaseException:
+        file.__exit__()
+        raise
+    return file
+
+
+def _read_safetensors(file: WeightFile, opened: BinaryIO) -> None:
+    size = os.fstat(opened.fileno()).st_size
+    head = opened.read(_HEADER_LENGTH.size)
+    length = _HEADER_LENGTH.unpack(head)[0] if len(head) == _HEADER_LENGTH.size else 0
+    start = _HEADER_LENGTH.size + length
+    if len(head) == _HEADER_LENGTH.size and length > _LONGEST_HEADER:
+        raise CheckpointError(f"{file.path} is no safetensors file: its header would have {length} bytes")
+    if not length or start > size:
+        raise CheckpointError(f"{file.path} is cut short: its {size} bytes end within its header; copy it again")
+    end = start
+    try:
+        header = json.loads(opened.read(length))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            dtype, shape = _SAFETENSORS_DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+            first, stop = entry["data_offsets"]
+            if stop - first != shape.numel() * dtype.itemsize or min(first, *shape, 0) < 0:
+                raise ValueError(f"{name} of shape {tuple(shape)} in {stop - first} bytes")
+            file.tensors[name] = _InFile(file, shape, dtype, start + first, None)
+            end = max(end, start + stop)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file.path} is no safetensors file, or damaged: its header is not understood "
+            f"({type(error).__name__}: {first_line(error)}); copy it again"
+        ) from error
+    if end > size:
+        raise CheckpointError(
+            f"{file.path} is cut short: it has {size} bytes, and its header speaks of {end}; copy it again"
+        )
+
+
+def _read_torch(file: WeightFile, opened: BinaryIO) -> None:
+    is_zip = opened.read(2) == b"PK"
+    if not is_zip:
+        file.tensors = {name: _Loaded(file, name, value) for name, value in file.loaded().items()}
+        file.release()
+        return
+    opened.seek(0)
+    try:
+        found = TorchFile.read(opened)
+    except Exception as error:  # whatever a damaged pickle raises
+        raise CheckpointError(
+            f"{file.path} is damaged: what it holds is not understood ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    if found is None:
+        raise CheckpointError(f"{file.path} is cut short, or damaged: its list of records is missing; copy it again")
+    if not isinstance(found.value, Mapping):
+        raise CheckpointError(f"{file.path}: found {type(found.value).__name__}, and no dict of tensors by name")
+    file.content = found.value
+    for name, record in _flat(_inside(found.value), TensorRecord):
+        dtype = getattr(torch, record.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{file.path}: {name} has the unknown type {record.dtype}")
+        file.tensors[name] = _InFile(file, torch.Size(record.shape), dtype, record.offset, record.stride)
+
+
+def _inside(value: Any) -> Any:
+    """The dict of weights in what a file holds."""
+    if isinstance(value, Mapping):
+        return next((value[key] for key in _INSIDE if isinstance(value.get(key), Mapping)), value)
+    raise ValueError(f"found {type(value).__name__}, and no dict of tensors by name")
+
+
+def _flat(value: Any, kind: type, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    for name, item in value.items():
+        if isinstance(item, kind):
+            yield f"{prefix}{name}", item
+        elif isinstance(item, Mapping) and depth < _DEEPEST:
+            yield from _flat(item, kind, f"{prefix}{name}.", depth + 1)

@@ -1,0 +1,309 @@
+"""`checkpoint` of `init_inference`: the files that it names, and the weights that lie in them.
+
+    {"type": "BLOOM", "checkpoints": ["pytorch_model_00001-of-00002.bin", ...], "version": 1.0}
+    {"type": "ds_model", "checkpoints": {"non_tp": ["non-tp.pt"], "tp": ["tp_00_00.pt", "tp_01_00.pt"]},
+     "version": 1.0, "parallelization": "tp", "tp_size": 2}
+
+In the first each weight is whole, in one of the files ("pp"), and may be divided over any number of ranks. The second
+is pre-sharded: rank r of `tp_size` ranks reads every `tp_size`-th file from the r-th on, and those of "non_tp". A list
+with "parallelization" "tp", which the types Megatron and DeepSpeed have by default, has one file for each rank.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.model_ranks import DIVISION, Division, Source
+from deepspeed.checkpoint.stored_tensor import StoredTensor
+from deepspeed.checkpoint.weight_files import WeightFile, open_weights
+from deepspeed.config.unknown import unknown_key
+from deepspeed.errors import CheckpointError, ConfigError, first_line
+from deepspeed.parallel.model_part import ModelPart
+
+#: of what `save_mp_checkpoint_path` writes
+JSON_NAME = "ds_inference_config.json"
+#: in a folder, the first of these that there is
+_IN_FOLDERS = (
+    *(JSON_NAME, "model.safetensors.index.json", "model.safetensors"),
+    *("pytorch_model.bin.index.json", "pytorch_model.bin", "checkpoints.json", "checkpoint.json"),
+)
+_KEYS = (
+    *("type", "version", "checkpoints", "parallelization", "mp_size", "tp_size", "base_dir", "dtype"),
+    *("weight_map", "metadata", "division"),
+)
+_FILE_PER_RANK = ("megatron", "deepspeed", "ds")  # types whose lists are of ranks, where nothing else is said
+
+Read = Callable[[int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """What `checkpoint` says.
+
+    Args:
+        what: how messages call it.
+        kind: its "type", or "".
+        whole: files of whole weights.
+        of_ranks: by rank of the tensor-parallel ranks that saved, its files.
+        is_list: there is one file for each rank, so that the files may say how they are divided.
+        division: by rank a digest of the parts that it holds; () where nothing is said of them.
+    """
+
+    what: str
+    kind: str
+    whole: tuple[Path, ...]
+    of_ranks: tuple[tuple[Path, ...], ...] = ()
+    is_list: bool = False
+    division: tuple[str, ...] = ()
+
+
+def read_description(checkpoint: Any, base_dir: str = "") -> CheckpointFiles:
+    """The files that `checkpoint` names: a dict, or the path of a JSON file, of a folder or of a file of weights.
+
+    Args:
+        base_dir: where relative names begin, unless the JSON says so itself; "": at the JSON's folder.
+
+    Raises:
+        ConfigError: a key is missing, or has another form; names it.
+        CheckpointError: the path, or a file that is named, is not there.
+    """
+    if isinstance(checkpoint, Mapping):
+        return _described(checkpoint, "the dict", Path(base_dir or "."))
+    if not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint):
+        raise ConfigError(
+            f"checkpoint: found {type(checkpoint).__name__} {checkpoint!r}; give the path of a JSON file, of a folder "
+            'or of a file of weights, or a dict {"type", "checkpoints", "version"}'
+        )
+    path = Path(checkpoint)
+    if path.is_dir():
+        found = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
+        if not found:
+            raise CheckpointError(f"checkpoint: found none of {', '.join(_IN_FOLDERS)} in the folder {path}")
+        path = found[0]
+    if not path.is_file() and not path.is_absolute() and base_dir:
+        path = Path(base_dir) / path
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint: {path} is missing; give the path of a JSON file, or a dict")
+    if path.suffix != ".json":
+        return CheckpointFiles(str(path), "", (path,))
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"checkpoint: {path} cannot be read as JSON: {first_line(error)}") from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"checkpoint: {path} holds {type(value).__name__}; it must be an object with checkpoints")
+    return _described(value, str(path), Path(base_dir) if base_dir else path.parent)
+
+
+def _described(value: Mapping[str, Any], what: str, base_dir: Path) -> CheckpointFiles:
+    for key in value:
+        if key not in _KEYS:
+            unknown_key(str(key), "checkpoint", _KEYS, tolerated=False)
+    if own := value.get("base_dir"):
+        base_dir = base_dir / _text("base_dir", own)
+    kind = _text("type", value.get("type") or "")
+    if "checkpoints" not in value and isinstance(value.get("weight_map"), Mapping):  # transformers' index
+        return CheckpointFiles(what, kind, _paths("weight_map", sorted(set(value["weight_map"].values())), base_dir))
+    named = value.get("checkpoints")
+    has_ranks = isinstance(named, Mapping) or kind.lower() in _FILE_PER_RANK
+    layout = value.get("parallelization") or ("tp" if has_ranks else "pp")
+    if layout not in ("pp", "tp"):
+        raise ConfigError(
+            f'checkpoint.parallelization: found {layout!r}; give "pp" for files of whole weights, or "tp" for files of '
+            "tensor-parallel ranks"
+        )
+    if isinstance(named, Mapping):
+        return _pre_sharded(value, named, what, kind, base_dir)
+    paths = _paths("checkpoints", named, base_dir)
+    if layout == "pp":
+        return CheckpointFiles(what, kind, paths)
+    size = _size(value) or len(paths)
+    if size != len(paths):
+        raise ConfigError(f"checkpoint.checkpoints: found {len(paths)} files of {size} ranks; name one for each rank")
+    return CheckpointFiles(what, kind, (), tuple((path,) for path in paths), is_list=True)
+
+
+def _pre_sharded(
+    value: Mapping[str, Any], named: Mapping[str, Any], what: str, kind: str, base_dir: Path
+) -> CheckpointFiles:
+    for key in named:
+        if key not in ("non_tp", "tp"):
+            unknown_key(str(key), "checkpoint.checkpoints", ("non_tp", "tp"), tolerated=False, closed=True)
+    whole = _paths("checkpoints.non_tp", named["non_tp"], base_dir) if named.get("non_tp") else ()
+    parts = _paths("checkpoints.tp", named["tp"], base_dir) if named.get("tp") else ()
+    if not whole and not parts:
+        raise ConfigError('checkpoint.checkpoints: found no file; give {"non_tp": [...], "tp": [...]}')
+    size = _size(value) or (1 if not parts else 0)
+    if not size or len(parts) % size:
+        found = "no tp_size" if not size else f"tp_size {size} and {len(parts)} files in checkpoints.tp"
+        raise ConfigError(f"checkpoint.tp_size: found {found}; give the number of ranks, which divides that of files")
+    division = tuple(map(str, value.get("division") or ()))
+    return CheckpointFiles(what, kind, whole, tuple(parts[rank::size] for rank in range(size)), division=division)
+
+
+def _size(value: Mapping[str, Any]) -> int:
+    for key in ("tp_size", "mp_size"):
+        size = value.get(key)
+        if size is not None:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(f"checkpoint.{key}: found {size!r}; give the number of tensor-parallel ranks")
+            return size
+    return 0
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"checkpoint.{key}: found {value!r}; give a string")
+    return value
+
+
+def _paths(key: str, names: Any, base_dir: Path) -> tuple[Path, ...]:
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"checkpoint.{key}: found {names!r}; give a list of file names")
+    return tuple(base_dir / name for name in names)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A weight in the files.
+
+    Args:
+        name: as the files call it.
+        shape: of the whole weight; of this rank's part where `is_own`.
+        is_own: the files hold this rank's part alone.
+        file: the first that holds it.
+        held: of each rank that has a part of it, or all of it (None), what it has.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    file: WeightFile
+    is_own: bool
+    held: tuple[tuple[ModelPart | None, StoredTensor], ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row of the whole weight, which is what is read at least; of all of it where it lies with strides."""
+        is_strided = any(getattr(stored, "stride", None) is not None for _, stored in self.held)
+        return (self.shape if is_strided else self.shape[1:]).numel() * self.dtype.itemsize
+
+    def reader(self, part: ModelPart) -> Read:
+        """What reads elements of `part` of the whole weight: [numel] from an element of the part on."""
+        if self.is_own:
+            return self.held[0][1].read
+        source = Source([(own or _all_of(self.shape), stored.read) for own, stored in self.held], self.name)
+        return lambda start, numel: source.read(part, start, numel)
+
+
+class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
+    """The weights in the files that one rank reads. No value is read until it is asked for.
+
+    Args:
+        files: see `read_description`.
+        rank, num_ranks: of this rank among those that the model is divided over.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the files are those of another number of ranks.
+    """
+
+    def __init__(self, files: CheckpointFiles, rank: int, num_ranks: int) -> None:
+        self.files = files
+        self._open = ExitStack()
+        self._held: dict[str, list[tuple[ModelPart | None, StoredTensor, WeightFile]]] = {}
+        self._own: set[str] = set()
+        self._used: set[str] = set()
+        try:
+            if files.is_list:
+                self._take_ranks(rank, num_ranks)
+            else:
+                self._check_size(num_ranks, len(files.of_ranks))
+                own = files.of_ranks[rank] if files.of_ranks else ()
+                self._take((*files.whole, *own))
+                self._own = set(self._held) if files.of_ranks else set()
+        except BaseException:
+            self._open.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _check_size(self, num_ranks: int, saved: int) -> None:
+        if saved not in (0, num_ranks):
+            raise CheckpointError(
+                f"checkpoint: {self.files.what} is divided over {saved} tensor-parallel ranks, and the model over "
+                f"{num_ranks}; give mp_size={saved} and as many ranks, or name files of whole weights (engine.export "
+                "writes them)"
+            )
+
+    def _take_ranks(self, rank: int, num_ranks: int) -> None:
+        """The files of all ranks where they say what they hold, else this rank's."""
+        paths = [path for (path,) in self.files.of_ranks]
+        first = self._open.enter_context(open_weights(paths[0]))
+        if DIVISION not in first.content:
+            self._check_size(num_ranks, len(paths))
+            self._take((paths[rank],))
+            self._own = set(self._held) if num_ranks > 1 else set()
+            return
+        opened = [first, *(self._open.enter_context(open_weights(path)) for path in paths[1:])]
+        divisions = [Division.of_file(file.content, str(file.path)) for file in opened]
+        for file, division in zip(opened, divisions, strict=True):
+            if division is None or division.axes["tp"] != len(paths):
+                saved = "no number" if division is None else division.axes["tp"]
+                raise CheckpointError(
+                    f"checkpoint: {file.path} was saved by {saved} tensor-parallel ranks, and {self.files.what} names "
+                    f"{len(paths)} files; name the file of each rank"
+                )
+            for name, stored in file.tensors.items():
+                self._held.setdefault(name, []).append((division.parts.get(name), stored, file))
+        for name, held in self._held.items():
+            if held[0][0] is None:  # whole on each rank
+                self._held[name] = held[:1]
+
+    def _take(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            file = self._open.enter_context(open_weights(path))
+            for name, stored in file.tensors.items():
+                self._held.setdefault(name, [(None, stored, file)])
+
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """Call weights by another name, where the files have none of that name."""
+        for name in list(self._held):
+            other = new_name(name)
+            if other not in self._held:
+                self._held[other] = self._held.pop(name)
+                if name in self._own:
+                    self._own.add(other)
+
+    def find(self, names: Iterable[str]) -> Found | None:
+        """The weight that has the first of `names` that there is; None: there is none. All of them count as used."""
+        found = [name for name in names if name in self._held]
+        self._used.update(found)
+        if not found:
+            return None
+        name = found[0]
+        part, stored, file = self._held[name][0]
+        shape = stored.shape if part is None else part.shape
+        held = tuple((part, stored) for part, stored, _ in self._held[name])
+        return Found(name, shape, stored.dtype, file, name in self._own, held)
+
+    def unused(self) -> Iterator[str]:
+        """Names in the files that nobody asked for."""
+        return (name for name in self._held if name not in self._used)
+
+    def names(self) -> list[str]:
+        """All names in the files."""
+        return list(self._held)
+
+
+def _all_of(shape: torch.Size) -> ModelPart:
+    shape = shape or torch.Size([1])
+    return ModelPart(shape, 0, ((0, shape[0]),))

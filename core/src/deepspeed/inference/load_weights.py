@@ -1,0 +1,229 @@
+"""A model without values gets those of a checkpoint: `take_values_away`, then the division, then `load_weights`.
+
+A model on the meta device has no values anyway. Each parameter gets memory for this rank's part of it, on its device,
+and is read into that by rows, through a buffer of `BUFFER_BYTES`: no weight is whole on a rank that holds a part of it.
+"""
+
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.inference.checkpoint import CheckpointWeights, Found
+from deepspeed.log import warn_once
+from deepspeed.parallel.model_part import ModelPart, part_held
+from deepspeed.tensor_parallel.entry import prepare_params
+
+#: what is read at a time, but at least one row of a weight
+BUFFER_BYTES = 2**20
+_SHOWN = 3  # names in a message
+
+
+def has_no_values(model: nn.Module) -> bool:
+    """Whether a parameter or buffer is on the meta device."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+@torch.no_grad()
+def take_values_away(model: nn.Module) -> None:
+    """Put the parameters on the meta device, in place; ties between modules stay. Buffers keep their values.
+
+    Buffers on the meta device that no checkpoint has get theirs back here: transformers computes them from a model's
+    configuration.
+
+    Raises:
+        ConfigError: such a buffer is not of transformers; names it.
+    """
+    _replace(model, {id(param): _on_meta(param) for param in model.parameters() if not param.is_meta})
+    for path, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_meta:
+                _compute(model, path, name)
+
+
+def _on_meta(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+
+def _replace(model: nn.Module, new: dict[int, nn.Parameter]) -> None:
+    """Put other parameters in the places of those with these ids."""
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if id(param) in new:
+                setattr(module, name, new[id(param)])
+
+
+def _compute(model: nn.Module, path: str, name: str) -> None:
+    """Have the model of transformers around a module compute its buffer.
+
+    It is computed twice, over other values: what stays was not computed.
+    """
+    module = model.get_submodule(path)
+    buffer = module._buffers[name]
+    assert buffer is not None
+    names = path.split(".") if path else []
+    around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1)]
+    compute: Any = next((each._init_weights for each in around if callable(getattr(each, "_init_weights", None))), None)
+    results: list[Any] = []
+    for filled in (0, 1):
+        setattr(module, name, torch.full_like(buffer, filled, device="cpu"))
+        if compute is not None:
+            compute(module)
+        results.append(module._buffers[name])
+    if not torch.equal(results[0], results[1]):
+        full = f"{path}.{name}" if path else name
+        raise ConfigError(
+            f"init_inference: found the buffer {full!r} on the meta device, which no checkpoint has, as it is not "
+            'persistent; give it values with module.register_buffer(..., torch.tensor(..., device="cpu")) before'
+        )
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: CheckpointWeights, device: torch.device) -> None:
+    """Give the parameters, and the buffers that a state dict has, their values on `device`, in the model's types.
+
+    Called when the model is divided. Buffers that the files do not have keep the values that they have.
+
+    Raises:
+        CheckpointError: a weight is missing, or has another shape or kind of type; names it.
+    """
+    names: dict[int, list[str]] = {}
+    wanted: dict[int, Tensor] = {}
+    persistent = set(model.state_dict(keep_vars=True))
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in persistent),
+    ):
+        names.setdefault(id(tensor), []).append(name)
+        wanted[id(tensor)] = tensor
+    prefix = str(getattr(model, "base_model_prefix", "") or "")
+    weights.rename(_renames(model))
+    found = {key: weights.find(_spellings(names[key], prefix)) for key in wanted}
+    missing = [names[key][0] for key, tensor in wanted.items() if found[key] is None and tensor.is_meta]
+    if missing:
+        raise CheckpointError(_says_missing(model, weights, missing))
+    places = {key: each for key, each in found.items() if each is not None}
+    parts = {key: _part(wanted[key], each, names[key][0]) for key, each in places.items()}
+    order = {id(each.file): number for number, each in reversed(list(enumerate(places.values())))}
+    new = {}
+    last = None
+    for key, each in sorted(places.items(), key=lambda item: order[id(item[1].file)]):
+        if last is not None and last is not each.file:
+            last.release()
+        last = each.file
+        new[key] = _read(wanted[key], each, parts[key], device)
+    _put(model, new)
+    prepare_params(model)
+    _warn_of_unused(model, weights)
+
+
+def _spellings(names: Iterable[str], prefix: str) -> Iterator[str]:
+    """How files may call a weight that the model has under `names`: with the prefix of the model inside, or without."""
+    for name in names:
+        yield name
+        if prefix:
+            yield name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
+
+
+def _renames(model: nn.Module) -> Callable[[str], str]:
+    """From the name of a weight in a file to its name in the model, by the table that transformers has of both."""
+    if "transformers" not in sys.modules or importlib.util.find_spec("transformers.conversion_mapping") is None:
+        return str
+    if not isinstance(model, sys.modules["transformers"].PreTrainedModel):
+        return str
+    table = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    renames = [each.rename_source_key for each in table if type(each).__name__ == "WeightRenaming"]
+    return lambda name: functools.reduce(lambda found, rename: str(rename(found)[0]), renames, name)
+
+
+def _part(tensor: Tensor, found: Found, name: str) -> ModelPart:
+    """What this rank holds of the weight, once the weight is known to fit."""
+    shape = tensor.shape or torch.Size([1])
+    own = part_held(tensor) or ModelPart(shape, 0, ((0, shape[0]),))
+    whole = own.shape if part_held(tensor) is not None else tensor.shape
+    expected = tensor.shape if found.is_own else whole
+    if found.shape != expected:
+        of_rank = ", this rank's part of it" if found.is_own and tensor.shape != whole else ""
+        raise CheckpointError(
+            f"checkpoint: found {name} of shape {tuple(found.shape)} in {found.file.path}, and the model's has "
+            f"{tuple(expected)}{of_rank}; build the model from the configuration of the checkpoint"
+        )
+    if found.dtype.is_floating_point != tensor.is_floating_point() or found.dtype.itemsize < 2 <= tensor.itemsize:
+        raise CheckpointError(
+            f"checkpoint: found {name} of {found.dtype} in {found.file.path}, and the model's is {tensor.dtype}; the "
+            "checkpoint is quantized: give one with weights in 16 or 32 bits, and dtype=torch.int8 for few bits"
+        )
+    return own
+
+
+def _read(tensor: Tensor, found: Found, part: ModelPart, device: torch.device) -> Tensor:
+    value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    flat, read = value.view(-1), found.reader(part)
+    row = flat.numel() // tensor.shape[0] if tensor.dim() and flat.numel() else 1
+    step = row * max(1, BUFFER_BYTES // max(1, found.row_bytes))
+    for start in range(0, flat.numel(), step):
+        numel = min(step, flat.numel() - start)
+        flat[start : start + numel].copy_(read(start, numel))
+    return value
+
+
+def _put(model: nn.Module, values: dict[int, Tensor]) -> None:
+    params = {id(param): param for param in model.parameters()}
+    _replace(
+        model,
+        {
+            key: nn.Parameter(value, requires_grad=params[key].requires_grad)
+            for key, value in values.items()
+            if key in params
+        },
+    )
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and id(buffer) in values:
+                module._buffers[name] = values[id(buffer)]
+
+
+def _says_missing(model: nn.Module, weights: CheckpointWeights, missing: list[str]) -> str:
+    what, kind = weights.files.what, weights.files.kind
+    names = weights.names()
+    of_type = f" (of type {kind})" if kind else ""
+    unused = list(weights.unused())
+    if 2 * len(missing) > len(list(model.parameters())) and 2 * len(unused) > len(names):
+        return (
+            f"checkpoint: found no {_some(missing)} of {type(model).__name__} in {what}{of_type}, which has "
+            f"{_some(unused)}; the checkpoint is of another family, so build its model"
+        )
+    return (
+        f"checkpoint: found no {_some(missing)} of {type(model).__name__} in {what}{of_type}; name all files of the "
+        "checkpoint, and build the model from its configuration"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more if names else "nothing"
+
+
+def _warn_of_unused(model: nn.Module, weights: CheckpointWeights) -> None:
+    """What the model has no place for may be layers that its configuration leaves out."""
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    of_buffers = {name for name, _ in model.named_buffers()}
+    names = [
+        name
+        for name in weights.unused()
+        if name not in of_buffers
+        and not name.endswith((".inv_freq", ".masked_bias", ".position_ids"))
+        and not any(pattern.search(name) for pattern in ignored)
+    ]
+    if names:
+        warn_once(
+            f"checkpoint: {type(model).__name__} has no place for {_some(names)} of {weights.files.what}; the model is "
+            "computed without them"
+        )
