@@ -34,6 +34,7 @@ TOOLS = (
     *("matplotlib", "tensorboard"),
     *("fsspec", "universal-pathlib", "s3fs", "moto[s3,server]"),
     *("accelerate", "lightning", "peft", "transformers", "trl"),
+    *("fastapi", "uvicorn"),  # examples/serve.py
     "cookiecutter",
 )
 TOOLS_OF_DEMO = ("nox", "matplotlib")  # a plot of the loss
