@@ -115,6 +115,17 @@ def test_rendered_code_is_typed(tmp_path, language, types_cache):
     succeeds(project, "mypy", "--cache-dir", str(types_cache))
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_a_device_that_torch_calls_otherwise_says_so(tmp_path, module):
+    (tmp_path / "own").mkdir()
+    own = rendered(tmp_path / "own", device_module=module)
+    assert "impersonates" not in (own / "src/ds_ext_xyz/plugin.py").read_text()
+    project = rendered(tmp_path, device_module=module, torch_device="cuda")
+    plugin = (project / "src/ds_ext_xyz/plugin.py").read_text()
+    assert plugin.count('impersonates="cuda")') == plugin.count("Offer(") - plugin.count("available=False") > 0
+    succeeds(project, "ruff", "format", "--check", ".")
+
+
 def succeeds(project, tool, *words):
     command = [str(Path(sys.executable).with_name(tool)), *words]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)

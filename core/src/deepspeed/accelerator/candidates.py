@@ -20,7 +20,7 @@ class Candidate:
     """One accelerator that is installed, or registered by the program, or the plain device.
 
     Fields:
-        name, priority, available, reason: of its offer; the plain device has no priority.
+        name, priority, available, reason, impersonates: of its offer; the plain device has no priority.
         origin: package, version and module that announce it.
         api: the range of plugin API versions it states, or None.
         state: "absent" is a device that is not there, "blocked" a plugin that the environment keeps out.
@@ -39,6 +39,7 @@ class Candidate:
     chosen: bool
     verdict: str
     traceback: str | None
+    impersonates: str = ""
 
 
 def list_candidates(choice: Choice | None) -> list[Candidate]:
@@ -76,6 +77,7 @@ def _candidate(offer: Offer, offers: list[Offer], choice: Choice | None) -> Cand
         chosen=choice is not None and choice.plugin == offer.name,
         verdict=_verdict(offer, state, offers, choice),
         traceback=None if failure is None else "".join(traceback.format_exception(failure)).rstrip(),
+        impersonates=offer.impersonates,
     )
 
 
@@ -88,6 +90,11 @@ def _verdict(offer: Offer, state: State, offers: list[Offer], choice: Choice | N
     if state != "available":
         return {"absent": "lost: its device is not here", "broken": "lost: it is broken", "blocked": "not asked"}[state]
     best = offers[0]
+    claimants = [other for other in offers if other.available and other.device == offer.device and other != offer]
+    if choice is None and claimants and best.device == offer.device:
+        others = " and ".join(repr(other.name) for other in claimants)
+        claim = "claims" if len(claimants) == 1 else "claim"
+        return f"undecided: {others} {claim} torch's device {offer.device!r} too"
     rivals = [other.name for other in offers if other.available and other.priority == best.priority]
     if offer.priority < best.priority:
         return f"lost: priority {offer.priority} is below {best.priority} of {' and '.join(map(repr, rivals))}"

@@ -9,6 +9,7 @@ that plugin alone. `explain()` tells the whole story to `ds_report`.
 import os
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,10 +143,14 @@ def _choose() -> Choice:
         if not available:
             return _fall_to_plain(offers)
         best = _highest(available)
+        _check_claims(best, best.device, available)
         try:
-            return _from_plugin(best, f"priority {best.priority} is the highest available ({best.reason})")
+            choice = _from_plugin(best, f"priority {best.priority} is the highest available ({best.reason})")
         except PluginError as error:  # its device is there but its package is broken: the others still count
             plugin_manager().withdraw(best.name, error)
+        else:
+            _check_claims(best, choice.accelerator._name, available)
+            return choice
 
 
 def _warn_of_broken(offers: list[Offer]) -> None:
@@ -170,6 +175,28 @@ def _highest(available: list[Offer]) -> Offer:
     return best[0]
 
 
+def _check_claims(best: Offer, device: str, available: list[Offer]) -> None:
+    """Refuse a choice between packages for one device of torch, of which a process has one: priorities tell which
+    vendor's device is better, not whose this device is."""
+    others = [offer for offer in available if offer.name != best.name and offer.device == device]
+    if not others:
+        return
+    manager = plugin_manager()
+
+    def shown(offer: Offer) -> str:
+        poses = f", which poses as {device!r}" if offer.name != device else ""
+        return f"{offer.name!r} (from {manager.origin(offer.name)}{poses})"
+
+    names = " and ".join(map(shown, (best, *others)))
+    remedy = " or ".join(f"{VARIABLE}={offer.name}" for offer in (best, *others))
+    undeclared = best.device != device
+    declare = f"; {best.name!r} should say so itself, by Offer(impersonates={device!r})" if undeclared else ""
+    raise PluginError(
+        f"accelerators {names} {'both' if len(others) == 1 else 'all'} claim torch's device {device!r}, and one can "
+        f"have it; choose with {remedy}, or uninstall the other{declare}"
+    )
+
+
 def _by_name(name: str) -> Choice:
     """Errors stand alone, without the traceback of their cause: they say it, and the report shows where it was."""
     manager = plugin_manager()
@@ -188,13 +215,19 @@ def _by_name(name: str) -> Choice:
 
 
 def _from_plugin(offer: Offer, why: str) -> Choice:
-    return Choice(plugin_manager().build_accelerator(offer.name, _known_to_torch), offer.name, why)
+    accept = partial(_known_to_torch, offer=offer)
+    return Choice(plugin_manager().build_accelerator(offer.name, accept), offer.name, why)
 
 
-def _known_to_torch(built: Any) -> DeepSpeedAccelerator:
+def _known_to_torch(built: Any, offer: Offer) -> DeepSpeedAccelerator:
     """`built` by a plugin, as an accelerator by whose name torch can place a tensor."""
     accelerator = as_accelerator(built)
     name = accelerator._name
+    if offer.impersonates and name != offer.impersonates:
+        raise PluginError(
+            f"its Offer poses as {offer.impersonates!r}, and {type(accelerator).__name__} has the `_name` {name!r}; "
+            "make them the same"
+        )
     try:
         known = torch.device(name).type == name
     except (RuntimeError, TypeError):

@@ -60,7 +60,8 @@ def show_explanation(report: dict[str, Any], console: Console, verbose: bool) ->
         )
         console.print(f"{mark} {row['name']}: {row['state']}{priority}", style="bold", markup=False)
         api = f", for plugin API {row['api']}" if row["api"] else ""
-        for line in (row["reason"], row["verdict"], f"from {row['origin']}{api}"):
+        poses = [f"poses as torch's device {row['impersonates']!r}"] if row["impersonates"] else []
+        for line in (row["reason"], *poses, row["verdict"], f"from {row['origin']}{api}"):
             console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
     _show_rules(report["environment"], console)
     _show_chosen(report["chosen"], console)
@@ -93,9 +94,14 @@ def _chosen(choice: Choice | None, error: str | None) -> dict[str, Any]:
 
 def _table(rows: Sequence[dict[str, Any]], verbose: bool) -> Table:
     columns = ("name", "priority", "state", "reason", *(["origin"] if verbose else []))
-    shown = ({**row, "name": f"{row['name']} *" if row["chosen"] else row["name"]} for row in rows)
+    shown = ({**row, "name": _shown_name(row)} for row in rows)
     cells = (["" if row[column] is None else str(row[column]) for column in columns] for row in shown)
     return make_table("Accelerators offered (* chosen)", columns, cells)
+
+
+def _shown_name(row: dict[str, Any]) -> str:
+    poses = f" (as {row['impersonates']})" if row["impersonates"] else ""
+    return f"{row['name']}{poses}{' *' if row['chosen'] else ''}"
 
 
 def _show_chosen(chosen: dict[str, Any], console: Console) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PROJECT = "deepspeed"
 # Grows by a minor step when a hook or an argument is added, by a major one when an old plugin would break.
-PLUGIN_API = "1.1"
+PLUGIN_API = "1.2"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -53,7 +53,8 @@ def ds_probe() -> Offer:  # type: ignore[empty-body]
     do not ask there for the accelerator or the plugin manager, which wait for the answer.
 
     Returns:
-        An `Offer` whose `name` is the entry point's name.
+        An `Offer` whose `name` is the entry point's name. Where torch calls the device otherwise, as that of a device
+        which poses as another, `impersonates` is torch's name for it.
     """
 
 

@@ -10,7 +10,9 @@ DS_PLUGIN_API = ">=1,<2"
 @hookimpl
 def ds_probe():
     count = int(os.environ.get("DS_SIM_DEVICES", "2"))
-    return Offer("sim", priority=50, available=count > 0, reason=f"{count} simulated devices")
+    name = os.environ.get("DS_SIM_NAME", "sim")
+    poses = "" if name == "sim" else name
+    return Offer("sim", 50, count > 0, f"{count} simulated devices", impersonates=poses)
 
 
 @hookimpl

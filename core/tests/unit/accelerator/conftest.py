@@ -14,13 +14,13 @@ class Shelf:
         self.entries, self.built = [], {}
         self.manager = PluginManager(lambda group: self.entries if group == ACCELERATORS else [])
 
-    def put(self, name, priority=100, available=True, reason="here", build=None, broken=None):
+    def put(self, name, priority=100, available=True, reason="here", build=None, broken=None, impersonates=""):
         module = types.ModuleType(f"plugin_{name}")
         self.built[name] = 0
 
         @hookimpl
         def ds_probe():
-            return Offer(name, priority, available, reason)
+            return Offer(name, priority, available, reason, impersonates)
 
         @hookimpl
         def ds_accelerator():

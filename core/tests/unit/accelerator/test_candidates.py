@@ -59,6 +59,19 @@ def test_a_tie_is_undecided_on_both_sides(shelf, told):
     assert not found["plain"][1]
 
 
+def test_two_claims_on_one_device_are_undecided_on_both_sides(shelf, told, monkeypatch):
+    shelf.put("cpu", 1, build=PlainAccelerator)
+    shelf.put("poser", 9, build=PlainAccelerator, impersonates="cpu")
+    shelf.put("low", 0, build=PlainAccelerator)
+    found = told()
+    assert found["poser"] == ("available", False, "undecided: 'cpu' claims torch's device 'cpu' too")
+    assert found["cpu"] == ("available", False, "undecided: 'poser' claims torch's device 'cpu' too")
+    assert found["low"][2] == "lost: priority 0 is below 9 of 'poser'"
+    assert {each.name: each.impersonates for each in list_candidates(None)}["poser"] == "cpu"
+    monkeypatch.setenv("DS_ACCELERATOR", "poser")
+    assert told()["poser"][1]
+
+
 def test_by_the_variable(shelf, told, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "low")
     shelf.put("low", 1, build=PlainAccelerator)

@@ -52,6 +52,47 @@ def test_a_tie_below_the_winner_does_not_matter(shelf):
     assert explain().plugin == "c"
 
 
+class Posing_Accelerator(PlainAccelerator):
+    """The CPU by another name of the entry point."""
+
+
+def test_two_claims_on_one_device_of_torch_are_an_error_that_names_both(shelf, monkeypatch):
+    shelf.put("cpu", 1, build=A_Accelerator)
+    shelf.put("poser", 9, build=Posing_Accelerator, impersonates="cpu")
+    claims = (
+        r"'poser' \(from .*poser.plugin.*, which poses as 'cpu'\) and 'cpu' \(from .*cpu.plugin.*\) both claim torch's"
+    )
+    with pytest.raises(PluginError, match=rf"{claims} device 'cpu'.*DS_ACCELERATOR=poser or DS_ACCELERATOR=cpu"):
+        get_accelerator()
+    assert shelf.built == {"cpu": 0, "poser": 0}
+    for name, kind in (("poser", Posing_Accelerator), ("cpu", A_Accelerator)):
+        monkeypatch.setenv("DS_ACCELERATOR", name)
+        assert type(get_accelerator()) is kind
+        reset_accelerator()
+
+
+def test_a_claim_that_was_not_declared_is_found_when_the_accelerator_is_there(shelf):
+    shelf.put("cpu", 1, build=A_Accelerator)
+    shelf.put("poser", 9, build=Posing_Accelerator)
+    with pytest.raises(PluginError, match=r"'poser'.* and 'cpu'.* both claim torch's device 'cpu'.*impersonates='cpu'"):
+        get_accelerator()
+
+
+def test_claims_that_do_not_matter(shelf, monkeypatch):
+    shelf.put("cpu", 1, available=False, reason="not here")
+    shelf.put("poser", 9, build=Posing_Accelerator, impersonates="cpu")
+    shelf.put("other", 5, build=A_Accelerator, impersonates="xyz")
+    shelf.put("another", 4, build=A_Accelerator, impersonates="xyz")
+    assert type(get_accelerator()) is Posing_Accelerator  # it has its device alone
+
+
+def test_one_that_poses_as_another_device_than_its_own(shelf, monkeypatch):
+    shelf.put("poser", 9, build=Posing_Accelerator, impersonates="cuda")
+    monkeypatch.setenv("DS_ACCELERATOR", "poser")
+    with pytest.raises(PluginError, match=r"its Offer poses as 'cuda', and Posing_Accelerator has the `_name` 'cpu'"):
+        get_accelerator()
+
+
 def test_the_variable_beats_priority_and_loads_that_plugin_alone(shelf, monkeypatch):
     shelf.put("a", 1, build=A_Accelerator)
     shelf.put("b", 2, broken=AssertionError("was imported"))

@@ -69,7 +69,7 @@ def test_json_holds_everything(shelf, capsys):
     assert good == {
         "name": "good", "priority": 7, "available": True, "reason": "one device [bold]", "chosen": True,
         "origin": "an unnamed distribution (good)", "api": None, "state": "available", "traceback": None,
-        "verdict": "won: priority 7 is the highest available (one device [bold])",
+        "verdict": "won: priority 7 is the highest available (one device [bold])", "impersonates": "",
     }  # fmt: skip
     assert (bad["name"], bad["available"], bad["chosen"], bad["state"]) == ("bad", False, False, "broken")
     assert "libbad.so is missing" in bad["reason"]
@@ -217,6 +217,14 @@ def test_explain_shows_only_the_choice(shelf, capsys, monkeypatch):
     assert "--verbose shows the traceback" in text
     assert "pydantic" not in text
     assert "Traceback" not in text
+
+
+def test_a_device_that_poses_as_another_is_told(shelf, capsys):
+    shelf.ds_probe = hookimpl(lambda: Offer("good", 7, reason="one device", impersonates="cpu"))
+    assert report.main(["--explain-accelerator"]) == 0
+    assert "poses as torch's device 'cpu'" in capsys.readouterr().out
+    assert report.main([]) == 0
+    assert "good (as cpu) *" in capsys.readouterr().out
 
 
 def test_verbose_shows_where_each_broken_plugin_failed(shelf, capsys):

@@ -135,6 +135,8 @@ def test_probe_that_answers_nonsense_is_an_offer(answer, message):
         ({"priority": True}, "broken: ds_probe offers priority True, found bool; an int is expected"),
         ({"name": None}, "broken: ds_probe offers name None, found NoneType; a str is expected"),
         ({"available": 2}, "broken: ds_probe offers available 2, found int; a bool is expected"),
+        ({"impersonates": None}, "broken: ds_probe offers impersonates None, found NoneType; a str is expected"),
+        ({"impersonates": "bad"}, "broken: ds_probe offers impersonates 'bad', its own name; leave it empty"),
         ({"reason": OSError("no")}, "broken: ds_probe offers reason OSError('no'), found OSError; a str is expected"),
     ],
 )
@@ -359,7 +361,7 @@ def test_the_same_announcement_twice_is_one():
 
 
 @pytest.mark.parametrize(
-    "stated", [">=1,<2", "==1.1", ">=0.9", "<=1.1", " > 0.9 , < 1.2 ", "~=1.0", "==1.*", "!=2", ">=1.0.0"]
+    "stated", [">=1,<2", "==1.2", ">=0.9", "<=1.2", " > 0.9 , < 1.3 ", "~=1.0", "==1.*", "!=2", ">=1.0.0"]
 )
 def test_api_range_that_fits(stated):
     manager = make_manager(Entry("a", make_plugin("a", DS_PLUGIN_API=stated)))
@@ -379,11 +381,11 @@ sys.exit("packaging.specifiers" in sys.modules)
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        (">=2", r"made for plugin API '>=2', and this ds-core speaks 1.1 .*'>=1,<=1.1'.*--upgrade"),
-        (">=1.2,<2", r"'>=1.2,<2', and this ds-core speaks 1.1 .*this ds-core is too old"),
-        ("<1", r"'<1', and this ds-core speaks 1.1 .*'>=1,<=1.1'.*the plugin is too old: upgrade its package"),
+        (">=2", r"made for plugin API '>=2', and this ds-core speaks 1.2 .*'>=1,<=1.2'.*--upgrade"),
+        (">=1.3,<2", r"'>=1.3,<2', and this ds-core speaks 1.2 .*this ds-core is too old"),
+        ("<1", r"'<1', and this ds-core speaks 1.2 .*'>=1,<=1.2'.*the plugin is too old: upgrade its package"),
         ("~=0.3", "the plugin is too old"),
-        (">=0.5,!=1.1,<2", "install versions of the two that fit"),
+        (">=0.5,!=1.2,<2", "install versions of the two that fit"),
         ("===first", "install versions of the two that fit"),
         ("one", "states DS_PLUGIN_API = 'one'; a version range"),
         (1, "states DS_PLUGIN_API = 1; a version range"),

@@ -1,10 +1,14 @@
 """The suite's tests of a plugin's manners, on plugins that have none: each fault is caught by the test for it."""
 
+import contextlib
 import sys
+import types
 
 import pytest
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.current import reset_accelerator
+from deepspeed.accelerator.plain import PlainAccelerator
+from deepspeed.plugins import Offer
 from deepspeed.testing.suite import test_hygiene as hygiene
 
 OFFER = 'from deepspeed.plugins import Offer\nDS_PLUGIN_API = ">=1,<2"\n'
@@ -61,6 +65,16 @@ def test_a_plugin_with_manners_passes(install):
     install("mannerly", OFFER + PROBE)
     for test in TESTS:
         getattr(hygiene, test)()
+
+
+@pytest.mark.parametrize(("impersonates", "is_caught"), [("", True), ("cuda", True), ("cpu", False)])
+def test_an_offer_that_hides_whose_device_it_is_is_caught(monkeypatch, impersonates, is_caught):
+    offer = Offer("poser", impersonates=impersonates)
+    monkeypatch.setattr(hygiene, "plugin_manager", lambda: types.SimpleNamespace(probe={"poser": offer}.get))
+    monkeypatch.setattr(hygiene, "explain", lambda: types.SimpleNamespace(plugin="poser"))
+    monkeypatch.setattr(hygiene.requirements.plugin, "check", lambda: None)
+    with pytest.raises(AssertionError, match="impersonates='cpu'") if is_caught else contextlib.nullcontext():
+        hygiene.test_the_offer_claims_the_device_of_torch(PlainAccelerator())
 
 
 def test_a_probe_that_takes_longer_than_it_may_is_caught(install, monkeypatch):

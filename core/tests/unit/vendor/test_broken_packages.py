@@ -21,7 +21,7 @@ def ds_accelerator():
 HANGS = "    import threading; threading.Event().wait(60)\n    return"
 BROKEN = {
     "importless": (lambda text: "import a_library_that_is_missing", "No module named 'a_library_that_is_missing'"),
-    "future": (lambda text: text.replace(">=1,<2", ">=2"), "made for plugin API '>=2', and this ds-core speaks 1.1"),
+    "future": (lambda text: text.replace(">=1,<2", ">=2"), "made for plugin API '>=2', and this ds-core speaks 1.2"),
     "past": (lambda text: text.replace(">=1,<2", "<1"), "the plugin is too old"),
     "raises": (lambda text: text.replace("    return Offer", "    1 / 0; return Offer"), "ZeroDivisionError"),
     "hangs": (lambda text: text.replace("    return", HANGS, 1), "no answer within 0.3 s"),

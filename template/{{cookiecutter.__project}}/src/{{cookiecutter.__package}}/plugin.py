@@ -1,5 +1,6 @@
 """The door of this extension: hooks only. torch is imported once the device was chosen, not to look for it."""
 {%- set sought = cookiecutter.__module.split('.')[0] %}
+{%- set poses = '' if cookiecutter.torch_device == cookiecutter.device_name else ', impersonates="' ~ cookiecutter.torch_device ~ '"' %}
 
 {% if cookiecutter.__module != 'torch' -%}
 import importlib.util
@@ -27,9 +28,9 @@ def ds_probe() -> Offer:
 {%- if cookiecutter.device_files %}
     found = len(glob("{{ cookiecutter.device_files }}"))
     reason = f"{found} of {{ cookiecutter.device_files }}"
-    return Offer("{{ cookiecutter.device_name }}", priority=100, available=found > 0, reason=reason)
+    return Offer("{{ cookiecutter.device_name }}", priority=100, available=found > 0, reason=reason{{ poses }})
 {%- else %}
-    return Offer("{{ cookiecutter.device_name }}", priority=100, reason="{{ sought }} is installed")
+    return Offer("{{ cookiecutter.device_name }}", priority=100, reason="{{ sought }} is installed"{{ poses }})
 {%- endif %}
 
 

@@ -123,6 +123,15 @@ def test_the_offer_is_steady_and_under_its_own_name() -> None:
     assert first[2] is True
 
 
+def test_the_offer_claims_the_device_of_torch(accelerator: DeepSpeedAccelerator) -> None:
+    requirements.plugin.check()
+    offer = plugin_manager().probe(str(explain().plugin))
+    assert offer.device == accelerator.device_name(), (
+        f"Offer({offer.name!r}) claims torch's device {offer.device!r}, and the accelerator's is "
+        f"{accelerator.device_name()!r}: give the offer impersonates={accelerator.device_name()!r}"
+    )
+
+
 def test_the_plugin_is_what_made_the_accelerator(accelerator: DeepSpeedAccelerator) -> None:
     requirements.plugin.check()
     name = str(explain().plugin)
