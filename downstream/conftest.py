@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
+from deepspeed.testing import forked
 from deepspeed.testing.tiers import swept
 from torch.distributed import TCPStore
 
@@ -46,7 +47,9 @@ class Launch:
 
     def __init__(self, script: Path) -> None:
         self.script = script
-        self._server: subprocess.Popen[str] | None = None
+        self._server: forked.Process | None = None
+        self._jobs: TextIO
+        self._answers: TextIO
 
     def __call__(self, folder: Path, *flags: str, launcher: str | None = None) -> dict[str, Any]:
         """What the script wrote to `<folder>/result.json`; the ranks' output is in the error if one fails.
@@ -67,7 +70,9 @@ class Launch:
     def close(self) -> None:
         """End the ranks, and the process that they are forked from."""
         if self._server is not None:
-            self._server.communicate()  # closes its standard input
+            self._jobs.close()  # at which it ends
+            self._server.wait(_TIMEOUT_S)
+            self._answers.close()
             self._server = None
 
     def _fork(self, folder: Path, arguments: list[str]) -> None:
@@ -84,24 +89,26 @@ class Launch:
         if self._server is None:
             self._server = self._start()
             assert self._answer() == "ready\n", f"{self.script} could not be imported"
-        assert self._server.stdin is not None
-        self._server.stdin.write(line + "\n")
-        self._server.stdin.flush()
+        self._jobs.write(line + "\n")
+        self._jobs.flush()
         return self._answer()
 
-    def _start(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, str(SHARED / "forking.py"), str(self.script)]
-        return subprocess.Popen(
-            command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
+    def _start(self) -> forked.Process:
+        """Itself a fork of a process that has torch: libraries that build on torch are left to import."""
+        jobs, theirs = os.pipe(), os.pipe()
+        command = [str(SHARED / "forking.py"), str(self.script)]
+        try:
+            return forked.start(0, command, _environment(), jobs[0], theirs[1], errors=sys.__stderr__.fileno())
+        finally:
+            os.close(jobs[0])
+            os.close(theirs[1])
+            self._jobs, self._answers = os.fdopen(jobs[1], "w"), os.fdopen(theirs[0])
 
     def _answer(self) -> str:
-        assert self._server is not None
-        assert self._server.stdout is not None
-        if not select.select([self._server.stdout], [], [], _TIMEOUT_S)[0]:
+        if not select.select([self._answers], [], [], _TIMEOUT_S)[0]:
             self.close()
             raise AssertionError(f"{self.script} did not end within {_TIMEOUT_S:g} s")
-        return self._server.stdout.readline()
+        return self._answers.readline()
 
 
 def _run(command: list[str], folder: Path) -> None:
