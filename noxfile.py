@@ -16,9 +16,9 @@ import nox
 nox.needs_version = ">=2024.4"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = [
-    *("lint", "types", "unit", "extensions", "ranks", "simulated", "parity"),
+    *("lint", "types", "unit", "extensions", "processes"),
     "template(cpp)",  # the other languages take minutes each
-    *("examples", "docs", "downstream"),
+    "examples",
 ]
 
 ROOT = Path(__file__).parent
@@ -39,6 +39,7 @@ TOOLS = (
 )
 TOOLS_OF_DEMO = ("nox", "matplotlib")  # a plot of the loss
 TESTS = Path("core/tests")
+RECIPES, PAGES = Path("downstream/recipes"), Path("docs/tests")
 # Words for pytest that bring back the corners marked `sweep`, which pyproject.toml deselects.
 EVERYTHING = ("-m", "")
 KERNEL_LANGUAGES = ("none", "cpp", "cuda", "sycl", "own")  # that the template renders an example op in
@@ -60,6 +61,8 @@ SIDE_BY_SIDE = ("-n", "2", "--dist", "worksteal")
 # Two files at a time: tests of one file share warm ranks and results, and ranks leave the cores idle while they wait.
 # A third worker has ranks of its own to start, and its waiting ranks take time from the others: it was slower.
 FILES_SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile")
+# The longest files first, so that no worker waits long for the other at the end.
+PROCESSES = (RECIPES, PAGES, TESTS / "simulated", TESTS / "ranks", TESTS / "parity")
 
 
 def _prepare(session: nox.Session, tools: tuple[str, ...] = TOOLS) -> None:
@@ -72,7 +75,8 @@ def _prepare(session: nox.Session, tools: tuple[str, ...] = TOOLS) -> None:
     installed = set(ready["tools"]) if ready.get("inputs") == wanted else set()
     if installed >= {"torch", *tools}:
         return
-    pip = (PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-c", "constraints.txt")
+    # Most modules of the libraries are never imported; Python compiles the others when they are.
+    pip = (PYTHON, "-m", "pip", "install", "--no-compile", "--disable-pip-version-check", "-c", "constraints.txt")
     pip += ("--progress-bar", "on") if sys.stdout.isatty() else ("--quiet",)
     if "torch" not in installed:
         session.log("installing torch and the distributions of this repository: a minute or two, once")
@@ -109,7 +113,7 @@ def test_all(session: nox.Session) -> None:
     """What `make test` runs, with the sweeps: every world, kill and planted fault, template language, and sanitizer."""
     for name in ("lint", "types", "examples", "sanitize"):
         session.notify(name)
-    names = ["unit", "extensions", "ranks", "simulated", "parity", "docs", "downstream"]
+    names = ["unit", "extensions", "processes"]
     names += [f"template({language})" for language in KERNEL_LANGUAGES]
     for version in TORCH_RANGE:
         session.notify(f"torch({version})")
@@ -142,6 +146,12 @@ def types(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """Core's tests that need one process."""
     _pytest(session, TESTS / "unit", TESTS / "house", TESTS / "compat", flags=SIDE_BY_SIDE)
+
+
+@nox.session
+def processes(session: nox.Session) -> None:
+    """The tests of `ranks`, `simulated`, `parity`, `docs` and `downstream`, by the same workers and warm ranks."""
+    _pytest(session, *PROCESSES, flags=(*FILES_SIDE_BY_SIDE, "--no-loadscope-reorder"))
 
 
 @nox.session
@@ -183,13 +193,13 @@ def examples(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Links of every page resolve; code blocks run; generated pages equal their source."""
-    _pytest(session, Path("docs/tests"), flags=SIDE_BY_SIDE)
+    _pytest(session, PAGES, flags=SIDE_BY_SIDE)
 
 
 @nox.session
 def downstream(session: nox.Session) -> None:
     """The DeepSpeed paths of libraries that build on us, run against this tree; `-- -k trl` runs one."""
-    _pytest(session, Path("downstream/recipes"), flags=FILES_SIDE_BY_SIDE)
+    _pytest(session, RECIPES, flags=FILES_SIDE_BY_SIDE)
 
 
 @nox.session

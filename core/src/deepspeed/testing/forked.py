@@ -1,8 +1,9 @@
 """Start a rank as a fork of a process that has torch already. Called by `distributed`, and by tests that run scripts.
 
-There is one such process (`rank_server`) per rank and set of variables, so that ranks differ as fresh interpreters do:
-in the seed of string hashes and in their addresses. Where torch's libraries do not survive a fork, that is, elsewhere
-than on Linux, a rank is a fresh interpreter.
+There are two such processes (`rank_server`) per set of variables, for ranks of even and of odd number, so that ranks of
+a job differ as fresh interpreters do: in the seed of string hashes and in their addresses. One per rank would take 3 s
+of a core each. Where torch's libraries do not survive a fork, that is, elsewhere than on Linux, a rank is a fresh
+interpreter.
 """
 
 import atexit
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import TypeAlias
 
 _START_TIMEOUT_S = 240.0  # a machine that does much else takes a part of it
+_NUM_SERVERS = 2  # of one set of variables
 _IS_SUPPORTED = hasattr(os, "pidfd_open")
 
 Variables: TypeAlias = Mapping[str, str]
@@ -78,7 +80,7 @@ def start(
     """Start `python *command` as a rank; `shut_down` ends it if it still runs.
 
     Args:
-        rank: forks of one rank come from one process.
+        rank: even ones are forks of one process, odd ones of another.
         command: a script and its arguments, or `-m`, a module and its arguments.
         environment: all of its variables.
         stdin: descriptor of its standard input.
@@ -104,13 +106,14 @@ def prepare(num_ranks: int, environment: Variables, early: Variables | None = No
         ConnectionError, TimeoutError: as `start`.
     """
     if _IS_SUPPORTED:
-        servers = [_server(rank, environment, early) for rank in range(num_ranks)]  # their imports overlap
+        ranks = range(min(num_ranks, _NUM_SERVERS))
+        servers = [_server(rank, environment, early) for rank in ranks]  # their imports overlap
         for server in servers:
             server.await_imports()
 
 
 class _Server:
-    """The process that forks the ranks of one number."""
+    """A process that forks ranks."""
 
     def __init__(self, environment: Variables) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -155,7 +158,7 @@ _servers: dict[tuple[int, tuple[tuple[str, str], ...]], _Server] = {}
 
 
 def _server(rank: int, environment: Variables, early: Variables | None) -> _Server:
-    key = (rank, tuple(sorted((early or {}).items())))
+    key = (rank % _NUM_SERVERS, tuple(sorted((early or {}).items())))
     if key in _servers and not _servers[key].is_alive:
         _servers.pop(key).close()
     if key not in _servers:
