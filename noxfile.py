@@ -61,8 +61,8 @@ SIDE_BY_SIDE = ("-n", "2", "--dist", "worksteal")
 # Two files at a time: tests of one file share warm ranks and results, and ranks leave the cores idle while they wait.
 # A third worker has ranks of its own to start, and its waiting ranks take time from the others: it was slower.
 FILES_SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile")
-# The longest files first, so that no worker waits long for the other at the end.
-PROCESSES = (RECIPES, PAGES, TESTS / "simulated", TESTS / "ranks", TESTS / "parity")
+# In this order: the last files of `ranks` are short, so that no worker waits long for the other at the end.
+PROCESSES = (RECIPES, PAGES, TESTS / "simulated", TESTS / "parity", TESTS / "ranks")
 
 
 def _prepare(session: nox.Session, tools: tuple[str, ...] = TOOLS) -> None:
@@ -269,7 +269,7 @@ def ext(session: nox.Session, name: str) -> None:
 def template(session: nox.Session, language: str) -> None:
     """The template, rendered for a kernel language: built, installed, compiled, and put to the conformance suite."""
     _prepare(session)
-    tests = ("-m", "pytest", "-q", "template/tests", "--language", language)
+    tests = ("-m", "pytest", "-q", *FILES_SIDE_BY_SIDE, "template/tests", "--language", language)
     session.run(PYTHON, *tests, *session.posargs, env=TEST_ENV, external=True)
 
 
