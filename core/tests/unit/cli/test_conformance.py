@@ -3,15 +3,44 @@
 import importlib.util
 import io
 import json
+import subprocess
+from types import SimpleNamespace
 
 import pytest
+from deepspeed.cli import conformance
 from deepspeed.cli.conformance import main
 from deepspeed.cli.conformance_progress import follow
 from deepspeed.cli.conformance_report import as_markdown, conclusion, left_out_rows, skip_rows, theme_rows
+from deepspeed.testing import forked
 from deepspeed.testing.suite import THEMES
 from rich.console import Console
 
 QUICK = ("--accelerator", "plain", "-k", "graphs")
+
+
+class Fork:
+    """In place of `subprocess.Popen`: pytest by a fork of a process that has torch.
+
+    For runs that end before their progress is told: pytest takes the pipe, its standard input, for itself.
+    """
+
+    def __init__(self, command, env, stdout, stderr, pass_fds):
+        (progress,) = pass_fds
+        at = command.index("--ds-progress") + 1
+        words = [*command[1:at], "0", *command[at + 1 :]]
+        self._process = forked.start(0, words, env, progress, stdout.fileno(), errors=stderr.fileno())
+        self.returncode = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self.returncode = self._process.wait()
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    monkeypatch.setattr(conformance, "subprocess", SimpleNamespace(Popen=Fork, run=subprocess.run))
 
 
 def one_line(capsys):
@@ -55,6 +84,7 @@ def test_an_expected_failure_that_passes_fails_the_run(tmp_path, capsys):
 # ----- what cannot be run --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_accelerator_that_is_not_installed(capsys):
     assert main(["--accelerator", "nowhere"]) == 2
     told = one_line(capsys)
@@ -80,6 +110,7 @@ def test_a_list_that_is_not_there(tmp_path, capsys):
     assert "No such file" in one_line(capsys)
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize(
     ("content", "told"),
     [
