@@ -5,11 +5,14 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import deepspeed.comm as dist
 import pytest
 from deepspeed.comm.environment import loopback_address
 from deepspeed.errors import CommError
+from deepspeed.testing import forked
 
 _SINGLE = """
 import os, sys
@@ -37,17 +40,20 @@ except Exception as error:
 
 
 def run_script(script, **variables):
+    """What it prints, by a fork of a process that has torch and no group."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**clean, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    with tempfile.TemporaryDirectory() as name, open(os.devnull) as nothing:
+        path, output, errors = (Path(name) / each for each in ("script.py", "output", "errors"))
+        path.write_text(script)
+        with output.open("wb") as out, errors.open("wb") as err:
+            environment = {**clean, "OMP_NUM_THREADS": "1", **variables}
+            job = forked.start(0, [str(path)], environment, nothing.fileno(), out.fileno(), errors=err.fileno())
+        try:
+            code = job.wait(60)
+        finally:
+            job.kill()
+        assert code == 0, errors.read_text()
+        return output.read_text().splitlines()
 
 
 def test_no_environment_is_one_rank_and_starting_twice_is_harmless():
