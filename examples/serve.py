@@ -21,7 +21,7 @@ import torch
 import uvicorn
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.errors import ConfigError
-from deepspeed.inference.v2 import InferenceEngineV2, NewToken, Sampling, Scheduler
+from deepspeed.inference.v2 import InferenceEngineV2, NewToken, Sampling, Scheduler, build_hf_engine
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict
@@ -225,15 +225,14 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
     arguments = parser.parse_args()
-    if arguments.model is None:
-        model, text = demo_model(arguments.checkpoint, arguments.num_heads), ByteText()
-    else:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
-        text = TokenizerText(arguments.model)
     blocks = {"state_manager": {"memory_config": {"mode": "allocate", "size": arguments.blocks}}}
-    driver = Driver(Scheduler(InferenceEngineV2(model, arguments.engine_config or blocks)))
+    config = arguments.engine_config or blocks
+    text: ByteText | TokenizerText = ByteText()
+    if arguments.model is None:
+        engine = InferenceEngineV2(demo_model(arguments.checkpoint, arguments.num_heads), config)
+    else:
+        engine, text = build_hf_engine(arguments.model, config), TokenizerText(arguments.model)
+    driver = Driver(Scheduler(engine))
     with socket.create_server((arguments.host, arguments.port)) as listener:
         host, port = listener.getsockname()[:2]
         print(f"serving at http://{host}:{port}", flush=True)

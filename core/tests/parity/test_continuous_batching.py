@@ -9,7 +9,7 @@ import deepspeed
 import pytest
 import torch
 import transformers
-from deepspeed.errors import ConfigError, StateError
+from deepspeed.errors import CheckpointError, ConfigError, StateError
 from deepspeed.inference import InferenceEngineV2, build_engine_from_ds_checkpoint, build_hf_engine
 from deepspeed.inference.v2 import SchedulingError, SchedulingResult
 from deepspeed.testing.distributed import run_ranks
@@ -176,10 +176,10 @@ def test_bf16_is_as_near_to_fp32_as_transformers() -> None:
         assert (row.float() - exact).norm() < 1.5 * theirs
 
 
-def logits_on_ranks(num_blocks: int) -> tuple[Tensor, list[int], str]:
+def logits_on_ranks(folder: str, num_blocks: int) -> tuple[Tensor, list[int], str]:
     tokens = prompts(9, 3)
     config = {**settings(num_blocks), "tensor_parallel": {"tp_size": 2}}
-    engine = InferenceEngineV2(make_model(), config)
+    engine = build_hf_engine(folder, config) if folder else InferenceEngineV2(make_model(), config)
     engine.put([0, 1], [tokens[0][:4], tokens[1][:2]])
     logits = engine.put([1, 0], [tokens[1][2:], tokens[0][4:]])
     try:
@@ -189,9 +189,12 @@ def logits_on_ranks(num_blocks: int) -> tuple[Tensor, list[int], str]:
     return logits, engine.free_blocks.tolist(), ""
 
 
-def test_a_model_divided_over_two_ranks_gives_equal_logits() -> None:
+@pytest.mark.parametrize("from_files", [False, True], ids=["given", "from files"])
+def test_a_model_divided_over_two_ranks_gives_equal_logits(tmp_path: Path, from_files: bool) -> None:
     plain, tokens = make_model(), prompts(9, 3)
-    for logits, free, error in run_ranks(2, logits_on_ranks, 5):
+    if from_files:
+        plain.save_pretrained(tmp_path)
+    for logits, free, error in run_ranks(2, logits_on_ranks, str(tmp_path) if from_files else "", 5):
         assert free == [1]
         assert "3 more blocks" in error
         for row, uid in zip(logits, (1, 0), strict=True):
@@ -278,6 +281,16 @@ def test_a_forward_that_fails_leaves_the_sequences_as_they_were() -> None:
     assert (logits[1] - wanted).abs().max() < 1e-4
 
 
+def test_a_model_in_training_mode_is_an_error_that_says_so() -> None:
+    engine = InferenceEngineV2(make_model(), settings())
+    engine.model.train()
+    with pytest.raises(StateError, match=r"put into training mode, .*; call model\.eval\(\)"):
+        engine.put([1], prompts(3))
+    engine.model.eval()
+    engine.put([1], prompts(3))
+    assert_state(engine, {1: 3}, 63)
+
+
 def test_query_says_what_fits() -> None:
     engine = InferenceEngineV2(make_model(), settings(num_blocks=8, max_context=20, max_tracked_sequences=1))
     assert engine.query(1, 9, 8) == (9, 3)
@@ -350,6 +363,21 @@ def test_a_key_that_is_not_there_names_the_nearest() -> None:
         InferenceEngineV2(make_model(), {"state_manager": {"max_raged_batch_size": 3}})
     with pytest.raises(ConfigError, match="offload"):
         InferenceEngineV2(make_model(), {"state_manager": {"offload": True}})
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_a_folder_of_transformers_is_built_with_weights_in_few_bits(tmp_path: Path, mode: str) -> None:
+    plain, (tokens,) = make_model("gpt2"), prompts(6)
+    plain.save_pretrained(tmp_path)
+    config = {**settings(), "quantization": {"quantization_mode": mode}}
+    found = build_hf_engine(str(tmp_path), config).put([3], [tokens])
+    assert torch.equal(found, InferenceEngineV2(copy.deepcopy(plain), config).put([3], [tokens]))
+
+
+def test_a_folder_without_weights_is_an_error_that_names_it(tmp_path: Path) -> None:
+    make_model().config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        build_hf_engine(str(tmp_path), settings())
 
 
 def test_a_folder_of_transformers_is_built_and_serialized(tmp_path: Path) -> None:

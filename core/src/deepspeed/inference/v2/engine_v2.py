@@ -22,7 +22,7 @@ from deepspeed._absent import complete
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config import read_config
-from deepspeed.config.inference import RaggedInferenceEngineConfig
+from deepspeed.config.inference import RaggedInferenceEngineConfig, RaggedQuantizationConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.config.supported import check_supported
 from deepspeed.errors import ConfigError, StateError
@@ -31,6 +31,7 @@ from deepspeed.inference.entry import init_inference
 from deepspeed.inference.injection.block import FusedBlock
 from deepspeed.inference.quantized import dtype_of
 from deepspeed.inference.v2.paged_cache import CachedSequence, LayerShape, PagedCache, RaggedBatch
+from deepspeed.zero.on_device import OnDevice
 
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest sequence of a forward
 
@@ -83,7 +84,7 @@ class InferenceEngineV2:
         self._forward_keys = set(signature(type(module).forward).parameters)
         self._has_alibi = any(block.policy.alibi for block in blocks)
         shapes = [LayerShape(block.num_kv_heads, block.head_dim) for block in blocks]
-        device = torch.device(get_accelerator().current_device_name())
+        device = module.get_input_embeddings().weight.device
         self._cache = PagedCache(
             shapes,
             self._num_blocks(shapes),
@@ -329,18 +330,30 @@ class InferenceEngineV2:
 def build_hf_engine(path: str, engine_config: Any = None, debug_level: int = logging.INFO) -> InferenceEngineV2:
     """An engine for a model of transformers in a folder, or of a name that `from_pretrained` knows.
 
+    From a folder each rank reads its own part of the weights.
+
     Args:
         engine_config: as of `InferenceEngineV2`.
         debug_level: accepted without effect; `DS_LOG_LEVEL` sets what is logged.
 
     Raises:
         ConfigError: as `InferenceEngineV2`; also where transformers is not installed.
+        CheckpointError: a file or a weight is missing, damaged or of another model; names it.
     """
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError("build_hf_engine: transformers is not installed; pip install transformers") from error
-    return InferenceEngineV2(AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval(), engine_config)
+    if not os.path.isdir(path):
+        return InferenceEngineV2(AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval(), engine_config)
+    config = AutoConfig.from_pretrained(path)
+    dtype = config.dtype or torch.float32
+    with OnDevice(dtype=dtype, device="meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    settings = _settings(engine_config)
+    engine = _initialized(model, settings, checkpoint=path)
+    done = {"quantization": RaggedQuantizationConfig()}
+    return InferenceEngineV2(engine, settings.model_copy(update=done))
 
 
 def build_engine_from_ds_checkpoint(
@@ -372,7 +385,7 @@ def _settings(given: Any) -> RaggedInferenceEngineConfig:
 
 def _prepared(model: nn.Module, config: RaggedInferenceEngineConfig) -> InferenceEngine:
     """With fused blocks, on this rank's device."""
-    tp_size = config.tensor_parallel.tp_size if config.tensor_parallel.enabled else 1
+    tp_size = _tp_size(config)
     mode = config.quantization.quantization_mode
     if isinstance(model, InferenceEngine):
         if mode is not None or tp_size not in (1, model.mp_world_size):
@@ -387,13 +400,25 @@ def _prepared(model: nn.Module, config: RaggedInferenceEngineConfig) -> Inferenc
             f"InferenceEngineV2: found {type(model).__name__}; give a causal language model of transformers, or what "
             "init_inference returned for it"
         )
+    return _initialized(model, config)
+
+
+def _initialized(model: nn.Module, config: RaggedInferenceEngineConfig, **keys: Any) -> InferenceEngine:
+    """What `init_inference` gives, with further keys of its own."""
     _check_model(model)
-    keys: dict[str, Any] = {"dtype": dtype_of(model)}
+    check_supported(config)
+    mode = config.quantization.quantization_mode
+    keys["dtype"] = dtype_of(model)
     if mode is not None:
-        keys = {"dtype": torch.int8, "quant": {"weight": {"num_bits": {"int8": 8, "int4": 4}[mode]}}}
+        keys |= {"dtype": torch.int8, "quant": {"weight": {"num_bits": {"int8": 8, "int4": 4}[mode]}}}
+    tp_size = _tp_size(config)
     if tp_size > 1:
         keys["tensor_parallel"] = {"tp_size": tp_size}
     return init_inference(model, replace_with_kernel_inject=True, **keys)
+
+
+def _tp_size(config: RaggedInferenceEngineConfig) -> int:
+    return config.tensor_parallel.tp_size if config.tensor_parallel.enabled else 1
 
 
 def _check_model(model: Any) -> None:

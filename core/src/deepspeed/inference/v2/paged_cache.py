@@ -206,6 +206,7 @@ class PagedCache:
             StateError: a layer does not compute by its fused block.
         """
         raise StateError(
-            "put: a layer of the model does not compute by its fused block any more: one of its parts was replaced or "
-            "got hooks (adapters do that) since the engine was built; merge adapters before"
+            "put: a layer of the model does not compute by its fused block any more: since the engine was built the "
+            "model was put into training mode, or one of the layer's parts was replaced or got hooks (adapters do "
+            "that); call model.eval(), and merge adapters before the engine is built"
         )
