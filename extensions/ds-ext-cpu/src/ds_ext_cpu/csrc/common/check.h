@@ -30,7 +30,7 @@ struct Argument {
 
 static inline int32_t dtype_code(const Tensor& tensor) {
     int32_t code;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
     return code;
 }
 
@@ -65,7 +65,7 @@ static inline void check_on_host(const Argument& argument, const Tensor& tensor)
     if (!tensor.defined()) refuse(argument, "an undefined tensor", "a tensor");
     if (!tensor.is_cpu()) refuse(argument, "a tensor on another device", "on the cpu");
     int32_t layout;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
     if (layout != aoti_torch_layout_strided()) refuse(argument, "a sparse tensor", "dense");
 }
 

@@ -19,7 +19,7 @@ static inline void parallel_for(int64_t count, int64_t grain, const Work& work) 
     const auto call = [](int64_t begin, int64_t end, void* context) {
         (*static_cast<const Work*>(context))(begin, end);
     };
-    STABLE_TORCH_ERROR_CODE_CHECK(
+    TORCH_ERROR_CODE_CHECK(
         torch_parallel_for(0, count, grain, call, const_cast<void*>(static_cast<const void*>(&work))));
 }
 

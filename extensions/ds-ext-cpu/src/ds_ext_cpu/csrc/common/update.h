@@ -24,7 +24,7 @@ constexpr int64_t kGrain = 32768;
 
 static inline void* data_of(const Tensor& tensor) {
     void* data;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
     return data;
 }
 

@@ -31,7 +31,7 @@ struct Argument {
 
 static inline int32_t dtype_code(const Tensor& tensor) {
     int32_t code;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
     return code;
 }
 
@@ -66,7 +66,7 @@ static inline void check_on_device(const Argument& argument, const Tensor& tenso
     if (!tensor.defined()) refuse(argument, "an undefined tensor", "a tensor");
     if (!is_ours(tensor)) refuse(argument, "a tensor on another device", std::string("on ") + kDeviceName);
     int32_t layout;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
     if (layout != aoti_torch_layout_strided()) refuse(argument, "a sparse tensor", "dense");
 }
 

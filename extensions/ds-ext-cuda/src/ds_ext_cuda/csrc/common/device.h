@@ -28,7 +28,7 @@ class OnDevice {
     explicit OnDevice(const Tensor& tensor) : guard_(tensor.get_device_index()) {
         if (aoti_torch_get_current_cuda_stream == nullptr) throw std::runtime_error("ds_cuda: this torch has no CUDA");
         void* stream = nullptr;
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
         stream_ = static_cast<cudaStream_t>(stream);
     }
 #endif

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <cxxabi.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>

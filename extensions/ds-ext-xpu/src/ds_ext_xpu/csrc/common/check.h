@@ -29,25 +29,25 @@ struct Argument {
 
 inline int32_t dtype_code(const Tensor& tensor) {
     int32_t code;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
     return code;
 }
 
 inline int32_t device_type_of(const Tensor& tensor) {
     int32_t type;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
     return type;
 }
 
 inline int32_t device_index_of(const Tensor& tensor) {
     int32_t index;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
     return index;
 }
 
 inline void* data_of(const Tensor& tensor) {
     void* data;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
     return data;
 }
 
@@ -81,7 +81,7 @@ inline void check_place(const Argument& argument, const Tensor& tensor, int32_t 
     if (!tensor.defined()) refuse(argument, "an undefined tensor", "a tensor");
     if (device_type_of(tensor) != type) refuse(argument, "a tensor on another device", std::string("on the ") + where);
     int32_t layout;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
     if (layout != aoti_torch_layout_strided()) refuse(argument, "a sparse tensor", "dense");
 }
 

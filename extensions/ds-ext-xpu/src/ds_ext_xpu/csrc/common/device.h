@@ -21,7 +21,7 @@ inline int32_t device_type() { return aoti_torch_device_type_xpu(); }
 // Where torch queues its own work for this device now.
 inline sycl::queue& current_queue(int32_t device_index) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_xpu_stream(device_index, &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_xpu_stream(device_index, &stream));
     return *static_cast<sycl::queue*>(stream);
 }
 

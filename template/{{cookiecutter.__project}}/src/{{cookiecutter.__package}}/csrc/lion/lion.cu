@@ -81,7 +81,7 @@ void step(LionTensors& tensors, const LionFactors& by) {
     float* exp_avg = tensors.exp_avg.mutable_data_ptr<float>();
     const torch::stable::accelerator::DeviceGuard guard(tensors.param.get_device_index());
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensors.param.get_device_index(), &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensors.param.get_device_index(), &stream));
     constexpr unsigned kThreads = 256;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>((numel + kThreads - 1) / kThreads, 65535)));

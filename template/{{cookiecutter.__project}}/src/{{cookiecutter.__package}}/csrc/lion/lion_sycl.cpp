@@ -63,7 +63,7 @@ void step(LionTensors& tensors, const LionFactors& by) {
     float* exp_avg = tensors.exp_avg.mutable_data_ptr<float>();
     const LionFactors factors = by;
     void* queue = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_xpu_stream(tensors.param.get_device_index(), &queue));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_xpu_stream(tensors.param.get_device_index(), &queue));
     static_cast<sycl::queue*>(queue)->parallel_for(sycl::range<1>(numel), [=](sycl::id<1> item) {
         const int64_t index = item[0];
         float value = param.load(index);
