@@ -191,7 +191,7 @@ def test_the_fronts_call_these_operators(ops, numbers, monkeypatch):
     x = numbers(8, 8)
     wanted = round_trip(x)
     monkeypatch.setattr(operators, "_namespace", lambda op, device_type: "ds_cuda" if op == "quantizer" else None)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         same(round_trip(x), wanted)
     names = {event.key for event in profile.key_averages()}
     called = {"quantize_groups", "dequantize_groups", "dequantize_reduce", "fake_quantize_groups"}

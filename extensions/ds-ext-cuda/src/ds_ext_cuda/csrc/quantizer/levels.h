@@ -2,7 +2,9 @@
 // multiplications are each rounded, never fused. Formulas and layout: deepspeed/ops/quantizer/groups.py.
 #pragma once
 
+#include <cfloat>
 #include <climits>
+#include <cmath>
 
 #include "common/numbers.h"
 #include "common/reduce.h"
@@ -40,7 +42,8 @@ __device__ __forceinline__ Range joined_by_block(Range range) {
     return {block_reduce(range.low, Min{}, INT_MAX), block_reduce(range.high, Max{}, INT_MIN)};
 }
 
-// Where numbers go: level = round((x - shift) * inverse) clamped to [bottom, top]; q = level - back.
+// Where numbers go: level = round((x - shift) * inverse) clamped to [bottom, top]; q = level - back. Of a group whose
+// range and scale are finite no product is NaN, nor rounds to beyond the ends.
 struct Scheme {
     float shift;
     float inverse;
@@ -49,6 +52,8 @@ struct Scheme {
     float back;
     float scale;
     float offset;
+
+    __device__ __forceinline__ bool is_finite() const { return fabsf(scale) <= FLT_MAX && fabsf(shift) <= FLT_MAX; }
 };
 
 __device__ __forceinline__ Scheme scheme_of(Range range, int num_bits, bool symmetric) {
@@ -79,6 +84,13 @@ __device__ __forceinline__ float level_of(float x, const Scheme& scheme) {
 // NaN gives 0, as the conversion has it.
 __device__ __forceinline__ int8_t integer_of(float x, const Scheme& scheme) {
     return static_cast<int8_t>(__float2int_rn(level_of(x, scheme)));
+}
+
+// The same for a finite scheme, by instructions of full rate: the sum with 1.5 * 2^23 rounds to an integer, ties to
+// even, which its last bits then are.
+__device__ __forceinline__ int8_t integer_of_finite(float x, const Scheme& scheme) {
+    const float level = __fmul_rn(__fsub_rn(x, scheme.shift), scheme.inverse);
+    return static_cast<int8_t>(__float_as_int(__fadd_rn(level, 0x1.8p23f)) - static_cast<int32_t>(scheme.back));
 }
 
 __device__ __forceinline__ float number_of(float level, float scale, float offset) {

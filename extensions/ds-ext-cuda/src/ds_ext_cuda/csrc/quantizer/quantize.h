@@ -10,7 +10,7 @@ constexpr int kQuantizeThreads = 256;
 // At least so many share a multiprocessor.
 constexpr int kBlocksPerProcessor = 2;
 // Wide accesses that a thread keeps in registers.
-constexpr int kUnitsOfLane = 4, kUnitsOfThread = 8;
+constexpr int kUnitsOfLane = 8, kUnitsOfThread = 8;
 
 struct GroupArgs {
     int64_t num_groups;
@@ -90,10 +90,20 @@ struct Unit {
         if (count == 0) return;
         if (args.q == nullptr) {
             store_fake(place.out + begin, count, scheme);
-        } else if (args.num_bits == 8) {
-            store_int8(place.q + begin, count, scheme);
+        } else if (scheme.is_finite()) {
+            store_integers<integer_of_finite>(args, place.q, begin, count, scheme);
         } else {
-            store_int4(reinterpret_cast<uint8_t*>(place.q) + begin / 2, count, scheme);
+            store_integers<integer_of>(args, place.q, begin, count, scheme);
+        }
+    }
+
+    template <int8_t kIntegerOf(float, const Scheme&)>
+    __device__ __forceinline__ void store_integers(const GroupArgs& args, int8_t* q, int begin, int count,
+                                                   const Scheme& scheme) const {
+        if (args.num_bits == 8) {
+            store_int8<kIntegerOf>(q + begin, count, scheme);
+        } else {
+            store_int4<kIntegerOf>(reinterpret_cast<uint8_t*>(q) + begin / 2, count, scheme);
         }
     }
 
@@ -108,21 +118,23 @@ struct Unit {
         put<N>(out, fake, count);
     }
 
+    template <int8_t kIntegerOf(float, const Scheme&)>
     __device__ __forceinline__ void store_int8(int8_t* q, int count, const Scheme& scheme) const {
         Pack<int8_t, N> integers;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (i < count) integers.at[i] = integer_of(widen(at.at[i]), scheme);
+            if (i < count) integers.at[i] = kIntegerOf(widen(at.at[i]), scheme);
         }
         put<N>(q, integers, count);
     }
 
+    template <int8_t kIntegerOf(float, const Scheme&)>
     __device__ __forceinline__ void store_int4(uint8_t* q, int count, const Scheme& scheme) const {
         Pack<uint8_t, N / 2> bytes;
 #pragma unroll
         for (int i = 0; i < N; i += 2) {  // of an odd count the last high nibble is 0
-            const int8_t low = i < count ? integer_of(widen(at.at[i]), scheme) : int8_t{0};
-            const int8_t high = i + 1 < count ? integer_of(widen(at.at[i + 1]), scheme) : int8_t{0};
+            const int8_t low = i < count ? kIntegerOf(widen(at.at[i]), scheme) : int8_t{0};
+            const int8_t high = i + 1 < count ? kIntegerOf(widen(at.at[i + 1]), scheme) : int8_t{0};
             bytes.at[i / 2] = packed(low, high);
         }
         put<N / 2>(q, bytes, (count + 1) / 2);
