@@ -1,4 +1,5 @@
-"""Start the ranks of a benchmark: spawned processes over gloo, one core and one thread each, or one device each."""
+"""Start the ranks of a benchmark: spawned processes over gloo, one core and one thread each, or one device each
+and the cores between them."""
 
 import contextlib
 import multiprocessing
@@ -85,19 +86,24 @@ class Ranks:
 
 
 def _rank_main(pipe: Connection, rank: int, world_size: int, store: str, device: str) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    threads = 1
+    if device == "cpu":
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    else:
+        threads = max(1, len(cores) // world_size)  # for what the host computes beside a device
+    os.environ.update(OMP_NUM_THREADS=str(threads), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         import torch
         import torch.distributed as dist
 
-        torch.set_num_threads(1)
-        library = "gloo"
+        torch.set_num_threads(threads)
+        library, bound = "gloo", None
         if device != "cpu":
             torch.accelerator.set_device_index(rank)
-            library = dist.get_default_backend_for_device(device)
-        dist.init_process_group(library, init_method=f"file://{store}", rank=rank, world_size=world_size)
+            library, bound = dist.get_default_backend_for_device(device), torch.device(device, rank)
+        where = {"init_method": f"file://{store}", "rank": rank, "world_size": world_size}
+        dist.init_process_group(library, device_id=bound, **where)  # type: ignore[arg-type]
         kept: tuple[Any, ...] = ()
         while (request := pipe.recv()) is not None:
             keeps, work, args = request

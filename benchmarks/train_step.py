@@ -33,6 +33,7 @@ import random
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ def time_variants(case: Case, arguments: argparse.Namespace) -> dict[str, list[A
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=case.nvme_path or None))
         ranks = {name: stack.enter_context(Ranks(arguments.ranks, device=case.device)) for name in names}
-        for name in names:
-            ranks[name].keep(build, name, case)
+        with ThreadPoolExecutor(1 if case.device == "cpu" else len(names)) as builders:  # the host's cores are few
+            list(builders.map(lambda name: ranks[name].keep(build, name, case), names))
         for _ in range(1 + arguments.rounds):
             for name in orders.sample(turns, len(turns)):
                 if name == FIO:

@@ -19,7 +19,7 @@ ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One model in one dtype. Sequence 128; the vocabulary is the 256 bytes."""
+    """One model in one dtype; the vocabulary is the 256 bytes."""
 
     model: str
     width: int
@@ -60,6 +60,8 @@ class Case:
 CASES = {
     "3m": Case("GPT 3.3 M", width=256, num_layers=4, num_heads=4, batch=4),
     "25m": Case("GPT 25 M", width=512, num_layers=8, num_heads=8, batch=2),
+    # of a size that keeps a GPU busy
+    "350m": Case("GPT 303 M", width=1024, num_layers=24, num_heads=16, batch=4, sequence_length=1024),
 }
 # Runs every import and lazy initialization of a variant before its memory is measured.
 REHEARSAL = Case("rehearsal", width=16, num_layers=1, num_heads=1, batch=1)

@@ -26,6 +26,7 @@ from ds_ext_cuda.plugin import ds_probe
 
 EXTENSION = Path(__file__).resolve().parents[1]
 ROOT = EXTENSION.parents[1]
+STEPS = ("floor", "ddp", "fsdp2-z3", "stage0", "stage2", "stage3")  # variants of train_step.py
 Row = dict[str, Any]
 
 
@@ -65,7 +66,8 @@ def parts(num_cards: int, output: Path) -> list[Part]:
         return Part(name, title, (sys.executable, str(path), *words, "--json", str(figures)), figures)
 
     def steps(num_ranks: int) -> Part:
-        words = ("--device", "cuda", "--ranks", str(num_ranks), "--rounds", "9")
+        words = ("--device", "cuda", "--ranks", str(num_ranks), "--rounds", "9", "--models", "25m", "350m")
+        words += ("--dtypes", "bf16", "--variants", *STEPS)
         title = f"Training steps beside DDP and FSDP2, {_cards(num_ranks)}"
         return program(f"train_step_{num_ranks}", title, ROOT / "benchmarks/train_step.py", *words)
 

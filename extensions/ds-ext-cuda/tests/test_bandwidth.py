@@ -36,9 +36,9 @@ def test_the_bytes_of_adam_are_those_of_its_tensors(bandwidth, load_op, device):
 
 def test_a_figure_is_the_share_of_the_copy(bandwidth):
     case = bandwidth.Case("half as fast", lambda: None, 4000)
-    figure = bandwidth._figure(case, [2.0, 1.0, 4.0], speed_of_copy=4.0)
-    assert (figure.median_us, figure.gb_per_s, figure.share) == (2.0, 2.0, 0.5)
-    assert bandwidth.report(figure).endswith("2 GB/s   50.0%  under the target")
+    figure = bandwidth._figure(case, [(2.0, 9.0), (1.0, 8.0), (4.0, 7.0)], speed_of_copy=4.0)
+    assert (figure.median_us, figure.gb_per_s, figure.share, figure.launch_us) == (2.0, 2.0, 0.5, 8.0)
+    assert bandwidth.report(figure).endswith("2 GB/s   50.0%  launch 8 us  under the target")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -51,6 +51,7 @@ def train_engine(stage, precision):
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1000},
         "bf16": {"enabled": precision == "bf16"},
+        "gradient_clipping": 0.0,
     }
     engine = deepspeed.initialize(model=build_model(), config=config)[0]
     assert engine.device.type == DEVICE

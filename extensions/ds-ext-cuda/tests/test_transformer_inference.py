@@ -316,7 +316,7 @@ def test_the_fronts_call_these_operators(ops, numbers, device, monkeypatch):
     )
     wanted = block(*arguments)
     monkeypatch.setattr(operators, "_namespace", lambda op, _: "ds_cuda" if op == "transformer_inference" else None)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         for found, one in zip(block(*arguments), wanted, strict=True):
             close(found, one)
     names = {event.key for event in profile.key_averages()}
