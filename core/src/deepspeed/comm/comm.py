@@ -90,8 +90,13 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 @recorded
 def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None) -> Handle:
-    """Wait until every rank of the group has come here."""
-    return torch_dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
+    """Wait until every rank of the group has come here.
+
+    Args:
+        device_ids: the device on which to wait, for a library of devices; default: this rank's.
+    """
+    devices = libraries.barrier_devices(group or get_world_group()) if device_ids is None else device_ids
+    return torch_dist.barrier(group=group, async_op=async_op, device_ids=devices)
 
 
 @recorded

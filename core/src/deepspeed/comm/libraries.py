@@ -33,6 +33,17 @@ def host_or_device(group: ProcessGroup) -> torch.device:
     return host if serves(group, host) else torch.device(get_accelerator().current_device_name())
 
 
+def barrier_devices(group: ProcessGroup) -> list[int] | None:
+    """The index of the device on which a barrier waits: this rank's. None where it waits in host memory, or not at all.
+
+    Without it a library such as NCCL takes the device that the global rank suggests, which another rank may have.
+    """
+    if not isinstance(group, ProcessGroup):  # what torch gives a rank outside the group
+        return None
+    device = host_or_device(group)
+    return None if device.type == "cpu" else [device.index or 0]
+
+
 def timeout_of(group: ProcessGroup) -> timedelta:
     """How long a collective of `group` waits for a peer; torch's default where this torch or a library of a plugin does
     not say it."""

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import Capabilities, Work
 from deepspeed.comm.issued import CARRIER_NUMEL, Collective
-from deepspeed.comm.libraries import library_by_device
+from deepspeed.comm.libraries import barrier_devices, library_by_device
 from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, TensorCollectives, Transport
 from deepspeed.comm.watch import Watch
@@ -162,7 +162,7 @@ class TorchGroup:
 
     def barrier(self) -> None:
         """Wait for every rank of the group."""
-        torch_dist.barrier(group=self.group)
+        torch_dist.barrier(group=self.group, device_ids=barrier_devices(self.group))
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """Leave `works` unfinished; see `watch.py`. After a failure the next collective makes new connections."""

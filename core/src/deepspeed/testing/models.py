@@ -123,7 +123,10 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """`tokens_BT` followed by `num_tokens` more; temperature 0 takes the likeliest. Keeps train or eval mode."""
+        """`tokens_BT` followed by `num_tokens` more; temperature 0 takes the likeliest. Keeps train or eval mode.
+
+        `generator` may be of the host where the model is on a device.
+        """
         was_training = self.training
         self.eval()
         for _ in range(num_tokens):
@@ -131,7 +134,9 @@ class GPT(nn.Module):
             if temperature == 0:
                 next_B1 = logits_BV.argmax(-1, keepdim=True)
             else:
-                next_B1 = torch.multinomial(F.softmax(logits_BV / temperature, -1), 1, generator=generator)
+                drawn_on = logits_BV.device if generator is None else generator.device
+                probabilities_BV = F.softmax(logits_BV / temperature, -1).to(drawn_on)
+                next_B1 = torch.multinomial(probabilities_BV, 1, generator=generator).to(tokens_BT.device)
             tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
         self.train(was_training)
         return tokens_BT
