@@ -86,9 +86,7 @@ class DeepSpeedInferenceConfig(Section):
     replace_with_kernel_inject: Flag = key(False, "Compute the layers of known families by fused blocks.")
     replace_method: str | None = key("auto", "DeepSpeed ignores it, too.", support=quiet("it has no meaning any more"))
     keep_module_on_host: Flag = key(False, "Leave the weights where they are, instead of on the device.")
-    enable_cuda_graph: Flag = key(
-        False, "Replay a forward from a graph.", support=refused("forwards are not captured in this version")
-    )
+    enable_cuda_graph: Flag = key(False, "Replay the engine's forwards from graphs, where the device records them.")
     use_triton: Flag = key(
         False, "Kernels in Triton.", support=warned("the model keeps its own layers; the results are the same")
     )

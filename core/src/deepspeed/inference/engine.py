@@ -16,6 +16,7 @@ from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.engine.wrapper import ModuleWrapper
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.inference.export import export
+from deepspeed.inference.graphs import graphed
 from deepspeed.tensor_parallel.ranks import same_random_numbers
 
 
@@ -36,6 +37,7 @@ class InferenceEngine(ModuleWrapper):
     ) -> None:
         super().__init__()
         self.module = module
+        self._graphs = graphed(module) if config.enable_cuda_graph else None
         self.mp_world_size = 1 if group is None else torch.distributed.get_world_size(group)
         self.mp_group = group
         self._config = config
@@ -53,8 +55,15 @@ class InferenceEngine(ModuleWrapper):
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, without gradients. Ranks that share a model give the same inputs, and get the same
-        outputs."""
-        return self.module(*inputs, **kwargs)
+        outputs. With `enable_cuda_graph` it is replayed; see `graphs.GraphedForward`, also for what that raises."""
+        if self._graphs is None:
+            return self.module(*inputs, **kwargs)
+        if not self._is_timed:
+            return self._graphs(*inputs, **kwargs)
+        self._begin()
+        outputs = self._graphs(*inputs, **kwargs)
+        self._end()
+        return outputs
 
     @torch.no_grad()
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -89,10 +98,14 @@ class InferenceEngine(ModuleWrapper):
 
     def profile_model_time(self, *_: Any, **__: Any) -> None:
         """Measure each forward from now on; see `model_times`. The choice of a clock that DeepSpeed documents is
-        accepted: here the host's is read when the device has finished, on every device."""
+        accepted: here the host's is read when the device has finished, on every device. With `enable_cuda_graph` the
+        engine's own forwards are measured, not those inside of `generate`."""
         if self._is_timed:
             return
-        self._is_timed = True  # by hooks of the module, which its generate() calls too
+        self._is_timed = True
+        if self._graphs is not None:  # a hook would wait for the device while a graph is captured
+            return
+        # by hooks of the module, which its generate() calls too
         self.module.register_forward_pre_hook(lambda *_: self._begin())
         self.module.register_forward_hook(lambda *_: self._end())
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed.inference.injection.policies import Layout
-from deepspeed.ops.operators import FLOATS
+from deepspeed.ops.operators import FLOATS, operator_for
 from deepspeed.ops.transformer import decode_attention
+from deepspeed.ops.transformer.decode_attention import OP as DECODE
 
 
 @runtime_checkable
@@ -88,7 +89,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, sc
         mask: added, or bool (True: seen), [B or 1, H or 1, T, S]; None: all, or where `is_causal` those not after it.
     """
     num_new = query.shape[2]
-    if num_new == 1 and mask is None and query.dtype in FLOATS:  # every token of the cache is seen
+    sees_all = num_new == 1 and mask is None and query.dtype in FLOATS
+    if sees_all and operator_for(DECODE, "decode_attention", query, key, value) is not None:  # torch's own is next best
         lengths = torch.full((query.shape[0],), key.shape[2], dtype=torch.int32, device=query.device)
         return decode_attention(query, key, value, lengths, scale).transpose(1, 2).flatten(2)
     context = F.scaled_dot_product_attention(
