@@ -50,8 +50,15 @@ NEWEST_DEEPSPEED = "deepspeed==0.19.8"  # whose names and keys are taken too
 # The ends of the range of torch that core/pyproject.toml promises, beside the release of constraints.txt. On PyPI
 # they are CUDA builds, of some gigabytes each.
 TORCH_RANGE = {"oldest": "torch==2.10.*", "newest": "torch"}
-# What depends on torch: collectives over memory and over sockets, every stage, pipelines, and the pages' code.
-OF_TORCH = ("core/tests/ranks", "core/tests/parity", "docs/tests")
+# What depends on torch: collectives over memory and over sockets, every stage, pipelines, the pages' code, and kernels,
+# which compile against its headers.
+OF_TORCH = (
+    "core/tests/ranks",
+    "core/tests/parity",
+    "docs/tests",
+    "extensions/ds-ext-cpu/tests",
+    "extensions/ds-ext-cuda/tests",
+)
 OF_SOCKETS = ("group_backend", "host_sums", "pipeline", "pipeline_uses", "experts", "mesh")
 # One thread per process: ranks share the machine's cores, and threads would fight for them. Hundreds of processes
 # import core, so that its bytecode is kept even where the environment says otherwise.

@@ -6,6 +6,9 @@ import sys
 import hypothesis
 import pytest
 
+# Core knows no device: its tests take the host, also on a machine with a GPU and the extension for it.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # nothing depends on how fast the machine is, and no examples are kept between runs
 hypothesis.settings.register_profile("project", deadline=None, database=None)
 hypothesis.settings.load_profile("project")
