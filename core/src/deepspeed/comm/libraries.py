@@ -36,7 +36,7 @@ def host_or_device(group: ProcessGroup) -> torch.device:
 def barrier_devices(group: ProcessGroup) -> list[int] | None:
     """The index of the device on which a barrier waits: this rank's. None where it waits in host memory, or not at all.
 
-    Without it a library such as NCCL takes the device that the global rank suggests, which another rank may have.
+    Without it some libraries take the device that the global rank suggests, which another rank may have.
     """
     if not isinstance(group, ProcessGroup):  # what torch gives a rank outside the group
         return None

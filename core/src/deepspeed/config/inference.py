@@ -69,6 +69,10 @@ class InferenceCheckpointConfig(Section):
     base_dir: str | None = key(None, "As the key of this name beside the section.")
 
 
+#: the key that asks for graphs, whatever the device
+GRAPHS = "enable_cuda_graph"
+
+
 @absent_members("inference.config:DeepSpeedInferenceConfig")
 class DeepSpeedInferenceConfig(Section):
     """Keys of `init_inference`, by argument or in its `config`."""
@@ -143,6 +147,11 @@ class DeepSpeedInferenceConfig(Section):
         "max_tokens": ("max_out_tokens", "same"),
         "min_tokens": ("min_out_tokens", "same"),
     }
+
+    @property
+    def wants_graphs(self) -> bool:
+        """Whether the engine's forwards are to be replayed."""
+        return self.enable_cuda_graph
 
     @property
     def tp_size(self) -> int:

@@ -37,7 +37,7 @@ class InferenceEngine(ModuleWrapper):
     ) -> None:
         super().__init__()
         self.module = module
-        self._graphs = graphed(module) if config.enable_cuda_graph else None
+        self._graphs = graphed(module) if config.wants_graphs else None
         self.mp_world_size = 1 if group is None else torch.distributed.get_world_size(group)
         self.mp_group = group
         self._config = config
@@ -55,7 +55,8 @@ class InferenceEngine(ModuleWrapper):
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, without gradients. Ranks that share a model give the same inputs, and get the same
-        outputs. With `enable_cuda_graph` it is replayed; see `graphs.GraphedForward`, also for what that raises."""
+        outputs. Where graphs are asked for it is replayed; see `graphs.GraphedForward`, also
+        for what that raises."""
         if self._graphs is None:
             return self.module(*inputs, **kwargs)
         if not self._is_timed:
@@ -98,8 +99,8 @@ class InferenceEngine(ModuleWrapper):
 
     def profile_model_time(self, *_: Any, **__: Any) -> None:
         """Measure each forward from now on; see `model_times`. The choice of a clock that DeepSpeed documents is
-        accepted: here the host's is read when the device has finished, on every device. With `enable_cuda_graph` the
-        engine's own forwards are measured, not those inside of `generate`."""
+        accepted: here the host's is read when the device has finished, on every device. With graphs the engine's own
+        forwards are measured, not those inside of `generate`."""
         if self._is_timed:
             return
         self._is_timed = True

@@ -1,4 +1,4 @@
-"""Forwards that are captured once for each kind of inputs and then replayed: `init_inference(enable_cuda_graph=True)`.
+"""Forwards that are captured once for each kind of inputs and then replayed.
 
 A small model's forward takes the host longer than the device: each of its kernels is launched by itself. A replay
 launches all of them at once. What a graph reads and writes stays where it was when it was captured, so inputs are
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.config.inference import GRAPHS
 from deepspeed.errors import ConfigError, first_line
 from deepspeed.log import warn_once
 
@@ -83,8 +84,8 @@ class GraphedForward:
                 outputs, output_spec = tree_flatten(self._forward(*args, **kwargs))
         except RuntimeError as error:
             raise ConfigError(
-                f"enable_cuda_graph: the forward cannot be captured: {first_line(error)}; it may read a tensor's value "
-                "on the host. Leave enable_cuda_graph at false"
+                f"{GRAPHS}: the forward cannot be captured: {first_line(error)}; it may read a tensor's value "
+                f"on the host. Leave {GRAPHS} at false"
             ) from error
         return _Captured(graph, [each for each in own if isinstance(each, Tensor)], outputs, output_spec)
 
@@ -95,7 +96,7 @@ def graphed(forward: Callable[..., Any]) -> GraphedForward | None:
     if accelerator.create_graph() is not None:
         return GraphedForward(forward)
     warn_once(
-        f"enable_cuda_graph: found true, but the accelerator {accelerator.device_name()!r} records no graphs; forwards "
+        f"{GRAPHS}: found true, but the accelerator {accelerator.device_name()!r} records no graphs; forwards "
         "run without, with the same results"
     )
     return None
