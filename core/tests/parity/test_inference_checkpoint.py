@@ -1,6 +1,7 @@
 """`checkpoint` of `init_inference`: a model without values gives the tokens of the plain one, on 1, 2 and 3 ranks."""
 
 import json
+import os
 
 import deepspeed
 import pytest
@@ -265,12 +266,17 @@ def test_paths_that_lead_nowhere(tmp_path):
         deepspeed.init_inference(create("gpt2"), dtype=torch.float, set_empty_params=True)
 
 
+def open_files():
+    return (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+
+
 def one_rank_fails_job(folder):
     """Each way to fail on one rank alone ends both, with the reason."""
     rank = torch.distributed.get_rank()
     named = f"{folder}/{'missing' if rank else 'model.safetensors'}"
     with pytest.raises(CheckpointError, match="missing is missing" if rank else "rank 1: .*missing is missing"):
         load("gpt2", 2, {"checkpoints": [named]})
+    assert [link for link in map(os.path.realpath, open_files()) if link.startswith(folder)] == []
     name = "cut.bin" if rank else "whole.bin"
     with pytest.raises(CheckpointError, match="found no .*ln_f.bias" if rank else "rank 1: .*found no .*ln_f.bias"):
         load("gpt2", 2, {"checkpoints": [f"{folder}/{name}"]})
@@ -323,6 +329,10 @@ def test_models_that_are_not_of_transformers(tmp_path):
     with pytest.raises(ConfigError, match="found the buffer 'table' on the meta device, which no checkpoint has"):
         deepspeed.init_inference(empty, dtype=torch.float, checkpoint=str(tmp_path / "w.pt"))
     empty.table = torch.ones(2)
+    empty.linear.scale = torch.ones(2, device="meta")
+    with pytest.raises(ConfigError, match="found the tensor 'linear.scale' on the meta device, which is no parameter"):
+        deepspeed.init_inference(empty, dtype=torch.float, checkpoint=str(tmp_path / "w.pt"))
+    del empty.linear.scale
     engine = deepspeed.init_inference(empty, dtype=torch.float, checkpoint=str(tmp_path / "w.pt"))
     for name, value in model.state_dict().items():
         assert torch.equal(engine.module.state_dict()[name], value), name

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +115,16 @@ def _opened(settings: DeepSpeedInferenceConfig, mesh: Mesh | None) -> Checkpoint
     asked = settings.checkpoint_config
     rank, num_ranks = (mesh.rank("tp"), mesh.size("tp")) if mesh is not None else (0, 1)
 
-    def open_all() -> CheckpointWeights:
-        base_dir = settings.base_dir or asked.base_dir or ""
-        return CheckpointWeights(
-            read_description(settings.checkpoint or asked.checkpoint_dir, base_dir), rank, num_ranks
-        )
+    with ExitStack() as until_all_could:
 
-    return all_ranks().together(open_all, "open the checkpoint")
+        def open_all() -> CheckpointWeights:
+            base_dir = settings.base_dir or asked.base_dir or ""
+            files = read_description(settings.checkpoint or asked.checkpoint_dir, base_dir)
+            return until_all_could.enter_context(CheckpointWeights(files, rank, num_ranks))
+
+        weights = all_ranks().together(open_all, "open the checkpoint")
+        until_all_could.pop_all()
+        return weights
 
 
 def _load(model: torch.nn.Module, weights: CheckpointWeights, mesh: Mesh | None, device: torch.device) -> None:

@@ -38,7 +38,7 @@ def take_values_away(model: nn.Module) -> None:
     configuration.
 
     Raises:
-        ConfigError: such a buffer is not of transformers; names it.
+        ConfigError: such a buffer is not of transformers, or another tensor is on the meta device; names it.
     """
     _replace(model, {id(param): _on_meta(param) for param in model.parameters() if not param.is_meta})
     for path, module in model.named_modules():
@@ -46,6 +46,16 @@ def take_values_away(model: nn.Module) -> None:
             buffer = module._buffers[name]
             if buffer is not None and buffer.is_meta:
                 _compute(model, path, name)
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ConfigError(
+                    f"init_inference: found the tensor {_join(path, name)!r} on the meta device, which is no parameter "
+                    'or buffer, so that no checkpoint has it; make it with device="cpu", or register it as a buffer'
+                )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
@@ -78,10 +88,9 @@ def _compute(model: nn.Module, path: str, name: str) -> None:
             compute(module)
         results.append(module._buffers[name])
     if not torch.equal(results[0], results[1]):
-        full = f"{path}.{name}" if path else name
         raise ConfigError(
-            f"init_inference: found the buffer {full!r} on the meta device, which no checkpoint has, as it is not "
-            'persistent; give it values with module.register_buffer(..., torch.tensor(..., device="cpu")) before'
+            f"init_inference: found the buffer {_join(path, name)!r} on the meta device, which no checkpoint has, as it is "
+            'not persistent; give it values with module.register_buffer(..., torch.tensor(..., device="cpu")) before'
         )
 
 
