@@ -396,13 +396,13 @@ def test_fused_blocks_over_packed_weights(name, keys):
         assert torch.equal(tokens_of(fused, do_sample=False), tokens_of(packed, do_sample=False))
 
 
-def state_of_packed_job(tp, injects):
+def state_of_packed_job(tp, injects, folder):
     model = create("llama")
     saved = model.state_dict()
     keys = {"dtype": torch.int8, "replace_with_kernel_inject": injects}
     engine = deepspeed.init_inference(model, mp_size=tp, **keys)
     layer = engine.module.model.layers[0].self_attn.q_proj
-    for call in (engine.state_dict, engine.module.state_dict, lambda: engine.module.save_pretrained("unused")):
+    for call in (engine.state_dict, engine.module.state_dict, lambda: engine.module.save_pretrained(folder)):
         with pytest.raises(StateError, match=r"^state_dict: .* dtype int8 packed into 8 bits.* before init_inference"):
             call()
     for strict in (True, False):
@@ -418,8 +418,8 @@ def state_of_packed_job(tp, injects):
 
 
 @pytest.mark.parametrize(("tp", "injects"), [(1, False), (1, True), (2, False)])
-def test_packed_weights_move_with_the_model_and_no_state_dict_omits_them(tp, injects):
-    run_ranks(tp, state_of_packed_job, tp, injects)
+def test_packed_weights_move_with_the_model_and_no_state_dict_omits_them(tp, injects, tmp_path):
+    run_ranks(tp, state_of_packed_job, tp, injects, str(tmp_path))
 
 
 def packed_job(name):
