@@ -316,3 +316,46 @@ def test_all_replicas_of_a_pipeline_leave_a_failed_batch_and_go_on(path, stage, 
             else:
                 assert re.search(f"rank {failing_rank} failed with MemoryError: no memory", each), (rank, found)
     assert results[0][1][0] > results[0][1][1] > results[0][1][2]
+
+
+class ReadingNet(nn.Module):
+    """Reads a weight of a module that is not running, at last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fails = False
+
+    def forward(self, x):
+        hidden = self.second(self.first(x))
+        if self.fails:
+            fail()
+        return nn.functional.linear(hidden, self.first.weight).square().mean()
+
+
+def read_after_a_failure(path):
+    take_path(path)
+    torch.manual_seed(0)
+    net = ReadingNet()
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": zero,
+    }
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+    net.fails = torch.distributed.get_rank() == 1
+    with pytest.raises((MemoryError, PeerFailed)):
+        train_step(engine)
+    net.fails = False
+    train_step(engine)
+    engine.destroy()
+
+
+def test_what_one_rank_alone_has_seen_being_read_is_forgotten_after_a_failure(path):
+    run_ranks(2, read_after_a_failure, path, timeout_s=60)

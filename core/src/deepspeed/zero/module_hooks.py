@@ -63,6 +63,7 @@ class ModuleHooks:
         self._units = units
         self._units_of_module = units.of_module
         self._active: list[Module] = []  # modules whose forward runs, innermost last
+        self._seen: list[tuple[Module, Parameter]] = []  # external parameters that nobody registered
         self._names = {each: name for name, each in module.named_modules()}
         self._own = weakref.ref(self)
         for unit in fetcher.units:
@@ -120,6 +121,14 @@ class ModuleHooks:
         self.param_coordinator.forget(unit)
         self._units.forget(unit)
         unit.hooks_ref = None
+
+    def abandon(self) -> None:
+        """Forget modules whose forward a failure has left, and what modules were seen to read: ranks that failed at
+        other places have seen other parts of it."""
+        self.reset()
+        for module, param in self._seen:
+            module.__dict__.get(EXTERNAL, {}).pop(param, None)
+        self._seen.clear()
 
     def reset(self) -> None:
         """Forget modules whose forward an exception has left."""
@@ -239,6 +248,7 @@ class ModuleHooks:
         external = module.__dict__.setdefault(EXTERNAL, {})
         if param not in external:
             external[param] = None
+            self._seen.append((module, param))
             unit.num_users += 1  # `_after_forward` of the module takes it back
         self.param_coordinator.use(unit)
 
@@ -249,7 +259,7 @@ class _NoHooks(ModuleHooks):
     def __init__(self) -> None:
         self.module = Module()
         self._own = weakref.ref(self)
-        self._units_of_module, self._active = {}, []
+        self._units_of_module, self._active, self._seen = {}, [], []
 
     def _units_used_by(self, module: Module) -> list[ParamUnit]:
         return []

@@ -72,6 +72,7 @@ class ParamGathering:
     def abandon(self) -> list[tuple[GroupBackend, Work]]:
         """Forget the all-gathers in flight, without waiting for them: the group and the work of each. `shards_changed`
         is to follow."""
+        self.hooks.abandon()
         return list(self._fetcher.abandon())
 
     def shards_changed(self) -> None:
