@@ -55,8 +55,11 @@ def handled_consequence() -> PeerFailed | None:
     return next((error for error in handled_errors() if isinstance(error, PeerFailed)), None)
 
 
-def _told(error: BaseException | None) -> str:
-    reason = f"{type(error).__name__}: {first_line(error)}" if error else "an exception that was caught"
+def _reason(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {first_line(error)}" if error else "an exception that was caught"
+
+
+def _told(reason: str) -> str:
     return f"rank {torch_dist.get_rank()} failed with {reason}"
 
 
@@ -78,19 +81,25 @@ class FailureRecord:
 
     def record(self, epoch: int) -> None:
         """Record the exception that is being handled. If a peer failed before, log that failure, which is the cause."""
-        mine = _told(sys.exc_info()[1])
+        error = sys.exc_info()[1]
+        reason = _reason(error)
+        mine = _told(reason)
         consequence = handled_consequence()
         if consequence is not None:
             first = self._claim(epoch, consequence.cause) if consequence.cause else self.first(epoch)
         else:
             first = self._claim(epoch, mine)
-        if first and first not in (mine, self._logged):
-            self._logged = first
+        if first in ("", mine, self._logged):
+            return
+        self._logged = first
+        if consequence is not None or isinstance(error, CommError):
             logger.error("%s; the failure of this rank follows from that", first)
+        elif not first.endswith(f" {reason}"):  # else all ranks fail alike
+            logger.error("%s; after that, and by itself, this rank failed with %s", first, reason)
 
     def claim(self, epoch: int, error: BaseException) -> None:
         """Record an exception that this rank is about to raise."""
-        self._claim(epoch, _told(error))
+        self._claim(epoch, _told(_reason(error)))
 
     def _claim(self, epoch: int, cause: str) -> str:
         """Record a cause, unless there is one. Returns the one that is recorded."""
