@@ -204,25 +204,28 @@ def test_lora_is_fused_within_generate_and_put_back(stage):
     run_ranks(1 if stage == 0 else 2, fused_within_generate, stage)
 
 
-def unequal_lengths(pin):
-    """Ranks that end after different numbers of tokens do not wait for each other."""
+def unequal_lengths(pin, lora, num_prompt, num_new):
+    """Ranks that begin with prompts of other lengths, or end after different numbers of tokens, do not wait for each
+    other. `num_prompt`, `num_new`: by rank."""
     rank = torch.distributed.get_rank()
-    engine, *_ = deepspeed.initialize(model=create(False), config=config_of(3, pin_parameters=pin))
+    config = config_of(3, pin_parameters=pin)
+    config["zero_optimization"]["stage3_max_reuse_distance"] = 0  # each layer is gathered for each token
+    engine, *_ = deepspeed.initialize(model=create(lora), config=config)
     engine.eval()
-    tokens = engine.generate(
-        input_ids=prompts(0, rank), max_new_tokens=4 + 8 * rank, min_new_tokens=4 + 8 * rank, do_sample=False
-    )
-    assert tokens.shape[1] == PROMPT + 4 + 8 * rank
-    wanted = create(False).eval()
-    assert torch.equal(
-        tokens, wanted.generate(input_ids=prompts(0, rank), max_new_tokens=4 + 8 * rank, do_sample=False)
-    )
+    ids = prompts(0, rank)[:, : num_prompt[rank]]
+    lengths = {"max_new_tokens": num_new[rank], "min_new_tokens": num_new[rank], "do_sample": False}
+    for generate in (engine.generate, engine.module.generate):
+        tokens = generate(input_ids=ids, **lengths)
+        assert tokens.shape[1] == num_prompt[rank] + num_new[rank]
+        assert torch.equal(tokens, create(lora).eval().generate(input_ids=ids, **lengths))
     engine.destroy()
 
 
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("pin", [True, False])
-def test_ranks_may_generate_different_numbers_of_tokens(pin):
-    run_ranks(2, unequal_lengths, pin)
+@pytest.mark.parametrize(("num_prompt", "num_new"), [((4, 4), (4, 12)), ((2, 4), (6, 4))])
+def test_ranks_may_generate_different_numbers_of_tokens(pin, lora, num_prompt, num_new):
+    run_ranks(2, unequal_lengths, pin, lora, num_prompt, num_new, timeout_s=60)
 
 
 def failure_of_one_rank(stage, pin, error):

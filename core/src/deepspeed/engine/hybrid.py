@@ -129,7 +129,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             found.put_back()  # that of an engine that was dropped, or of which this module was a copy
         self._of_module = GenerateOfModule(module, self, vars(module).get("generate"))
         self._generate = self._of_module.own
-        self._takes_synced = "synced_gpus" in inspect.signature(self._generate).parameters
+        self._takes_synced = _takes_synced_gpus(self._generate, module)
         #: of the generation that goes on, or else of the last one
         self.generation_times = GenerationTimes()
         vars(module)["generate"] = self._of_module  # scripts call engine.module.generate
@@ -260,6 +260,15 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     def _refuse_fused(self, name: str) -> None:
         if (refusal := self._lora.refusal(name)) is not None:
             raise refusal
+
+
+def _takes_synced_gpus(generate: Callable[..., Any], module: torch.nn.Module) -> bool:
+    """Whether `generate` has the argument, or, as that of PEFT's models, passes what it is given on to one that has."""
+    params = inspect.signature(generate).parameters
+    if "synced_gpus" in params or not any(each.kind is each.VAR_KEYWORD for each in params.values()):
+        return "synced_gpus" in params
+    inner = [type(each).generate for each in module.modules() if callable(getattr(type(each), "generate", None))]
+    return any("synced_gpus" in inspect.signature(each).parameters for each in inner)
 
 
 def _now_s() -> float:
