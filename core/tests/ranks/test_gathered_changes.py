@@ -8,6 +8,8 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed import utils
+from deepspeed.comm.group_backend import forget
 from deepspeed.errors import CommError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
@@ -189,3 +191,75 @@ def test_a_rank_that_leaves_a_context_by_an_exception_tells_its_peers(place: str
     assert "rank 1" not in second.partition("rank 1 alone")[0] or place == "before"
     assert first_goes_on
     assert second_goes_on
+
+
+def set_local(param: nn.Parameter, what: str) -> None:
+    """Of this rank's elements."""
+    if what == "weight":
+        utils.safe_set_local_fp32_param(param, utils.safe_get_local_fp32_param(param) + 1.0)
+    else:
+        key = "momentum_buffer"
+        utils.safe_set_local_optimizer_state(param, utils.safe_get_local_optimizer_state(param, key) + 1.0, key)
+
+
+def set_on_one_rank(stage: int, what: str, modifier_rank: int | None, checks: bool) -> Any:
+    """Rank 1 alone sets its elements inside the context. What each rank raised there, and the weights after a step."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 100,
+            "enable_sanity_checks": checks,
+        },
+    }
+    engine = deepspeed.initialize(model=Net(), config=config)[0]
+    step(engine)
+    found = []
+    try:
+        with GatheredParameters(list(engine.module.parameters()), modifier_rank=modifier_rank):
+            if dist.get_rank() == 1:
+                set_local(engine.module.large.weight, what)
+    except (StateError, CommError) as error:
+        found.append(str(error))
+    step(engine)
+    after = values(list(engine.module.parameters()))
+    engine.destroy()
+    return found, after
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("modifier_rank", [None, 0])
+@pytest.mark.parametrize(
+    ("stage", "what"), swept([(3, "weight"), (3, "state"), (1, "weight"), (2, "state")], lambda stage, what: stage == 3)
+)
+def test_a_rank_that_sets_its_elements_inside_the_context_parts_no_ranks(stage, what, modifier_rank, checks):
+    (first, wanted), (second, after) = run_ranks(2, set_on_one_rank, stage, what, modifier_rank, checks, timeout_s=60)
+    assert torch.equal(after, wanted)
+    assert bool(first) == bool(second)
+    if modifier_rank is None:
+        assert not first
+
+
+def replace_gradient_on_one_rank(stage: int) -> str:
+    engine = create_engine(stage=stage, enable_sanity_checks=True)
+    engine.backward(engine(torch.ones(1, 20)).square().mean())
+
+    def replace_and_step() -> None:
+        if dist.get_rank() == 1:
+            grad = utils.safe_get_local_grad(engine.module.large.weight)
+            utils.safe_set_local_grad(engine.module.large.weight, grad + 1.0)
+        engine.step()
+        step(engine)
+
+    with pytest.raises(CommError) as caught:
+        replace_and_step()
+    forget()  # the group is of no more use: part of a sum may be in a buffer
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", swept([0, 1, 2, 3], lambda stage: stage in (0, 3)))
+def test_a_gradient_that_one_rank_alone_replaces_is_an_error_on_all(stage):
+    for found in run_ranks(2, replace_gradient_on_one_rank, stage, timeout_s=60):
+        assert "rank" in found

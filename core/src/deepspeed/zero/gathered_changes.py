@@ -12,7 +12,7 @@ too.
 user's: then the parameter is not looked at.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,11 +50,11 @@ class GatheredChanges:
             StateError: names them; on every rank of a group that has gathered some.
         """
         found: dict[str, list[int]] = {}
-        units = [unit for unit, num_changes in self._units if unit.params and unit.num_changes == num_changes]
-        small = [kept for kept in self._small if not kept.was_written()]
-        for everyone in dict.fromkeys([unit.unit_ranks.everyone for unit in units] + [kept.ranks for kept in small]):
-            its_units = [unit for unit in units if unit.unit_ranks.everyone is everyone]
-            its_small = [kept for kept in small if kept.ranks is everyone]
+        units = [(unit, num_changes) for unit, num_changes in self._units if unit.params]
+        all_ranks = [unit.unit_ranks.everyone for unit, _ in units] + [kept.ranks for kept in self._small]
+        for everyone in dict.fromkeys(all_ranks):  # also where this rank has nothing to look at: its peers may have
+            its_units = {unit: num for unit, num in units if unit.unit_ranks.everyone is everyone}
+            its_small = [kept for kept in self._small if kept.ranks is everyone]
             for name, ranks in _changed(everyone, its_units, its_small, self._gathered).items():
                 found.setdefault(name, []).extend(ranks)
         if found:
@@ -105,28 +105,36 @@ class _KeptValue:
 
 
 def _changed(
-    everyone: GroupBackend, units: Sequence[ParamUnit], small: Sequence[_KeptValue], gathered: set[ParamUnit]
+    everyone: GroupBackend, units: Mapping[ParamUnit, int], small: Sequence[_KeptValue], gathered: set[ParamUnit]
 ) -> dict[str, list[int]]:
-    """By name of a changed parameter of `everyone`, the global ranks that changed it."""
-    seen = [name for unit in units for name in unit.seen_changes()]
-    seen += [kept.name for kept in small if kept.is_seen() and kept.is_changed()]
+    """By name of a changed parameter of `everyone`, the global ranks that changed it. `units`: with how many writes of
+    engines each had when the context began."""
     compares = any(unit.checks_values for unit in units) or any(kept.checks_values for kept in small)
-    if not compares and not any(unit in gathered for unit in units):  # peers may not be in this context
+    has_gathered = any(unit in gathered for unit in units)
+    written = [unit.names[0] for unit, num_changes in units.items() if unit.num_changes != num_changes]
+    written += [kept.name for kept in small if kept.was_written()]
+    own = [unit for unit in units if unit.names[0] not in written]
+    seen = [name for unit in own for name in unit.seen_changes()]
+    seen += [kept.name for kept in small if kept.name not in written and kept.is_seen() and kept.is_changed()]
+    if not compares and not has_gathered:  # peers may not be in this context
         return {name: [torch.distributed.get_rank()] for name in seen}
-    if not compares and not is_on_any_rank(bool(seen), everyone):
+    has_seen, has_written = _on_any_rank([bool(seen), bool(written)], everyone)
+    if not compares and not has_seen:
         return {}
-    names = [name for unit in units for name in unit.changed_names()]
-    names += [kept.name for kept in small if kept.is_changed()]
+    if has_written:  # by one rank alone, perhaps: then nobody looks at them
+        written = [name for theirs in all_gather_values(written, backend=everyone) for name in theirs]
+    names = [name for unit in units if unit.names[0] not in written for name in unit.changed_names()]
+    names += [kept.name for kept in small if kept.name not in written and kept.is_changed()]
     found: dict[str, list[int]] = {}
     members = torch.distributed.get_process_group_ranks(everyone.group)
-    for rank, theirs in zip(members, all_gather_values(names, everyone.group), strict=True):
+    for rank, theirs in zip(members, all_gather_values(names, backend=everyone), strict=True):
         for name in theirs:
             found.setdefault(name, []).append(rank)
     return found
 
 
-def is_on_any_rank(value: bool, ranks: GroupBackend) -> bool:
-    """Whether `value` is true on a rank of `ranks`. A collective."""
-    flag_1 = torch.tensor([float(value)], device=host_or_device(ranks.group))
-    ranks.all_reduce(flag_1, tag="changes").wait()
-    return bool(flag_1.item())
+def _on_any_rank(values: Sequence[bool], ranks: GroupBackend) -> list[bool]:
+    """Which of the values are true on a rank of `ranks`. A collective."""
+    flags_N = torch.tensor([float(value) for value in values], device=host_or_device(ranks.group))
+    ranks.all_reduce(flags_N, tag="changes").wait()
+    return [value > 0 for value in flags_N.tolist()]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import StateError
 from deepspeed.parallel.expert_params import expert_group_of
@@ -36,7 +37,7 @@ def check_replicas(module: torch.nn.Module, group: ProcessGroup, experts: Mappin
             found[group if expert is None else experts[expert]][name] = _checksum(param.detach())
     for members, sums in found.items():
         if torch.distributed.get_world_size(members) > 1:
-            _compare(all_gather_values(sums, members), members)
+            _compare(all_gather_values(sums, backend=group_backend(members)), members)
 
 
 def _compare(by_rank: list[dict[str, int]], members: ProcessGroup) -> None:
