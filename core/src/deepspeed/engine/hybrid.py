@@ -267,8 +267,8 @@ def _takes_synced_gpus(generate: Callable[..., Any], module: torch.nn.Module) ->
     params = inspect.signature(generate).parameters
     if "synced_gpus" in params or not any(each.kind is each.VAR_KEYWORD for each in params.values()):
         return "synced_gpus" in params
-    inner = [type(each).generate for each in module.modules() if callable(getattr(type(each), "generate", None))]
-    return any("synced_gpus" in inspect.signature(each).parameters for each in inner)
+    inner = {getattr(type(each), "generate", None) for each in module.modules()}
+    return any(callable(each) and "synced_gpus" in inspect.signature(each).parameters for each in inner)
 
 
 def _now_s() -> float:
