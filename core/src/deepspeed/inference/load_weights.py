@@ -89,8 +89,9 @@ def _compute(model: nn.Module, path: str, name: str) -> None:
         results.append(module._buffers[name])
     if not torch.equal(results[0], results[1]):
         raise ConfigError(
-            f"init_inference: found the buffer {_join(path, name)!r} on the meta device, which no checkpoint has, as it is "
-            'not persistent; give it values with module.register_buffer(..., torch.tensor(..., device="cpu")) before'
+            f"init_inference: found the buffer {_join(path, name)!r} on the meta device, which no checkpoint has, "
+            'as it is not persistent; give it values with module.register_buffer(..., torch.tensor(..., device="cpu")) '
+            "before"
         )
 
 
