@@ -2,22 +2,32 @@
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/inference.py
     OMP_NUM_THREADS=2 python benchmarks/inference.py --models "Llama 125 M" --batch 8 --compile
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/inference.py --llama-python ~/llama/bin/python
 
 Models are made from a configuration with random weights. A prompt is the time to the first new token; a token is the
 time of `--tokens` more, by one. The floor of a token is the bytes of all weights that it reads (of linear layers, in
-their type, with scales) over the speed at which torch sums a large tensor of fp32, measured in every round. Ratios are
-of medians; the variants swap places from round to round, and the first round is dropped.
+their type, with scales) over the speed at which numpy's BLAS multiplies two large vectors of fp32 (OpenBLAS' sdot),
+measured in every round. Ratios are of medians; the variants swap places from round to round, and the first round is
+dropped.
+
+llama.cpp has the same weights as GGUF files, in a process of the environment where `llama-cpp-python` and `gguf` are
+installed (`llama_cpp_peer.py`); its turn comes among the others. Before anything is timed its logits in fp32 are
+compared with transformers'. Where it is absent, a line says so.
 """
 
 import argparse
+import contextlib
 import copy
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import deepspeed
+import llama_cpp_peer
+import numpy as np
 import torch
 import transformers
 from deepspeed.inference.quantized import PackedLinear
@@ -40,7 +50,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "GPT-2 125 M": ("GPT2Config", "GPT2LMHeadModel", {**GPT2, "n_embd": 768, "n_layer": 16, "n_head": 12}),
 }
 INT4 = {"weight": {"num_bits": 4, "q_groups": 1}}
-Generate = Callable[[int], object]
+LOGITS_BOUND = 1e-3  #: between llama.cpp and transformers, both in fp32
+Seconds = Callable[[int], float]  #: of so many tokens
+Variants = dict[str, tuple[Seconds, int]]  #: with the bytes that a token reads
 
 
 def create(name: str) -> Any:
@@ -50,8 +62,8 @@ def create(name: str) -> Any:
     return getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes)).eval()
 
 
-def variants(plain: Any, prompt: torch.Tensor, *, compiles: bool) -> dict[str, tuple[Generate, Any]]:
-    """By name what generates so many tokens, and the module that it reads."""
+def variants(plain: Any, prompt: torch.Tensor, *, compiles: bool) -> Variants:
+    """Transformers and ours."""
     keys = {"do_sample": False, "attention_mask": torch.ones_like(prompt)}
     made: dict[str, Any] = {"eager fp32": copy.deepcopy(plain), "eager bf16": copy.deepcopy(plain).bfloat16()}
     options: dict[str, dict[str, Any]] = {}
@@ -66,12 +78,34 @@ def variants(plain: Any, prompt: torch.Tensor, *, compiles: bool) -> dict[str, t
         copy.deepcopy(plain).bfloat16(), dtype=torch.int8, quant=INT4, **injected
     )
 
-    def of(name: str) -> Generate:
-        return lambda count: made[name].generate(
-            prompt, max_new_tokens=count, min_new_tokens=count, **keys, **options.get(name, {})
+    def of(name: str) -> Seconds:
+        def seconds(count: int) -> float:
+            start_s = time.perf_counter()
+            made[name].generate(prompt, max_new_tokens=count, min_new_tokens=count, **keys, **options.get(name, {}))
+            return time.perf_counter() - start_s
+
+        return seconds
+
+    return {name: (of(name), bytes_read(model)) for name, model in made.items()}
+
+
+def llama_cpp_variants(plain: Any, prompt: torch.Tensor, peer: llama_cpp_peer.Peer) -> Variants:
+    """llama.cpp in each width, when it was seen to compute the same model."""
+    rows = prompt.tolist()
+    loaded = peer.ask(want="load", prompt=rows)
+    with torch.no_grad():
+        expected = plain(prompt).logits[:, -1]
+    off = (torch.tensor(loaded["logits"]) - expected).abs().max().item()
+    if not off <= LOGITS_BOUND:
+        raise SystemExit(
+            f"llama.cpp computes another model: its logits in fp32 are up to {off:.2g} from transformers', and "
+            f"{LOGITS_BOUND} is allowed; see the names and layouts in llama_cpp_peer.py"
         )
 
-    return {name: (of(name), model) for name, model in made.items()}
+    def of(width: str) -> Seconds:
+        return lambda count: peer.ask(want="time", width=width, prompt=rows, count=count)
+
+    return {f"llama.cpp {width}": (of(width), size) for width, size in loaded["bytes"].items()}
 
 
 def bytes_read(model: Any) -> int:
@@ -85,45 +119,60 @@ def bytes_read(model: Any) -> int:
     return total
 
 
-def bandwidth(big: torch.Tensor) -> float:
+def bandwidth(left: np.ndarray, right: np.ndarray) -> float:
     """Bytes per second."""
     start_s = time.perf_counter()
-    big.sum()
-    return big.numel() * 4 / (time.perf_counter() - start_s)
+    np.dot(left, right)
+    return (left.nbytes + right.nbytes) / (time.perf_counter() - start_s)
 
 
 def measure(name: str, args: argparse.Namespace) -> None:
     """Print the rows of one model."""
     plain = create(name)
     prompt = torch.randint(1, 8192, (args.batch, args.prompt), generator=torch.Generator().manual_seed(1))
-    cases = variants(plain, prompt, compiles=args.compile)
-    big = torch.ones(2**26)
+    sizes = {"batch": args.batch, "length": args.prompt + args.tokens + 1, "threads": torch.get_num_threads()}
+    with contextlib.ExitStack() as stack:
+        peer = stack.enter_context(llama_cpp_peer.start(args.llama_python, plain, **sizes))
+        cases = variants(plain, prompt, compiles=args.compile)
+        if isinstance(peer, str):
+            print(f"llama.cpp is skipped: {args.llama_python} has no {peer} (pip install llama-cpp-python gguf)")
+        else:
+            cases |= llama_cpp_variants(plain, prompt, peer)
+        report(name, cases, args)
+
+
+def report(name: str, cases: Variants, args: argparse.Namespace) -> None:
+    """Time the variants in turn, and print."""
+    left, right = np.ones(2**25, np.float32), np.ones(2**25, np.float32)
     prompts: dict[str, list[float]] = {each: [] for each in cases}
     tokens: dict[str, list[float]] = {each: [] for each in cases}
     rates = []
     orders = random.Random(0)
     for _ in range(1 + args.rounds):
-        rates.append(bandwidth(big))
+        rates.append(bandwidth(left, right))
         for each in orders.sample(list(cases), len(cases)):
-            generate = cases[each][0]
-            times = []
-            for count in (1, 1 + args.tokens):
-                start_s = time.perf_counter()
-                generate(count)
-                times.append(time.perf_counter() - start_s)
-            prompts[each].append(times[0])
-            tokens[each].append((times[1] - times[0]) / args.tokens)
+            first_s, all_s = (cases[each][0](count) for count in (1, 1 + args.tokens))
+            prompts[each].append(first_s)
+            tokens[each].append((all_s - first_s) / args.tokens)
     rate = statistics.median(rates[1:])
     medians = {each: statistics.median(values[1:]) for each, values in tokens.items()}
+    of_prompts = {each: statistics.median(values[1:]) for each, values in prompts.items()}
     print(f"{name}, batch {args.batch}, {torch.get_num_threads()} threads, reading at {rate / 1e9:.1f} GB/s")
-    for each, (_, model) in cases.items():
-        kept, floor_s = tokens[each][1:], bytes_read(model) / rate
-        of_eager = medians[each] / medians["eager fp32"]
+    for each, (_, num_bytes) in cases.items():
+        kept = tokens[each][1:]
         print(
-            f"  {each:<22}prompt {1e3 * statistics.median(prompts[each][1:]):8.2f} ms   token "
-            f"{1e3 * medians[each]:7.2f} ({1e3 * min(kept):.2f} {1e3 * max(kept):.2f}) ms   {of_eager:5.2f} of eager "
-            f"fp32   {medians[each] / floor_s:5.2f} of the floor"
+            f"  {each:<22}prompt {1e3 * of_prompts[each]:8.2f} ms   token "
+            f"{1e3 * medians[each]:7.2f} ({1e3 * min(kept):.2f} {1e3 * max(kept):.2f}) ms   "
+            f"{medians[each] / medians['eager fp32']:5.2f} of eager fp32   "
+            f"{medians[each] / (num_bytes / rate):5.2f} of the floor ({num_bytes / 1e6:.1f} MB)"
         )
+    for width, dtype in llama_cpp_peer.WIDTHS.items():
+        pair = f"ours {dtype}", f"llama.cpp {width}"
+        if pair[1] in cases:
+            print(
+                f"  {pair[0]:<10}to {pair[1]:<16}prompt {of_prompts[pair[0]] / of_prompts[pair[1]]:5.2f}   "
+                f"token {medians[pair[0]] / medians[pair[1]]:5.2f}"
+            )
 
 
 def main() -> None:
@@ -136,6 +185,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--compile", action="store_true", help="transformers with a static cache and torch.compile, too"
+    )
+    parser.add_argument(
+        "--llama-python",
+        default=sys.executable,
+        help="the interpreter of an environment with llama-cpp-python and gguf",
     )
     args = parser.parse_args()
     for name in args.models:
