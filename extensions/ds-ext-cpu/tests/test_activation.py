@@ -103,7 +103,7 @@ def test_the_fronts_run_these_operators_and_compile(ops, monkeypatch, approximat
         return gelu(bias_gelu(x, bias, approximate), approximate)
 
     arguments = misaligned(4, 33), misaligned(33)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         found = block(*arguments)
     assert {"ds_cpu::gelu", "ds_cpu::bias_gelu"} <= {event.key for event in profile.key_averages()}
     assert torch.equal(torch.compile(block, fullgraph=True, backend="aot_eager")(*arguments), found)

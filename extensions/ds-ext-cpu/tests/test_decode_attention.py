@@ -136,7 +136,7 @@ def test_opcheck(ops):
 
 def test_the_front_runs_the_operator_and_compiles(ops, monkeypatch):
     arguments = numbers(2, 6, 2, 8), numbers(2, 3, 12, 8), numbers(2, 3, 12, 8, seed=1), torch.tensor([4, 5])
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         found = decode_attention(*arguments, 1.0, window=3)
     assert "ds_cpu::decode_attention" in {event.key for event in profile.key_averages()}
     compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")

@@ -201,7 +201,7 @@ def test_the_fronts_run_these_operators_and_compile(ops, monkeypatch):
         return packed_linear(gated_activation(gate, up), packed)
 
     x = numbers(2, 1, 10, seed=1)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         found = feed_forward(x)
     names = {event.key for event in profile.key_averages()}
     assert {"ds_cpu::linear", "ds_cpu::packed_linear", "ds_cpu::gated_activation"} <= names
@@ -214,7 +214,7 @@ def test_many_rows_and_gradients_go_to_torch(ops):
     weight = numbers(6, 8)
     packed = pack_weight(weight)
     for x in (numbers(17, 8), numbers(2, 8).requires_grad_()):
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             plain, quantized = linear(x, weight), packed_linear(x, packed)
         assert not {"ds_cpu::linear", "ds_cpu::packed_linear"} & {event.key for event in profile.key_averages()}
         torch.testing.assert_close(plain, F.linear(x, weight))

@@ -117,7 +117,7 @@ def test_the_fronts_run_these_operators_and_compile(ops, monkeypatch):
         return rms_norm(layer_norm(x, weight, bias), weight) + residual
 
     arguments = misaligned(4, 33), misaligned(4, 33, seed=1), misaligned(33), misaligned(33, seed=2)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         found = block(*arguments)
     names = {event.key for event in profile.key_averages()}
     assert {f"ds_cpu::{name}" for name in ("layer_norm", "rms_norm", "layer_norm_residual")} <= names
@@ -130,7 +130,7 @@ def test_layer_norm_of_much_fp32_is_torchs_own(ops):
     """Torch is at the memory's limit there; see the front."""
     for dtype, is_ours in ((torch.float32, False), (torch.bfloat16, True)):
         x = torch.ones(513, 1024, dtype=dtype)
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             layer_norm(x)
             layer_norm_residual(x, x)
         names = {event.key for event in profile.key_averages()}

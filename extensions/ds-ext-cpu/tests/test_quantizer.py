@@ -153,7 +153,7 @@ def test_the_fronts_run_these_operators_and_compile(ops, monkeypatch):
 
     x = misaligned(64, torch.float32).view(8, 8)
     compiled = torch.compile(round_trip, fullgraph=True, backend="aot_eager")(x)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         found = round_trip(x)
     names = {event.key for event in profile.key_averages()}
     assert {"ds_cpu::quantize_groups", "ds_cpu::dequantize_groups", "ds_cpu::dequantize_reduce"} <= names

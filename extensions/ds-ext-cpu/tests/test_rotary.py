@@ -89,7 +89,7 @@ def test_the_front_runs_the_operator_and_compiles(ops, monkeypatch, interleaved)
         return apply_rotary(x, *rotary_table(positions, 8), interleaved=interleaved)
 
     arguments = misaligned(2, 5, 3, 16), torch.arange(5)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         found = turn(*arguments)
     assert "ds_cpu::rotary" in {event.key for event in profile.key_averages()}
     assert torch.equal(torch.compile(turn, fullgraph=True, backend="aot_eager")(*arguments), found)

@@ -231,7 +231,7 @@ plugin_manager().register(Device(), "device")
 dist.init_distributed("gloo")
 print(dist.group_backend().name)
 """
-    assert run_script(_PLUGIN + script, DS_ACCELERATOR="") == ["better gloo"]
+    assert run_script(_PLUGIN + script, DS_ACCELERATOR="device") == ["better gloo"]
 
 
 _LISTENING = """
