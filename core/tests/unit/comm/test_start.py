@@ -274,3 +274,48 @@ def test_the_store_of_a_loopback_address_is_reached_from_this_machine_only(addre
 )
 def test_what_a_loopback_address_is(host, expected):
     assert loopback_address(host) == expected
+
+
+_TIMEOUTS = """
+from datetime import timedelta
+import deepspeed, torch
+import deepspeed.comm as dist
+from deepspeed.comm.libraries import timeout_of
+
+how, stage = {how!r}, {stage}
+config = {{"train_batch_size": 1, "zero_optimization": {{"stage": stage}}}}
+try:
+    if how == "argument":
+        dist.init_distributed("gloo", timeout=timedelta(seconds=90))
+    if how == "zero.Init":
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = torch.nn.Linear(2, 2)
+    else:
+        model = torch.nn.Linear(2, 2)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    groups = [dist.get_world_group(), dist.new_group([0])]
+    groups += [engine.mesh.group(axis) for axis in ("dp", "tp", "sp", "pp")]
+    print(*{{timeout_of(group).total_seconds() for group in groups}})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("how", "minutes", "expected"),
+    [
+        ("initialize", "7", "420.0"),
+        ("initialize", "", "600.0"),
+        ("zero.Init", "0.5", "30.0"),
+        ("argument", "7", "90.0"),
+    ],
+)
+def test_every_group_has_the_timeout_of_the_variable_or_the_argument(how, stage, minutes, expected):
+    assert run_script(_TIMEOUTS.format(how=how, stage=stage), DEEPSPEED_TIMEOUT=minutes)[-1] == expected
+
+
+@pytest.mark.parametrize("minutes", ["soon", "0", "-3", "nan", "1e300"])
+def test_a_timeout_that_is_no_time_is_refused(minutes):
+    line = run_script(_TIMEOUTS.format(how="initialize", stage=0), DEEPSPEED_TIMEOUT=minutes)[-1]
+    assert line.startswith(f"CommError DEEPSPEED_TIMEOUT: found {minutes!r}; set it to a positive number of minutes")
