@@ -301,14 +301,14 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(
-    ("how", "minutes", "expected"),
+    ("how", "stage", "minutes", "expected"),
     [
-        ("initialize", "7", "420.0"),
-        ("initialize", "", "600.0"),
-        ("zero.Init", "0.5", "30.0"),
-        ("argument", "7", "90.0"),
+        *[("initialize", stage, "7", "420.0") for stage in (0, 2, 3)],
+        ("initialize", 1, "", "600.0"),
+        ("zero.Init", 3, "0.5", "30.0"),
+        ("argument", 0, "7", "90.0"),
+        ("argument", 3, "7", "90.0"),
     ],
 )
 def test_every_group_has_the_timeout_of_the_variable_or_the_argument(how, stage, minutes, expected):
