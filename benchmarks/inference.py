@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import copy
 import random
+import shutil
 import statistics
 import sys
 import time
@@ -192,6 +193,8 @@ def main() -> None:
         help="the interpreter of an environment with llama-cpp-python and gguf",
     )
     args = parser.parse_args()
+    if shutil.which(args.llama_python) is None:
+        parser.error(f"--llama-python: {args.llama_python} is no program; name the environment's python")
     for name in args.models:
         measure(name, args)
 

@@ -210,7 +210,10 @@ class Peer:
         """The next line."""
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of llama.cpp ended with {self.process.wait()}: its lines are above")
+            raise RuntimeError(
+                f"the process of llama.cpp ended with {self.process.wait()}: its lines, if any, are above, and "
+                f"{Path(__file__).name} says how it is built"
+            )
         return json.loads(line)
 
 
