@@ -71,11 +71,24 @@ def test_two_claims_on_one_device_of_torch_are_an_error_that_names_both(shelf, m
         reset_accelerator()
 
 
+class Meta_Accelerator(PlainAccelerator):
+    """Of a device that is not the host."""
+
+    _name = "meta"
+
+
 def test_a_claim_that_was_not_declared_is_found_when_the_accelerator_is_there(shelf):
-    shelf.put("cpu", 1, build=A_Accelerator)
-    shelf.put("poser", 9, build=Posing_Accelerator)
-    with pytest.raises(PluginError, match=r"'poser'.* and 'cpu'.* both claim torch's device 'cpu'.*impersonates='cpu'"):
+    shelf.put("meta", 1, build=Meta_Accelerator)
+    shelf.put("poser", 9, build=Meta_Accelerator)
+    claims = r"'poser'.* and 'meta'.* both claim torch's device 'meta'.*impersonates='meta'"
+    with pytest.raises(PluginError, match=claims):
         get_accelerator()
+
+
+def test_the_host_is_everybodys(shelf):
+    shelf.put("cpu", 1, build=A_Accelerator)
+    shelf.put("better", 9, build=Posing_Accelerator)
+    assert type(get_accelerator()) is Posing_Accelerator
 
 
 def test_claims_that_do_not_matter(shelf, monkeypatch):

@@ -62,7 +62,7 @@ def peers():
 
 @pytest.fixture
 def unit(peers, monkeypatch):
-    monkeypatch.setattr(gathered_changes, "is_on_any_rank", lambda value, ranks: value)
+    monkeypatch.setattr(gathered_changes, "_on_any_rank", lambda values, ranks: values)
     params = make_params()
     peers.full = torch.cat([*(param.detach().reshape(-1) for param in params), torch.zeros(3)])
     return ParamUnit(params, NAMES, UnitRanks.over(peers), device=CPU)
@@ -302,7 +302,12 @@ def test_what_leaves_the_values_as_they_are_is_no_change(unit, change, is_whole)
 
 def test_a_change_inside_of_a_context_is_the_contexts(unit, monkeypatch):
     told = []
-    monkeypatch.setattr(gathered_changes, "is_on_any_rank", lambda value, ranks: told.append(value))
+
+    def on_any_rank(values, ranks):
+        told.append(values[0])  # whether a change was seen; the other one: whether the engine wrote
+        return [False, False]
+
+    monkeypatch.setattr(gathered_changes, "_on_any_rank", on_any_rank)
     with GatheredParameters(unit.params):
         in_place(unit.params[0])
         unit.refuse_changes()
