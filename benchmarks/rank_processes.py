@@ -1,5 +1,4 @@
-"""Start the ranks of a benchmark: spawned processes over gloo, one core and one thread each, or one device each
-and the cores between them."""
+"""Start the ranks of a benchmark: spawned processes over gloo, each with one core and thread, or a device and cores."""
 
 import contextlib
 import multiprocessing

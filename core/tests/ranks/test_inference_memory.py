@@ -74,4 +74,4 @@ def test_the_peak_is_the_shard_and_one_buffer(tp, checkpoint, tmp_path):
     for results in run_ranks(tp, load_job, tp, checkpoint, str(tmp_path)):
         for how, (peak, shard) in results.items():
             is_within = 0.9 * shard < peak < WITHIN * shard + BUFFER_BYTES
-            assert is_within == (how != "whole before"), (how, peak, shard)  # the limit tells the one from the other
+            assert is_within == (how != "whole before"), (how, peak, shard)  # the limit separates the two

@@ -121,3 +121,16 @@ def part_in_a_pipeline(path, folder):
 def test_a_save_on_one_stage_of_a_pipeline(path, tmp_path):
     for found in run_ranks(2, part_in_a_pipeline, path, str(tmp_path)):
         assert re.search(r"RanksParted: rank 0 called save_checkpoint, and rank 1 waits in", found), found
+
+
+def test_a_look_that_fails_leaves_the_others(monkeypatch):
+    looked = []
+
+    def of_a_store_that_is_gone():
+        raise RuntimeError("Connection reset by peer")
+
+    waits = {1: (0.0, of_a_store_that_is_gone), 2: (0.0, lambda: looked.append(2)), 3: (9.0, lambda: looked.append(3))}
+    monkeypatch.setattr(parted, "_looks", waits)
+    for _ in range(2):
+        parted._look_after_waits(now_s=10.0)
+    assert looked == [2, 2]

@@ -3,7 +3,7 @@
     set_accelerator(X())  >  DS_ACCELERATOR=name  >  the available offer of highest priority  >  the plain device
 
 The choice is made on the first `get_accelerator()`, once per process, and logged in one line. `DS_ACCELERATOR` loads
-that plugin alone. `explain()` tells the whole story to `ds_report`.
+that plugin alone. `explain()` gives `ds_report` the whole story.
 """
 
 import os
@@ -151,7 +151,7 @@ def _choose() -> Choice:
             plugin_manager().withdraw(best.name, error)
         else:
             found = choice.accelerator._name
-            if found != _HOST:  # every package may compute there, and priorities tell whose kernels are better
+            if found != _HOST:  # every package may compute there, and a priority says whose kernels are better
                 _check_claims(best, found, available)
             return choice
 
@@ -179,7 +179,7 @@ def _highest(available: list[Offer]) -> Offer:
 
 
 def _check_claims(best: Offer, device: str, available: list[Offer]) -> None:
-    """Refuse a choice between packages for one device of torch, of which a process has one: priorities tell which
+    """Refuse a choice between packages for one device of torch, of which a process has one: a priority says which
     vendor's device is better, not whose this device is."""
     others = [offer for offer in available if offer.name != best.name and offer.device == device]
     if not others:

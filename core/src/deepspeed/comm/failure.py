@@ -59,7 +59,7 @@ def _reason(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {first_line(error)}" if error else "an exception that was caught"
 
 
-def _told(reason: str) -> str:
+def _sentence(reason: str) -> str:
     return f"rank {torch_dist.get_rank()} failed with {reason}"
 
 
@@ -83,7 +83,7 @@ class FailureRecord:
         """Record the exception that is being handled. If a peer failed before, log that failure, which is the cause."""
         error = sys.exc_info()[1]
         reason = _reason(error)
-        mine = _told(reason)
+        mine = _sentence(reason)
         consequence = handled_consequence()
         if consequence is not None:
             first = self._claim(epoch, consequence.cause) if consequence.cause else self.first(epoch)
@@ -99,7 +99,7 @@ class FailureRecord:
 
     def claim(self, epoch: int, error: BaseException) -> None:
         """Record an exception that this rank is about to raise."""
-        self._claim(epoch, _told(_reason(error)))
+        self._claim(epoch, _sentence(_reason(error)))
 
     def _claim(self, epoch: int, cause: str) -> str:
         """Record a cause, unless there is one. Returns the one that is recorded."""

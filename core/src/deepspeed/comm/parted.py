@@ -145,6 +145,13 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 def _look_out() -> None:
     while True:
         time.sleep(FIRST_LOOK_S / 2)
-        for since_s, look in list(_looks.values()):
-            if time.monotonic() - since_s > FIRST_LOOK_S:
+        _look_after_waits(time.monotonic())
+
+
+def _look_after_waits(now_s: float) -> None:
+    for since_s, look in list(_looks.values()):
+        if now_s - since_s > FIRST_LOOK_S:
+            try:
                 look()
+            except RuntimeError as error:  # the store of the job is gone; other waits are still looked after
+                logger.debug("a wait was not looked after: %s", first_line(error))

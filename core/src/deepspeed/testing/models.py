@@ -129,12 +129,12 @@ class GPT(nn.Module):
         """
         was_training = self.training
         self.eval()
+        drawn_on = tokens_BT.device if generator is None else generator.device
         for _ in range(num_tokens):
             logits_BV = self(tokens_BT[:, -self.config.sequence_length :])[:, -1].float()
             if temperature == 0:
                 next_B1 = logits_BV.argmax(-1, keepdim=True)
             else:
-                drawn_on = logits_BV.device if generator is None else generator.device
                 probabilities_BV = F.softmax(logits_BV / temperature, -1).to(drawn_on)
                 next_B1 = torch.multinomial(probabilities_BV, 1, generator=generator).to(tokens_BT.device)
             tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
