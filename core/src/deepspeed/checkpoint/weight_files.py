@@ -11,7 +11,7 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -52,6 +52,7 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self.tensors: dict[str, StoredTensor] = {}
         self.content: Mapping[str, Any] = {}
         self._whole: dict[str, Tensor] | None = None
+        self._in_order: tuple[StoredTensor, Tensor] | None = None
         self._file: BinaryIO = open(path, "rb")  # noqa: SIM115
 
     def __exit__(self, *_: object) -> None:
@@ -73,7 +74,15 @@ class WeightFile(AbstractContextManager["WeightFile"]):
 
     def release(self) -> None:
         """Drop what was read whole."""
-        self._whole = None
+        self._whole = self._in_order = None
+
+    def in_order(self, tensor: StoredTensor, read: Callable[[], Tensor]) -> Tensor:
+        """The elements of a tensor that lies in another order, from one `read` of all of it: kept until `release`, or
+        until another such tensor is read."""
+        if self._in_order is None or self._in_order[0] is not tensor:
+            self._in_order = None  # before the other one is read
+            self._in_order = tensor, read()
+        return self._in_order[1]
 
     def loaded(self) -> dict[str, Tensor]:
         """All tensors of a file in torch's form before 1.6, which is read whole and kept until `release`."""
@@ -103,10 +112,14 @@ class _InFile(StoredTensor):
             values = torch.empty(numel, dtype=self.dtype)
             self._file.pread(self._offset + start * self.dtype.itemsize, values)
             return values
+        return self._file.in_order(self, self._read_strided)[start : start + numel].clone()
+
+    def _read_strided(self) -> Tensor:
+        assert self.stride is not None
         extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         stored = torch.empty(extent if self.numel() else 0, dtype=self.dtype)
         self._file.pread(self._offset, stored)
-        return stored.as_strided(self.shape, self.stride).reshape(-1)[start : start + numel].clone()
+        return stored.as_strided(self.shape, self.stride).reshape(-1)
 
 
 class _Loaded(StoredTensor):

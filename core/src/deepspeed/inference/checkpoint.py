@@ -192,9 +192,8 @@ class Found:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row of the whole weight, which is what is read at least; of all of it where it lies with strides."""
-        is_strided = any(getattr(stored, "stride", None) is not None for _, stored in self.held)
-        return (self.shape if is_strided else self.shape[1:]).numel() * self.dtype.itemsize
+        """Of one row of the whole weight, which is what is read at least."""
+        return self.shape[1:].numel() * self.dtype.itemsize
 
     def reader(self, part: ModelPart) -> Read:
         """What reads elements of `part` of the whole weight: [numel] from an element of the part on."""

@@ -68,6 +68,22 @@ def test_a_view_is_read_through_its_strides(tmp_path):
         assert torch.equal(file.tensors["part"].whole(), base[1:3, 2:4])
 
 
+def test_a_view_is_read_from_the_file_once(tmp_path, monkeypatch):
+    base = torch.arange(24.0).view(4, 6)
+    torch.save({"t": base.t(), "other": base.flip(0).t()}, tmp_path / "w.pt")
+    preads = []
+    with open_weights(tmp_path / "w.pt") as file:
+        pread = file.pread
+        monkeypatch.setattr(file, "pread", lambda *args: preads.append(args) or pread(*args))
+        rows = [file.tensors["t"].read(4 * row, 4) for row in range(6)]
+        assert torch.equal(torch.stack(rows), base.t())
+        assert len(preads) == 1
+        assert torch.equal(file.tensors["other"].whole(), base.flip(0).t())
+        file.release()
+        assert torch.equal(file.tensors["t"].read(0, 4), base.t()[0])
+        assert len(preads) == 3
+
+
 @pytest.mark.parametrize(("save", "name"), [(save_file, "w.safetensors"), (torch.save, "w.bin"), (save_old, "old.bin")])
 @pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.99])
 def test_a_truncated_file_is_named(tmp_path, save, name, kept):
