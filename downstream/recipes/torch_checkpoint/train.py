@@ -99,6 +99,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         torch.save({name: value.float() for name, value in whole.items()}, args.folder / "whole.pt")
         (args.folder / "result.json").write_text(json.dumps({"losses": losses}))
+    # DDP's C++ half may not outlive the groups: it would join gloo's thread while it holds the interpreter lock, which
+    # that thread may be waiting for (seen with torch 2.13).
+    del engine
     dist.destroy_process_group()
 
 
