@@ -1,16 +1,23 @@
-"""`model.generate` of an injected model: transformers' own loop, over a cache whose memory is allocated once.
+"""`model.generate` of an injected model: over a cache that is allocated once, by `decode_loop.py` where that serves.
 
 The cache is a `Cache` of transformers. Its class is made on first use, because core imports transformers only when a
 model of it generates.
 """
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
+from deepspeed.inference.decode_loop import DecodeLoop
+
+if TYPE_CHECKING:
+    from deepspeed.inference.injection.decoder import Decoder
+
+# Arguments of `generate` that only transformers' loops know, or that they are handed and ours would not be.
+_FOR_THEIR_LOOPS = ("custom_generate", "synced_gpus", "tokenizer", "assistant_tokenizer", "negative_prompt_ids")
 
 
 def can_generate(model: nn.Module) -> bool:
@@ -22,12 +29,16 @@ def can_generate(model: nn.Module) -> bool:
 class StaticGeneration:
     """Takes the place of `model.generate`: passes an empty cache of `max_tokens` where the caller passes none.
 
-    A caller's `past_key_values`, `use_cache=False` and `cache_implementation` are honored. Greedy, sampled and beam
-    search run in transformers' loop, so tokens and random numbers are those of the plain model.
+    A caller's `past_key_values`, `use_cache=False` and `cache_implementation` are honored. Greedy and sampled
+    generation of a model in the table of decoders runs in a loop of our own, all else in transformers' loops; tokens
+    and random numbers are those of the plain model.
+
+    Args:
+        decoder: of the model; None: transformers' loops run.
     """
 
-    def __init__(self, model: nn.Module, max_tokens: int) -> None:
-        self.model, self.max_tokens = model, max_tokens
+    def __init__(self, model: nn.Module, max_tokens: int, decoder: "Decoder | None" = None) -> None:
+        self.model, self.max_tokens, self.decoder = model, max_tokens, decoder
         self.original: Any = model.generate
         model.generate = self  # type: ignore[assignment]
 
@@ -41,7 +52,18 @@ class StaticGeneration:
         if not _chooses_cache(config, kwargs):
             self._check_length(inputs, config, kwargs)
             kwargs["past_key_values"] = static_cache(self.max_tokens)
+            if (loop := self._loop(args, config, kwargs)) is not None:
+                kwargs["custom_generate"] = loop
         return self.original(inputs, *args, **kwargs)
+
+    def _loop(self, args: tuple[Any, ...], config: Any, kwargs: dict[str, Any]) -> DecodeLoop | None:
+        """Ours, where it serves what is asked for."""
+        if self.decoder is None or len(args) > 1 or any(kwargs.get(name) is not None for name in _FOR_THEIR_LOOPS):
+            return None
+        beams = kwargs.get("num_beams") or getattr(config or self.model.generation_config, "num_beams", None)
+        if (beams or 1) > 1 or not self.decoder.serves():
+            return None
+        return DecodeLoop(self.decoder, kwargs.get("streamer"), self.max_tokens)
 
     def _check_length(self, inputs: Any, config: Any, kwargs: dict[str, Any]) -> None:
         given = inputs if inputs is not None else kwargs.get("input_ids", kwargs.get("inputs_embeds"))

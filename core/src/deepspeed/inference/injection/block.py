@@ -48,15 +48,15 @@ class FusedBlock:
     def __init__(self, layer: nn.Module, policy: InjectionPolicy) -> None:
         self.layer, self.policy = layer, policy
         self.original: Callable[..., Any] = layer.forward
-        self.attention = _found(layer, policy.attention)
-        self.head_dim = int(_found(self.attention, policy.head_dim))
-        self.layer_index = int(_found(self.attention, policy.layer_index)) if policy.layer_index else 0
+        self.attention = found(layer, policy.attention)
+        self.head_dim = int(found(self.attention, policy.head_dim))
+        self.layer_index = int(found(self.attention, policy.layer_index)) if policy.layer_index else 0
         self.scale = self._scale()
-        self.activation = _found(layer, policy.activation)
-        self.norm_attention = _norm(_found(layer, policy.norm_attention))
-        self.norm_mlp = _norm(_found(layer, policy.norm_mlp)) if policy.norm_mlp else None
+        self.activation = found(layer, policy.activation)
+        self.norm_attention = norm_of(found(layer, policy.norm_attention))
+        self.norm_mlp = norm_of(found(layer, policy.norm_mlp)) if policy.norm_mlp else None
         self.norm_query, self.norm_key = (
-            _norm(getattr(self.attention, path.rpartition(".")[2]))
+            norm_of(getattr(self.attention, path.rpartition(".")[2]))
             if path and hasattr(self.attention, path.rpartition(".")[2])
             else None
             for path in (policy.norm_query, policy.norm_key)
@@ -67,21 +67,21 @@ class FusedBlock:
         self._names = names[: names.index("kwargs")] if "kwargs" in names else names
         self._params = list(layer.parameters())
         self._make_linears()
-        self._parts = [_Part(*each) for each in _modules_of(layer, policy)]
+        self._parts = [Part(*each) for each in _modules_of(layer, policy)]
 
     def _make_linears(self) -> None:
         """Last, because it changes the layer: what does not fit is found before."""
         layer, policy = self.layer, self.policy
-        found = [_found(layer, path) for path in (*policy.qkv, policy.out, *policy.up, policy.down)]
-        for each in found:
+        linears = [found(layer, path) for path in (*policy.qkv, policy.out, *policy.up, policy.down)]
+        for each in linears:
             if each._forward_hooks or each._forward_pre_hooks:
                 raise ConfigError("one of its linears has forward hooks, which a fused layer would not call")
         num_qkv, num_up = len(policy.qkv), len(policy.up)
-        self._ranks = next((each.ranks for each in found if isinstance(each, ColumnParallelLinear)), None)
-        self.qkv = FusedLinear(found[:num_qkv])
-        self.out = output_linear(found[num_qkv])
-        self.up = FusedLinear(found[num_qkv + 1 : num_qkv + 1 + num_up])
-        self.down = output_linear(found[-1])
+        self._ranks = next((each.ranks for each in linears if isinstance(each, ColumnParallelLinear)), None)
+        self.qkv = FusedLinear(linears[:num_qkv])
+        self.out = output_linear(linears[num_qkv])
+        self.up = FusedLinear(linears[num_qkv + 1 : num_qkv + 1 + num_up])
+        self.down = output_linear(linears[-1])
         self._qkv_sizes = self.qkv.sizes
         if policy.layout == "grouped":
             self._qkv_sizes = (0, self._num_groups())
@@ -97,14 +97,14 @@ class FusedBlock:
     def _scale(self) -> float:
         scale = self.policy.scale
         if isinstance(scale, str):
-            return float(_found(self.attention, scale)) if scale else self.head_dim**-0.5
+            return float(found(self.attention, scale)) if scale else self.head_dim**-0.5
         return scale
 
     def _window(self) -> int | None:
         if self.policy.local is None:
             return None
         name, value, size = self.policy.local
-        return int(getattr(self.attention.config, size)) if _found(self.attention, name) == value else None
+        return int(getattr(self.attention.config, size)) if found(self.attention, name) == value else None
 
     def _sliding_window(self) -> int | None:
         """Tokens that a query sees, itself among them, where the model's masks say so; None: all before it."""
@@ -112,8 +112,8 @@ class FusedBlock:
             return self.window
         has_own = hasattr(self.attention, "sliding_window")  # which may be None, of a layer that sees all
         owner: Any = self.attention if has_own else getattr(self.attention, "config", None)
-        found = getattr(owner, "sliding_window", None)
-        return None if found is None else int(found)
+        size = getattr(owner, "sliding_window", None)
+        return None if size is None else int(size)
 
     @property
     def num_kv_heads(self) -> int:
@@ -129,14 +129,14 @@ class FusedBlock:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if not self._serves(given):
             return self.original(*args, **kwargs)
-        hidden = self._compute(given["hidden_states"], given)
+        hidden = self.compute(given["hidden_states"], given)
         return hidden if self.policy.returns == "tensor" else (hidden, None)
 
     def _serves(self, given: dict[str, Any]) -> bool:
         mask = given.get("attention_mask")
-        if not all(part.is_as_it_was() for part in self._parts):
+        if not self.is_whole():
             return False
-        if self.layer.training or given.get("output_attentions") or given.get("encoder_hidden_states") is not None:
+        if given.get("output_attentions") or given.get("encoder_hidden_states") is not None:
             return False
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
             return False
@@ -144,13 +144,18 @@ class FusedBlock:
             config: Any = self.layer.config
             if config._attn_implementation != "sdpa":  # then the mask does not have it
                 return False
-        if self._ranks is not None and self._ranks.sequence_is_divided:
-            return False
         if torch.is_grad_enabled():
             return not (given["hidden_states"].requires_grad or any(each.requires_grad for each in self._params))
         return True
 
-    def _compute(self, x: Tensor, given: dict[str, Any]) -> Tensor:
+    def is_whole(self) -> bool:
+        """Whether the layer is in evaluation mode, and no part of it was replaced or got hooks since."""
+        if self.layer.training or (self._ranks is not None and self._ranks.sequence_is_divided):
+            return False
+        return all(part.is_as_it_was() for part in self._parts)
+
+    def compute(self, x: Tensor, given: dict[str, Any]) -> Tensor:
+        """The layer's output, [B, T, features]; `given` has the arguments of its forward by name."""
         if self.policy.placement == "post":
             attended = self.norm_attention(self.out(self._context(x, given)), x)[0]
             assert self.norm_mlp is not None
@@ -215,7 +220,7 @@ class FusedBlock:
         if self.policy.rotary == "halves":
             cos, sin = (part.unsqueeze(1) for part in given["position_embeddings"])
             return rotate_halves(query, cos, sin), rotate_halves(key, cos, sin)
-        table = _found(self.layer, self.policy.rotary_table)
+        table = found(self.layer, self.policy.rotary_table)
         sin, cos = table[given["position_ids"]].to(query.dtype).unsqueeze(1).chunk(2, -1)
         return rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin)
 
@@ -227,13 +232,13 @@ class FusedBlock:
                 each.release()
 
 
-class _Part:
+class Part:
     """A module inside of a layer, as it is when the layer is fused."""
 
     def __init__(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         self._parent, self._name, self._module, self._class = parent, name, module, type(module)
         self._forward = vars(module).get("forward")
-        self._num_hooks = self._count_hooks()
+        self._num_hooks = num_hooks(module)
 
     def is_as_it_was(self) -> bool:
         """Whether the parent still has this module, and a call of it still does the same."""
@@ -242,20 +247,28 @@ class _Part:
             self._parent._modules.get(self._name) is module
             and type(module) is self._class  # parametrizations change it
             and vars(module).get("forward") is self._forward
-            and self._count_hooks() == self._num_hooks
+            and num_hooks(module) == self._num_hooks
         )
 
-    def _count_hooks(self) -> int:
-        """But for those by which transformers captures attention weights, which are left in place and do nothing."""
-        hooks = [*self._module._forward_hooks.values(), *self._module._forward_pre_hooks.values()]
-        return sum(getattr(hook, "__module__", "") != _CAPTURES for hook in hooks)
+
+def num_hooks(module: nn.Module) -> int:
+    """But for those by which transformers captures attention weights, which are left in place and do nothing."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return sum(getattr(hook, "__module__", "") != _CAPTURES for hook in hooks)
+
+
+def part_of(root: nn.Module, path: str) -> Part:
+    """The module at `path`."""
+    parent, _, name = path.rpartition(".")
+    holder = found(root, parent) if parent else root
+    return Part(holder, name, found(holder, name))
 
 
 def _modules_of(layer: nn.Module, policy: InjectionPolicy) -> list[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, module) of all modules inside of `layer` that a fused block computes itself, each once."""
     paths = [*policy.qkv, policy.out, *policy.up, policy.down, policy.norm_attention, policy.norm_mlp]
     paths += [policy.norm_query, policy.norm_key, policy.activation]
-    found: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+    modules: dict[str, tuple[nn.Module, str, nn.Module]] = {}
     for path in paths:
         parent: Any = layer
         names = path.split(".")
@@ -263,12 +276,17 @@ def _modules_of(layer: nn.Module, policy: InjectionPolicy) -> list[tuple[nn.Modu
             module = parent._modules.get(name)
             if module is None:  # a function, or a norm that this layer lacks
                 break
-            found[".".join(names[: depth + 1])] = (parent, name, module)
+            modules[".".join(names[: depth + 1])] = (parent, name, module)
             parent = module
-    return list(found.values())
+    return list(modules.values())
 
 
-def _found(root: Any, path: str) -> Any:
+def found(root: Any, path: str) -> Any:
+    """The attribute at `path`.
+
+    Raises:
+        ConfigError: there is none.
+    """
     at = root
     for name in path.split("."):
         if not hasattr(at, name):
@@ -277,7 +295,7 @@ def _found(root: Any, path: str) -> Any:
     return at
 
 
-def _norm(module: Any) -> Callable[..., Any]:
+def norm_of(module: Any) -> Callable[..., Any]:
     """The norm as a function of x, or of x and a residual: then (norm(x + residual), x + residual)."""
     if module._forward_hooks or module._forward_pre_hooks:
         raise ConfigError("one of its norms has forward hooks, which a fused layer would not call")

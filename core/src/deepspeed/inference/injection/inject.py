@@ -10,6 +10,7 @@ from torch import nn
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.inference.generate import StaticGeneration, can_generate
 from deepspeed.inference.injection.block import FusedBlock
+from deepspeed.inference.injection.decoder import Decoder
 from deepspeed.inference.injection.policies import POLICIES, InjectionPolicy
 from deepspeed.inference.injection.weights import OutputLayer
 from deepspeed.precision.buffers import cast_buffers
@@ -95,8 +96,16 @@ def inject(
         output.forward = fused  # type: ignore[method-assign, assignment]
         done._blocks.append(fused)
     if names and can_generate(model):
-        done._generation = StaticGeneration(model, max_out_tokens)
+        done._generation = StaticGeneration(model, max_out_tokens, _decoder_of(model))
     return done
+
+
+def _decoder_of(model: nn.Module) -> Decoder | None:
+    """None: the model's own forward computes each token."""
+    try:
+        return Decoder(model)
+    except ConfigError:  # what does not fit costs speed alone
+        return None
 
 
 def _output_of(model: nn.Module) -> nn.Linear | None:

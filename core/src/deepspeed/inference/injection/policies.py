@@ -1,4 +1,5 @@
-"""The table of policies: where a family's transformer layer keeps its parts, and how they are laid out. Data only.
+"""The tables of policies: where a family's transformer layer keeps its parts, and how they are laid out; and what a
+causal model computes before and behind its layers. Data only.
 
 A layer's class is looked up by its qualified name, so nothing of a model library is imported. A family whose layers
 differ by configuration has several policies; the first whose `when` holds is used. Paths are attributes of the layer.
@@ -248,5 +249,67 @@ POLICIES: dict[str, tuple[InjectionPolicy, ...]] = {
                 ("config.multi_query", False),
             ),
         ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class DecoderPolicy:
+    """What a causal model computes before its first layer and behind its last. Paths are attributes of the model.
+
+    Args:
+        layers: the list of layers.
+        embedding: of tokens.
+        norm: behind the last layer; where the model has None there, there is none.
+        positions: an embedding that is added to that of the tokens; "": none.
+        first_position: its row for position 0.
+        rotary: the module that gives `position_embeddings`; "": none.
+        project_in, project_out: linears between the embedding and the layers, and behind the norm, where the model has
+            them.
+        when: (path, value) that must hold.
+    """
+
+    layers: str
+    embedding: str
+    norm: str
+    positions: str = ""
+    first_position: int = 0
+    rotary: str = ""
+    project_in: str = ""
+    project_out: str = ""
+    when: tuple[tuple[str, Any], ...] = ()
+
+
+_OF_GPT2 = DecoderPolicy("transformer.h", "transformer.wte", "transformer.ln_f", positions="transformer.wpe")
+_OF_LLAMA = DecoderPolicy("model.layers", "model.embed_tokens", "model.norm", rotary="model.rotary_emb")
+
+#: qualified name of the causal model's class -> policy; another model's tokens are computed by its own forward
+DECODERS: dict[str, DecoderPolicy] = {
+    "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": _OF_GPT2,
+    "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoForCausalLM": _OF_GPT2,
+    "transformers.models.gptj.modeling_gptj.GPTJForCausalLM": replace(_OF_GPT2, positions=""),
+    "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM": DecoderPolicy(
+        "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.final_layer_norm", rotary="gpt_neox.rotary_emb"
+    ),
+    "transformers.models.opt.modeling_opt.OPTForCausalLM": DecoderPolicy(
+        "model.decoder.layers",
+        "model.decoder.embed_tokens",
+        "model.decoder.final_layer_norm",
+        positions="model.decoder.embed_positions",
+        first_position=2,
+        project_in="model.decoder.project_in",
+        project_out="model.decoder.project_out",
+    ),
+    "transformers.models.llama.modeling_llama.LlamaForCausalLM": _OF_LLAMA,
+    "transformers.models.mistral.modeling_mistral.MistralForCausalLM": _OF_LLAMA,
+    "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": _OF_LLAMA,
+    "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": _OF_LLAMA,
+    "transformers.models.phi.modeling_phi.PhiForCausalLM": replace(_OF_LLAMA, norm="model.final_layernorm"),
+    "transformers.models.falcon.modeling_falcon.FalconForCausalLM": DecoderPolicy(
+        "transformer.h",
+        "transformer.word_embeddings",
+        "transformer.ln_f",
+        rotary="transformer.rotary_emb",
+        when=(("config.alibi", False),),
     ),
 }

@@ -1,0 +1,168 @@
+"""The step of generation of a causal model whose layers are fused: newest tokens -> logits.
+
+It computes what the model's forward computes, without its Python: masks and tables are made once for a generation, and
+blocks are called themselves. See `decode_loop.py` for the loop, `policies.py` for what differs between families.
+
+Shape legend: B sequences, S tokens with those of the cache, R numbers of a head that turn.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import ConfigError
+from deepspeed.inference.injection.block import FusedBlock, found, norm_of, num_hooks, part_of
+from deepspeed.inference.injection.policies import DECODERS
+
+# Kinds of rotary embedding whose angles depend on the position alone, not on the length of the sequence.
+_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+class Decoder:
+    """The parts of an injected causal model; `start` gives the step of one generation.
+
+    Args:
+        model: of a class that `DECODERS` names, with fused layers.
+
+    Raises:
+        ConfigError: a layer is not fused, or a part is not as the policy says; the message begins with what was found.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        policy = DECODERS.get(f"{type(model).__module__}.{type(model).__qualname__}")
+        if policy is None:
+            raise ConfigError(f"{type(model).__name__} is in no table of decoders")
+        if any(found(model, path) != value for path, value in policy.when):
+            raise ConfigError("its configuration is not that of the table of decoders")
+        self.model, self.policy = model, policy
+        self.base: nn.Module = found(model, policy.layers.rpartition(".")[0])
+        self.layers: list[nn.Module] = list(found(model, policy.layers))
+        self.embedding = found(model, policy.embedding)
+        self.positions = found(model, policy.positions) if policy.positions else None
+        self.rotary = found(model, policy.rotary) if policy.rotary else None
+        self.project_in, self.project_out = (
+            found(model, path) if path else None for path in (policy.project_in, policy.project_out)
+        )
+        own_norm = found(model, policy.norm)
+        self.norm = None if own_norm is None else norm_of(own_norm)
+        self._parts = [part_of(model, path) for path in (policy.norm, policy.rotary) if path and found(model, path)]
+        self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.blocks = self._found_blocks()
+        if self.rotary is not None and getattr(self.rotary, "rope_type", "") not in _FIXED_ROTARY:
+            raise ConfigError("its rotary embedding depends on the length of the sequence")
+
+    def _found_blocks(self) -> list[FusedBlock]:
+        blocks = [vars(layer).get("forward") for layer in self.layers]
+        fused = [block for block in blocks if isinstance(block, FusedBlock)]
+        if not fused or len(fused) < len(blocks):
+            raise ConfigError("one of its layers is not fused")
+        if any(block.policy.alibi for block in fused) and getattr(self.model.config, "alibi", True):
+            raise ConfigError("it has ALiBi")
+        return fused
+
+    def serves(self) -> bool:
+        """Whether the model still computes what this does: nothing of it was replaced, got a hook or is trained.
+
+        Hooks of the embeddings and of the output layer are called; those of the model, and of layers and their parts,
+        are not, so with them the model's own forward runs.
+        """
+        around = (self.model, self.base, *self._between(), *self.layers)
+        if any(num_hooks(module) for module in around) or any(
+            "forward" in vars(each) for each in around[: -len(self.layers)]
+        ):
+            return False
+        layers = list(found(self.model, self.policy.layers))
+        if len(layers) != len(self.layers) or any(
+            layer is not known or vars(layer).get("forward") is not block
+            for layer, known, block in zip(layers, self.layers, self.blocks, strict=True)
+        ):
+            return False
+        return all(part.is_as_it_was() for part in self._parts) and all(block.is_whole() for block in self.blocks)
+
+    def _between(self) -> list[nn.Module]:
+        """Modules on the way from the model to the base, as OPT has one."""
+        names = self.policy.layers.split(".")[:-2]
+        return [found(self.model, ".".join(names[: depth + 1])) for depth in range(len(names))]
+
+    def start(self, cache: Any, mask: Tensor | None, positions: Tensor, max_tokens: int) -> "DecodeStep":
+        """The step of a generation whose prompt is in `cache`.
+
+        Args:
+            cache: of transformers; new tokens are written into it.
+            mask: (B, S), 0 for tokens that nobody sees; None: all are seen.
+            positions: (B,) of the last tokens in the cache.
+            max_tokens: that the cache holds.
+        """
+        return DecodeStep(self, cache, mask, positions, max_tokens)
+
+    def table(self, max_tokens: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of positions below `max_tokens`, (positions, R), as the model's rotary module gives them."""
+        if self.rotary is None:
+            return None
+        like = self.embedding.weight
+        key = (max_tokens, like.device, like.dtype)
+        if key not in self._tables:
+            every = torch.arange(max_tokens, device=like.device).unsqueeze(0)
+            self._tables = {key: tuple(each[0] for each in self.rotary(like[:1].unsqueeze(0), every))}  # type: ignore[dict-item]
+        return self._tables[key]
+
+
+class DecodeStep:
+    """Call it with the newest token of each sequence; see `Decoder.start`."""
+
+    def __init__(self, decoder: Decoder, cache: Any, mask: Tensor | None, positions: Tensor, max_tokens: int) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._num_seen = int(cache.get_seq_length())
+        self._positions = positions.view(-1, 1).clone()
+        self._table = decoder.table(max_tokens)
+        self._visible: Tensor | None = None
+        if mask is not None:
+            self._visible = torch.ones(mask.shape[0], max_tokens, dtype=torch.bool, device=mask.device)
+            self._visible[:, : mask.shape[1]] = mask.bool()
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """(B,) -> logits, (B, vocabulary)."""
+        decoder = self._decoder
+        self._num_seen += 1
+        self._positions += 1
+        hidden = decoder.embedding(tokens.unsqueeze(1))
+        if decoder.project_in is not None:
+            hidden = decoder.project_in(hidden)
+        if decoder.positions is not None:
+            rows = self._positions + decoder.policy.first_position
+            hidden = hidden + torch.nn.functional.embedding(rows, decoder.positions.weight)
+        hidden = self._through_layers(hidden)
+        if decoder.norm is not None:
+            hidden = decoder.norm(hidden)
+        if decoder.project_out is not None:
+            hidden = decoder.project_out(hidden)
+        logits: Tensor = decoder.model.get_output_embeddings()(hidden)  # type: ignore[operator]
+        return logits[:, -1]
+
+    def _through_layers(self, hidden: Tensor) -> Tensor:
+        given: dict[str, Any] = {
+            "past_key_values": self._cache,
+            "position_ids": self._positions,
+            "position_embeddings": None
+            if self._table is None
+            else tuple(each[self._positions] for each in self._table),
+        }
+        masks: dict[int | None, Tensor | None] = {}
+        for block in self._decoder.blocks:
+            # a window of the family's own is the block's business, one of the model's masks is ours
+            window = block.sliding_window if block.window is None else None
+            if window not in masks:
+                masks[window] = self._mask(window)
+            given["attention_mask"] = masks[window]
+            hidden = block.compute(hidden, given)
+        return hidden
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        """(B or 1, 1, 1, S), True for tokens that are seen."""
+        num_seen = self._num_seen
+        seen = None if self._visible is None else self._visible[:, None, None, :num_seen]
+        if window is None or num_seen <= window:
+            return seen
+        recent = torch.arange(num_seen, device=self._positions.device) >= num_seen - window
+        return recent.view(1, 1, 1, -1) if seen is None else seen & recent
