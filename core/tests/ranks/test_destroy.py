@@ -4,6 +4,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 
 
@@ -30,3 +31,45 @@ def destroy_between_backward_and_step(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_collective_follows(stage):
     assert run_ranks(2, destroy_between_backward_and_step, stage) == [([2.0] * 3, (8, 8))] * 2
+
+
+class Crossing(torch.nn.Module):
+    """Where the ranks part, each goes through another layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.parts = False
+
+    def forward(self, x):
+        first = dist.get_rank() if self.parts else 0
+        return self.layers[1 - first](self.layers[first](x)).sum()
+
+
+def destroy_after_ranks_parted(direct):
+    """All ranks catch the error, and train another engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_COMM_DIRECT", direct)
+        for parts in (True, False):
+            model = Crossing()
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "Adam"},
+                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            }
+            engine, *_ = deepspeed.initialize(model=model, config=config)
+            model.parts = parts
+            try:
+                engine.backward(engine(torch.ones(1, 8)))
+                engine.step()
+            except CommError:
+                assert parts
+            else:
+                assert not parts
+            engine.destroy()
+    return engine.global_steps, model.layers[0].weight.shape
+
+
+@pytest.mark.parametrize("direct", ["1", "0"])
+def test_after_ranks_parted(direct):
+    assert run_ranks(2, destroy_after_ranks_parted, direct) == [(1, (8, 8))] * 2

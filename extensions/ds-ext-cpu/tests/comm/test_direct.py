@@ -167,7 +167,7 @@ def other_groups_failure_job():
 
 
 def mismatch_job(numel, dtype, kind):
-    """Rank 1 makes another collective than rank 0. Both say so, and say so again, and can leave the group."""
+    """Rank 1 makes another collective than rank 0. Both say so, and say so again; once they gave it up they go on."""
     queue = connected()
     numel, dtype, kind = (1000, torch.float32, "all_reduce") if dist.get_rank() == 0 else (numel, dtype, kind)
     flat, messages = torch.zeros(numel, dtype=dtype), []
@@ -176,6 +176,11 @@ def mismatch_job(numel, dtype, kind):
             (queue.broadcast(flat, 0, "") if kind == "broadcast" else queue.all_reduce(flat, "")).wait()
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
+    dist.barrier()  # a rank that goes on at once announces its next collective where its peer looks for this one
+    queue.abandon([], failed=True)
+    ones = torch.ones(1000)
+    queue.all_reduce(ones, "").wait()
+    assert (ones == 2).all()
     return messages[0]
 
 
@@ -225,11 +230,17 @@ def late_job():
         with pytest.raises(CommError) as caught:
             work.wait()
         message = str(caught.value)
+        queue.abandon([], failed=True)
+        queue._timeout_s = 60.0
     dist.barrier()
     if dist.get_rank() == 1:
         queue.broadcast(flat, 0, "").wait()  # rank 0 announced it before it gave up
-        with pytest.raises(boards.PeerLeft):
+        with pytest.raises(boards.PeerLeft, match="rank 0 failed with CommError: rank 0 waited 0 s"):
             queue.all_reduce(flat, "").wait()
+        queue.abandon([], failed=True)
+    ones = torch.ones(1000)
+    queue.all_reduce(ones, "").wait()
+    assert (ones == 2).all()
     return message if dist.get_rank() == 0 else None
 
 

@@ -36,7 +36,18 @@ from deepspeed.comm.staging import StagingPool
 from deepspeed.errors import CommError, first_line
 from torch.distributed import ProcessGroup
 
-from ds_ext_cpu.comm.boards import EPOCH_BITS, NOTHING_MORE, NUM_SLOTS, Meeting, Peer, PeerLeft, epoch_of, meet, what
+from ds_ext_cpu.comm.boards import (
+    EPOCH_BITS,
+    NOTHING_MORE,
+    NUM_SLOTS,
+    Meeting,
+    Peer,
+    PeerGone,
+    PeerLeft,
+    epoch_of,
+    meet,
+    what,
+)
 from ds_ext_cpu.comm.readings import Copy, Reading, Sum, Swap
 from ds_ext_cpu.comm.waiting import lock, queues, wait_until
 
@@ -45,10 +56,6 @@ def connect(group: ProcessGroup, staging: StagingPool) -> "DirectQueue | None":
     """The queue of `group`; None where not every rank can read every other's memory. Called by all ranks together."""
     meeting = meet(group)
     return None if meeting is None else DirectQueue(group, staging, meeting)
-
-
-class _Interrupted(CommError):
-    """An exception has ended this rank's part in a collective."""
 
 
 class _Abandoned(NamedTuple):
@@ -67,7 +74,7 @@ class DirectQueue:
     """The collectives of one group, in the order of issue, which is the same on all ranks.
 
     A collective that failed cannot be made again, since part of a sum may be in its buffer. So from then on every call
-    raises the first failure, at once; after `PeerLeft` only until `abandon`.
+    raises the first failure, at once, until `abandon`; for ever where a peer has ended.
     """
 
     def __init__(self, group: ProcessGroup, staging: StagingPool, meeting: Meeting) -> None:
@@ -83,7 +90,8 @@ class DirectQueue:
         self._open: deque[Reading] = deque()
         self._unannounced: deque[Reading] = deque()  # those of `_open` that wait for a slot on the board
         self._failure: CommError | None = None
-        self._left_epoch = first_epoch  # in which a peer left, where that is the failure
+        self._is_dead = False  # a peer has ended: `abandon` does not take the failure back
+        self._left_epoch = first_epoch  # in which the failure was
         self._failures = FailureRecord(group)
         with lock:
             self._begin_epoch(first_epoch)
@@ -150,13 +158,13 @@ class DirectQueue:
         if not (failed or works):
             return
         if failed:  # first, so that peers which see this rank leave find the cause
-            self._failures.record(self._left_epoch if self._has_joined else epoch_of(self._next))
+            self._failures.record(epoch_of(self._next) if self._failure is None else self._left_epoch)
         with lock:
             self._keep(works)
-            if self._has_joined:
-                self._failure = None
-            elif self._failure is None:
+            if self._failure is None:
                 self._begin_epoch(self._epoch_after(failed))
+            elif not self._is_dead:  # this rank is in the next epoch already
+                self._failure = None
 
     def _epoch_after(self, failed: bool) -> int:
         """The next epoch; of a rank that fails because its peers did, theirs, which may have failed more often."""
@@ -166,11 +174,6 @@ class DirectQueue:
             epoch = max([epoch, *(each for each in theirs if each < epoch_of(NOTHING_MORE))])
         return epoch
 
-    @property
-    def _has_joined(self) -> bool:
-        """Whether a peer left, or this rank was interrupted, and it is in the next epoch already."""
-        return isinstance(self._failure, PeerLeft | _Interrupted)
-
     def wait_until(self, is_over: Callable[[], bool], number: int, text: str) -> None:
         """Go on with the collectives of all groups until `is_over`, which is about the collective `number`, for errors
         `text`."""
@@ -178,7 +181,7 @@ class DirectQueue:
             self,
             lambda: self._look(is_over, number),
             self._timeout_s,
-            lambda: self._fail(self._late(number)),
+            lambda: self._leave(self._late(number)),
             lambda: self._never(number, text),
         )
 
@@ -235,17 +238,16 @@ class DirectQueue:
         except PeerLeft as error:
             self._join_epoch_of(error)
             raise
+        except PeerGone as error:
+            self._die(error)
+            raise
         except CommError as error:
-            self._fail(error)
+            self._leave(error)
             raise
         except BaseException as error:  # such as an interrupt, in the middle of something
-            self._left_epoch = epoch_of(self._next)
-            self._failures.record(self._left_epoch)
-            self._keep([])
-            self._begin_epoch(self._left_epoch + 1)
-            self._failure = _Interrupted(
-                f"a collective was interrupted: {first_line(error)}; leave it (`abandon`) before the next one"
-            )
+            self._failures.record(epoch_of(self._next))
+            cause = first_line(error)
+            self._leave(CommError(f"a collective was interrupted: {cause}; leave it (`abandon`) before the next one"))
             raise
 
     def _advance_unless_left(self) -> bool:
@@ -292,7 +294,7 @@ class DirectQueue:
         if error.done < NOTHING_MORE:
             self._begin_epoch(epoch_of(error.done))
         else:
-            self._fail(CommError(str(error)))
+            self._die(CommError(str(error)))
 
     def _keep(self, works: Sequence[Work]) -> None:
         """Keep buffers that peers may be reading, and drop those that they cannot."""
@@ -301,14 +303,22 @@ class DirectQueue:
         if kept:
             _abandoned.append(_Abandoned(self._next, list(self.peers.values()), kept))
 
-    def _fail(self, failure: CommError) -> CommError:
+    def _leave(self, failure: CommError) -> CommError:
+        """Every call raises `failure` until `abandon`, and peers that need this rank in this epoch raise, too."""
+        self._left_epoch = epoch_of(self._next)
+        self._failures.claim(self._left_epoch, failure)
+        self._keep([])
+        self._begin_epoch(self._left_epoch + 1)
+        self._failure = failure
+        return failure
+
+    def _die(self, failure: CommError) -> None:
         """From now on every call raises `failure`, and peers that need this rank raise, too."""
         self._keep([])
-        self._failure = failure
+        self._failure, self._is_dead = failure, True
         self._open.clear()
         self._unannounced.clear()
         self.board.leave(self.done, NOTHING_MORE)
-        return failure
 
     def _never(self, number: int, text: str) -> CommError | None:
         """Of peers that wait for this rank elsewhere, where they do not advance: what to raise."""
