@@ -47,7 +47,7 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _all(grad, ctx.dim, ctx.backend), None, None
+        return _Gather.apply(grad, ctx.dim, ctx.backend), None, None  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -58,7 +58,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _own(grad, ctx.dim, ctx.backend), None, None
+        return _Drop.apply(grad, ctx.dim, ctx.backend), None, None  # type: ignore[no-untyped-call]
 
 
 def _own(whole: Tensor, dim: int, backend: GroupBackend) -> Tensor:

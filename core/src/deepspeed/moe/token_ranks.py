@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import GroupBackend
@@ -64,9 +63,8 @@ class _SendRows(torch.autograd.Function):
         return _send(rows_NH, to_each, from_each, ranks)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grads_NH: Tensor) -> tuple[Tensor, None, None, None]:
-        return _send(grads_NH, ctx.from_each, ctx.to_each, ctx.ranks), None, None, None
+    def backward(ctx: Any, *grads_NH: Tensor) -> tuple[Tensor, None, None, None]:
+        return send_rows(grads_NH[0], ctx.from_each, ctx.to_each, ctx.ranks), None, None, None
 
 
 def _send(rows_NH: Tensor, to_each: Sequence[int], from_each: Sequence[int], ranks: GroupBackend) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.sequence.blockwise import backward_block, delta, forward_block, merge
@@ -85,7 +86,8 @@ class _Chunked(torch.autograd.Function):
         return context
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
         queries, keys, values, outs, sums = ([*islice(saved, number)] for number in ctx.numbers)
         grads = grad.split(ctx.chunk_size, dim=2)

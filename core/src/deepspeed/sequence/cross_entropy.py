@@ -9,6 +9,7 @@ the tokens to the vocabulary: `vocab_parallel_cross_entropy` takes [T, B, V / P]
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from deepspeed._absent import complete
@@ -84,7 +85,20 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return grad.narrow(0, ctx.backend.rank * ctx.num_own, ctx.num_own), None
+        return _OwnTokens.apply(grad, ctx.backend, ctx.num_own), None  # type: ignore[no-untyped-call]
+
+
+class _OwnTokens(torch.autograd.Function):
+    """The backward of `_GatherTokens`."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, backend: GroupBackend, num_own: int) -> torch.Tensor:
+        ctx.backend = backend
+        return whole.narrow(0, backend.rank * num_own, num_own)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _GatherTokens.apply(grad, ctx.backend), None, None  # type: ignore[no-untyped-call]
 
 
 class _VocabParallel(torch.autograd.Function):
@@ -115,7 +129,8 @@ class _VocabParallel(torch.autograd.Function):
         return (total.log() - chosen).masked_fill(~counts, 0.0).view(target.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         softmax, place, is_own, counts = ctx.saved_tensors
         rows = softmax.clone()
         rows.scatter_add_(-1, place[:, None], -is_own.to(rows.dtype)[:, None])

@@ -3,7 +3,8 @@
     q, k, v = scatter_heads(backend, (q, k, v), parts, sequence_dim=1, head_dim=2)   # all tokens, own heads
     y = gather_heads(backend, y, parts_of_y, sequence_dim=1, head_dim=2)             # own tokens, all heads
 
-Both are differentiable; each is the other's backward. All tensors of a call travel in one collective.
+Both are differentiable, any number of times; each is the other's backward. All tensors of a call travel in one
+collective.
 
 Bytes that a rank sends, of P ranks with N tokens in all, for a tensor of n heads of width d and e bytes: the part of
 its N/P tokens that others compute, (n - own heads) * N/P * d * e, which is N * n * d * e * (P - 1) / P**2 for even
@@ -63,7 +64,8 @@ def gather_heads(
     Raises:
         ValueError: if the number of tokens is no multiple of the number of ranks.
     """
-    return _GatherHeads.apply(backend, parts, (sequence_dim, head_dim), tensor)  # type: ignore[no-any-return,no-untyped-call]
+    (whole,) = _GatherHeads.apply(backend, (parts,), [parts[-1][1]], (sequence_dim, head_dim), tensor)  # type: ignore[no-untyped-call]
+    return whole  # type: ignore[no-any-return]
 
 
 def sent_bytes(
@@ -88,20 +90,27 @@ class _ScatterHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, None, *_gather(ctx.backend, grads, ctx.parts, ctx.num_heads, ctx.dims))
+        return (None, None, None, *_GatherHeads.apply(ctx.backend, ctx.parts, ctx.num_heads, ctx.dims, *grads))  # type: ignore[no-untyped-call]
 
 
 class _GatherHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, backend: GroupBackend, parts: Parts, dims: tuple[int, int], tensor: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.backend, ctx.parts, ctx.dims = backend, parts, dims
-        return _gather(backend, (tensor,), (parts,), [parts[-1][1]], dims)[0]
+    """Of several tensors; where the parts of one overlap, they are added."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return (None, None, None, *_scatter(ctx.backend, (grad,), (ctx.parts,), ctx.dims))
+    def forward(
+        ctx: Any,
+        backend: GroupBackend,
+        parts: Sequence[Parts],
+        num_heads: Sequence[int],
+        dims: tuple[int, int],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.backend, ctx.parts, ctx.dims = backend, parts, dims
+        return _gather(backend, tensors, parts, num_heads, dims)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return (None, None, None, None, *_ScatterHeads.apply(ctx.backend, ctx.parts, ctx.dims, *grads))  # type: ignore[no-untyped-call]
 
 
 def _scatter(

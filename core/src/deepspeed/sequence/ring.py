@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import GroupBackend, Work
@@ -144,7 +145,8 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         backend: GroupBackend = ctx.backend
         delta_BHT = delta(grad, out)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from deepspeed.tensor_parallel.ranks import TensorRanks
 
@@ -76,6 +77,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (log_sum_N - both_W2N[:, 1].sum(0)).masked_fill_(is_ignored_N, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         """softmax - one-hot of the target, of this rank's part."""
         logits_Nv, log_sum_N, own_N, is_own_N, is_ignored_N = ctx.saved_tensors

@@ -236,12 +236,13 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.sum_in_place(grads[0]), None  # from a matrix product, so nobody else has it
+        return sum_over(grads[0], ctx.ranks), None  # from a matrix product, so nobody else has it
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
         total = ranks.sum_in_place(x)
         if total is x:
             ctx.mark_dirty(x)
@@ -249,17 +250,31 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+        return (sum_gradient(grads[0], ctx.ranks) if torch.is_grad_enabled() else grads[0]), None
 
 
 class _GatherLastDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], ranks: TensorRanks) -> Tensor:
-        ctx.start, ctx.size = sum(sizes[: ranks.rank]), sizes[ranks.rank]
+        ctx.sizes, ctx.ranks = sizes, ranks
         padded = torch.nn.functional.pad(x, (0, max(sizes) - x.shape[-1]))
         parts = ranks.gather(padded)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].narrow(-1, ctx.start, ctx.size), None, None
+        own: Tensor = _OwnOfLastDim.apply(grads[0], ctx.sizes, ctx.ranks)
+        return own, None, None
+
+
+class _OwnOfLastDim(torch.autograd.Function):
+    """The backward of `_GatherLastDim`."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, sizes: tuple[int, ...], ranks: TensorRanks) -> Tensor:
+        ctx.sizes, ctx.ranks = sizes, ranks
+        return whole.narrow(-1, sum(sizes[: ranks.rank]), sizes[ranks.rank])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return gather_last_dim(grads[0], ctx.sizes, ctx.ranks), None, None

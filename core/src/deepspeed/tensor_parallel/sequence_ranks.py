@@ -1,4 +1,7 @@
-"""Collectives over parts of a sequence. Shapes: whole [B, T, D], a part [B, T/W, D]."""
+"""Collectives over parts of a sequence. Shapes: whole [B, T, D], a part [B, T/W, D].
+
+Each is the backward of another one, so that gradients have gradients.
+"""
 
 from typing import Any
 
@@ -55,7 +58,7 @@ class _TakePart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grads[0], ctx.ranks), None
+        return gather_for_all(grads[0], ctx.ranks), None
 
 
 class _GatherForAll(torch.autograd.Function):
@@ -66,13 +69,13 @@ class _GatherForAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _part_of(grads[0], ctx.ranks), None
+        return take_part(grads[0], ctx.ranks), None
 
 
 class _GatherForBlock(_GatherForAll):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grads[0], ctx.ranks), None
+        return scatter_sum(grads[0], ctx.ranks), None
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -83,4 +86,4 @@ class _ScatterSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grads[0], ctx.ranks), None
+        return gather_for_block(grads[0], ctx.ranks), None
