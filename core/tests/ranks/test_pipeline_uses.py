@@ -159,14 +159,27 @@ def loader_job():
     engine.set_batch_fn(lambda pair: (pair["x"], pair["y"]))
     engine.set_dataiterator({"x": x, "y": y} for x, y in samples())
     second = engine.train_batch().item()
+    engine.set_batch_fn(lambda pair: pair)
+    third = [engine.eval_batch(each).item() for each in (samples(), in_one_memory(samples()))]
     engine.destroy()
-    return first, second
+    return first, second, third
+
+
+def in_one_memory(pairs):
+    """A loader that overwrites each micro-batch with the next one."""
+    memory = None
+    for pair in pairs:
+        memory = tuple(map(torch.clone, pair)) if memory is None else memory
+        for tensor, new in zip(memory, pair, strict=True):
+            tensor.copy_(new)
+        yield memory
 
 
 def test_loaders_start_again_and_batches_are_made_by_a_function():
-    (first, second), other = run_ranks(2, loader_job)
-    assert (first, second) == other
+    (first, second, third), other = run_ranks(2, loader_job)
+    assert (first, second, third) == other
     assert first[2] < first[0]
+    assert third[0] == third[1]
 
 
 def grid_job():

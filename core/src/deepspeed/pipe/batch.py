@@ -1,13 +1,15 @@
 """The micro-batches of one batch: taken from the iterators of the first and the last stage, and agreed on by all ranks.
 
 An iterator that ends early, or two that disagree, would leave other stages waiting. So all micro-batches are taken, and
-what was found is compared, before the first of them is computed.
+what was found is compared, before the first of them is computed. They are copied, as DeepSpeed copies them: an iterator
+may use the memory of one for the next, and a layer may change its input in place.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import deepspeed.comm as dist
@@ -120,8 +122,21 @@ def _take(
                 f"gave a {found}; a micro-batch is a pair (inputs, labels), so return one, or make one of it with "
                 "engine.set_batch_fn"
             )
-        taken.append((each[0], each[1]))
+        taken.append((_copied(each[0]), _copied(each[1])))
     return taken
+
+
+def _copied(value: Any) -> Any:
+    """Tensors in containers of any nesting, in memory of their own of the same kind."""
+    if isinstance(value, Tensor):
+        if value.device.type == "cpu" and value.is_pinned():
+            return torch.empty_like(value, pin_memory=True).copy_(value)
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(_copied, value))
+    return value
 
 
 def _shape(value: Any) -> Any:

@@ -151,7 +151,7 @@ class Outbox:
         """Start to send the inputs of the part after this one."""
         if with_header:
             self._send([spec.header().to(self._header_device)], to, _HEADERS)
-        self._send(tensors, to, _ACTIVATIONS)
+        self._send([_kept(tensor) for tensor in tensors], to, _ACTIVATIONS)
 
     def send_gradients(self, tensors: Sequence[Tensor], to: int) -> None:
         """Start to send gradients to the part before this one."""
@@ -173,3 +173,9 @@ class Outbox:
             if tensor.numel():
                 sent = tensor.detach().contiguous()
                 self._in_flight.append((sent, self._peers.send(sent, to, tag=tag)))
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """What the next micro-batch does not overwrite before the peer has read it: without gradients it may be memory that
+    the layer uses for each of them, such as a mask in a buffer."""
+    return tensor if tensor.requires_grad else tensor.clone()

@@ -13,11 +13,12 @@ gradient of X is Y W and that of W is Y^T X, of as much work each. All other gra
 [Note: what autograd sees] A layer is deferred only where nobody can tell the difference. Not where somebody else keeps
 its inputs: activation checkpointing computes them again outside of `in_forward`, as other tensors than were kept. Not
 where a hook is to get the gradient of the weight or the bias, and may replace it: autograd calls it in its own
-backward, with the sum of all uses. What is deferred goes to the weight through autograd, as one gradient of all its
-products.
+backward, with the sum of all uses. Not in a backward inside the backward that asks for other gradients only, as
+implicit layers have it (`torch.autograd.grad` in a hook). What is deferred goes to the weight through autograd, as one
+gradient of all its products.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,6 +105,8 @@ def _linear_call(
     has_bias = bias is None or (isinstance(bias, Parameter) and bias.requires_grad)
     if not trains or not has_bias or torch.is_autocast_enabled(input.device.type) or input.dtype != weight.dtype:
         return None
+    if weight.is_complex():  # whose gradient is another formula
+        return None
     others_keep = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     if others_keep or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
@@ -123,7 +126,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, outputs: Tensor) -> Any:  # type: ignore[override]
         inputs, weight = ctx.saved_tensors
         of_inputs = outputs @ weight if ctx.needs_input_grad[1] else None
-        if ctx.deferred.keep(weight, ctx.bias, inputs.detach(), outputs):
+        if _adds_up(ctx.next_functions[1:]) and ctx.deferred.keep(weight, ctx.bias, inputs.detach(), outputs):
             return None, of_inputs, None, None
         grads = [grad for _, grad in _gradients(weight, ctx.bias, inputs, outputs)]
         return None, of_inputs, grads[0], grads[1] if ctx.bias is not None else None
@@ -135,6 +138,15 @@ def _gradients(weight: Tensor, bias: Tensor | None, inputs: Tensor, outputs: Ten
     yield weight, rows.T @ inputs.reshape(-1, inputs.shape[-1])
     if bias is not None:
         yield bias, rows.sum(0)
+
+
+def _adds_up(weights: Sequence[tuple[Any, int]]) -> bool:
+    """Whether the backward that runs adds the gradients of these weights up, rather than leave them out or return
+    them."""
+    try:
+        return all(torch._C._will_engine_execute_node(node) for node, _ in weights if node is not None)
+    except RuntimeError:  # that they are returned
+        return False
 
 
 def _has_hooks(param: Parameter) -> bool:

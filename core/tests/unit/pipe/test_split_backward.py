@@ -215,3 +215,44 @@ def test_an_input_changed_before_the_second_half_is_refused():
     x.zero_()
     with pytest.raises(RuntimeError, match=r"the input of shape \(5, 4\) of a linear layer was changed in place"):
         list(deferred.gradients())
+
+
+class Implicit(nn.Module):
+    """The fixed point of a layer, whose gradient a solver in a hook finds by backwards of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        def call(z):
+            return torch.tanh(0.3 * self.inner(z) + self.outer(x))
+
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(5):
+                z = call(z)
+        result = call(z)
+        start = z.clone().requires_grad_()
+        end = call(start)
+
+        def solve(grad):
+            solution = grad
+            for _ in range(3):
+                (of_start, _) = torch.autograd.grad(end, [start, self.outer.bias], solution, retain_graph=True)
+                solution = of_start + grad
+            return solution
+
+        result.register_hook(solve)
+        return result
+
+
+def test_a_backward_inside_the_backward_for_other_gradients_adds_nothing_up():
+    module, x = Implicit(), torch.randn(5, 4, requires_grad=True)
+    module(x).square().sum().backward()
+    wanted = [grad.clone() for grad in gradients(module, x)]
+    module.zero_grad()
+    x.grad = None
+    assert split_backward(module, x) == {"inner.weight", "inner.bias", "outer.weight", "outer.bias"}
+    torch.testing.assert_close(gradients(module, x), wanted)
