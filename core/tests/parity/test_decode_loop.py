@@ -1,7 +1,9 @@
 """Our loop of generation: the tokens, random numbers and ends of transformers' loop, and what is left to that one."""
 
 import copy
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,12 @@ import torch
 from deepspeed.inference.injection import inject
 from deepspeed.inference.injection.decoder import DecodeStep
 from deepspeed.testing.tiers import swept
-from test_injection import _EAGER_ONLY, FAMILIES, VOCAB, add_adapter, add_hook, make_model, padded_batch, replace_mlp
 from torch import Tensor
+
+_SHARED = runpy.run_path(str(Path(__file__).with_name("test_injection.py")))  # its families, models and changes
+FAMILIES, VOCAB, _EAGER_ONLY = (_SHARED[name] for name in ("FAMILIES", "VOCAB", "_EAGER_ONLY"))
+make_model, padded_batch = _SHARED["make_model"], _SHARED["padded_batch"]
+add_adapter, add_hook, replace_mlp = (_SHARED[name] for name in ("add_adapter", "add_hook", "replace_mlp"))
 
 SERVED = [name for name in FAMILIES if name not in ("bloom", "falcon with alibi")]
 _IN_EVERY_RUN = ("gpt2", "gpt-j", "opt, norm after", "llama", "mistral", "falcon")
@@ -55,6 +61,26 @@ def test_every_family_of_the_table_gives_the_tokens_of_transformers_loop(name: s
             wanted = tokens_of(plain, batch, max_new_tokens=12, **words)
             assert torch.equal(tokens_of(injected, batch, max_new_tokens=12, **words), wanted)
             assert steps == [len(wanted)] * 11
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-j", "gpt-neo"])
+def test_without_a_kernel_of_whole_layers_their_parts_are_called(
+    name: str, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_OPS_DISABLE", "inference_core_ops")
+    test_every_family_of_the_table_gives_the_tokens_of_transformers_loop(name, steps)
+
+
+def test_layers_are_one_call_each_where_the_kernel_serves() -> None:
+    _, injected = pair("llama")
+    with torch.profiler.profile(acc_events=True) as profile:
+        injected.generate(**padded_batch(), max_new_tokens=5, do_sample=False)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["ds_cpu::decoder_layer"] == 2 * 4
+    many = {"input_ids": padded_batch()["input_ids"][:1].repeat(17, 1)}  # more than the kernel takes
+    with torch.profiler.profile(acc_events=True) as profile:
+        injected.generate(**many, max_new_tokens=3, do_sample=False)
+    assert "ds_cpu::decoder_layer" not in {event.key for event in profile.key_averages()}
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon with alibi"])

@@ -28,6 +28,7 @@ FILES = [
         "test_rotary.py",
         "test_inference_core.py",
         "test_decode_attention.py",
+        "test_decoder_layer.py",
         "test_async_io.py",
     )
     if (HERE / name).is_file()

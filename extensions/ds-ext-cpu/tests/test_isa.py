@@ -24,6 +24,7 @@ FILES = (
     "test_rotary.py",
     "test_inference_core.py",
     "test_decode_attention.py",
+    "test_decoder_layer.py",
 )
 CAPABILITIES = {"DEFAULT": ("scalar",), "AVX2": ("scalar", "avx2"), "AVX512": ("scalar", "avx2", "avx512")}
 PRESENT = CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ("scalar",))

@@ -152,6 +152,12 @@ def _classes() -> tuple[Any, Any]:
             assert self._buffers is not None
             return self._buffers
 
+        @property
+        def buffers(self) -> tuple[Tensor, Tensor]:
+            """Keys and values, [B, G, max_tokens, D], of which the first tokens are written."""
+            assert self._buffers is not None
+            return self._buffers
+
         def get_max_length(self) -> int:
             """Tokens that fit."""
             return self.max_tokens

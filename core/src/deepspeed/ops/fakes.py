@@ -90,7 +90,7 @@ def linear_like(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
 _FAKES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("adam_step_", "adagrad_step_", "lion_step_", "lamb_step_"), _nothing),
     **dict.fromkeys(("layer_norm", "rms_norm", "gelu", "bias_gelu", "rotary"), like_first),
-    **dict.fromkeys(("gated_activation", "decode_attention"), like_first),
+    **dict.fromkeys(("gated_activation", "decode_attention", "decoder_layer"), like_first),
     **dict.fromkeys(("linear", "packed_linear"), linear_like),
     **dict.fromkeys(("layer_norm_residual", "rms_norm_residual"), two_like_first),
     "quantize_groups": quantized,

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.errors import ConfigError
-from deepspeed.ops.transformer import decode_attention, gated_activation, linear
+from deepspeed.ops.quantizer import pack_weight
+from deepspeed.ops.transformer import DecoderLayer, Linear, Norm, decode_attention, gated_activation, linear
 
 
 @pytest.fixture(autouse=True)
@@ -116,3 +117,22 @@ def test_refuses_by_name():
     ):
         with pytest.raises(ConfigError, match=match):
             call()
+
+
+def test_a_decoder_layer_says_what_does_not_fit():
+    norm, weights = Norm(numbers(8)), Linear(numbers(8, 8))
+    numbers_of = {"heads": 1, "kv_heads": 1, "head_dim": 8, "eps": 1e-6, "scale": 1.0}
+    good = {"qkv": weights, "out": weights, "up": weights, "down": weights, "norm_attention": norm, "norm_mlp": norm}
+    DecoderLayer(**good, **numbers_of)
+    for match, wrong in (
+        ("activation: found 'relu', but it must be one of silu, gelu, gelu_tanh", {"activation": "relu"}),
+        ("norm_mlp: found None", {"norm_mlp": None}),
+        ("norm_query, norm_key: found one", {"norm_query": norm}),
+        ("norms: found a bias, but an RMS norm has none", {"norm_attention": Norm(norm.weight, norm.weight)}),
+        (
+            r"found weights of \[4, 8\] bits",
+            {"up": Linear(pack_weight(numbers(8, 8), 4)), "out": Linear(pack_weight(numbers(8, 8), 8))},
+        ),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            DecoderLayer(**{**good, **wrong}, **numbers_of)

@@ -295,26 +295,36 @@ def found(root: Any, path: str) -> Any:
     return at
 
 
-def norm_of(module: Any) -> Callable[..., Any]:
-    """The norm as a function of x, or of x and a residual: then (norm(x + residual), x + residual)."""
+def norm_of(module: Any) -> "FusedNorm":
+    """The norm of a module.
+
+    Raises:
+        ConfigError: it has hooks, or is of another kind.
+    """
     if module._forward_hooks or module._forward_pre_hooks:
         raise ConfigError("one of its norms has forward hooks, which a fused layer would not call")
-    if isinstance(module, nn.LayerNorm):
-        eps = module.eps
-
-        def layer(x: Tensor, residual: Tensor | None = None) -> Any:
-            if residual is None:
-                return layer_norm(x, module.weight, module.bias, eps)
-            return layer_norm_residual(x, residual, module.weight, module.bias, eps)
-
-        return layer
-    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-        rms_eps = float(module.variance_epsilon)
-
-        def rms(x: Tensor, residual: Tensor | None = None) -> Any:
-            if residual is None:
-                return rms_norm(x, module.weight, rms_eps)
-            return rms_norm_residual(x, residual, module.weight, rms_eps)
-
-        return rms
+    if isinstance(module, nn.LayerNorm) or (
+        type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    ):
+        return FusedNorm(module)
     raise ConfigError(f"its norm is a {type(module).__name__}; torch.nn.LayerNorm or an RMSNorm is fused")
+
+
+class FusedNorm:
+    """A norm as a function of x, or of x and a residual: then (norm(x + residual), x + residual)."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.centered = isinstance(module, nn.LayerNorm)
+        self.eps = float(module.eps if self.centered else module.variance_epsilon)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        weight = self.module.weight
+        if self.centered:
+            bias = self.module.bias
+            if residual is None:
+                return layer_norm(x, weight, bias, self.eps)
+            return layer_norm_residual(x, residual, weight, bias, self.eps)
+        if residual is None:
+            return rms_norm(x, weight, self.eps)
+        return rms_norm_residual(x, residual, weight, self.eps)

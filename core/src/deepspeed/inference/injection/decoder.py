@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deepspeed.errors import ConfigError
 from deepspeed.inference.injection.block import FusedBlock, found, norm_of, num_hooks, part_of
 from deepspeed.inference.injection.policies import DECODERS
+from deepspeed.inference.injection.whole_layers import WholeLayers
 
 # Kinds of rotary embedding whose angles depend on the position alone, not on the length of the sequence.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -120,6 +121,8 @@ class DecodeStep:
         if mask is not None:
             self._visible = torch.ones(mask.shape[0], max_tokens, dtype=torch.bool, device=mask.device)
             self._visible[:, : mask.shape[1]] = mask.bool()
+        self._whole = WholeLayers.of(decoder.blocks, cache, mask, self._table)
+        self._output = decoder.model.get_output_embeddings()  # type: ignore[operator]
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """(B,) -> logits, (B, vocabulary)."""
@@ -132,12 +135,15 @@ class DecodeStep:
         if decoder.positions is not None:
             rows = self._positions + decoder.policy.first_position
             hidden = hidden + torch.nn.functional.embedding(rows, decoder.positions.weight)
-        hidden = self._through_layers(hidden)
+        if self._whole is not None:
+            hidden = self._whole(hidden.squeeze(1), self._num_seen - 1, self._positions.squeeze(1)).unsqueeze(1)
+        else:
+            hidden = self._through_layers(hidden)
         if decoder.norm is not None:
             hidden = decoder.norm(hidden)
         if decoder.project_out is not None:
             hidden = decoder.project_out(hidden)
-        logits: Tensor = decoder.model.get_output_embeddings()(hidden)  # type: ignore[operator]
+        logits: Tensor = self._output(hidden)
         return logits[:, -1]
 
     def _through_layers(self, hidden: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ So no weight is held twice, and the model's state dict keeps its names and value
 O output features, of this rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
 from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear
-from deepspeed.ops.transformer import linear
+from deepspeed.ops.transformer import Linear, linear
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -83,11 +83,19 @@ class FusedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        if self._found_addresses() != self._addresses:  # one was moved, cast or given other memory since
-            self.fuse()
+        self._follow()
         if self.packed is not None:
             return packed_linear(x, self.packed, self.bias)
         return linear(x, self.weight, self.bias)
+
+    def _follow(self) -> None:
+        if self._found_addresses() != self._addresses:  # one was moved, cast or given other memory since
+            self.fuse()
+
+    def as_linear(self, wide: Callable[[Tensor | None], Tensor | None]) -> Linear:
+        """Weight and bias as they are now, the bias as `wide` gives it."""
+        self._follow()
+        return Linear(self.weight if self.packed is None else self.packed, wide(self.bias))
 
     def release(self) -> None:
         """Give every parameter memory of its own, contiguous, with equal values."""

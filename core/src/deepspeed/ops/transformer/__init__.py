@@ -1,5 +1,5 @@
 """Building blocks of a transformer's forward pass, with their torch references: norms, activations, rotary embedding,
-linear layers of few rows, and attention over a cache.
+linear layers of few rows, attention over a cache, and a whole layer of a decoder.
 
 For inference and for layers whose backward is elsewhere: the compiled operators have no gradient, and a call whose
 input requires one runs the torch reference, which has. May import `errors` and `ops.operators`. Read `norm.py` first.
@@ -7,6 +7,7 @@ input requires one runs the torch reference, which has. May import `errors` and 
 
 from deepspeed._forward import forward
 from deepspeed.ops.transformer.decode_attention import decode_attention
+from deepspeed.ops.transformer.decoder_layer import DecoderLayer, Linear, Norm, decoder_layer
 from deepspeed.ops.transformer.gated import gated_activation
 from deepspeed.ops.transformer.gelu import bias_gelu, gelu
 from deepspeed.ops.transformer.linear import linear
@@ -14,9 +15,13 @@ from deepspeed.ops.transformer.norm import layer_norm, layer_norm_residual, rms_
 from deepspeed.ops.transformer.rotary import apply_rotary, rotary_table
 
 __all__ = [
+    "DecoderLayer",
+    "Linear",
+    "Norm",
     "apply_rotary",
     "bias_gelu",
     "decode_attention",
+    "decoder_layer",
     "gated_activation",
     "gelu",
     "layer_norm",

@@ -1,4 +1,4 @@
-"""Kernels of a step of generation (linear layers of few rows, packed weights, the gate) against products on the host.
+"""Kernels of a step of generation (linear layers of few rows, packed weights, the gate, layers) against the host's.
 
 Each is called through its front in `deepspeed.ops` with tensors on the device: fp32 to 1e-5, what is rounded to half
 within one unit in the last place.
@@ -10,9 +10,10 @@ import torch
 from deepspeed.ops import transformer
 from deepspeed.ops.quantizer import pack_weight, packed_linear, unpack_weight
 from deepspeed.ops.transformer.decode_attention import decode_attention_reference
+from deepspeed.ops.transformer.decoder_layer import decoder_layer_reference
 from deepspeed.ops.transformer.gated import gated_activation_reference
 from deepspeed.testing import requirements
-from deepspeed.testing.suite.test_tensor_kernels import _assert_close, _random, each_dtype, each_scheme, each_size
+from deepspeed.testing.suite.test_tensor_kernels import _EPS, _assert_close, _random, each_dtype, each_scheme, each_size
 
 each_row_count = pytest.mark.parametrize("rows", [1, 3, 8, 16])
 
@@ -85,3 +86,34 @@ def test_decode_attention_equals_its_reference(
         window,
     )
     _assert_close(found, decode_attention_reference(q, k, v, lengths, 0.2, table, slopes, window))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("num_bits", [0, 8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decoder_layer_equals_its_reference(device: torch.device, dtype: torch.dtype, num_bits: int, rows: int) -> None:
+    requirements.op("inference_core_ops").check()
+
+    def linear(outs: int, cols: int, seed: int) -> transformer.Linear:
+        weight = _random(outs, cols, dtype=dtype, seed=seed) / cols**0.5
+        return transformer.Linear(pack_weight(weight, num_bits) if num_bits else weight, _random(outs, seed=seed) / 10)
+
+    norm = transformer.Norm(1 + _random(16, seed=5) / 10)
+    layer = transformer.DecoderLayer(
+        *(linear(32, 16, 1), linear(16, 16, 2), linear(48, 16, 3), linear(16, 24, 4)),
+        *(norm, norm),
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        eps=_EPS,
+        scale=0.3,
+    )
+    x, keys, values = (_random(*shape, dtype=dtype) for shape in ((rows, 16), (rows, 1, 12, 8), (rows, 1, 12, 8)))
+    angles, starts = _random(rows, 4), torch.arange(rows)
+    there = [each.clone().to(device) for each in (keys, values)]
+    rest = [each.to(device) for each in (starts, angles.cos(), angles.sin())]
+    moved = layer.map(lambda each: each.to(device))
+    found = transformer.decoder_layer(x.to(device), there[0], there[1], 9, moved, rest[0], rest[1], rest[2])
+    _assert_close(found, decoder_layer_reference(x, keys, values, 9, layer, starts, angles.cos(), angles.sin()))
+    for mine, theirs in zip(there, (keys, values), strict=True):
+        _assert_close(mine, theirs)

@@ -1,10 +1,10 @@
-"""Builder of a step of generation: linear layers of few rows, with plain and quantized weights, and the gate."""
+"""Builder of a step of generation: linear layers with plain and quantized weights, the gate, and whole layers."""
 
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 
 
 class InferenceCoreBuilder(CPUOpBuilder):
-    """`torch.ops.ds_cpu.{linear, packed_linear, gated_activation}`."""
+    """`torch.ops.ds_cpu.{linear, packed_linear, gated_activation, decoder_layer}`."""
 
     BUILD_VAR = "DS_BUILD_INFERENCE_CORE_OPS"
     NAME = "inference_core_ops"
@@ -15,4 +15,4 @@ class InferenceCoreBuilder(CPUOpBuilder):
     def register_fakes(self) -> None:
         from deepspeed.ops.fakes import register_fakes
 
-        register_fakes("ds_cpu", "linear", "packed_linear", "gated_activation")
+        register_fakes("ds_cpu", "linear", "packed_linear", "gated_activation", "decoder_layer")

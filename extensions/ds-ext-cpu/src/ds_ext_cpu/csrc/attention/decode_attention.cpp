@@ -7,7 +7,7 @@
 #include "common/isa.h"
 #include "common/rows.h"
 
-#define DS_CPU_LOOPS "attention/decode_loops.h"
+#define DS_CPU_LOOPS "attention/attention_loops.h"
 #include "common/each_isa.h"
 
 namespace ds_cpu {

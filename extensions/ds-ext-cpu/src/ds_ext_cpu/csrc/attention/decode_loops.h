@@ -1,5 +1,4 @@
 // Loops of attention over a cache; see [Note: attention in chunks].
-#include "common/exp_loop.h"
 
 // Rows of queries by Vecs of a head whose sums are in registers at once.
 constexpr int kVecsAtOnce = Vec::kSize < 16 ? 2 : 4;

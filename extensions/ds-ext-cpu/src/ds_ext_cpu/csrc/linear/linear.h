@@ -35,91 +35,141 @@ static LinearPass linear_pass(const LinearArgs& args) {
     return {DS_CPU_CHOOSE(prepare_linear<W>), DS_CPU_CHOOSE(linear_outs<W>), 32};
 }
 
-// y of x (..., in): `args` has what the weight is, the rest is filled in here.
+// y (rows, outs) of x (rows, in), both contiguous; `args` has what the weight is, the rest is filled in here.
 template <typename W>
-static Tensor run_linear(const char* op, const Tensor& x, const std::optional<Tensor>& bias, LinearArgs args) {
-    args.dtype = check_float_on_host({op, "x"}, x);
-    const Rows rows = check_rows({op, "x"}, x);
-    const int64_t cols = args.groups * args.group_size;
-    if (rows.cols != cols) refuse({op, "x"}, shape_name(x), "with " + std::to_string(cols) + " at the end");
-    if (rows.count > kMostRows) {
-        refuse({op, "x"}, std::to_string(rows.count) + " rows", "of " + std::to_string(kMostRows) + " or fewer");
-    }
-    std::optional<FloatRow> biases;
-    if (bias.has_value()) biases.emplace(Argument{op, "bias"}, bias, args.outs, 0.0f);
-    std::vector<int64_t> sizes = sizes_of(x);
-    sizes.back() = args.outs;
-    const Tensor from = as_contiguous(x), y = new_tensor(x, sizes);
-    if (rows.count == 0 || args.outs == 0) return y;
-    args.rows = rows.count;
+static void compute_linear(LinearArgs args, Dtype dtype, const void* x, int64_t rows, const float* bias, void* y) {
+    args.dtype = dtype;
+    args.rows = rows;
     args.padded_rows = 1;
-    while (args.padded_rows < rows.count) args.padded_rows *= 2;
+    while (args.padded_rows < rows) args.padded_rows *= 2;
     const LinearPass pass = linear_pass<W>(args);
     args.group_stride = (args.group_size + pass.block - 1) / pass.block * pass.block;
     const AlignedFloats copy(args.padded_rows * args.groups * (args.group_stride + 1));
-    args.x = from.data_ptr();
+    args.x = x;
     args.copy = copy.data();
     args.sums = args.zeros == nullptr ? nullptr : copy.data() + args.padded_rows * args.groups * args.group_stride;
-    args.bias = biases.has_value() ? biases->data() : nullptr;
-    args.y = y.data_ptr();
+    args.bias = bias;
+    args.y = y;
     pass.prepare(args);
     const int64_t grain = std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, args.groups * args.group_bytes));
     parallel_for(args.outs, grain, [&](int64_t begin, int64_t end) { pass.loop(args, begin, end); });
+}
+
+// How the arguments of a weight are called in an operator's schema.
+struct WeightNames {
+    const char* op;
+    const char* weight;
+    const char* scales;
+    const char* zeros;
+    const char* bias;
+};
+
+// A checked weight of a linear layer, plain or packed, and what its pointers lead to.
+class HeldWeight {
+  public:
+    HeldWeight(const WeightNames& names, const Tensor& weight) : names_(names) {
+        const Argument argument{names.op, names.weight};
+        dtype_ = check_float_on_host(argument, weight);
+        if (*dtype_ == Dtype::kFp16) refuse(argument, "dtype float16", "float32 or bfloat16");
+        if (weight.dim() != 2) refuse(argument, shape_name(weight), "(out, in)");
+        rows_ = as_contiguous(weight);
+        args_.outs = weight.size(0);
+        args_.groups = 1;
+        args_.group_size = weight.size(1);
+        args_.group_bytes = weight.size(1) * (*dtype_ == Dtype::kFp32 ? 4 : 2);
+        args_.weight = static_cast<const uint8_t*>(rows_->data_ptr());
+    }
+
+    HeldWeight(const WeightNames& names, const Tensor& data, const Tensor& scales, const std::optional<Tensor>& zeros,
+               int64_t bits)
+        : names_(names), bits_(bits) {
+        const Argument argument{names.op, names.weight};
+        check_on_host(argument, data);
+        if (dtype_code(data) != aoti_torch_dtype_int8()) refuse(argument, dtype_name(dtype_code(data)), "int8");
+        if (data.dim() != 2) refuse(argument, shape_name(data), "(out, bytes of a row)");
+        if (bits != 8 && bits != 4) refuse({names.op, "bits"}, std::to_string(bits), "8 or 4");
+        rows_ = as_contiguous(data);
+        scales_ = check_of_groups({names.op, names.scales}, scales, scales);
+        if (zeros.has_value()) zeros_ = check_of_groups({names.op, names.zeros}, *zeros, scales);
+        args_.groups = scales.size(1);
+        if (data.size(1) % args_.groups != 0) {
+            refuse({names.op, names.scales}, shape_name(scales),
+                   "with a divisor of the " + std::to_string(data.size(1)) + " bytes of a row at the end");
+        }
+        args_.outs = data.size(0);
+        args_.group_bytes = data.size(1) / args_.groups;
+        args_.group_size = args_.group_bytes * 8 / bits;
+        args_.weight = static_cast<const uint8_t*>(rows_->data_ptr());
+        args_.scales = static_cast<const float*>(scales_->data_ptr());
+        args_.zeros = zeros_.has_value() ? static_cast<const float*>(zeros_->data_ptr()) : nullptr;
+    }
+
+    void hold_bias(const std::optional<Tensor>& bias) {
+        if (bias.has_value()) bias_.emplace(Argument{names_.op, names_.bias}, bias, args_.outs, 0.0f);
+    }
+    int64_t outs() const { return args_.outs; }
+    int64_t cols() const { return args_.groups * args_.group_size; }
+    // Of a plain weight.
+    std::optional<Dtype> dtype() const { return dtype_; }
+
+    void compute(Dtype dtype, const void* x, int64_t rows, void* y) const {
+        const float* bias = bias_.has_value() ? bias_->data() : nullptr;
+        if (bits_ == 8) return compute_linear<Int8>(args_, dtype, x, rows, bias, y);
+        if (bits_ == 4) return compute_linear<Int4Pair>(args_, dtype, x, rows, bias, y);
+        if (*dtype_ == Dtype::kFp32) return compute_linear<float>(args_, dtype, x, rows, bias, y);
+        compute_linear<Bf16>(args_, dtype, x, rows, bias, y);
+    }
+
+  private:
+    // (out, groups) of fp32, on the host.
+    Tensor check_of_groups(const Argument& argument, const Tensor& tensor, const Tensor& scales) const {
+        check_on_host(argument, tensor);
+        check_fp32(argument, tensor);
+        const int64_t outs = rows_->size(0);
+        if (tensor.dim() != 2 || tensor.size(0) != outs || tensor.size(1) == 0) {
+            refuse(argument, shape_name(tensor), "(" + std::to_string(outs) + ", groups), a row for each of data");
+        }
+        check_same_shape(argument, tensor, scales, "scales");
+        return as_contiguous(tensor);
+    }
+
+    WeightNames names_;
+    int64_t bits_ = 0;
+    std::optional<Dtype> dtype_;
+    std::optional<Tensor> rows_, scales_, zeros_;
+    std::optional<FloatRow> bias_;
+    LinearArgs args_{};
+};
+
+// y of x (..., in).
+static Tensor run_linear(const char* op, const Tensor& x, const std::optional<Tensor>& bias, HeldWeight* weight) {
+    const Dtype dtype = check_float_on_host({op, "x"}, x);
+    const Rows rows = check_rows({op, "x"}, x);
+    if (rows.cols != weight->cols()) {
+        refuse({op, "x"}, shape_name(x), "with " + std::to_string(weight->cols()) + " at the end");
+    }
+    if (rows.count > kMostRows) {
+        refuse({op, "x"}, std::to_string(rows.count) + " rows", "of " + std::to_string(kMostRows) + " or fewer");
+    }
+    weight->hold_bias(bias);
+    std::vector<int64_t> sizes = sizes_of(x);
+    sizes.back() = weight->outs();
+    const Tensor from = as_contiguous(x), y = new_tensor(x, sizes);
+    if (rows.count > 0 && weight->outs() > 0) weight->compute(dtype, from.data_ptr(), rows.count, y.data_ptr());
     return y;
 }
 
 static Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
-    const Dtype dtype = check_float_on_host({"linear", "weight"}, weight);
-    if (dtype == Dtype::kFp16) refuse({"linear", "weight"}, "dtype float16", "float32 or bfloat16");
-    if (weight.dim() != 2) refuse({"linear", "weight"}, shape_name(weight), "(out, in)");
+    HeldWeight held({"linear", "weight", "", "", "bias"}, weight);
     check_on_host({"linear", "x"}, x);
     check_same_dtype({"linear", "x"}, x, weight, "weight");
-    const Tensor rows = as_contiguous(weight);
-    const bool wide = dtype == Dtype::kFp32;
-    LinearArgs args{};
-    args.outs = weight.size(0);
-    args.groups = 1;
-    args.group_size = weight.size(1);
-    args.group_bytes = weight.size(1) * (wide ? 4 : 2);
-    args.weight = static_cast<const uint8_t*>(rows.data_ptr());
-    return wide ? run_linear<float>("linear", x, bias, args) : run_linear<Bf16>("linear", x, bias, args);
-}
-
-// (out, groups) of fp32, on the host.
-static Tensor check_of_groups(const char* name, const Tensor& tensor, int64_t outs, const Tensor& scales) {
-    const Argument argument{"packed_linear", name};
-    check_on_host(argument, tensor);
-    check_fp32(argument, tensor);
-    if (tensor.dim() != 2 || tensor.size(0) != outs || tensor.size(1) == 0) {
-        refuse(argument, shape_name(tensor), "(" + std::to_string(outs) + ", groups), a row for each of data");
-    }
-    check_same_shape(argument, tensor, scales, "scales");
-    return as_contiguous(tensor);
+    return run_linear("linear", x, bias, &held);
 }
 
 static Tensor packed_linear(Tensor x, Tensor data, Tensor scales, std::optional<Tensor> zeros,
                             std::optional<Tensor> bias, int64_t bits) {
-    const char* const op = "packed_linear";
-    check_on_host({op, "data"}, data);
-    if (dtype_code(data) != aoti_torch_dtype_int8()) refuse({op, "data"}, dtype_name(dtype_code(data)), "int8");
-    if (data.dim() != 2) refuse({op, "data"}, shape_name(data), "(out, bytes of a row)");
-    if (bits != 8 && bits != 4) refuse({op, "bits"}, std::to_string(bits), "8 or 4");
-    const Tensor rows = as_contiguous(data), of_groups = check_of_groups("scales", scales, data.size(0), scales);
-    std::optional<Tensor> offsets;
-    if (zeros.has_value()) offsets = check_of_groups("zeros", *zeros, data.size(0), scales);
-    LinearArgs args{};
-    args.outs = data.size(0);
-    args.groups = scales.size(1);
-    if (data.size(1) % args.groups != 0) {
-        refuse({op, "scales"}, shape_name(scales),
-               "with a divisor of the " + std::to_string(data.size(1)) + " bytes of a row at the end");
-    }
-    args.group_bytes = data.size(1) / args.groups;
-    args.group_size = args.group_bytes * 8 / bits;
-    args.weight = static_cast<const uint8_t*>(rows.data_ptr());
-    args.scales = static_cast<const float*>(of_groups.data_ptr());
-    args.zeros = offsets.has_value() ? static_cast<const float*>(offsets->data_ptr()) : nullptr;
-    return bits == 8 ? run_linear<Int8>(op, x, bias, args) : run_linear<Int4Pair>(op, x, bias, args);
+    HeldWeight held({"packed_linear", "data", "scales", "zeros", "bias"}, data, scales, zeros, bits);
+    return run_linear("packed_linear", x, bias, &held);
 }
 
 }  // namespace ds_cpu

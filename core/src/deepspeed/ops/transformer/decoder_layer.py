@@ -1,0 +1,255 @@
+"""A whole layer of a decoder for the newest token of each sequence, so that a step of generation is one call per layer.
+
+    h = norm(x);  q, k, v = heads of h w_qkv^T;  q, k = rotary(norm(q)), rotary(norm(k));  k, v go into the cache
+    a = attention(q, cache) w_out^T
+    in order:     t = x + a;      y = t + mlp(norm(t))
+    parallel:     y = (a + mlp(norm(x))) + x                    the two norms are one where there is no `norm_mlp`
+    mlp(h):       activation(h w_up^T) w_down^T, or of gate and up: (activation(gate) * up) w_down^T
+
+Norms, rotary embedding, attention and products as in the files beside this; every one of them is fp32 arithmetic,
+rounded once to x's dtype. Shape legend: B sequences, C features, D numbers of a head, R of them turn.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.operators import operator_for
+from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear_reference
+from deepspeed.ops.transformer.decode_attention import decode_attention_reference
+from deepspeed.ops.transformer.norm import layer_norm_reference, rms_norm_reference
+from deepspeed.ops.transformer.rotary import apply_rotary_reference
+
+OP = "inference_core_ops"
+MOST_ROWS = 16  #: sequences that a kernel takes
+# name -> the operator's number; the last one is not a gate's
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Linear(NamedTuple):
+    """A linear layer: weight (out, in), plain or packed, and bias (out,)."""
+
+    weight: Tensor | PackedWeight
+    bias: Tensor | None = None
+
+
+class Norm(NamedTuple):
+    """A norm's weight and bias."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """What a layer is; made once for a generation.
+
+    Fields:
+        qkv: of queries, keys and values: (heads + 2 kv_heads) D outputs.
+        out, up, down: after attention, and of the MLP; a gated one has gate and up in `up`, one after the other.
+        norm_attention, norm_mlp: before the halves of the layer.
+        norm_query, norm_key: of every head before it is turned, both or none.
+        layout: outputs of `qkv`: "by_part" all queries, then all keys, then all values; "by_group" for each key-value
+            head its queries, its key and its value.
+        centered: norms are layer norms, else RMS norms.
+        interleaved: which elements the rotary embedding pairs, see `rotary.py`.
+        window: tokens that a query sees, itself among them; None: all before it.
+
+    Raises:
+        ConfigError: packed weights have different bits, a norm is missing, or has a bias that it cannot have, or
+            a word is not known.
+    """
+
+    qkv: Linear
+    out: Linear
+    up: Linear
+    down: Linear
+    norm_attention: Norm
+    norm_mlp: Norm | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    activation: str = "silu"
+    gated: bool = True
+    parallel: bool = False
+    centered: bool = False
+    interleaved: bool = False
+    layout: Literal["by_part", "by_group"] = "by_part"
+    window: int | None = None
+    norm_query: Norm | None = None
+    norm_key: Norm | None = None
+
+    def __post_init__(self) -> None:
+        known = [name for name in ACTIVATIONS if not (self.gated and name == "relu")]
+        if self.activation not in known:
+            raise ConfigError(f"activation: found {self.activation!r}, but it must be one of {', '.join(known)}")
+        packed = [each.weight for each in self.linears if isinstance(each.weight, PackedWeight)]
+        bits = {each.bits for each in packed}
+        if len(bits) > 1:
+            raise ConfigError(f"linear layers: found weights of {sorted(bits)} bits, but they must be of one width")
+        if self.norm_mlp is None and not self.parallel:
+            raise ConfigError("norm_mlp: found None, but it must be given where the halves are not parallel")
+        norms = (self.norm_attention, self.norm_mlp, self.norm_query, self.norm_key)
+        if not self.centered and any(norm is not None and norm.bias is not None for norm in norms):
+            raise ConfigError("norms: found a bias, but an RMS norm has none; give centered=True for layer norms")
+        if (self.norm_query is None) != (self.norm_key is None):
+            raise ConfigError("norm_query, norm_key: found one of them, but they must be given together")
+
+    @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """In the order in which they are used."""
+        return self.qkv, self.out, self.up, self.down
+
+    @cached_property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the operator, behind those of the step."""
+        given: list[Any] = []
+        bits = 0
+        for weight, bias in self.linears:
+            if isinstance(weight, PackedWeight):
+                given += [weight.data, weight.scales, weight.zeros, bias]
+                bits = weight.bits
+            else:
+                given += [weight, None, None, bias]
+        for norm in (self.norm_attention, self.norm_mlp, self.norm_query, self.norm_key):
+            given += [None, None] if norm is None else list(norm)
+        switches = (self.layout == "by_group", self.parallel, self.centered, self.interleaved, self.gated)
+        numbers = [*map(int, switches), ACTIVATIONS[self.activation], self.window or 0, bits]
+        return (*given, [self.heads, self.kv_heads, self.head_dim, *numbers], self.eps, self.scale)
+
+    def map(self, change: Any) -> "DecoderLayer":
+        """The same layer with `change` of every tensor and packed weight."""
+
+        def changed(value: Any) -> Any:
+            if not isinstance(value, Linear | Norm):
+                return value
+            weight: Any = change(value[0])
+            return type(value)(weight, None if value[1] is None else change(value[1]))
+
+        return DecoderLayer(**{each.name: changed(getattr(self, each.name)) for each in fields(self)})
+
+
+def decoder_layer(
+    x: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    length: int,
+    layer: DecoderLayer,
+    starts: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> Tensor:
+    """The layer's output for one new token of each sequence, whose key and value are written into the cache.
+
+    Operator: `decoder_layer(x, k_cache, v_cache, length, starts, cos, sin, <weights>, shape, eps, scale)`, see
+    `DecoderLayer.arguments`. It is called for up to `MOST_ROWS` sequences in fp32 and bf16.
+
+    Args:
+        x: (B, C).
+        k_cache, v_cache: (B, kv_heads, max_tokens, D), of x's dtype; the last dimension contiguous.
+        length: tokens in the cache before this one, which becomes number `length` there.
+        starts: int64 (B,), the first token that a sequence sees, at most `length`; None: 0.
+        cos, sin: fp32 (B, R / 2), of the angles at the new tokens' positions; None: nothing turns.
+
+    Returns:
+        (B, C), of x's dtype.
+
+    Raises:
+        RuntimeError: the operator's or torch's, for shapes and dtypes that do not fit.
+    """
+    if (kernel := decoder_layer_operator(x)) is not None:
+        return kernel(x, k_cache, v_cache, length, starts, cos, sin, *layer.arguments)
+    return decoder_layer_reference(x, k_cache, v_cache, length, layer, starts, cos, sin)
+
+
+def decoder_layer_operator(x: Tensor) -> Any:
+    """The operator that serves x's shape and dtype, or None."""
+    if x.dtype not in _DTYPES or x.shape[0] > MOST_ROWS:
+        return None
+    found = operator_for(OP, "decoder_layer", x)
+    return None if found is None else found.default  # type: ignore[attr-defined]
+
+
+def decoder_layer_reference(
+    x: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    length: int,
+    layer: DecoderLayer,
+    starts: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> Tensor:
+    """`decoder_layer` in torch; what kernels are compared with."""
+    normed = _normed(x, layer.norm_attention, layer)
+    query, key, value = _heads_of(_product(normed, layer.qkv), layer)
+    if layer.norm_query is not None and layer.norm_key is not None:
+        query, key = _normed(query, layer.norm_query, layer), _normed(key, layer.norm_key, layer)
+    if cos is not None and sin is not None:
+        query, key = (
+            apply_rotary_reference(each.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1), layer.interleaved, 1)[:, 0]
+            for each in (query, key)
+        )
+    k_cache[:, :, length], v_cache[:, :, length] = key, value
+    firsts = [0] * x.shape[0] if starts is None else starts.tolist()
+    rows = []
+    for row, first in enumerate(firsts):
+        keys, values = (cache[row : row + 1, :, first : length + 1] for cache in (k_cache, v_cache))
+        count = torch.tensor([length + 1 - first], device=x.device)
+        one = query[row : row + 1].unsqueeze(2)
+        rows.append(decode_attention_reference(one, keys, values, count, layer.scale, window=layer.window).flatten(1))
+    attended = _product(torch.cat(rows), layer.out)
+    if layer.parallel:
+        halfway = normed if layer.norm_mlp is None else _normed(x, layer.norm_mlp, layer)
+        return (attended + _mlp(halfway, layer)) + x
+    assert layer.norm_mlp is not None
+    total = attended + x
+    return _mlp(_normed(total, layer.norm_mlp, layer), layer) + total
+
+
+def _normed(x: Tensor, norm: Norm, layer: DecoderLayer) -> Tensor:
+    if layer.centered:
+        return layer_norm_reference(x, norm.weight, norm.bias, layer.eps)
+    return rms_norm_reference(x, norm.weight, layer.eps)
+
+
+def _product(x: Tensor, linear: Linear) -> Tensor:
+    if isinstance(linear.weight, PackedWeight):
+        return packed_linear_reference(x, linear.weight, linear.bias)
+    return F.linear(x, linear.weight, None if linear.bias is None else linear.bias.to(x.dtype))
+
+
+def _heads_of(qkv: Tensor, layer: DecoderLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, heads, D), (B, kv_heads, D), (B, kv_heads, D)."""
+    heads = qkv.unflatten(-1, (-1, layer.head_dim))
+    if layer.layout == "by_part":
+        query, key, value = heads.split((layer.heads, layer.kv_heads, layer.kv_heads), 1)
+        return query, key, value
+    groups = heads.unflatten(1, (layer.kv_heads, -1))
+    return groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]
+
+
+def _mlp(x: Tensor, layer: DecoderLayer) -> Tensor:
+    wide = _product(x, layer.up)
+    gate, *others = wide.chunk(2, -1) if layer.gated else (wide,)
+    activated = _ACTIVATE[layer.activation](gate.float())
+    for up in others:
+        activated = activated * up.float()
+    return _product(activated.to(x.dtype), layer.down)
+
+
+_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
