@@ -15,11 +15,7 @@ import nox
 
 nox.needs_version = ">=2024.4"
 nox.options.default_venv_backend = "none"
-nox.options.sessions = [
-    *("lint", "types", "unit", "extensions", "processes"),
-    "template(cpp)",  # the other languages take minutes each
-    "examples",
-]
+nox.options.sessions = ["lint", "in_process", "processes", "examples"]
 
 ROOT = Path(__file__).parent
 BIN = Path(sys.executable).parent
@@ -39,10 +35,12 @@ TOOLS = (
 )
 TOOLS_OF_DEMO = ("nox", "matplotlib")  # a plot of the loss
 TESTS = Path("core/tests")
-RECIPES, PAGES = Path("downstream/recipes"), Path("docs/tests")
+UNIT = (TESTS / "unit", TESTS / "house", TESTS / "compat")
+RECIPES, PAGES, TEMPLATE = Path("downstream/recipes"), Path("docs/tests"), Path("template/tests")
 # Words for pytest that bring back the corners marked `sweep`, which pyproject.toml deselects.
 EVERYTHING = ("-m", "")
 KERNEL_LANGUAGES = ("none", "cpp", "cuda", "sycl", "own")  # that the template renders an example op in
+QUICK_LANGUAGE = ("--language", "cpp")  # the others take minutes each
 # Intel's SYCL runtime, with its compiler for kernels given as text and its OpenCL for CPUs: 1.7 GB.
 SYCL_RUNTIME = "dpcpp-cpp-rt==2026.2.0"
 ORIGINAL_DEEPSPEED = "deepspeed==0.19.6"
@@ -63,13 +61,14 @@ OF_SOCKETS = ("group_backend", "host_sums", "pipeline", "pipeline_uses", "expert
 # One thread per process: ranks share the machine's cores, and threads would fight for them. Hundreds of processes
 # import core, so that its bytecode is kept even where the environment says otherwise.
 TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-# Tests of one process share the cores; `-- -n 0` runs them in one, for a debugger.
-SIDE_BY_SIDE = ("-n", "2", "--dist", "worksteal")
+# Tests of one process share the cores, and a third fills the time in which others wait for a process that they started;
+# `-- -n 0` runs them in one, for a debugger.
+SIDE_BY_SIDE = ("-n", "3", "--dist", "worksteal")
 # Two files at a time: tests of one file share warm ranks and results, and ranks leave the cores idle while they wait.
 # A third worker has ranks of its own to start, and its waiting ranks take time from the others: it was slower.
 FILES_SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile")
 # In this order: the last files of `ranks` are short, so that no worker waits long for the other at the end.
-PROCESSES = (RECIPES, PAGES, TESTS / "simulated", TESTS / "parity", TESTS / "ranks")
+PROCESSES = (TEMPLATE, RECIPES, PAGES, TESTS / "simulated", TESTS / "parity", TESTS / "ranks")
 
 
 def _prepare(session: nox.Session, tools: tuple[str, ...] = TOOLS) -> None:
@@ -103,6 +102,10 @@ def _pytest(session: nox.Session, *paths: Path, flags: tuple[str, ...] = ()) -> 
     session.run(PYTHON, "-m", "pytest", "-q", *flags, *present, *session.posargs, env=TEST_ENV, external=True)
 
 
+def _tests_of(extension: str) -> Path:
+    return Path("extensions") / f"ds-ext-{extension}" / "tests"
+
+
 def _beside(session: nox.Session, name: str) -> Path:
     """The python of another environment, in which packages of ours are found after its own."""
     folder = Path(session.create_tmp()) / name
@@ -118,10 +121,10 @@ def _beside(session: nox.Session, name: str) -> Path:
 @nox.session(name="test-all")
 def test_all(session: nox.Session) -> None:
     """What `make test` runs, with the sweeps: every world, kill and planted fault, template language, and sanitizer."""
-    for name in ("lint", "types", "examples", "sanitize"):
+    for name in ("lint", "examples", "sanitize"):
         session.notify(name)
-    names = ["unit", "extensions", "processes"]
-    names += [f"template({language})" for language in KERNEL_LANGUAGES]
+    names = ["in_process", "processes"]
+    names += [f"template({language})" for language in KERNEL_LANGUAGES if language not in QUICK_LANGUAGE]
     for version in TORCH_RANGE:
         session.notify(f"torch({version})")
     for name in names:
@@ -144,21 +147,28 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Types (mypy, configured in pyproject.toml)."""
+    """Types (mypy, configured in pyproject.toml); a test of `house` asks the same."""
     _prepare(session)
     session.run(str(BIN / "mypy"), *session.posargs, external=True)
 
 
 @nox.session
+def in_process(session: nox.Session) -> None:
+    """The tests of `unit` and `extensions`, by the same workers: each session imports torch and collects once more."""
+    _pytest(session, *UNIT, *(_tests_of(name) for name in EXTENSIONS), flags=SIDE_BY_SIDE)
+
+
+@nox.session
 def unit(session: nox.Session) -> None:
     """Core's tests that need one process."""
-    _pytest(session, TESTS / "unit", TESTS / "house", TESTS / "compat", flags=SIDE_BY_SIDE)
+    _pytest(session, *UNIT, flags=SIDE_BY_SIDE)
 
 
 @nox.session
 def processes(session: nox.Session) -> None:
-    """The tests of `ranks`, `simulated`, `parity`, `docs` and `downstream`, by the same workers and warm ranks."""
-    _pytest(session, *PROCESSES, flags=(*FILES_SIDE_BY_SIDE, "--no-loadscope-reorder"))
+    """The tests of the template, `downstream`, `docs`, `simulated`, `parity` and `ranks`, by the same workers and warm
+    ranks."""
+    _pytest(session, *PROCESSES, flags=(*FILES_SIDE_BY_SIDE, "--no-loadscope-reorder", *QUICK_LANGUAGE))
 
 
 @nox.session
@@ -260,15 +270,15 @@ def _compare_names(session: nox.Session) -> None:
 
 @nox.session
 def extensions(session: nox.Session) -> None:
-    """The tests of all extensions, by the same processes: each would import torch and collect tests once more."""
-    _pytest(session, *(Path("extensions") / f"ds-ext-{name}" / "tests" for name in EXTENSIONS), flags=SIDE_BY_SIDE)
+    """The tests of all extensions."""
+    _pytest(session, *(_tests_of(name) for name in EXTENSIONS), flags=SIDE_BY_SIDE)
 
 
 @nox.session
 @nox.parametrize("name", EXTENSIONS, ids=EXTENSIONS)
 def ext(session: nox.Session, name: str) -> None:
     """One extension's own tests, the conformance suite among them."""
-    _pytest(session, Path("extensions") / f"ds-ext-{name}" / "tests", flags=SIDE_BY_SIDE)
+    _pytest(session, _tests_of(name), flags=SIDE_BY_SIDE)
 
 
 @nox.session
@@ -276,7 +286,7 @@ def ext(session: nox.Session, name: str) -> None:
 def template(session: nox.Session, language: str) -> None:
     """The template, rendered for a kernel language: built, installed, compiled, and put to the conformance suite."""
     _prepare(session)
-    tests = ("-m", "pytest", "-q", *FILES_SIDE_BY_SIDE, "template/tests", "--language", language)
+    tests = ("-m", "pytest", "-q", *FILES_SIDE_BY_SIDE, str(TEMPLATE), "--language", language)
     session.run(PYTHON, *tests, *session.posargs, env=TEST_ENV, external=True)
 
 

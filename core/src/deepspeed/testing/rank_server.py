@@ -18,7 +18,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch._dynamo  # noqa: F401 - torch's optimizers need it
+import torch._dynamo  # noqa: F401 - torch imports it for an optimizer
 
 import deepspeed.engine.engine  # noqa: F401 - so does every engine
 
