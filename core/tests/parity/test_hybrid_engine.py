@@ -5,6 +5,7 @@ Every rank runs the plain loop over the samples of all ranks, too. fp32, 1e-5; t
 
 import copy
 import gc
+from itertools import product
 from pathlib import Path
 
 import deepspeed
@@ -12,6 +13,7 @@ import pytest
 import torch
 from deepspeed.errors import CommError, ConfigError, StateError
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import covering, swept
 
 ROUNDS, NEW, PROMPT, BATCH, VOCABULARY = 10, 32, 4, 2, 31
 LLAMA = {
@@ -103,7 +105,11 @@ def loop(stage, lora, pin):
 
 
 @pytest.mark.parametrize(
-    ("stage", "lora", "pin"), [(0, True, True), (2, True, True), (3, True, True), (3, True, False), (1, False, True)]
+    ("stage", "lora", "pin"),
+    swept(
+        [(0, True, True), (2, True, True), (3, True, True), (3, True, False), (1, False, True)],
+        lambda *case: case in [(0, True, True), (2, True, True), (3, True, False)],
+    ),
 )
 def test_ten_rounds_equal_the_plain_loop(stage, lora, pin):
     run_ranks(2, loop, stage, lora, pin)
@@ -221,11 +227,13 @@ def unequal_lengths(pin, lora, num_prompt, num_new):
     engine.destroy()
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("pin", [True, False])
-@pytest.mark.parametrize(("num_prompt", "num_new"), [((4, 4), (4, 12)), ((2, 4), (6, 4))])
-def test_ranks_may_generate_different_numbers_of_tokens(pin, lora, num_prompt, num_new):
-    run_ranks(2, unequal_lengths, pin, lora, num_prompt, num_new, timeout_s=60)
+# pinned or not, with LoRA or not, tokens of prompts and new ones by rank
+UNEQUAL = list(product((True, False), (False, True), [((4, 4), (4, 12)), ((2, 4), (6, 4))]))
+
+
+@pytest.mark.parametrize(("pin", "lora", "lengths"), swept(UNEQUAL, lambda *case: case in covering(UNEQUAL)))
+def test_ranks_may_generate_different_numbers_of_tokens(pin, lora, lengths):
+    run_ranks(2, unequal_lengths, pin, lora, *lengths, timeout_s=60)
 
 
 def failure_of_one_rank(stage, pin, error):

@@ -46,7 +46,7 @@ def run_program(directory, kills, kind):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("kills", swept([20, 100], lambda kills: kills == 20))
+@pytest.mark.parametrize("kills", swept([8, 100], lambda kills: kills == 8))
 def test_every_kill_leaves_a_whole_checkpoint(tmp_path, kills):
     """`kills`: of each of the two random kinds."""
     trials = run_program(tmp_path, kills, "synchronous")
