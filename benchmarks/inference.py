@@ -50,7 +50,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "GPT-2 25 M": ("GPT2Config", "GPT2LMHeadModel", {**GPT2, "n_embd": 512, "n_layer": 7, "n_head": 8}),
     "GPT-2 125 M": ("GPT2Config", "GPT2LMHeadModel", {**GPT2, "n_embd": 768, "n_layer": 16, "n_head": 12}),
 }
-INT4 = {"weight": {"num_bits": 4, "q_groups": 1}}
+#: The output layer too, as llama.cpp's files have it; a scale for each row, where they have one for 32 numbers.
+INT8, INT4 = ({"weight": {"num_bits": bits, "output_num_bits": bits}} for bits in (8, 4))
 LOGITS_BOUND = 1e-3  #: between llama.cpp and transformers, both in fp32
 Seconds = Callable[[int], float]  #: of so many tokens
 Variants = dict[str, tuple[Seconds, int]]  #: with the bytes that a token reads
@@ -74,10 +75,10 @@ def variants(plain: Any, prompt: torch.Tensor, *, compiles: bool) -> Variants:
     injected = {"replace_with_kernel_inject": True, "max_out_tokens": 512}
     for name, dtype in (("ours fp32", torch.float), ("ours bf16", torch.bfloat16)):
         made[name] = deepspeed.init_inference(copy.deepcopy(plain), dtype=dtype, **injected)
-    made["ours int8"] = deepspeed.init_inference(copy.deepcopy(plain).bfloat16(), dtype=torch.int8, **injected)
-    made["ours int4"] = deepspeed.init_inference(
-        copy.deepcopy(plain).bfloat16(), dtype=torch.int8, quant=INT4, **injected
-    )
+    for name, quant in (("ours int8", INT8), ("ours int4", INT4)):
+        made[name] = deepspeed.init_inference(
+            copy.deepcopy(plain).bfloat16(), dtype=torch.int8, quant=quant, **injected
+        )
 
     def of(name: str) -> Seconds:
         def seconds(count: int) -> float:

@@ -466,3 +466,41 @@ def test_perplexity_of_a_trained_model(single_rank):
     of_4 = deepspeed.init_inference(copy.deepcopy(model), dtype=torch.int8, quant=quant)
     assert perplexity(of_8) < 1.01 * exact
     assert perplexity(of_4) < 1.03 * exact
+    for bits, most, weight in ((8, 1.01, {}), (4, 1.03, quant["weight"])):
+        whole = {"weight": {**weight, "num_bits": bits, "output_num_bits": bits}}
+        packed = deepspeed.init_inference(copy.deepcopy(model), dtype=torch.int8, quant=whole)
+        assert packed.module.lm_head.packed.bits == bits
+        assert perplexity(packed) < most * exact
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_packed_output_layer(single_rank, name, bits):
+    """Its weight has the packed values; the embedding, which may be the same tensor, keeps its own."""
+    weight = {"output_num_bits": bits}
+    engine = deepspeed.init_inference(
+        create(name), dtype=torch.int8, quant={"weight": weight}, replace_with_kernel_inject=True
+    )
+    head = engine.module.get_output_embeddings()
+    assert head.packed.bits == bits
+    plain = deepspeed.init_inference(create(name), dtype=torch.int8, replace_with_kernel_inject=True)
+    embedding = plain.module.get_input_embeddings().weight
+    assert torch.equal(engine.module.get_input_embeddings().weight, embedding)
+    output = plain.module.get_output_embeddings()
+    output.weight = torch.nn.Parameter(unpack_weight(head.packed, output.weight.dtype), requires_grad=False)
+    assert (logits_of(engine, name) - logits_of(plain, name)).abs().max() < 1e-4
+    assert tokens_of(engine, do_sample=False).tolist() == tokens_of(plain, do_sample=False).tolist()
+
+
+def packed_output_job(name):
+    weight = {"output_num_bits": 8}
+    divided = deepspeed.init_inference(create(name), dtype=torch.int8, quant={"weight": weight}, mp_size=2)
+    whole = deepspeed.init_inference(create(name), dtype=torch.int8, quant={"weight": weight})
+    error = (logits_of(divided, name) - logits_of(whole, name)).abs().max()
+    return float(error), tokens_of(divided, do_sample=False).tolist()
+
+
+def test_a_packed_output_layer_of_a_divided_model():
+    (error, first), (_, second) = run_ranks(2, packed_output_job, "llama")
+    assert error < 0.5
+    assert first == second

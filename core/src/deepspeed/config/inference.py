@@ -42,6 +42,9 @@ class WeightQuantConfig(Section):
 
     enabled: Flag = key(True, "Quantize weights.", support=refused("dtype int8 is that; give another dtype", (True,)))
     num_bits: Literal[4, 8] = key(8, "Of a weight.", unit="bits")
+    output_num_bits: Literal[4, 8] | None = key(
+        None, "Of the output layer's weight; null: it keeps its type. Not a key of DeepSpeed's.", unit="bits"
+    )
     q_type: Literal["symmetric", "asymmetric"] = key("symmetric", "Whether 0 is exact, or a group has a minimum.")
     q_groups: Int = key(
         1, "Groups of a weight that have a scale each, at least; a group is never more than a row.", ge=1

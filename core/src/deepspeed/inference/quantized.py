@@ -1,7 +1,7 @@
 """Weights of linear layers in 8 or 4 bits: `init_inference(model, dtype=torch.int8)`.
 
-Each linear layer but the output layer gets a packed weight (`ops/quantizer/packed.py`); its bias, norms and embeddings
-keep their type, in which the model goes on computing. For outputs y = x W^T of one layer
+Each linear layer gets a packed weight (`ops/quantizer/packed.py`), the output layer only where its bits are asked for;
+biases, norms and embeddings keep their type, in which the model goes on computing. For outputs y = x W^T of one layer
 
     |y_o - y'_o| <= sum_i |x_i| scale_o,i / 2,    scale = max|W| / (2^(bits - 1) - 1) of the group of W_o,i
 
@@ -101,10 +101,11 @@ def quantize(model: nn.Module, groups_of: GroupsOf, config: WeightQuantConfig) -
     for path, module in list(model.named_modules()):
         is_transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
         is_divided = isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        if module is head or not (is_divided or type(module) is nn.Linear or type(module).__name__ == "Conv1D"):
+        bits = config.output_num_bits if module is head else config.num_bits
+        if bits is None or not (is_divided or type(module) is nn.Linear or type(module).__name__ == "Conv1D"):
             continue
         weight: Any = module.weight
-        packed = _pack(weight.t() if is_transposed else weight, groups_of(path), config, path)
+        packed = _pack(weight.t() if is_transposed else weight, groups_of(path), config, bits, path)
         if is_divided:
             module.pack(packed)
             module.weight = nn.Parameter(packed.data, requires_grad=False)
@@ -113,7 +114,7 @@ def quantize(model: nn.Module, groups_of: GroupsOf, config: WeightQuantConfig) -
             model.set_submodule(path, PackedLinear(packed, bias))
 
 
-def _pack(weight: Tensor, num_groups: int, config: WeightQuantConfig, path: str) -> PackedWeight:
+def _pack(weight: Tensor, num_groups: int, config: WeightQuantConfig, bits: int, path: str) -> PackedWeight:
     rows, cols = weight.shape
     per_row = -(-num_groups // rows)
     if cols % per_row:
@@ -122,6 +123,6 @@ def _pack(weight: Tensor, num_groups: int, config: WeightQuantConfig, path: str)
             f"per row do not divide {cols}; give a multiple of {rows} times a divisor of {cols}, or 1"
         )
     try:
-        return pack_weight(weight.contiguous(), config.num_bits, cols // per_row, config.q_type == "symmetric")
+        return pack_weight(weight.contiguous(), bits, cols // per_row, config.q_type == "symmetric")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
