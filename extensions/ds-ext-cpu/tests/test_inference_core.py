@@ -142,6 +142,34 @@ def test_gated_activation_equals_the_reference(ops, cols, dtype, name):
     )
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+@pytest.mark.parametrize(
+    ("outs", "cols", "group_size"), [(9, 200, 0), (4, 64, 0), (6, 192, 64), (5, 96, 32), (7, 2, 0)]
+)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_of_bf16_with_outliers(ops, bits, outs, cols, group_size, rows):
+    """Off by the rounding of bf16, and 2^-16 of the greatest |x| of a group times the weights there."""
+    x = numbers(rows, cols, dtype=torch.bfloat16)
+    x[:, ::31] *= 1000
+    packed = pack_weight(numbers(outs, cols, seed=1), bits, group_size)
+    weight, bias = unpack_weight(packed).double(), numbers(outs, seed=2)
+    exact = x.double() @ weight.t() + bias
+    groups = x.double().abs().unflatten(1, (-1, packed.group_size)), weight.abs().unflatten(1, (-1, packed.group_size))
+    bound = 2**-16 * torch.einsum("rg,og->ro", groups[0].amax(2), groups[1].sum(2))
+    found = packed_operator(ops, x, packed, bias)
+    assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + bound).all()
+
+
+def test_rows_of_bf16_that_are_small_or_zero(ops):
+    packed = pack_weight(numbers(5, 64))
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    x[1], x[2] = 1e-20, 1e-37
+    found = packed_operator(ops, x, packed)
+    assert (found[0] == 0).all()
+    close(found[1] * 1e20, (x[1].double() @ unpack_weight(packed).double().t()) * 1e20)
+    assert found[2].abs().max() < 1e-29
+
+
 def test_refuses_by_name(ops):
     x, weight = torch.ones(2, 8), torch.ones(3, 8)
     packed = pack_weight(weight, 8, 4, symmetric=False)

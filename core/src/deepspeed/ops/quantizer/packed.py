@@ -165,9 +165,11 @@ def unpack_weight(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> T
 def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x w^T + bias with a packed weight, as `torch.nn.functional.linear` with `unpack_weight(packed)`.
 
-    Up to `MOST_ROWS` rows of x a kernel reads the packed bytes; arithmetic is fp32, rounded once to x's dtype. More
-    rows, and x that requires a gradient, go to torch with the weight widened to x's dtype, which is freed after it. x
-    gets a gradient, the weight none. Operator: `packed_linear(x, data, scales, zeros, bias, bits)`.
+    Up to `MOST_ROWS` rows of x a kernel reads the packed bytes; arithmetic is fp32, rounded once to x's dtype. Of x in
+    bf16 it may multiply whole numbers instead, each off by at most 2^-16 of the greatest |x| that shares a scale; what
+    bf16 rounds afterwards is more. More rows, and x that requires a gradient, go to torch with the weight widened to
+    x's dtype, which is freed after it. x gets a gradient, the weight none. Operator:
+    `packed_linear(x, data, scales, zeros, bias, bits)`.
 
     Args:
         x: (..., in) in fp32, bf16 or fp16.

@@ -8,6 +8,7 @@
 #include "common/rows.h"
 #include "linear/bf16_pass.h"
 #include "linear/linear_args.h"
+#include "linear/vnni_pass.h"
 
 namespace ds_cpu {
 
@@ -21,10 +22,17 @@ struct LinearPass {
     int64_t block;
 };
 
-// With bf16 products where x is bf16 and no group ends within a block.
+// In integers where x is bf16 and the weight is, else with bf16 products where x is bf16 and no group ends within a
+// block.
 template <typename W>
 static LinearPass linear_pass(const LinearArgs& args) {
 #if defined(DS_CPU_X86)
+    if constexpr (std::is_same_v<W, Int8> || std::is_same_v<W, Int4Pair>) {
+        constexpr int64_t kBlock = avx512vnni::kNumbersAtOnce<W>;
+        if (args.dtype == Dtype::kBf16 && has_byte_products()) {
+            return {&avx512vnni::prepare_linear_vnni<W>, &avx512vnni::linear_outs_vnni<W>, kBlock};
+        }
+    }
     if constexpr (!std::is_same_v<W, float>) {
         constexpr int64_t kBlock = avx512bf16::Bf16Products::kBlock;
         if (args.dtype == Dtype::kBf16 && has_bf16_products() && (args.groups == 1 || args.group_size % kBlock == 0)) {

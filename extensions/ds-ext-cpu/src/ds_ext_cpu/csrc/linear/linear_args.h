@@ -14,7 +14,8 @@ namespace ds_cpu {
 // them: block by block, all rows of a block side by side, and in a block in the order in which the numbers of a weight
 // come out of their registers (for bf16 and int4: those at even places, then those at odd ones). The end of a group is
 // padded with zeros to a whole block. So one loop serves every kind of weight, without moving lanes.
-// Where the machine multiplies bf16, x in bf16 is copied as such; then products are exact and sums fp32 as well.
+// Where the machine multiplies bf16, x in bf16 is copied as such; then products are exact and sums fp32 as well. Where
+// it multiplies bytes, packed weights have a pass in integers: see [Note: x in 16 bits].
 struct LinearArgs {
     int64_t rows;         // of x
     int64_t padded_rows;  // 1, 2, 4, 8 or 16
