@@ -35,6 +35,14 @@ class DtypeFace(TorchModule):
         """True when torch computes in float64 on this device."""
         return True
 
+    def is_grouped_mm_supported(self) -> bool:
+        """True when torch's product of groups of rows, each with its matrix, runs on this device. Layers of experts
+        ask; without it they take one product per expert. Default: torch has it for every device, which it had not
+        before 2.8.
+        """
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        return hasattr(torch, "_grouped_mm") and bool(has("aten::_grouped_mm", "CompositeExplicitAutograd"))
+
     def prefer_triton_grouped_mm(self) -> bool:
         """True when grouped matrix products are faster by Triton than by torch. Default False."""
         return False

@@ -49,6 +49,10 @@ class StreamFace(TorchModule):
 
     # ----- graphs ----------------------------------------------------------------------------------------------------
 
+    def is_graph_supported(self) -> bool:
+        """True when work can be recorded and replayed, as inference may do. Default: `create_graph` makes one."""
+        return self.create_graph() is not None
+
     def create_graph(self) -> Any:
         """An empty graph to capture into, or None when this device records no graphs: then run eagerly.
 
@@ -81,7 +85,7 @@ class StreamFace(TorchModule):
         """
         if graph is not None:
             graph.replay()
-        elif self.create_graph() is not None:
+        elif self.is_graph_supported():
             raise StateError(
                 f"replay_graph got None, and {self._name!r} records graphs; pass the graph that create_graph() gave"
             )

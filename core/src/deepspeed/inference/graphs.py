@@ -93,7 +93,7 @@ class GraphedForward:
 def graphed(forward: Callable[..., Any]) -> GraphedForward | None:
     """`forward` by graphs; None, and a warning, where the accelerator records none."""
     accelerator = get_accelerator()
-    if accelerator.create_graph() is not None:
+    if accelerator.is_graph_supported():
         return GraphedForward(forward)
     warn_once(
         f"{GRAPHS}: found true, but the accelerator {accelerator.device_name()!r} records no graphs; forwards "

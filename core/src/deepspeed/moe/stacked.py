@@ -8,7 +8,6 @@ Shape legend: N rows sorted by expert, L experts of this rank, H width, F inner 
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, mark_as_expert
 from deepspeed.parallel.model_part import ModelPart, mark_part
@@ -152,14 +152,7 @@ def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _grouped_mm_serves(*tensors: Tensor) -> bool:
-    """Whether torch's kernel takes them: rows aligned, some rows there, and an implementation for every device."""
+    """Whether torch's kernel takes them: rows aligned, some rows there, and an implementation for the device."""
     widths = [width for tensor in tensors for width in tensor.shape[1:]]
     is_aligned = all(width * tensors[0].element_size() % _ALIGNMENT_BYTES == 0 for width in widths)
-    return is_aligned and len(tensors[0]) > 0 and _has_grouped_mm()
-
-
-@cache
-def _has_grouped_mm() -> bool:
-    """Whether it serves every device: in torch 2.6 it served few of them, and one dtype."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return hasattr(torch, "_grouped_mm") and bool(has("aten::_grouped_mm", "CompositeExplicitAutograd"))
+    return is_aligned and len(tensors[0]) > 0 and get_accelerator().is_grouped_mm_supported()

@@ -113,8 +113,8 @@ def _fp16(accelerator: DeepSpeedAccelerator) -> str | None:
 
 
 def _graphs(accelerator: DeepSpeedAccelerator) -> str | None:
-    """`create_graph` is not None."""
-    return "create_graph() is None" if accelerator.create_graph() is None else None
+    """`is_graph_supported` is True."""
+    return None if accelerator.is_graph_supported() else "is_graph_supported() is False"
 
 
 def _memory_figures(accelerator: DeepSpeedAccelerator) -> str | None:

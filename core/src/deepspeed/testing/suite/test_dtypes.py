@@ -68,6 +68,20 @@ def test_triton_is_there_if_it_is_promised(accelerator: DeepSpeedAccelerator) ->
         assert importlib.util.find_spec("triton") is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_groups(accelerator: DeepSpeedAccelerator, device: torch.device, dtype: torch.dtype) -> None:
+    if not accelerator.is_grouped_mm_supported():
+        pytest.skip("grouped products: is_grouped_mm_supported() is False")
+    if dtype not in accelerator.supported_dtypes():
+        pytest.skip(f"the device does not train in {dtype}")
+    generator = torch.Generator().manual_seed(0)
+    rows, matrices = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((12, 16), (3, 16, 32)))
+    ends = torch.tensor([5, 5, 12], dtype=torch.int32)  # the second group has no rows
+    found = torch._grouped_mm(rows.to(device), matrices.to(device), offs=ends.to(device)).float().cpu()
+    wanted = torch.cat([rows[:5].float() @ matrices[0].float(), rows[5:].float() @ matrices[2].float()])
+    torch.testing.assert_close(found, wanted, rtol=_TOLERANCE[dtype], atol=_TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("name", _MAKERS)
 def test_constructors_of_old_scripts(accelerator: DeepSpeedAccelerator, device: torch.device, name: str) -> None:
     has_fp64 = accelerator.is_fp64_supported()

@@ -17,6 +17,7 @@ def test_without_a_graph_the_work_simply_runs(accelerator: DeepSpeedAccelerator,
 def test_a_graph_can_be_replayed_or_is_none(accelerator: DeepSpeedAccelerator) -> None:
     graph = accelerator.create_graph()
     assert graph is None or callable(graph.replay)
+    assert accelerator.is_graph_supported() == (graph is not None)
 
 
 def test_replaying_no_graph_does_nothing(accelerator: DeepSpeedAccelerator, device: torch.device) -> None:
