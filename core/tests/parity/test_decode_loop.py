@@ -4,10 +4,12 @@ import copy
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.inference.generate import StaticGeneration
 from deepspeed.inference.injection import inject
 from deepspeed.inference.injection.decoder import DecodeStep
 from deepspeed.testing.tiers import swept
@@ -296,3 +298,22 @@ def test_tokens_that_are_hidden_within_a_prompt(steps: list[int]) -> None:
     assert torch.equal(found, wanted)
     assert len(steps) == 5
     assert int(wanted.max()) < VOCAB
+
+
+def test_before_transformers_5_its_own_loop_runs() -> None:
+    """It had no prefill that our loop could call."""
+
+    class Earlier(torch.nn.Module):
+        generation_config = None
+
+        def generate(self, inputs: Any, **words: Any) -> set[str]:
+            return set(words)
+
+    decoder: Any = SimpleNamespace(serves=lambda: True)
+    model, newer = Earlier(), Earlier()
+    newer._prefill = None
+    prompt = torch.zeros(1, 2, dtype=torch.long)
+    for each in (model, newer):
+        StaticGeneration(each, 8, decoder)
+    assert model.generate(prompt, max_new_tokens=2) == {"max_new_tokens", "past_key_values"}
+    assert newer.generate(prompt, max_new_tokens=2) == {"max_new_tokens", "past_key_values", "custom_generate"}

@@ -60,6 +60,8 @@ class StaticGeneration:
         """Ours, where it serves what is asked for."""
         if self.decoder is None or len(args) > 1 or any(kwargs.get(name) is not None for name in _FOR_THEIR_LOOPS):
             return None
+        if not hasattr(self.model, "_prefill"):  # transformers before 5.0
+            return None
         beams = kwargs.get("num_beams") or getattr(config or self.model.generation_config, "num_beams", None)
         if (beams or 1) > 1 or not self.decoder.serves():
             return None
