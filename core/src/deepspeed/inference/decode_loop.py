@@ -99,7 +99,7 @@ class _Ends:
             chosen = chosen * self._going_on + self._pad * (1 - self._going_on)
         if self._count == self._buffer.shape[1]:  # a criterion of the caller's goes beyond the configured length
             self._buffer = torch.cat((self._buffer, torch.empty_like(self._buffer)), dim=1)
-        self._buffer[:, self._count] = chosen
+        self._buffer.select(1, self._count).copy_(chosen)
         self._count += 1
         if self._streamer is not None:
             self._streamer.put(chosen.cpu())

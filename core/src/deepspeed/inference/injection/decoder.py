@@ -6,6 +6,7 @@ blocks are called themselves. See `decode_loop.py` for the loop, `policies.py` f
 Shape legend: B sequences, S tokens with those of the cache, R numbers of a head that turn.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from deepspeed.errors import ConfigError
 from deepspeed.inference.injection.block import FusedBlock, found, norm_of, num_hooks, part_of
 from deepspeed.inference.injection.policies import DECODERS
+from deepspeed.inference.injection.weights import OutputLayer, packed_step
 from deepspeed.inference.injection.whole_layers import WholeLayers
+from deepspeed.inference.quantized import PackedLinear
 
 # Kinds of rotary embedding whose angles depend on the position alone, not on the length of the sequence.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -122,7 +125,22 @@ class DecodeStep:
             self._visible = torch.ones(mask.shape[0], max_tokens, dtype=torch.bool, device=mask.device)
             self._visible[:, : mask.shape[1]] = mask.bool()
         self._whole = WholeLayers.of(decoder.blocks, cache, mask, self._table)
-        self._output = decoder.model.get_output_embeddings()  # type: ignore[operator]
+        self._output = self._output_step()
+
+    def _output_step(self) -> Callable[[Tensor], Tensor]:
+        """The output layer, called as a module where it has hooks or is of a kind that is not known here."""
+        output: Any = self._decoder.model.get_output_embeddings()  # type: ignore[operator]
+        own = vars(output).get("forward")
+        like = self._decoder.embedding.weight
+        if num_hooks(output) or self._decoder.project_out is not None:
+            return output
+        if isinstance(own, OutputLayer):
+            rows = like.new_empty(len(self._positions), 1, own.fused.linears[0].in_features)
+            return own.fused.step(rows)
+        if own is None and type(output) is PackedLinear:
+            rows = like.new_empty(len(self._positions), 1, output.in_features)
+            return packed_step(rows, output.packed, output.bias)
+        return output
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """(B,) -> logits, (B, vocabulary)."""

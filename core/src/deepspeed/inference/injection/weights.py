@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
-from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear
+from deepspeed.ops.quantizer.packed import PackedWeight, packed_kernel, packed_linear
 from deepspeed.ops.transformer import Linear, linear
+from deepspeed.ops.transformer.linear import linear_kernel
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -97,6 +98,15 @@ class FusedLinear:
         self._follow()
         return Linear(self.weight if self.packed is None else self.packed, wide(self.bias))
 
+    def step(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """This product for inputs like `x`, over the weights as they are now: without the checks of each call."""
+        self._follow()
+        if self.packed is not None:
+            return packed_step(x, self.packed, self.bias)
+        kernel = linear_kernel(x, self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        return self if kernel is None else lambda rows: kernel(rows, weight, bias)
+
     def release(self) -> None:
         """Give every parameter memory of its own, contiguous, with equal values."""
         with torch.no_grad():
@@ -104,6 +114,15 @@ class FusedLinear:
                 for parameter in (each.bias,) if self.packed is not None else (each.weight, each.bias):
                     if parameter is not None:
                         parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+
+
+def packed_step(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """`packed_linear` for inputs like `x`, without the checks of each call."""
+    kernel = packed_kernel(x, packed, bias)
+    if kernel is None:
+        return lambda rows: packed_linear(rows, packed, bias)
+    given = packed.data, packed.scales, packed.zeros, bias, packed.bits
+    return lambda rows: kernel(rows, *given)
 
 
 class OutputLayer:

@@ -13,6 +13,7 @@ Rows are whole, so that a weight is divided over ranks along `out`, and along `i
 Source of the scheme: B. Jacob et al., arXiv 1712.05877; groups along `in`: E. Frantar et al., arXiv 2210.17323.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -192,11 +193,16 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -
         )
     if bias is not None and bias.shape != (rows,):
         raise ConfigError(f"bias: found shape {tuple(bias.shape)}, but it must be ({rows},)")
-    if x.numel() <= MOST_ROWS * cols:
-        kernel = operator_for(OP, "packed_linear", x, packed.scales, packed.zeros, bias)
-        if kernel is not None:
-            return kernel(x, packed.data, packed.scales, packed.zeros, bias, packed.bits)
+    if (kernel := packed_kernel(x, packed, bias)) is not None:
+        return kernel(x, packed.data, packed.scales, packed.zeros, bias, packed.bits)
     return packed_linear_reference(x, packed, bias)
+
+
+def packed_kernel(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Callable[..., Tensor] | None:
+    """The operator that `packed_linear` calls for tensors like these, or None."""
+    if x.numel() > MOST_ROWS * packed.shape[1]:
+        return None
+    return operator_for(OP, "packed_linear", x, packed.scales, packed.zeros, bias)
 
 
 def packed_linear_reference(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:

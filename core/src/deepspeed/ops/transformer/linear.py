@@ -3,6 +3,8 @@
 y = x w^T + bias           arithmetic is fp32, rounded once to x's dtype
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,9 +35,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 0.0], [3.0, 4.0]]), torch.tensor([0.0, 0.5]))
     tensor([ 1.0000, 11.5000])
     """
+    if (kernel := linear_kernel(x, weight, bias)) is not None:
+        return kernel(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def linear_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor] | None:
+    """The operator that `linear` calls for tensors like these, or None."""
     is_few = weight.dim() == 2 and x.dim() > 0 and x.numel() <= MOST_ROWS * weight.shape[1]
     if is_few and x.dtype in _DTYPES and weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype):
         if x.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1]):
-            if (kernel := operator_for(OP, "linear", x, weight, bias)) is not None:
-                return kernel(x, weight, bias)
-    return F.linear(x, weight, bias)
+            return operator_for(OP, "linear", x, weight, bias)
+    return None

@@ -20,6 +20,9 @@ DS_CPU_INLINE float sum_of_lanes(Vec a) {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
+DS_CPU_INLINE void sums_of_four(const Vec* vecs, float* to) {
+    for (int i = 0; i < 4; ++i) to[i] = sum_of_lanes(vecs[i]);
+}
 // a, or b where a is NaN.
 DS_CPU_INLINE Vec number_or(Vec a, Vec b) {
     return {_mm256_blendv_ps(a.value, b.value, _mm256_cmp_ps(a.value, a.value, _CMP_UNORD_Q))};

@@ -16,6 +16,19 @@ DS_CPU_INLINE Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.value)}; }
 DS_CPU_INLINE Vec rough_reciprocal(Vec a) { return {_mm512_rcp14_ps(a.value)}; }
 // By halves.
 DS_CPU_INLINE float sum_of_lanes(Vec a) { return _mm512_reduce_add_ps(a.value); }
+// The sums of the lanes of each, each in one order.
+DS_CPU_INLINE __m128 sums_of_four(Vec a, Vec b, Vec c, Vec d) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.value, b.value), _mm512_unpackhi_ps(a.value, b.value));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.value, d.value), _mm512_unpackhi_ps(c.value, d.value));
+    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    const __m512 all = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+DS_CPU_INLINE void sums_of_four(const Vec* vecs, float* to) {
+    _mm_storeu_ps(to, sums_of_four(vecs[0], vecs[1], vecs[2], vecs[3]));
+}
 // a, or b where a is NaN.
 DS_CPU_INLINE Vec number_or(Vec a, Vec b) {
     return {_mm512_mask_mov_ps(a.value, _mm512_cmp_ps_mask(a.value, a.value, _CMP_UNORD_Q), b.value)};

@@ -23,6 +23,9 @@ DS_CPU_INLINE Vec sqrt(Vec a) { return {__builtin_sqrtf(a.value)}; }
 // 1 / a to 11 bits or more.
 DS_CPU_INLINE Vec rough_reciprocal(Vec a) { return {1.0f / a.value}; }
 DS_CPU_INLINE float sum_of_lanes(Vec a) { return a.value; }
+DS_CPU_INLINE void sums_of_four(const Vec* vecs, float* to) {
+    for (int i = 0; i < 4; ++i) to[i] = sum_of_lanes(vecs[i]);
+}
 DS_CPU_INLINE Vec number_or(Vec a, Vec b) { return a.value == a.value ? a : b; }
 DS_CPU_INLINE Vec sign(Vec a) { return {a.value > 0 ? 1.0f : a.value < 0 ? -1.0f : 0.0f}; }
 

@@ -22,6 +22,10 @@ struct LinearPass {
     int64_t block;
 };
 
+// Rows of x up to which bf16 products are faster than those of fp32, which the machine has twice as many of in a
+// second: then the weight's reading hides them, and with more rows its widening is shared.
+constexpr int64_t kMostBf16Rows = 2;
+
 // In integers where x is bf16 and the weight is, else with bf16 products where x is bf16 and no group ends within a
 // block.
 template <typename W>
@@ -35,7 +39,8 @@ static LinearPass linear_pass(const LinearArgs& args) {
     }
     if constexpr (!std::is_same_v<W, float>) {
         constexpr int64_t kBlock = avx512bf16::Bf16Products::kBlock;
-        if (args.dtype == Dtype::kBf16 && has_bf16_products() && (args.groups == 1 || args.group_size % kBlock == 0)) {
+        const bool is_even = args.groups == 1 || args.group_size % kBlock == 0;
+        if (args.dtype == Dtype::kBf16 && has_bf16_products() && is_even && args.padded_rows <= kMostBf16Rows) {
             return {&avx512bf16::prepare_linear_bf16<W>, &avx512bf16::linear_outs_bf16<W>, kBlock};
         }
     }

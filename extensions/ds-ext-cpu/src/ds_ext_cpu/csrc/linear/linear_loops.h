@@ -285,8 +285,13 @@ DS_CPU_INLINE void linear_tile(const LinearArgs& args, int64_t out, int64_t row)
     float results[kOuts][kRows];
 #pragma GCC unroll 4
     for (int o = 0; o < kOuts; ++o) {
+        if constexpr (kRows % 4 == 0) {
+#pragma GCC unroll 2
+            for (int r = 0; r < kRows; r += 4) sums_of_four(totals[o] + r, results[o] + r);
+        } else {
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) results[o][r] = sum_of_lanes(totals[o][r]);
+            for (int r = 0; r < kRows; ++r) results[o][r] = sum_of_lanes(totals[o][r]);
+        }
     }
     for (int o = 0; o < kOuts; ++o) {
         const float bias = args.bias == nullptr ? 0.0f : args.bias[out + o];

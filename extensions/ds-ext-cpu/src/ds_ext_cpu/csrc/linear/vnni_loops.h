@@ -140,17 +140,6 @@ DS_CPU_INLINE void add_integers(const __m512i* weights, const int8_t* x, int64_t
     }
 }
 
-// The sums of the lanes of four.
-DS_CPU_INLINE __m128 sums_of_four(Vec a, Vec b, Vec c, Vec d) {
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.value, b.value), _mm512_unpackhi_ps(a.value, b.value));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.value, d.value), _mm512_unpackhi_ps(c.value, d.value));
-    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-    const __m512 all = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-
 // As `narrow<Bf16>`, of four.
 DS_CPU_INLINE void store_four(Bf16* to, __m128 values) {
     const __m128i bits = _mm_castps_si128(values), top = _mm_srli_epi32(bits, 16);
@@ -264,11 +253,10 @@ static void vnni_tiles(const LinearArgs& given, int64_t first, int64_t last) {
 // Outputs [first, last).
 template <typename W>
 void linear_outs_vnni(const LinearArgs& args, int64_t first, int64_t last) {
+    // four outputs share their last steps; rows of x are read again from the first cache
     if (args.padded_rows == 1) {
         vnni_tiles<W, 4, 1>(args, first, last);
-    } else if (args.padded_rows == 2) {
-        vnni_tiles<W, 4, 2>(args, first, last);
     } else {
-        vnni_tiles<W, 2, 4>(args, first, last);
+        vnni_tiles<W, 4, 2>(args, first, last);
     }
 }
