@@ -34,23 +34,26 @@ def test_a_collective_follows(stage):
 
 
 class Crossing(torch.nn.Module):
-    """Where the ranks part, each goes through another layer."""
+    """Where the ranks part, each goes first through another layer, or the last one through fewer."""
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
-        self.parts = False
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, width) for width in (8, 8, 16))
+        self.way = ""
 
     def forward(self, x):
-        first = dist.get_rank() if self.parts else 0
-        return self.layers[1 - first](self.layers[first](x)).sum()
+        first = dist.get_rank() if self.way == "other" else 0
+        x = self.layers[first](x)
+        if self.way != "fewer" or dist.get_rank() == 0:
+            x = self.layers[2](self.layers[1 - first](x))
+        return x.sum()
 
 
-def destroy_after_ranks_parted(direct):
+def destroy_after_ranks_parted(direct, way):
     """All ranks catch the error, and train another engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_COMM_DIRECT", direct)
-        for parts in (True, False):
+        for each in (way, ""):
             model = Crossing()
             config = {
                 "train_micro_batch_size_per_gpu": 1,
@@ -58,18 +61,20 @@ def destroy_after_ranks_parted(direct):
                 "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             }
             engine, *_ = deepspeed.initialize(model=model, config=config)
-            model.parts = parts
+            model.way = each
             try:
                 engine.backward(engine(torch.ones(1, 8)))
                 engine.step()
             except CommError:
-                assert parts
+                assert each
             else:
-                assert not parts
+                assert not each
             engine.destroy()
     return engine.global_steps, model.layers[0].weight.shape
 
 
+@pytest.mark.parametrize("way", ["other", "fewer"])
 @pytest.mark.parametrize("direct", ["1", "0"])
-def test_after_ranks_parted(direct):
-    assert run_ranks(2, destroy_after_ranks_parted, direct) == [(1, (8, 8))] * 2
+def test_after_ranks_parted(direct, way):
+    """Over sockets, ranks that go through fewer layers wait for each other in collectives of other sizes."""
+    assert run_ranks(2, destroy_after_ranks_parted, direct, way) == [(1, (8, 8))] * 2

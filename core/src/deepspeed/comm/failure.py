@@ -158,6 +158,8 @@ class FailureRecord:
     def noted(self, key: str, wait_s: float) -> str:
         """What another rank has put there, or puts there within `wait_s` seconds; "" otherwise."""
         key = f"{self._prefix}/{key}"
+        if wait_s == 0.0:
+            return self._ask(lambda store: store.get(key) if store.check([key]) else b"")
         return self._ask(lambda store: store.wait([key], timedelta(seconds=wait_s)) or store.get(key))
 
     @staticmethod

@@ -6,7 +6,9 @@ paths through a model get wrong numbers where the sizes agree, and wait for each
 - every all-reduce of a few fp64 numbers, as each step and each evaluation at stage 3 has one, also carries a checksum
   of what was issued before it: ranks that differ raise, all of them, before the weights are updated;
 - when a collective fails, the ranks that were in one put what they have issued into the job's store, and the error
-  names the first two that differ.
+  names the first two that differ;
+- a rank that waits long shows there what it has issued, so that of two which wait for each other in different
+  collectives both find it, and do not wait until the group's timeout.
 
 Used by `torch_group.py` and `watch.py`.
 """
@@ -67,6 +69,7 @@ class Issued:
         self._number = 0
         self._checksum = 0
         self._num_compared = 0
+        self._num_shown = 0
         self.name = f"{failures.name}/{epoch}"
         parted.count(self)
 
@@ -109,8 +112,7 @@ class Issued:
             grace_s: how long to wait for what the peers have issued.
         """
         deadline_s = time.monotonic() + grace_s
-        first = self._number - len(self._collectives)
-        mine = {"rank": torch_dist.get_rank(), "first": first, "issued": [str(each) for each in self._collectives]}
+        mine = self._told()
         key = f"issued/{self._epoch}/{self._num_compared}"
         self._num_compared += 1
         self._failures.note(f"{key}/{self._rank}", json.dumps(mine))
@@ -121,13 +123,37 @@ class Issued:
                 return found
         return ""
 
+    def crossing(self) -> str:
+        """Where a peer that waits long has issued another collective than this rank, in words; "" while none is known.
+        Called while this rank waits long, now and then."""
+        mine, key = self._told(), f"issued/{self._epoch}/waits"
+        if self._num_shown != self._number:
+            self._num_shown = self._number
+            self._failures.note(f"{key}/{self._rank}", json.dumps(mine))
+        for rank in range(self._world_size):
+            noted = "" if rank == self._rank else self._failures.noted(f"{key}/{rank}", 0.0)
+            if noted and (found := _first_pair_that_differs(mine, json.loads(noted))):
+                return found
+        return ""
 
-def _first_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    def _told(self) -> dict[str, Any]:
+        """What this rank has issued, for its peers."""
+        first = self._number - len(self._collectives)
+        return {"rank": torch_dist.get_rank(), "first": first, "issued": [str(each) for each in self._collectives]}
+
+
+def _first_pair_that_differs(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     first = max(mine["first"], theirs["first"])
     pairs = zip(*(islice(each["issued"], first - each["first"], None) for each in (mine, theirs)), strict=False)
     for own, other in pairs:
         if own != other:
             return f"rank {mine['rank']} makes {own} where rank {theirs['rank']} makes {other}; {_ADVICE}"
+    return ""
+
+
+def _first_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    if found := _first_pair_that_differs(mine, theirs):
+        return found
     counts = [each["first"] + len(each["issued"]) for each in (mine, theirs)]
     if counts[0] == counts[1]:
         return ""

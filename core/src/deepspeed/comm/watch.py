@@ -81,10 +81,16 @@ class Watch:
     def looker(self, waits_in: object, never_comes: Callable[[int, parted.Note], bool]) -> Callable[[], None]:
         """What another thread calls while this rank waits, see `parted.find`; if that finds something the wait raises
         it."""
-        group, epoch = self.group, self._epoch  # the wait may fail meanwhile, and this rank begin the next epoch
+        # the wait may fail meanwhile, and this rank begin the next epoch
+        group, epoch, issued = self.group, self._epoch, self.issued
 
         def look() -> None:
-            if self._parted is None and (error := parted.find(self._of, str(waits_in), never_comes)) is not None:
+            if self._parted is not None:
+                return
+            error: CommError | None = parted.find(self._of, str(waits_in), never_comes)
+            if error is None and (crossing := issued.crossing()):
+                error = CommError(crossing)
+            if error is not None:
                 self._failures.claim(epoch, error)  # before peers see that the connections are closed
                 if self._epoch == epoch:
                     self._parted = error
