@@ -42,6 +42,8 @@ class Crossing(torch.nn.Module):
         self.way = ""
 
     def forward(self, x):
+        if self.way == "fails":
+            raise ZeroDivisionError("before the first layer")
         first = dist.get_rank() if self.way == "other" else 0
         x = self.layers[first](x)
         if self.way != "fewer" or dist.get_rank() == 0:
@@ -78,3 +80,27 @@ def destroy_after_ranks_parted(direct, way):
 def test_after_ranks_parted(direct, way):
     """Over sockets, ranks that go through fewer layers wait for each other in collectives of other sizes."""
     assert run_ranks(2, destroy_after_ranks_parted, direct, way) == [(1, (8, 8))] * 2
+
+
+def destroy_after_a_failure_unheard(direct):
+    """Rank 1 has failed in a forward of its own; nobody waited for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_COMM_DIRECT", direct)
+        model = Crossing()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "Adam"},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        }
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        if dist.get_rank() == 1:
+            model.way = "fails"
+            with pytest.raises(ZeroDivisionError):
+                engine(torch.ones(1, 8))
+        engine.destroy()
+    return model.layers[0].weight.shape
+
+
+@pytest.mark.parametrize("direct", ["1", "0"])
+def test_after_a_failure_that_a_rank_has_not_heard_of(direct):
+    assert run_ranks(2, destroy_after_a_failure_unheard, direct, timeout_s=30) == [(8, 8)] * 2

@@ -96,10 +96,21 @@ def _definer(module: torch.nn.Module) -> type:
 def _fits(saved: Any, own: Tensor | None) -> bool:
     if own is None:
         return True
-    if not isinstance(saved, Tensor | StoredTensor):
+    if not isinstance(saved, Tensor | StoredTensor) or _form(saved):
         return False
     return saved.shape == own.shape or (own.dim() == 0 and saved.dim() == 1)  # torch takes the first element
 
 
 def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor | StoredTensor) else f"a {type(value).__name__}"
+    if not isinstance(value, Tensor | StoredTensor):
+        return f"a {type(value).__name__}"
+    return f"{form} {tuple(value.shape)}" if (form := _form(value)) else str(tuple(value.shape))
+
+
+def _form(value: Tensor | StoredTensor) -> str:
+    """Of a tensor of which a parameter cannot take the values; "" of others."""
+    if isinstance(value, StoredTensor):
+        return ""
+    if value.is_meta or value.is_nested or value.is_quantized:
+        return "a meta tensor" if value.is_meta else "a nested tensor" if value.is_nested else "a quantized tensor"
+    return "" if value.layout == torch.strided else "a sparse tensor"

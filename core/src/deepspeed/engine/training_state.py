@@ -16,7 +16,7 @@ from deepspeed.engine.export import module_state_dict
 from deepspeed.engine.training import Training
 from deepspeed.errors import CheckpointError
 from deepspeed.optim.saved_state import check_saved_state
-from deepspeed.optim.saved_values import check_options, check_state
+from deepspeed.optim.saved_values import check_options, check_schedule, check_state
 from deepspeed.zero.param_unit import shape_of
 from deepspeed.zero.parameter_parts import saved_part
 from deepspeed.zero.strategy import Sharding
@@ -164,11 +164,17 @@ class TrainingState:
         Raises:
             CheckpointError: says what was found and how this run differs.
         """
+        scaler = self.training.precision.loss_scaler
         if loaded.by_name is not None:
             self.sharding.check_named_states(loaded.by_name.states, with_states=with_states, strict=strict)
+            if with_states and isinstance(loaded.by_name.loss_scaler, dict):
+                scaler.check_state_dict(loaded.by_name.loss_scaler)
             return
         if loaded.shard_state is not None:
-            self.sharding.check_state(loaded.shard_state["optimizer_state_dict"], with_states=with_states)
+            saved = loaded.shard_state["optimizer_state_dict"]
+            self.sharding.check_state(saved, with_states=with_states)
+            if with_states and isinstance(saved.get("loss_scaler"), dict):
+                scaler.check_state_dict(saved["loss_scaler"])
             return
         self._check_torch_state(loaded.model_state["optimizer"], loaded.path)
 
@@ -209,6 +215,12 @@ class TrainingState:
     def _restore_loss_scaler(self, saved: Any, *, with_states: bool) -> None:
         if with_states and isinstance(saved, dict):
             self.training.precision.loss_scaler.load_state_dict(saved)
+
+    def check_progress(self, state: Mapping[str, Any], *, with_scheduler: bool) -> None:
+        """Refuse the state of a learning rate schedule that `restore_progress` could not take."""
+        scheduler = self.training.lr_scheduler
+        if with_scheduler and scheduler is not None and state.get("lr_scheduler") is not None:
+            check_schedule(scheduler, state["lr_scheduler"])
 
     def restore_progress(self, state: Mapping[str, Any], *, with_scheduler: bool) -> None:
         """Counters and, with `with_scheduler`, the learning rate schedule."""

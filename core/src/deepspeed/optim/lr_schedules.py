@@ -23,6 +23,7 @@ from deepspeed.optim.lr_arguments import (
 )
 from deepspeed.optim.lr_names import *  # noqa: F403
 from deepspeed.optim.lr_names import VALID_LR_SCHEDULES, WARMUP_LINEAR_RATE, WARMUP_LOG_RATE
+from deepspeed.optim.saved_values import number_in
 
 __all__ = [
     "VALID_LR_SCHEDULES",
@@ -92,15 +93,25 @@ class Schedule:
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
         """Continue at the saved count, and write its learning rates. CheckpointError if `sd` holds no count."""
+        self.check_state_dict(sd)
+        self.last_batch_iteration = int(sd["last_batch_iteration"])
+        lrs = self._write()
+        self._last_lr = lrs if self.last_batch_iteration >= 0 else None
+
+    def check_state_dict(self, sd: Any) -> None:
+        """Raise CheckpointError where `load_state_dict(sd)` would; changes nothing."""
         if not isinstance(sd, Mapping) or "last_batch_iteration" not in sd:
             found = sorted(map(str, sd)) if isinstance(sd, Mapping) else type(sd).__name__
             raise CheckpointError(
                 f"{type(self).__name__}: the saved scheduler state has no last_batch_iteration (found: {found}); it "
                 "was saved by another kind of scheduler, so load with load_lr_scheduler_states=False"
             )
-        self.last_batch_iteration = int(sd["last_batch_iteration"])
-        lrs = self._write()
-        self._last_lr = lrs if self.last_batch_iteration >= 0 else None
+        count = number_in(sd["last_batch_iteration"])
+        if count is None or not math.isfinite(count) or count < -1:
+            raise CheckpointError(
+                f"{type(self).__name__}: the saved last_batch_iteration is {sd['last_batch_iteration']!r:.60}, and a "
+                "number of -1 or more is expected; load another tag, or with load_lr_scheduler_states=False"
+            )
 
     def _write(self) -> list[float]:
         return update_lr(self.optimizer.param_groups, self.get_lr())

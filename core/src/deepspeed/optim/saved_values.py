@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed.errors import CheckpointError
 
@@ -50,7 +51,7 @@ def _is_option(name: str, value: Any, own: Any) -> bool:
         return (same or own is None) and all(_is_option(name, each, 0.0 if same else None) for each in value)
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return own is None or value is None or isinstance(own, bool if isinstance(value, bool) else type(value))
-    number = _number(value)
+    number = number_in(value)
     if number is None:
         return own is None or type(own) is type(value)
     if isinstance(own, bool | str | tuple | list) or not math.isfinite(number):
@@ -104,12 +105,45 @@ def is_moment(name: str) -> bool:
     return name in _MOMENTS
 
 
+def check_schedule(scheduler: Any, saved: Any) -> None:
+    """Compare the state of a learning rate schedule with that of this run's, which it replaces.
+
+    Of schedules with states that nobody here knows only the kind is looked at.
+
+    Raises:
+        CheckpointError: it is of another kind, or has something else where the schedule has numbers.
+    """
+    if hasattr(scheduler, "check_state_dict"):
+        scheduler.check_state_dict(saved)
+        return
+    if not isinstance(scheduler, LRScheduler):
+        return
+    own = scheduler.state_dict()
+    values = saved.items() if isinstance(saved, Mapping) else [("state_dict", saved)]
+    for name, value in values:
+        if not isinstance(saved, Mapping) or (name in own and not _is_alike(own[name], value)):
+            raise CheckpointError(
+                f"{type(scheduler).__name__}: the saved {name} is {value!r:.60}, where this run has "
+                f"{own.get(name)!r:.60}; load another tag, or with load_lr_scheduler_states=False"
+            )
+
+
+def _is_alike(own: Any, saved: Any) -> bool:
+    """Whether there are numbers where this run has some; infinity is one, as before a first measurement."""
+    if isinstance(own, list | tuple) and own and all(number_in(each) is not None for each in own):
+        return isinstance(saved, list | tuple) and all(_is_alike(own[0], each) for each in saved)
+    if number_in(own) is None:
+        return True
+    number = number_in(saved)
+    return number is not None and not math.isnan(number) and not (type(own) is int and math.isinf(number))
+
+
 def _is_count(value: Any) -> bool:
-    number = _number(value)
+    number = number_in(value)
     return number is not None and math.isfinite(number) and number >= 0
 
 
-def _number(value: Any) -> float | None:
+def number_in(value: Any) -> float | None:
     """A number, also in a tensor; None: it is none."""
     if isinstance(value, Tensor):
         is_real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool

@@ -4,12 +4,13 @@ Small fp16 gradients vanish below 6e-8, so the loss is multiplied by a scale bef
 are divided by it before the step (Mixed Precision Training, arXiv 1710.03740, section 3.2).
 """
 
+import math
 from typing import Any
 
 from torch import Tensor
 
 from deepspeed._absent_members import absent_members
-from deepspeed.errors import StateError
+from deepspeed.errors import CheckpointError, StateError
 from deepspeed.log import report
 
 
@@ -43,6 +44,9 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """A constant scale is the configuration's, whatever a checkpoint had."""
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError for what `load_state_dict` cannot take; changes nothing."""
 
 
 @absent_members("runtime.fp16.loss_scaler:DynamicLossScaler")
@@ -116,9 +120,22 @@ class DynamicLossScaler(LossScaler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another dynamic scale was; the state of a constant one leaves this one as it is."""
+        self.check_state_dict(state)
         if "cur_hysteresis" not in state:
             return
         self.loss_scale = float(state["cur_scale"])
         self._credit = int(state["cur_hysteresis"])
         self._num_steps = int(state["cur_iter"])
         self._last_overflow = int(state["last_overflow_iter"])
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        if "cur_hysteresis" not in state:
+            return
+        for name, own in self.state_dict().items():
+            value = state.get(name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number or (name == "cur_scale" and value <= 0) or (isinstance(own, int) and value != int(value)):
+                raise CheckpointError(
+                    f"loss scale: the saved {name} is {value!r:.60}, and a number as {own} is expected; load another "
+                    "tag, or with load_optimizer_states=False"
+                )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Module, Parameter
 
+from deepspeed.comm.failure import PeerFailed
+from deepspeed.comm.give_up import begin_use, give_up
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import CommError
 from deepspeed.zero.agreement import named_ranks
@@ -24,6 +26,8 @@ from deepspeed.zero.param_unit import ParamUnit, set_data, shape_of, unit_of
 from deepspeed.zero.shard_home import ShardHome
 from deepspeed.zero.unit_groups import UnitGroups
 from deepspeed.zero.unit_ranks import UnitRanks
+
+_MAX_FAILURES = 3  # of peers, while units are gathered for the last time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +204,7 @@ class ModuleUnits:
         try:
             if home is not None:
                 self._require_readable(home)
-            for unit in units:
-                unit.restore_plain()
+            _restore_plain(units)
         finally:
             for unit in units:  # those that were not
                 unit.let_go()
@@ -239,3 +242,19 @@ def _find_borrowed(module: Module, trained: Set[Parameter]) -> dict[Parameter, M
     for each in live:
         each.install_again()
     return {param: unit.hooks for param, unit in units.items() if unit.hooks in live}
+
+
+def _restore_plain(units: Sequence[ParamUnit]) -> None:
+    """A peer may have failed more often than this rank has heard of, and be in the same call now: they meet again."""
+    num_failed = 0
+    for unit in units:
+        while True:
+            try:
+                unit.restore_plain()
+                break
+            except PeerFailed:
+                num_failed += 1
+                if num_failed > _MAX_FAILURES:
+                    raise
+                begin_use()  # another failure than the one that the user may be handling
+                give_up([left for each in units if (left := each.abandon()) is not None])

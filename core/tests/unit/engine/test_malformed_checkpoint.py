@@ -17,7 +17,17 @@ VALUES = {
     "global_steps": ["x", -1, 1.5, None, torch.ones(2)],
     "global_samples": [[5], {}],
     "skipped_steps": ["3"],
-    "lr_scheduler": [5, ["x"], torch.ones(2)],
+    "lr_scheduler": [
+        5,
+        ["x"],
+        torch.ones(2),
+        *({"last_batch_iteration": n} for n in ("x", None, -5, float("nan"), 2**2000)),
+    ],
+}
+#: of which a parameter cannot take values
+FORMS = {
+    "meta": torch.empty(2, 2, device="meta"),
+    "sparse": torch.ones(2, 2).to_sparse(),
 }
 CASES = [(key, value) for key, values in VALUES.items() for value in values]
 
@@ -47,10 +57,51 @@ def test_values_of_other_types_are_refused_by_name(create, tmp_path, saved_stage
         with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(tmp_path, "t")
         if key == "lr_scheduler":
-            assert "the saved scheduler state has no last_batch_iteration" in str(caught.value)
+            assert "last_batch_iteration" in str(caught.value)
         else:
             assert str(path) in str(caught.value), (key, value)
             assert key in str(caught.value), (key, value)
-            assert torch.equal(engine.module.weight, before)
+        assert before is None or torch.equal(engine.module.weight, before)
+        assert engine.global_steps == 0
+    for form, value in FORMS.items() if saved_stage < 3 else ():
+        torch.save({**state, "module": {**state["module"], "weight": value}}, path)
+        with pytest.raises(CheckpointError, match=f"weight is a {form} tensor"):
+            engine.load_checkpoint(tmp_path, "t")
     torch.save(state, path)
     assert engine.load_checkpoint(tmp_path, "t")[0] == str(path)
+
+
+def test_a_torch_schedule_takes_numbers_where_it_has_numbers(make_engine, tmp_path):
+    def create():
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return make_engine(net, arguments={"optimizer": optimizer, "lr_scheduler": schedule}, optimizer=None)
+
+    create().save_checkpoint(tmp_path, "t")
+    engine = create()
+    (path,) = tmp_path.glob(f"t/*{layout.model_file(0)}")
+    path.with_name("index.json").unlink()
+    state = torch.load(path, weights_only=True)
+    assert state["lr_scheduler"]["best"] == float("inf")
+    for change in ({"last_epoch": "x"}, {"best": float("nan")}, {"min_lrs": "0"}, {"min_lrs": ["x"]}):
+        torch.save({**state, "lr_scheduler": {**state["lr_scheduler"], **change}}, path)
+        with pytest.raises(CheckpointError, match=f"ReduceLROnPlateau: the saved {next(iter(change))} is"):
+            engine.load_checkpoint(tmp_path, "t")
+    torch.save(state, path)
+    assert engine.load_checkpoint(tmp_path, "t")[0] == str(path)
+
+
+@pytest.mark.parametrize("scale", ["x", float("nan"), float("inf"), 0.0, True])
+def test_a_loss_scale_is_a_number_above_0(make_engine, tmp_path, scale):
+    make_engine(nn.Linear(2, 2), zero_optimization={"stage": 1}, fp16={"enabled": True}).save_checkpoint(tmp_path, "t")
+    engine = make_engine(nn.Linear(2, 2), zero_optimization={"stage": 1}, fp16={"enabled": True})
+    (path,) = tmp_path.glob("t/*optim_states.pt")
+    path.with_name("index.json").unlink()
+    state = torch.load(path, weights_only=True)
+    state["optimizer_state_dict"]["loss_scaler"]["cur_scale"] = scale
+    torch.save(state, path)
+    before = engine.module.weight.detach().clone()
+    with pytest.raises(CheckpointError, match="loss scale: the saved cur_scale is"):
+        engine.load_checkpoint(tmp_path, "t")
+    assert torch.equal(engine.module.weight, before)
