@@ -359,3 +359,37 @@ def read_after_a_failure(path):
 
 def test_what_one_rank_alone_has_seen_being_read_is_forgotten_after_a_failure(path):
     run_ranks(2, read_after_a_failure, path, timeout_s=60)
+
+
+def other_numbers_of_failures_job():
+    """Rank 0 hears of two failures of rank 1 at once, and then fails once more by itself: they failed as often, and are
+    in other epochs of their groups."""
+    engine = create_engine(1)
+    rank = torch.distributed.get_rank()
+
+    def fails():
+        engine.module.fails_in = "forward"
+        with pytest.raises(MemoryError):
+            engine(torch.ones(2, WIDTH))
+        engine.module.fails_in = ""
+
+    if rank == 1:
+        fails()
+        fails()
+        torch.distributed.barrier()
+    else:
+        torch.distributed.barrier()
+        engine.backward(engine(torch.ones(2, WIDTH)))
+        with pytest.raises(PeerFailed):
+            engine.step()
+        fails()
+    engine.destroy()
+    engine = create_engine(1)
+    engine.backward(engine(torch.ones(2, WIDTH)))
+    engine.step()
+    return engine.global_steps
+
+
+@pytest.mark.parametrize("direct", ["1", "0"])
+def test_ranks_that_heard_of_other_failures_begin_together(direct):
+    assert run_ranks(2, other_numbers_of_failures_job, environment={"DS_COMM_DIRECT": direct}) == [1, 1]

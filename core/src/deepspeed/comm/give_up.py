@@ -11,8 +11,8 @@ it is handled, such as `destroy()`: the exception is marked. A mark is void when
 inside the `except`. Those who fail because of a peer go to where it is: `FailureRecord.next_epoch`.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch.distributed as torch_dist
@@ -76,25 +76,52 @@ def give_up(works: Sequence[tuple[GroupBackend, Work]] = ()) -> None:
             party.abandon()
 
 
-def num_failures() -> int:
-    """After how many failures this rank has left its groups."""
-    return _num_told
+@runtime_checkable
+class HasEpochs(Protocol):
+    """A backend that begins an epoch when it is left after a failure; collectives work where all ranks are in one."""
+
+    def epoch(self) -> tuple[str, int]:
+        """A name for its epochs, the same on all ranks of the group, and the present one."""
+
+    def join_epoch(self, epoch: int) -> None:
+        """Leave what is in flight, and begin this later epoch. Waits for nobody."""
 
 
-def follow(num_failures: int) -> None:
-    """Leave all groups where another rank has done so and this one has heard nothing of it, as when an update failed
-    there; then the next call works on all ranks.
+def _with_epochs() -> list[HasEpochs]:
+    backends = [_plain(backend) for backend in known_backends() if backend.world_size > 1]
+    return [backend for backend in backends if isinstance(backend, HasEpochs)]
+
+
+def standing() -> Mapping[str, Any]:
+    """After how many failures this rank has left its groups, and in which epoch of each it is."""
+    return {"failures": _num_told, "epochs": dict(backend.epoch() for backend in _with_epochs())}
+
+
+def follow(standings: Sequence[Mapping[str, Any]]) -> None:
+    """Go where the rank is that has left its groups most often: this one may have heard nothing of it, as when an
+    update failed there, or may have left them once for two failures of a peer. Then the next call works on all ranks.
 
     Args:
-        num_failures: of the rank that has left them most often.
+        standings: of all ranks, which make this call together.
     """
     global _num_told
-    if num_failures > _num_told:
+    num_failures = max(each["failures"] for each in standings)
+    is_behind, _num_told = num_failures > _num_told, num_failures
+    with_epochs = _with_epochs()
+    if is_behind:
         try:
             raise PeerFailed("another rank has failed, and this one had not heard of it")
         except PeerFailed:
-            give_up()
-        _num_told = num_failures
+            for backend in known_backends():
+                if backend.world_size > 1 and _plain(backend) not in with_epochs:
+                    backend.abandon([], failed=True)
+        for party in list(_parties):
+            party.abandon()
+    for each in with_epochs:
+        name, own = each.epoch()
+        latest = max(standing["epochs"].get(name, own) for standing in standings)
+        if own < latest:
+            each.join_epoch(latest)
 
 
 def _is_told() -> bool:

@@ -43,6 +43,8 @@ class Counted(Protocol):
 
 
 _counted: WeakSet[Counted] = WeakSet()
+#: the calls that this rank has ended; a slow rank may not have taken its note back when this one waits again
+_ended: set[str] = set()
 
 
 def count(each: Counted) -> None:
@@ -92,11 +94,12 @@ def find(
     try:
         store = torch_dist.distributed_c10d._get_default_store()
         for rank, note in _notes(store, group):
-            if own not in note.ranks or not never_comes(rank, note):
+            if note.end in _ended or own not in note.ranks or not never_comes(rank, note):
                 continue
             found = f"rank {rank} called {note.call}, and rank {own} {'called' if calls else 'waits in'} {waits_in}"
             end = PARTED + f"{found}: they wait for each other. {advice(note.call)}"
             if store.compare_set(note.end, "", end).decode() == end:
+                _ended.add(note.end)
                 return RanksParted(end.removeprefix(PARTED))
     except (RuntimeError, ValueError) as error:
         logger.debug("the store of the job does not answer: %s", first_line(error))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch.distributed as torch_dist
 
 from deepspeed.comm.ended import ended_clause
-from deepspeed.comm.give_up import begin_use, follow, give_up, num_failures
+from deepspeed.comm.give_up import begin_use, follow, give_up, standing
 from deepspeed.comm.libraries import host_or_device
 from deepspeed.comm.values import HeardFailure, all_gather_values, all_gather_within, bring_failure, meet
 from deepspeed.errors import CommError, first_line
@@ -35,7 +35,7 @@ def together(call: str) -> Iterator[None]:
     begin_use()
     try:
         if _has_peers():
-            follow(max(all_gather_values(num_failures())))
+            follow(all_gather_values(standing()))
         yield
         if _has_peers():
             meet(call)
@@ -70,6 +70,6 @@ def _bring(call: str, error: Exception) -> None:
 def _level() -> None:
     """All ranks know of a failure, for which some have left their groups: then all do."""
     try:
-        follow(max(all_gather_within(num_failures(), _SHORT_LIMIT_S)))
+        follow(all_gather_within(standing(), _SHORT_LIMIT_S))
     except RuntimeError as error:
         logger.warning("ranks that know of a failure did not meet: %s", first_line(error))

@@ -168,10 +168,22 @@ class TorchGroup:
         """Leave `works` unfinished; see `watch.py`. After a failure the next collective makes new connections."""
         self.watch.abandon(parts_of(works), failed=failed)
         if failed:
-            self._is_connected = False
-            self.own_group = self.group
-            self._transports.clear()
-            self.staging = StagingPool(self.staging.limit_bytes)  # works that were left may still write the other's
+            self._forget_connections()
+
+    def epoch(self) -> tuple[str, int]:
+        """See `HasEpochs` in `give_up.py`."""
+        return self.watch.epoch()
+
+    def join_epoch(self, epoch: int) -> None:
+        """See `HasEpochs` in `give_up.py`."""
+        self.watch.join_epoch(epoch)
+        self._forget_connections()
+
+    def _forget_connections(self) -> None:
+        self._is_connected = False
+        self.own_group = self.group
+        self._transports.clear()
+        self.staging = StagingPool(self.staging.limit_bytes)  # works that were left may still write the other's
 
     def release(self) -> None:
         """Drop the staging memory."""

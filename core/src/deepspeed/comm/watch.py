@@ -121,12 +121,20 @@ class Watch:
         if not failed:
             return
         self._failures.record(self._epoch)
-        self._epoch = self._failures.next_epoch(self._epoch)
+        self.join_epoch(self._failures.next_epoch(self._epoch), leaves_works=bool(over_gloo))
+
+    def epoch(self) -> tuple[str, int]:
+        """For `give_up.py`."""
+        return self._failures.name, self._epoch
+
+    def join_epoch(self, epoch: int, *, leaves_works: bool = False) -> None:
+        """Close the connections of the present epoch, and begin another."""
+        self._epoch = epoch
         if self.group is not self._of:
             self.close()
             self._kept.append(self.group)
             self.group = self._of
-        elif over_gloo:
+        elif leaves_works:
             self.close()
             self._failure = CommError(
                 f"rank {torch_dist.get_rank()} left collectives of this group unfinished after a failure, and closed "

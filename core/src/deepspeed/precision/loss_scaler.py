@@ -132,9 +132,11 @@ class DynamicLossScaler(LossScaler):
         if "cur_hysteresis" not in state:
             return
         for name, own in self.state_dict().items():
-            value = state.get(name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not is_number or (name == "cur_scale" and value <= 0) or (isinstance(own, int) and value != int(value)):
+            value: Any = state.get(name)
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if fits:
+                fits = value > 0 if name == "cur_scale" else value == int(value)
+            if not fits:
                 raise CheckpointError(
                     f"loss scale: the saved {name} is {value!r:.60}, and a number as {own} is expected; load another "
                     "tag, or with load_optimizer_states=False"

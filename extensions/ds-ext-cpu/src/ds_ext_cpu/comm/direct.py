@@ -166,6 +166,18 @@ class DirectQueue:
             elif not self._is_dead:  # this rank is in the next epoch already
                 self._failure = None
 
+    def epoch(self) -> tuple[str, int]:
+        """A name for the epochs, and the present one."""
+        return self._failures.name, epoch_of(self._next)
+
+    def join_epoch(self, epoch: int) -> None:
+        """Leave what is in flight, and begin this later epoch. Waits for nothing."""
+        with lock:
+            if not self._is_dead:
+                self._keep([])
+                self._begin_epoch(epoch)
+                self._failure = None
+
     def _epoch_after(self, failed: bool) -> int:
         """The next epoch; of a rank that fails because its peers did, theirs, which may have failed more often."""
         epoch = epoch_of(self._next) + 1

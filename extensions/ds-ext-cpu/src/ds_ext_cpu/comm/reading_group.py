@@ -76,6 +76,17 @@ class ReadingGroup(TorchGroup):
         if self.queue is None or len(read) < len(works):
             super().abandon([work for work in works if not isinstance(work, Reading)], failed=failed)
 
+    def epoch(self) -> tuple[str, int]:
+        """See `HasEpochs` in `deepspeed.comm.give_up`."""
+        return super().epoch() if self.queue is None else self.queue.epoch()
+
+    def join_epoch(self, epoch: int) -> None:
+        """See `HasEpochs` in `deepspeed.comm.give_up`."""
+        if self.queue is None:
+            super().join_epoch(epoch)
+        else:
+            self.queue.join_epoch(epoch)
+
 
 class _Messages(GlooOnHost):
     """gloo, with all-reduces in the order of ranks: of two ranks a + b is the same whoever adds."""
