@@ -3,6 +3,7 @@
 import copy
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -356,6 +357,26 @@ def bert() -> Any:
 def test_a_model_that_cannot_be_batched_says_why(make: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         InferenceEngineV2(make(), settings())
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_scaling": {"rope_type": "longrope"}},  # as transformers before 5.0 has it
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},  # as its files had it before
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "dynamic"},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+    ],
+)
+def test_rotary_types_are_read_wherever_a_version_of_transformers_has_them(keys: dict[str, Any]) -> None:
+    model = make_model()
+    model.config = SimpleNamespace(**keys)
+    with pytest.raises(ConfigError, match="rotary embeddings of type '(longrope|dynamic)'"):
+        InferenceEngineV2(model, settings())
 
 
 def test_a_key_that_is_not_there_names_the_nearest() -> None:

@@ -246,8 +246,10 @@ def test_weights_without_a_place_are_warned_of(tmp_path, caplog):
         ({"checkpoints": ["a"], "parallelization": "dp"}, "checkpoint.parallelization: found 'dp'; give \"pp\""),
         ({"checkpoints": {"tp": ["a", "b", "c"]}, "tp_size": 2}, "tp_size 2 and 3 files in checkpoints.tp"),
         ({"checkpoints": {"tp": ["a"]}}, "checkpoint.tp_size: found no tp_size"),
-        ({"checkpoints": ["a"], "parallelization": "tp", "mp_size": 2}, "found 1 files of 2 ranks"),
+        ({"checkpoints": ["a"], "parallelization": "tp", "mp_size": 2}, "found 1 for 2 ranks"),
         ({"checkpoints": ["a"], "mp_size": "2", "type": "Megatron"}, "checkpoint.mp_size: found '2'"),
+        ({"weight_map": {"a": 1, "b": "x"}}, r"checkpoint.weight_map: found \[1, 'x'\]; give a list of file names"),
+        ({"checkpoints": {"tp": ["a"]}, "tp_size": 1, "division": 5}, "checkpoint.division: found 5; give the list"),
         (7, "checkpoint: found int 7; give the path"),
     ],
 )

@@ -110,7 +110,8 @@ def _described(value: Mapping[str, Any], what: str, base_dir: Path) -> Checkpoin
         base_dir = base_dir / _text("base_dir", own)
     kind = _text("type", value.get("type") or "")
     if "checkpoints" not in value and isinstance(value.get("weight_map"), Mapping):  # transformers' index
-        return CheckpointFiles(what, kind, _paths("weight_map", sorted(set(value["weight_map"].values())), base_dir))
+        paths = _paths("weight_map", list(value["weight_map"].values()), base_dir)
+        return CheckpointFiles(what, kind, tuple(sorted(set(paths))))
     named = value.get("checkpoints")
     has_ranks = isinstance(named, Mapping) or kind.lower() in _FILE_PER_RANK
     layout = value.get("parallelization") or ("tp" if has_ranks else "pp")
@@ -126,7 +127,7 @@ def _described(value: Mapping[str, Any], what: str, base_dir: Path) -> Checkpoin
         return CheckpointFiles(what, kind, paths)
     size = _size(value) or len(paths)
     if size != len(paths):
-        raise ConfigError(f"checkpoint.checkpoints: found {len(paths)} files of {size} ranks; name one for each rank")
+        raise ConfigError(f"checkpoint.checkpoints: found {len(paths)} for {size} ranks; name one file for each rank")
     return CheckpointFiles(what, kind, (), tuple((path,) for path in paths), is_list=True)
 
 
@@ -144,7 +145,10 @@ def _pre_sharded(
     if not size or len(parts) % size:
         found = "no tp_size" if not size else f"tp_size {size} and {len(parts)} files in checkpoints.tp"
         raise ConfigError(f"checkpoint.tp_size: found {found}; give the number of ranks, which divides that of files")
-    division = tuple(map(str, value.get("division") or ()))
+    division = value.get("division") or ()
+    if isinstance(division, str) or not isinstance(division, Sequence):
+        raise ConfigError(f"checkpoint.division: found {division!r}; give the list that was saved, or leave it out")
+    division = tuple(map(str, division))
     return CheckpointFiles(what, kind, whole, tuple(parts[rank::size] for rank in range(size)), division=division)
 
 
@@ -256,9 +260,9 @@ class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
         divisions = [Division.of_file(file.content, str(file.path)) for file in opened]
         for file, division in zip(opened, divisions, strict=True):
             if division is None or division.axes["tp"] != len(paths):
-                saved = "no number" if division is None else division.axes["tp"]
+                saved = "does not say by how many" if division is None else f"was saved by {division.axes['tp']}"
                 raise CheckpointError(
-                    f"checkpoint: {file.path} was saved by {saved} tensor-parallel ranks, and {self.files.what} names "
+                    f"checkpoint: {file.path} {saved} tensor-parallel ranks, and {self.files.what} names "
                     f"{len(paths)} files; name the file of each rank"
                 )
             for name, stored in file.tensors.items():

@@ -10,7 +10,7 @@ A call that fails leaves the sequences as they were. Ranks that share a model ma
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from inspect import signature
 from typing import Any
@@ -425,13 +425,22 @@ def _check_model(model: Any) -> None:
     name = type(model).__name__
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise ConfigError(f"InferenceEngineV2: {name} is no causal language model of transformers")
-    rotary = getattr(model.config, "rope_parameters", None) or {}
-    kind = rotary.get("rope_type") if isinstance(rotary, Mapping) else None
-    if kind in _ROTARY_BY_LENGTH:
+    by_length = next((kind for kind in _rotary_types(model.config) if kind in _ROTARY_BY_LENGTH), None)
+    if by_length is not None:
         raise ConfigError(
-            f"InferenceEngineV2: {name} has rotary embeddings of type {kind!r}, which depend on the longest sequence "
-            "of a forward; sequences of a batch would change each other. Use init_inference and generate"
+            f"InferenceEngineV2: {name} has rotary embeddings of type {by_length!r}, which depend on the longest "
+            "sequence of a forward; sequences of a batch would change each other. Use init_inference and generate"
         )
+
+
+def _rotary_types(config: Any) -> Iterator[Any]:
+    """Of all layers. transformers before 5.0 has `rope_scaling`, with the type as "type" in older files; later
+    versions may have a table for each kind of layers."""
+    for key in ("rope_parameters", "rope_scaling"):
+        table = getattr(config, key, None)
+        if isinstance(table, Mapping):
+            for each in (table, *(inner for inner in table.values() if isinstance(inner, Mapping))):
+                yield each.get("rope_type", each.get("type"))
 
 
 def _fused_blocks(model: Any) -> list[FusedBlock]:
