@@ -357,7 +357,7 @@ def rounded(model, bits, symmetric, groups_of):
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
         is_transposed = type(module).__name__ == "Conv1D"
-        if module is not head and (is_transposed or type(module) is torch.nn.Linear):
+        if module is not head and (is_transposed or isinstance(module, torch.nn.Linear)):
             weight = module.weight.data.t().contiguous() if is_transposed else module.weight.data
             per_row = -(-groups_of(path) // weight.shape[0])
             value = unpack_weight(pack_weight(weight, bits, weight.shape[1] // per_row, symmetric))

@@ -19,6 +19,8 @@ from deepspeed.errors import ConfigError
 from deepspeed.ops.quantizer.packed import PackedWeight, pack_weight, packed_linear
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, MayBePacked, RowParallelLinear
 
+# beside torch.nn.Linear, of transformers: the same product
+_LINEARS = ("Conv1D", "FalconLinear")
 # path of a layer -> groups of its weight, at least
 GroupsOf = Callable[[str], int]
 
@@ -102,7 +104,7 @@ def quantize(model: nn.Module, groups_of: GroupsOf, config: WeightQuantConfig) -
         is_transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
         is_divided = isinstance(module, ColumnParallelLinear | RowParallelLinear)
         bits = config.output_num_bits if module is head else config.num_bits
-        if bits is None or not (is_divided or type(module) is nn.Linear or type(module).__name__ == "Conv1D"):
+        if bits is None or not (is_divided or type(module) is nn.Linear or type(module).__name__ in _LINEARS):
             continue
         weight: Any = module.weight
         packed = _pack(weight.t() if is_transposed else weight, groups_of(path), config, bits, path)
