@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from deepspeed.errors import StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
+from deepspeed.zero import whole_state_dict
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
@@ -165,3 +166,30 @@ def test_plain_calls_name_the_way(built_in_init):
         assert all("GatheredParameters(module.parameters(), modifier_rank=0)" in each for each in said)
         assert len(warned) <= 1  # a process says it once
         assert all("engine.save_16bit_model" in each and "get_model_state_dict" in each for each in warned)
+
+
+class Pretrained(Net):
+    @classmethod
+    def from_pretrained(cls) -> "Pretrained":
+        """As transformers: the names in a state dict, whose values nobody reads, say what is to be loaded."""
+        with deepspeed.zero.Init():
+            model = cls().eval()
+        assert list(model.state_dict())
+        return model
+
+
+def library_job() -> tuple[int, int]:
+    """Warnings after a library's load, and after a state dict of the script's own."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_state_dict, "warn_once", said.append)
+        model = Pretrained.from_pretrained()
+        by_library = len(said)
+        model.state_dict()
+        return by_library, len(said)
+
+
+def test_a_library_that_reads_names_does_not_use_the_warning_up():
+    for by_library, by_script in run_ranks(2, library_job):
+        assert by_library == 0
+        assert by_script > 0

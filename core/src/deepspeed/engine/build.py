@@ -148,7 +148,10 @@ def _initialize(
     if (version := foreign_deepspeed()) is not None:
         warn_once(foreign_files_warning(version))
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"initialize: model is {type(model).__name__}; pass a torch.nn.Module")
+        by_name = (
+            ", by name: the first argument is args, so write model=model" if isinstance(args, torch.nn.Module) else ""
+        )
+        raise ConfigError(f"initialize: model is {type(model).__name__}; pass a torch.nn.Module{by_name}")
     refuse_meta(chain(model.named_parameters(), model.named_buffers()), "initialize")
     source = _config_source(args, config, config_params)
     settings = DeepSpeedConfig(source, batch_required=False)

@@ -10,8 +10,9 @@ ranks call them. They get whole weights, and what they set is kept in the shards
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,8 @@ from deepspeed.zero.param_state import ZeroParamStatus
 from deepspeed.zero.param_unit import ParamUnit, unit_of, whole
 
 _COLLECTIVE = "torch.distributed.checkpoint.state_dict"
+#: a method of libraries' models that asks for names of what it will load, before there is anything to lose
+_NAMES_ONLY = "from_pretrained"
 #: attribute of a module that has the hooks
 _MARK = "_ds_state_dict_hooks"
 #: attribute of our hooks, which do not translate what is loaded
@@ -73,9 +76,12 @@ def _after_collection(module: Module, state: Any, prefix: str, metadata: Any) ->
             with whole(param) as value:
                 state[name] = value.clone()
         return
+    names_only = _is_called_by(lambda frame: frame.f_code.co_name == _NAMES_ONLY)
     for name, param in named.items():
         if not _is_empty(param):  # of memory that is given back
             state[name] = param.detach().clone()
+            continue
+        if names_only:
             continue
         warn_once(
             "state_dict: sharded parameters are empty tensors in it (zero_optimization.stage 3). For whole weights "
@@ -154,9 +160,13 @@ def _is_empty(param: Any) -> bool:
 
 
 def _is_called_by_collective() -> bool:
-    frame = sys._getframe(1)
+    return _is_called_by(lambda frame: frame.f_globals.get("__name__") == _COLLECTIVE)
+
+
+def _is_called_by(tells: Callable[[FrameType], bool]) -> bool:
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == _COLLECTIVE:
+        if tells(frame):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False

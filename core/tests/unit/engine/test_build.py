@@ -53,6 +53,11 @@ def test_no_model(model):
         deepspeed.initialize(model=model, config=SGD)
 
 
+def test_a_model_in_the_place_of_args():
+    with pytest.raises(ConfigError, match=r"model is dict; pass a torch\.nn\.Module, by name: .*model=model"):
+        deepspeed.initialize(nn.Linear(4, 2), SGD)
+
+
 def test_no_configuration():
     with pytest.raises(ConfigError, match=r"initialize: found no configuration; pass config="):
         deepspeed.initialize(model=nn.Linear(4, 2))
