@@ -169,7 +169,12 @@ def read_shape(source: ModelShape | Mapping[str, Any] | str | Path) -> ModelShap
     path = Path(source)
     try:
         found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); give a config.json of transformers, its folder, or a plain "
+            "description"
+        ) from error
+    except ValueError as error:
         raise ConfigError(f"{path}: is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: expected an object with the fields of a model, found {type(found).__name__}")

@@ -176,3 +176,12 @@ def test_memory_without_a_unit_is_asked_for_one(model, capsys):
     with pytest.raises(SystemExit):
         command.main([model, "--ranks", "4", "--memory", "80"])
     assert "found '80' without a unit; give for example 80GiB" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path, capsys):
+    path = tmp_path / "nope.json"
+    assert command.main([str(path), "--ranks", "8", "--memory", "80GiB"]) == command.WRONG
+    assert capsys.readouterr().err.startswith(f"ds_plan: {path}: cannot be read (No such file or directory); give a")
+    path.write_bytes(b"\xff\xfe")
+    assert command.main([str(path), "--ranks", "8", "--memory", "80GiB"]) == command.WRONG
+    assert f"{path}: is no JSON" in capsys.readouterr().err
