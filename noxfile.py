@@ -250,9 +250,11 @@ def torch(session: nox.Session, version: str) -> None:
     session.run(*pip, "--upgrade", TORCH_RANGE[version], external=True)
     session.run(*pip, "--no-deps", *EDITABLES, external=True)  # the commands of this environment
     run = (str(python), "-m", "pytest", "-q", "--timeout=600", *FILES_SIDE_BY_SIDE)
-    session.run(*run, *OF_TORCH, *session.posargs, env=TEST_ENV, external=True)
+    commands = os.pathsep.join((str(python.parent), str(BIN), os.environ["PATH"]))  # of our tools, for the pages
+    env = {**TEST_ENV, "PATH": commands}
+    session.run(*run, *OF_TORCH, *session.posargs, env=env, external=True)
     sockets = [f"core/tests/ranks/test_{name}.py" for name in OF_SOCKETS]
-    session.run(*run, *sockets, *session.posargs, env={**TEST_ENV, "DS_COMM_DIRECT": "0"}, external=True)
+    session.run(*run, *sockets, *session.posargs, env={**env, "DS_COMM_DIRECT": "0"}, external=True)
 
 
 def _compare_names(session: nox.Session) -> None:
