@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 #: attribute of a module: parameters of other modules that its forward reads
 EXTERNAL = "_ds_external_params"
+#: attribute that `torch.compile` gives to a function it has compiled
+COMPILED = "_torchdynamo_orig_callable"
 
 
 @absent_members("runtime.zero.parameter_offload:DeepSpeedZeRoOffload")
@@ -68,7 +70,10 @@ class ModuleHooks:
         self._own = weakref.ref(self)
         for unit in fetcher.units:
             unit.hooks_ref = self._own
-        self._register_deepspeed_module(module)
+        if any(map(_is_compiled, module.modules())):
+            self.leave_out_of_graphs()
+        else:
+            self._register_deepspeed_module(module)
 
     def _register_deepspeed_module(self, module: Module, num_modules: int = 0) -> None:
         """Put the hooks on `module` and all modules below it; libraries take them off and put them back."""
@@ -96,8 +101,8 @@ class ModuleHooks:
         self._register_deepspeed_module(self.module)
 
     def leave_out_of_graphs(self) -> None:
-        """Called before the module is compiled: `torch.compile` breaks its graphs around the hooks, and does not trace
-        the collectives in them."""
+        """`torch.compile`, of the engine or of the user, breaks its graphs around the hooks, and does not trace the
+        collectives in them."""
         for name in ("_before_forward", "_after_forward", "saw_read"):
             setattr(self, name, torch.compiler.disable(getattr(self, name)))
         self.install_again()
@@ -282,6 +287,12 @@ class _WatchedParameters(dict[str, Any]):
 
     def __reduce__(self) -> Any:  # a copy, or what is pickled, is an ordinary dict
         return dict, (list(self.items()),)
+
+
+def _is_compiled(module: Module) -> bool:
+    """Whether `torch.compile` returned it, its `compile()` was called, or its forward is a compiled function."""
+    compiled = module._compiled_call_impl is not None or hasattr(module.__dict__.get("forward"), COMPILED)
+    return compiled or "_orig_mod" in module._modules
 
 
 def _own_params(module: Module) -> Iterator[Parameter]:
