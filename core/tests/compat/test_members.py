@@ -3,6 +3,7 @@
 Beside the names of `test_names.py`; the table is `deepspeed.compatibility.differences`, which compatibility.md shows.
 """
 
+import ast
 import importlib
 import inspect
 import json
@@ -54,6 +55,58 @@ def missing_arguments(function, arguments):
         return set()
     taken = {*parameters, "self", "cls", *(LOGGED if hasattr(function, "__wrapped__") else ())}
     return {name for name, _ in arguments if name not in taken and not name.startswith("*")}
+
+
+# Defaults that are others here, with the same meaning, or none for what the engine makes.
+OTHER_DEFAULTS = {
+    "moe.layer:MoE.set_deepspeed_parallelism": {"use_data_before_expert_parallel_"},  # None: as the configuration says
+    "ops.op_builder.builder:OpBuilder.load": {"verbose"},  # says that an op is being built
+    "runtime.engine:DeepSpeedEngine.__init__": {"config"},
+    "runtime.engine:DeepSpeedEngine.deepspeed_io": {"num_local_io_workers"},  # 0: the training process loads
+}
+
+
+def functions_here():
+    """(address, function here, arguments of DeepSpeed 0.19.6 as [name, source of the default])."""
+    for module, names in DETAILS["0.19.6"]["modules"].items():
+        for name, detail in names.items():
+            thing = getattr(importlib.import_module(module), name)
+            if is_absent(thing):
+                continue
+            address = f"{module}:{name}".removeprefix("deepspeed.")
+            if not isinstance(detail, dict):
+                yield address, thing, detail or ()
+                continue
+            for member, arguments in detail.items():
+                function = thing if member == "__init__" else getattr(thing, member, None)
+                if arguments and callable(function):
+                    yield f"{address}.{member}", function, arguments
+
+
+def other_defaults(function, arguments):
+    """Arguments whose default in DeepSpeed is a plain value, and is another or not there here."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return set()
+    found = set()
+    for name, source in arguments:
+        if name not in parameters or not source:
+            continue
+        try:
+            theirs = ast.literal_eval(source)
+        except ValueError:
+            continue
+        ours = parameters[name].default
+        is_empty = ours is None and theirs in ({}, [])
+        if not (is_empty or ours == theirs or (isinstance(ours, tuple) and list(ours) == theirs)):
+            found.add(name)
+    return found
+
+
+def test_defaults_of_arguments_are_deepspeeds():
+    found = {where: other_defaults(function, arguments) for where, function, arguments in functions_here()}
+    assert {where: names for where, names in found.items() if names} == OTHER_DEFAULTS
 
 
 def test_what_is_not_here_is_in_the_table():

@@ -22,7 +22,7 @@ class DeepSpeedCPULion(LionBase):
         self,
         model_params: Iterable[Any],
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
