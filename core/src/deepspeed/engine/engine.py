@@ -29,7 +29,7 @@ from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.training import Training
 from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
 from deepspeed.engine.wrapper import ModuleWrapper
-from deepspeed.errors import ConfigError, StateError
+from deepspeed.errors import CheckpointError, ConfigError, StateError
 from deepspeed.log import warn_once
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
@@ -495,8 +495,13 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         """Load weights from `checkpoint["module"]` and start the fp32 master weights from them.
 
         Raises:
-            CheckpointError: for weights of another model; nothing was changed.
+            CheckpointError: for weights of another model, or a `checkpoint` without "module"; nothing was changed.
         """
+        if "module" not in checkpoint:
+            raise CheckpointError(
+                f"load_module_state_dict: found the keys {', '.join(map(repr, list(checkpoint)[:3])) or 'none'} in "
+                'checkpoint, and none named "module", which has the weights; pass {"module": state_dict}'
+            )
         export.load_module(self.module, checkpoint["module"], strict=strict, custom_load_fn=custom_load_fn)
         self.sharding.masters_from_weights()
 

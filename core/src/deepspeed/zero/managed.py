@@ -117,5 +117,6 @@ def refuse_sharded(module: torch.nn.Module, stage: int) -> None:
     if sharded and stage != 3:
         raise ConfigError(
             f"initialize: zero_optimization.stage is {stage}, and {len(sharded)} parameters of the model, such as "
-            f"{sharded[0]!r}, were sharded by zero.Init; use stage 3, or build the model outside of zero.Init"
+            f"{sharded[0]!r}, were sharded by zero.Init or by an engine of stage 3; use stage 3, or build the model "
+            "outside of zero.Init, and end an earlier engine with its destroy() before you drop it"
         )

@@ -135,6 +135,8 @@ def test_loaded_weights_of_another_model_change_nothing(make_engine):
     other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)).state_dict()
     with pytest.raises(CheckpointError, match=r"load_module_state_dict: .*1\.weight is \(3, 2\) there"):
         engine.load_module_state_dict({"module": other})
+    with pytest.raises(CheckpointError, match=r"found the keys '0\.weight', .* and none named \"module\""):
+        engine.load_module_state_dict(other)
     assert torch.equal(engine.module[0].weight, before)
 
 
