@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ConfigError
-from deepspeed.moe import stacked
 from deepspeed.moe.experts import Experts, hold_experts
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.stacked import ExpertMLP, StackedExperts, grouped_linear
@@ -20,9 +20,10 @@ def pair(gated, width=8, inner=16):
 
 @pytest.fixture(params=[True, False], ids=["grouped", "loop"])
 def has_grouped_mm(request, monkeypatch):
+    accelerator = get_accelerator()
     if not request.param:
-        monkeypatch.setattr(stacked, "_has_grouped_mm", lambda: False)
-    elif not stacked._has_grouped_mm():
+        monkeypatch.setattr(accelerator, "is_grouped_mm_supported", lambda: False)
+    elif not accelerator.is_grouped_mm_supported():
         pytest.skip("this torch has no grouped matrix product for the CPU")
     return request.param
 
