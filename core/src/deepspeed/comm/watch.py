@@ -70,6 +70,8 @@ class Watch:
             return self._parted
         asked = f"rank {torch_dist.get_rank()} cannot finish {collective}"
         if cause := self._failures.first(self._epoch):
+            if crossing := self.issued.crossing():  # the peer that failed found it, and closed the connections
+                return CommError(crossing)
             return PeerFailed(f"{asked}: {cause}. The output of the rank that failed first says why", cause)
         if ended := ended_clause(self._of):
             return CommError(
