@@ -51,18 +51,22 @@ class Crossing(torch.nn.Module):
         return x.sum()
 
 
+def crossing_engine():
+    model = Crossing()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    return model, deepspeed.initialize(model=model, config=config)[0]
+
+
 def destroy_after_ranks_parted(direct, way):
     """All ranks catch the error, and train another engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_COMM_DIRECT", direct)
         for each in (way, ""):
-            model = Crossing()
-            config = {
-                "train_micro_batch_size_per_gpu": 1,
-                "optimizer": {"type": "Adam"},
-                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            }
-            engine, *_ = deepspeed.initialize(model=model, config=config)
+            model, engine = crossing_engine()
             model.way = each
             try:
                 engine.backward(engine(torch.ones(1, 8)))
@@ -86,13 +90,7 @@ def destroy_after_a_failure_unheard(direct):
     """Rank 1 has failed in a forward of its own; nobody waited for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_COMM_DIRECT", direct)
-        model = Crossing()
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "Adam"},
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        }
-        engine, *_ = deepspeed.initialize(model=model, config=config)
+        model, engine = crossing_engine()
         if dist.get_rank() == 1:
             model.way = "fails"
             with pytest.raises(ZeroDivisionError):

@@ -40,8 +40,7 @@ class DtypeFace(TorchModule):
         ask; without it they take one product per expert. Default: torch has it for every device, which it had not
         before 2.8.
         """
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
-        return hasattr(torch, "_grouped_mm") and bool(has("aten::_grouped_mm", "CompositeExplicitAutograd"))
+        return _torch_has_grouped_mm()
 
     def prefer_triton_grouped_mm(self) -> bool:
         """True when grouped matrix products are faster by Triton than by torch. Default False."""
@@ -95,3 +94,9 @@ class DtypeFace(TorchModule):
     def _maker(self, dtype: torch.dtype) -> TensorMaker:
         # `torch.device(name)` without an index is the current device, and asking for it initializes nothing.
         return functools.partial(torch.tensor, dtype=dtype, device=self._name)
+
+
+@functools.cache  # asked for each product of each layer
+def _torch_has_grouped_mm() -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return hasattr(torch, "_grouped_mm") and bool(has("aten::_grouped_mm", "CompositeExplicitAutograd"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import deepspeed.comm as dist
 from deepspeed.comm.backend import GroupBackend
@@ -122,21 +123,17 @@ def _take(
                 f"gave a {found}; a micro-batch is a pair (inputs, labels), so return one, or make one of it with "
                 "engine.set_batch_fn"
             )
-        taken.append((_copied(each[0]), _copied(each[1])))
+        taken.append((tree_map(_copied, each[0]), tree_map(_copied, each[1])))
     return taken
 
 
-def _copied(value: Any) -> Any:
-    """Tensors in containers of any nesting, in memory of their own of the same kind."""
-    if isinstance(value, Tensor):
-        if value.device.type == "cpu" and value.is_pinned():
-            return torch.empty_like(value, pin_memory=True).copy_(value)
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(map(_copied, value))
-    return value
+def _copied(leaf: Any) -> Any:
+    """A tensor in memory of its own of the same kind; anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.device.type == "cpu" and leaf.is_pinned():
+        return torch.empty_like(leaf, pin_memory=True).copy_(leaf)
+    return leaf.clone()
 
 
 def _shape(value: Any) -> Any:

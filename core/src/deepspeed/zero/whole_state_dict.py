@@ -76,13 +76,10 @@ def _after_collection(module: Module, state: Any, prefix: str, metadata: Any) ->
             with whole(param) as value:
                 state[name] = value.clone()
         return
-    names_only = _is_called_by(lambda frame: frame.f_code.co_name == _NAMES_ONLY)
-    for name, param in named.items():
-        if not _is_empty(param):  # of memory that is given back
-            state[name] = param.detach().clone()
-            continue
-        if names_only:
-            continue
+    kept = [name for name, param in named.items() if not _is_empty(param)]  # of memory that is given back
+    for name in kept:
+        state[name] = named[name].detach().clone()
+    if len(kept) < len(named) and not _is_called_by(lambda frame: frame.f_code.co_name == _NAMES_ONLY):
         warn_once(
             "state_dict: sharded parameters are empty tensors in it (zero_optimization.stage 3). For whole weights "
             "call engine.save_16bit_model(folder); or on all ranks get_model_state_dict(engine.module) of "
