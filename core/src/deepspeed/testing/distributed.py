@@ -11,8 +11,9 @@ Linux it is forked from a process that has imported torch and run nothing (`fork
 interpreter. It gets its jobs and returns its results over a private pipe, and dies when that pipe closes, that is, with
 this process. The function is named by file and qualified name, because pytest's importlib mode gives test files names
 that cannot be imported.
-After a job, and before it answers, the worker puts back its environment variables, random seeds, default dtype and this
-package's globals, so that what a job leaves behind can end a rank only inside that job.
+A rank starts with the random seeds at 0. After a job, and before it answers, the worker puts them back, and its
+environment variables, default dtype and this package's globals, so that what a job leaves behind can end a rank only
+inside that job.
 
 A pool whose job failed is ended, and the next call starts a new one. A rank that is found dead between two jobs is
 never replaced in silence: that call raises `RankError`, which says after which job the rank ended, how, and its last

@@ -39,6 +39,7 @@ def main() -> None:
     # Reads in a thread of its own, so that a job that hangs still ends with the test process.
     threading.Thread(target=_read, args=(pipe, jobs), daemon=True).start()
     torch.set_num_threads(1)
+    _seed()
     _join(sys.argv[1])
     pipe.send_bytes(pickle.dumps((True, pickle.dumps(None))))
     environment = dict(os.environ)
@@ -123,6 +124,12 @@ def _load(path: str, module_name: str) -> ModuleType:
     return module
 
 
+def _seed() -> None:
+    torch.manual_seed(0)  # torch draws a seed of its own in a fresh process
+    random.seed(0)
+    np.random.seed(0)
+
+
 def _tidy(environment: dict[str, str]) -> None:
     """Put back what a job may have changed for the next one."""
     _restore_environment(environment)
@@ -130,9 +137,7 @@ def _tidy(environment: dict[str, str]) -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+    _seed()
     _reset_package()
     gc.collect()
     gc.freeze()  # a collection over all of torch's objects takes 0.15 s, and jobs are many
