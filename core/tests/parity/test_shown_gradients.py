@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.testing.distributed import run_ranks
+from deepspeed.testing.tiers import swept
 from torch import nn
 
 CLIP = 0.05
@@ -154,3 +155,82 @@ def kept_tensor_job():
 
 def test_other_data_of_a_kept_one_is_not_taken():
     run_ranks(2, kept_tensor_job)
+
+
+def hooked_job(stage, changes, zero):
+    """Hooks of the script's own, of before `initialize` and after it, on small and large parameters."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 128), nn.Linear(128, 80), nn.Linear(80, 2))
+    expected = copy.deepcopy(net)
+    seen = {}
+
+    def watch(when):
+        handles = []
+        for name, param in net.named_parameters():
+
+            def note(param, key=(when, name)):
+                seen.setdefault(key, []).append(param.grad.clone())
+                if changes:
+                    param.grad.mul_(2)
+
+            handles.append(param.register_post_accumulate_grad_hook(note))
+        return handles
+
+    early = watch("before")
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, **zero},
+    }
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+    late = watch("after")
+    factor = 4 if changes else 1
+    for micro in range(2):
+        engine.backward(engine(inputs(0, micro, dist.get_rank())).square().mean())
+        engine.step()
+    own = copy.deepcopy(expected)
+    for micro in range(2):
+        own.zero_grad()
+        (own(inputs(0, micro, dist.get_rank())).square().mean() / 2).backward()
+        for name, param in own.named_parameters():
+            for when, by in (("before", 1), ("after", 2 if changes else 1)):
+                found = seen[when, name][micro]
+                torch.testing.assert_close(found.view(param.shape), param.grad * by, rtol=1e-5, atol=1e-6)
+        for rank in range(2):
+            (expected(inputs(0, micro, rank)).square().mean() * factor / 4).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.5).step()
+    with deepspeed.zero.GatheredParameters(net.parameters()):
+        for param, reference in zip(net.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(param.detach(), reference.detach(), rtol=1e-5, atol=1e-6)
+    for handle in (early.pop(), late.pop()):
+        handle.remove()
+    counts = {key: len(values) for key, values in seen.items()}
+    engine.backward(engine(inputs(0, 0, dist.get_rank())).square().mean())
+    more = {key: len(seen[key]) - counts[key] for key in seen}
+    assert more == {key: int(key[1] != "2.bias") for key in seen}, "removed hooks are not called, all others are"
+    engine.destroy()
+    calls = len(late)
+    net[0].bias.register_post_accumulate_grad_hook(lambda _: late.append(None))
+    (net[0].bias * 2).sum().backward()
+    assert len(late) == calls + 1
+    assert net[0].bias.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "zero"),
+    swept(
+        [
+            (stage, changes, zero)
+            for stage in range(4)
+            for changes in (False, True)
+            for zero in ({}, {"overlap_comm": False}, {"stage3_param_persistence_threshold": 0})
+            if stage == 3 or "stage3_param_persistence_threshold" not in zero
+        ],
+        lambda stage, changes, zero: changes and ("overlap_comm" in zero) == (stage == 1),
+    ),
+)
+def test_hooks_of_the_script_have_the_gradient_of_their_rank(stage, changes, zero):
+    run_ranks(2, hooked_job, stage, changes, zero)

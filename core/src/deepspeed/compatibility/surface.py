@@ -78,6 +78,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "Stage 0 shows it and takes changes; in stages 1 to 3 it is None, use `safe_get_full_grad` and "
             "`safe_set_full_grad`.",
         ),
+        (
+            "register_post_accumulate_grad_hook of a parameter",
+            W,
+            "Registered before `initialize` or after it, at every stage: `param.grad` is that of this backward of this "
+            "rank, and what the hook makes of it is reduced.",
+        ),
         ("two engines on one module", D, "A second one that trains is refused until the first is destroyed."),
         ("deepspeed.DeepSpeedEngine.step", W, "One optimizer step at an accumulation boundary."),
         ("deepspeed.DeepSpeedEngine.is_gradient_accumulation_boundary", W, "As documented."),

@@ -12,10 +12,14 @@ large parameters have one, which takes the gradient at once, and the first of ea
 last: it takes what is there of the whole bucket. What is left is taken when the backward is over. Where gradients are
 shown then (stage 0), every backward must be seen, so there all others have a hook that does nothing while the window is
 open; the step would average a gradient of this rank too late for those who read it.
+
+[Note: after the script's hooks] Whoever registers a hook of a parameter, before `initialize` or after it, finds the
+gradient of this backward of this rank in `param.grad`, and what it makes of it is what is reduced. So the hook that
+takes the gradient is the last one whenever it was registered: `_HooksThenOurs` keeps it behind the others.
 """
 
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -95,12 +99,9 @@ class GradientReduction:
         for index, unit in enumerate(units):
             for place, param in enumerate(unit.params):
                 if unit.unit is not None or place == 0 or unit.shapes[place].numel() >= LARGE_NUMEL:
-                    hook = _gradient_hook(weakref.ref(self), index, place)
+                    self._hooks.append(_register_last(param, _gradient_hook(weakref.ref(self), index, place)))
                 elif sees_all:
-                    hook = opens
-                else:
-                    continue
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+                    self._hooks.append(param.register_post_accumulate_grad_hook(opens))
         weakref.finalize(self, _remove, self._hooks).atexit = False  # of an engine that was dropped
 
     def remove_hooks(self) -> None:
@@ -268,6 +269,35 @@ class GradientReduction:
 def _remove(hooks: list[RemovableHandle]) -> None:
     while hooks:
         hooks.pop().remove()
+
+
+class _HooksThenOurs(OrderedDict[int, Callable[[Tensor], None]]):
+    """The hooks of a parameter by number, in the place of torch's dictionary; that of `last` stays the last."""
+
+    last: int | None = None
+
+    def __setitem__(self, number: int, hook: Callable[[Tensor], None]) -> None:
+        super().__setitem__(number, hook)
+        if self.last is not None and number != self.last and self.last in self:
+            super().__setitem__(self.last, self.pop(self.last))
+
+
+def _register_last(param: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """See [Note: after the script's hooks]."""
+    hooks = param._post_accumulate_grad_hooks
+    if not isinstance(hooks, _HooksThenOurs):
+        former, hooks = hooks, _HooksThenOurs()
+        if former:  # its owners remove hooks from their dictionary
+            hooks[-1] = partial(_call_all, former)
+        param._post_accumulate_grad_hooks = hooks
+    handle = param.register_post_accumulate_grad_hook(hook)
+    hooks.last = handle.id
+    return handle
+
+
+def _call_all(hooks: dict[int, Callable[[Tensor], None]], param: Tensor) -> None:
+    for hook in list(hooks.values()):
+        hook(param)
 
 
 def _opening_hook(reduction: "weakref.ref[GradientReduction]", running: list[bool]) -> Callable[[Tensor], None]:
