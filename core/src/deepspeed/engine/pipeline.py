@@ -378,9 +378,9 @@ class _Compute:
             tensors = [training.precision.scale(loss / self._num_micros) for loss in tensors]
         training.backward_part(tensors, gradients, ends=ends)
 
-    def backward_weights(self, gradients: Iterator[tuple[Tensor, Tensor]], *, ends: bool) -> None:
+    def backward_weights(self, roots: Sequence[Tensor], *, ends: bool) -> None:
         self._training.schedule.set_boundary(ends)  # type: ignore[attr-defined]
-        self._training.backward_weights(gradients, ends=ends)
+        self._training.backward_part(roots, None, ends=ends)
 
     def reduce(self) -> None:
         self._training.end_backward()

@@ -1,6 +1,6 @@
 """`Training`: backward and step of one engine, over its parts. The engine's calls of these names come here."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,26 +85,13 @@ class Training:
 
         Args:
             tensors: where it begins; none: nothing has a gradient.
-            gradients: of `tensors`, scaled and divided as these are; None: they are a scaled loss.
+            gradients: of `tensors`, scaled and divided as these are; None: they are numbers: a scaled loss, or roots of
+                gradients that an earlier part left.
             ends: it is the last one of a step. Then `end_backward` is to follow, which may wait for other stages.
         """
         self.sharding.window.abort_if_left()
         with self.observers.phase("backward"):
             self._run_backward(tensors, gradients)
-            if not ends:
-                self.end_backward()
-
-    def backward_weights(self, gradients: Iterable[tuple[Tensor, Tensor]], *, ends: bool) -> None:
-        """A backward whose gradients come as pairs of a parameter and its gradient, which is scaled.
-
-        Args:
-            gradients: computed one after the other, so that no more than one waits to be taken.
-            ends: as in `backward_part`.
-        """
-        with self.observers.phase("backward"):
-            with self.sharding.window.opened(), self.observers.phase("backward_inner"):
-                for param, grad in gradients:
-                    torch.autograd.backward(param, grad)
             if not ends:
                 self.end_backward()
 

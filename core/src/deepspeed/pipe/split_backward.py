@@ -5,7 +5,7 @@
         outputs = module(inputs)
     with deferred.in_backward():
         torch.autograd.backward(outputs, gradients)      # gradients of the inputs
-    for weight, gradient in deferred.gradients(): torch.autograd.backward(weight, gradient)    # those of the weights
+    torch.autograd.backward(deferred.roots())            # those of the weights
 
 Deferred are the weights and biases of linear layers: for a product X W^T with the gradient Y of its result, the
 gradient of X is Y W and that of W is Y^T X, of as much work each. All other gradients come with those of the inputs.
@@ -15,12 +15,14 @@ its inputs: activation checkpointing computes them again outside of `in_forward`
 where a hook is to get the gradient of the weight or the bias, and may replace it: autograd calls it in its own
 backward, with the sum of all uses. Not in a backward inside the backward that asks for other gradients only, as
 implicit layers have it (`torch.autograd.grad` in a hook). What is deferred goes to the weight through autograd, as one
-gradient of all its products.
+gradient of all its products, which is computed inside the backward: then nobody else holds it, and autograd takes it as
+it is. Of a gradient that is handed to `torch.autograd.backward` it makes a copy, as long as a fourth of the product in
+layers of a few hundred features.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +31,34 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 
+class _Product(NamedTuple):
+    """X W^T + b in a backward: what the gradients of W and b are computed from."""
+
+    weight: Parameter
+    bias: Parameter | None
+    inputs: Tensor
+    version: int  # of `inputs`
+    outputs: Tensor  # the gradient of them
+
+    def gradients(self) -> Iterator[tuple[Parameter, Tensor]]:
+        """Of the weight, and of the bias where there is one."""
+        if self.inputs._version != self.version:
+            raise RuntimeError(
+                f"pipeline: the input of shape {tuple(self.inputs.shape)} of a linear layer was changed in place "
+                "between the backward of its micro-batch and the gradient of its weight, which needs it; "
+                'change a clone of it, or use "schedule": "1f1b"'
+            )
+        rows = self.outputs.reshape(-1, self.outputs.shape[-1])
+        yield self.weight, rows.T @ self.inputs.reshape(-1, self.inputs.shape[-1])
+        if self.bias is not None:
+            yield self.bias, rows.sum(0)
+
+
 class DeferredWeights:
     """The weight gradients of one micro-batch in one part."""
 
     def __init__(self) -> None:
-        #: by id of the weight: weight, bias, inputs and their version, gradient of the outputs
-        self._products: dict[int, list[tuple[Parameter, Parameter | None, Tensor, int, Tensor]]] = {}
+        self._products: dict[int, list[_Product]] = {}  # by id of the weight
         self._defers = False
 
     @contextmanager
@@ -52,30 +76,23 @@ class DeferredWeights:
         finally:
             self._defers = False
 
-    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Weights and biases with their gradients: a weight that several layers share comes once, a bias as often as
-        there are weights that it is used with."""
-        while self._products:
-            products = self._products.pop(next(iter(self._products)))
-            of_all: dict[int, tuple[Tensor, Tensor]] = {}
-            while products:
-                weight, bias, inputs, version, outputs = products.pop(0)
-                if inputs._version != version:
-                    raise RuntimeError(
-                        f"pipeline: the input of shape {tuple(inputs.shape)} of a linear layer was changed in place "
-                        "between the backward of its micro-batch and the gradient of its weight, which needs it; "
-                        'change a clone of it, or use "schedule": "1f1b"'
-                    )
-                for param, grad in _gradients(weight, bias, inputs, outputs):
-                    known = of_all.get(id(param))
-                    of_all[id(param)] = (param, grad if known is None else known[1].add_(grad))
-            yield from of_all.values()
+    def roots(self) -> list[Tensor]:
+        """Where the backward of the gradients that were left begins: a number for each weight, however many layers
+        share it, with the biases that it is used with. Autograd adds one's gradients up before it computes the next
+        one's."""
+        roots = []
+        for products in self._products.values():
+            biases = {id(each.bias): each.bias for each in products if each.bias is not None}
+            roots.append(_Left.apply(products, products[0].weight, *biases.values()))
+        self._products = {}
+        return roots
 
     def keep(self, weight: Parameter, bias: Parameter | None, inputs: Tensor, outputs: Tensor) -> bool:
         """Called in a backward with the inputs of a layer and the gradient of its outputs: whether it is deferred."""
         defers = self._defers and not _has_hooks(weight) and (bias is None or not _has_hooks(bias))
         if defers:
-            self._products.setdefault(id(weight), []).append((weight, bias, inputs, inputs._version, outputs))
+            product = _Product(weight, bias, inputs, inputs._version, outputs)
+            self._products.setdefault(id(weight), []).append(product)
         return defers
 
 
@@ -128,16 +145,27 @@ class _Linear(torch.autograd.Function):
         of_inputs = outputs @ weight if ctx.needs_input_grad[1] else None
         if _adds_up(ctx.next_functions[1:]) and ctx.deferred.keep(weight, ctx.bias, inputs.detach(), outputs):
             return None, of_inputs, None, None
-        grads = [grad for _, grad in _gradients(weight, ctx.bias, inputs, outputs)]
+        product = _Product(weight, ctx.bias, inputs, inputs._version, outputs)
+        grads = [grad for _, grad in product.gradients()]
         return None, of_inputs, grads[0], grads[1] if ctx.bias is not None else None
 
 
-def _gradients(weight: Tensor, bias: Tensor | None, inputs: Tensor, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of the weight, and of the bias where there is one."""
-    rows = outputs.reshape(-1, outputs.shape[-1])
-    yield weight, rows.T @ inputs.reshape(-1, inputs.shape[-1])
-    if bias is not None:
-        yield bias, rows.sum(0)
+class _Left(torch.autograd.Function):
+    """A number whose backward computes the gradients of products with one weight."""
+
+    @staticmethod
+    def forward(ctx: Any, products: list[_Product], weight: Tensor, *biases: Tensor) -> Tensor:
+        ctx.products = products
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        sums: dict[int, Tensor] = {}  # by id of the parameter, in the order of the arguments
+        while ctx.products:
+            for param, grad in ctx.products.pop(0).gradients():
+                known = sums.get(id(param))
+                sums[id(param)] = grad if known is None else known.add_(grad)
+        return None, *sums.values()
 
 
 def _adds_up(weights: Sequence[tuple[Any, int]]) -> bool:

@@ -5,7 +5,7 @@ before this one may wait for the gradients that this backward has made, so these
 that ends it is told so, and `reduce` is called when they are on their way.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,8 +58,8 @@ class Compute(Protocol):
             ends: the step has no backward after this one.
         """
 
-    def backward_weights(self, gradients: Iterator[tuple[Tensor, Tensor]], *, ends: bool) -> None:
-        """Take gradients of weights that a backward has left; `ends` as in `backward`."""
+    def backward_weights(self, roots: Sequence[Tensor], *, ends: bool) -> None:
+        """The gradients that a backward has left (`DeferredWeights.roots`); `ends` as in `backward`."""
 
     def reduce(self) -> None:
         """Reduce what was accumulated."""
@@ -254,7 +254,7 @@ class Stage:
     def _backward_weight(self, instruction: BackwardWeight) -> None:
         buffer = self._buffer(instruction)
         assert buffer.deferred is not None
-        self._compute.backward_weights(buffer.deferred.gradients(), ends=self._ends)
+        self._compute.backward_weights(buffer.deferred.roots(), ends=self._ends)
 
     def _send_activation(self, instruction: SendActivation) -> None:
         buffer, chunk = self._buffer(instruction), instruction.chunk

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe.split_backward import DeferredWeights
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -42,13 +43,36 @@ def test_both_parts_make_the_gradients_of_one_backward(shape):
     assert module.first.weight.grad is None
     assert module.first.bias.grad is None
     assert module.norm.weight.grad is not None
-    for param, grad in deferred.gradients():
-        assert param.grad is None  # once each
-        torch.autograd.backward(param, grad)
+    torch.autograd.backward(deferred.roots())
     for found, want in zip(gradients(module, x), wanted, strict=True):
         torch.testing.assert_close(found, want)
     assert module.frozen.weight.grad is None
-    assert list(deferred.gradients()) == []
+    assert deferred.roots() == []
+
+
+class Operators(TorchDispatchMode):
+    """The names of those that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_autograd_takes_the_gradients_without_a_copy():
+    module = nn.Linear(64, 32)
+    deferred = DeferredWeights()
+    with deferred.in_forward():
+        loss = module(torch.randn(5, 64)).sum()
+    with deferred.in_backward():
+        loss.backward()
+    with Operators() as operators:
+        torch.autograd.backward(deferred.roots())
+    assert "mm" in operators.names
+    assert not {"clone", "copy_", "new_empty_strided"} & set(operators.names)
 
 
 def split_backward(module, inputs, run=lambda module, inputs: module(inputs)):
@@ -59,8 +83,7 @@ def split_backward(module, inputs, run=lambda module, inputs: module(inputs)):
     with deferred.in_backward():
         loss.backward()
     later = {name for name, param in module.named_parameters() if param.requires_grad and param.grad is None}
-    for param, grad in deferred.gradients():
-        torch.autograd.backward(param, grad)
+    torch.autograd.backward(deferred.roots())
     return later
 
 
@@ -158,7 +181,7 @@ def test_a_backward_outside_of_it_is_whole():
         loss = module(x).sum()
     loss.backward()
     torch.testing.assert_close(module.first.weight.grad, wanted)
-    assert list(deferred.gradients()) == []
+    assert deferred.roots() == []
 
 
 def test_products_of_autocast_are_whole():
@@ -169,7 +192,7 @@ def test_products_of_autocast_are_whole():
     with deferred.in_backward():
         loss.backward()
     assert module.weight.grad is not None
-    assert list(deferred.gradients()) == []
+    assert deferred.roots() == []
 
 
 class Others(nn.Module):
@@ -198,9 +221,7 @@ def test_weights_of_other_layers_come_with_the_gradients_of_inputs():
         loss.backward()
     with_inputs = {name for name, param in module.named_parameters() if param.grad is not None}
     assert with_inputs == {"embedding.weight", "convolution.weight", "convolution.bias", "norm.weight"}
-    for param, grad in deferred.gradients():
-        assert param.grad is None
-        param.grad = grad
+    torch.autograd.backward(deferred.roots())
     for name, param in module.named_parameters():
         torch.testing.assert_close(param.grad, wanted[name])
 
@@ -214,7 +235,7 @@ def test_an_input_changed_before_the_second_half_is_refused():
         loss.backward()
     x.zero_()
     with pytest.raises(RuntimeError, match=r"the input of shape \(5, 4\) of a linear layer was changed in place"):
-        list(deferred.gradients())
+        torch.autograd.backward(deferred.roots())
 
 
 class Implicit(nn.Module):
