@@ -158,6 +158,62 @@ def test_what_cannot_be_taken_is_refused_by_name(world_size, stage):
         assert "parameter 0.bias: found a value of shape (6,) in torch.float64" in said["cast"]
 
 
+CONVERSIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "half": (lambda net: net.half(), "torch.float16 .* set fp16.enabled"),
+    "bfloat16": (lambda net: net.to(torch.bfloat16), "torch.bfloat16 .* set bf16.enabled"),
+    "double": (lambda net: net.double(), r"torch.float64 .* convert the model before initialize\(\)"),
+    "float": (lambda net: net.float(), "torch.float32 .* with neither bf16.enabled nor fp16.enabled"),
+    "a layer": (lambda net: net[2].half(), "2.weight: found .*torch.float16 .* set fp16.enabled"),
+    "meta": (lambda net: net.to("meta"), "on meta, .* no values"),
+    "device": (lambda net: net.to("cpu"), None),
+    "there and back": (lambda net: net.double().to(net.former), None),
+    "format": (lambda net: net.to(memory_format=torch.channels_last), None),
+}
+
+
+def convert(stage: int, dtype: str, more: dict[str, Any]) -> None:
+    """Convert the module after `initialize`: before a forward, and between backward and step."""
+    own = torch.bfloat16 if dtype == "bf16" else torch.float32
+    for name, (change, said) in CONVERSIONS.items():
+        for is_late in (False, True):
+            net = create_net()
+            net.former = own
+            engine = create_engine(net, stage, dtype, **more)
+
+            def run(is_late: bool = is_late, engine: Any = engine, change: Any = change, net: Any = net) -> None:
+                for number in range(2):
+                    if number == 0 and not is_late:
+                        change(net)
+                    engine.backward(engine(BATCHES[0].to(own)).float().square().mean())
+                    if number == 0 and is_late:
+                        change(net)
+                    engine.step()
+
+            if said is None or {"float": torch.float32, "bfloat16": torch.bfloat16}.get(name) == own:
+                run()
+            else:
+                with pytest.raises(StateError, match=f"(?s){said}"):
+                    run()
+            engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "more"),
+    swept(
+        [
+            (stage, dtype, more)
+            for stage in range(4)
+            for dtype in ("fp32", "bf16")
+            for more in ({}, {"offload_optimizer": {"device": "cpu"}})
+            if stage or not more
+        ],
+        lambda stage, dtype, more: (stage % 2 == 0) == (dtype == "fp32") and bool(more) == (stage == 2),
+    ),
+)
+def test_a_conversion_after_initialize_names_the_key(stage, dtype, more):
+    run_ranks(1, convert, stage, dtype, more)
+
+
 class Half(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 0.5

@@ -123,6 +123,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             except BaseException as error:
                 self.sharding.forward_failed(error)
                 if isinstance(error, RuntimeError | ValueError):
+                    self.sharding.refuse_converted()
                     add_dtype_hint(error, self.precision.model_dtype, self.module.parameters(), inputs, kwargs)
                     add_released_hint(error, self.module.parameters())
                 raise

@@ -8,6 +8,9 @@ writes master weights: the parameter gets its own memory again with the new valu
 It does not see an in-place operation on `param.data`, which torch does not count, if the parameter has a master weight.
 Sharded parameters have no values to be changed between steps; `ParamUnit` looks after them.
 
+A conversion (`module.half()`, `module.to("meta")`) cannot be taken. It is refused when it matters: a script may convert
+the module when training is over.
+
 [Note: cheap checks] Every step asks whether there are changes, so the question is one comparison per parameter and
 kind of change, in C: about 0.1 us each.
 """
@@ -48,6 +51,8 @@ class OutsideChanges:
         self._free = [param for group in groups if group.is_free for param in group.params]
         self._kinds = [(param.shape, param.dtype) for param in self._free]
         self._rounded = [param for group in groups if group.has_masters for param in group.params]
+        forms = {id(param): (param.dtype, param.device) for param in self._params}
+        self._forms = [forms[key] for key in places]  # of `self._params`
         self._versions: dict[int, int] = {}
         self.accept()
 
@@ -77,6 +82,7 @@ class OutsideChanges:
         """
         found = [module._parameters.get(name) for module, name in self._places]
         if not all(map(is_, found, self._params)):
+            self.refuse_converted()
             self._follow(found)
         if not all(map(Tensor.is_set_to, self._placed, self._homes)):
             self._take_assigned()
@@ -105,8 +111,24 @@ class OutsideChanges:
                 if id(param) in changed:
                     group.take_changes(place)
 
+    def refuse_converted(self) -> None:
+        """Called when a forward has failed too.
+
+        Raises:
+            StateError: names a parameter that has another dtype than the engine trains, or is on the meta device; from
+                the exception that is being handled.
+        """
+        for param, (module, name), (dtype, device) in zip(self._params, self._places, self._forms, strict=True):
+            found = module._parameters.get(name)
+            if found is None or ((found.dtype, found.device) == (dtype, device)):
+                continue
+            if found.is_meta or (found is param and found.numel() > 0):
+                raise StateError(_conversion(self._name_of(param), found, dtype, device))
+
     def _refuse_other(self, param: Parameter, shape: torch.Size, dtype: torch.dtype) -> None:
-        if (param.shape, param.dtype) != (shape, dtype):
+        if param.shape == shape and param.dtype != dtype:
+            raise StateError(_conversion(self._name_of(param), param, dtype, param.device))
+        if param.shape != shape:
             raise StateError(
                 f"parameter {self._name_of(param)}: found a value of shape {tuple(param.shape)} in {param.dtype} that "
                 f"was put into it after initialize(), where the engine trains shape {tuple(shape)} in {dtype}; "
@@ -130,8 +152,30 @@ class OutsideChanges:
                     "trained; load without assign=True, copy values with param.data.copy_(value), or give the new "
                     "parameter to engine.optimizer.add_param_group"
                 )
+        forms = zip(self._params, self._forms, strict=True)
+        self._forms = [form for param, form in forms if id(param) in now]
         self._params = [param for param in self._params if id(param) in now]
         self._places = [now[id(param)] for param in self._params]
+
+
+def _conversion(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:
+    """What to say of a parameter that the engine has in `dtype` on `device`."""
+    if found.is_meta:
+        advice = "It has no values there, so build the model and the engine again"
+    elif found.device != device:
+        advice = f"Move the module back with module.to({str(device)!r}); engine.offload_states() frees a device"
+    else:
+        precision = {
+            torch.float16: "set fp16.enabled in the configuration",
+            torch.bfloat16: "set bf16.enabled in the configuration",
+            torch.float32: "train with neither bf16.enabled nor fp16.enabled in the configuration",
+        }.get(found.dtype, "convert the model before initialize(), with neither bf16.enabled nor fp16.enabled")
+        advice = f"To train in {found.dtype} {precision}; else convert the module back with module.to({dtype})"
+    return (
+        f"parameter {name}: found a value of shape {tuple(found.shape)} in {found.dtype} on {found.device}, as "
+        f"module.to(...) or .half() after initialize() leave it, where the engine trains it in {dtype} on {device}. "
+        f"{advice}. When training is over, call engine.destroy() before"
+    )
 
 
 def _places_in(module: Module) -> list[tuple[Parameter, tuple[Module, str]]]:

@@ -119,6 +119,15 @@ class Stateful(Holding):
         if self.outside_changes is not None and self.moved_states is None:
             self.outside_changes.take()
 
+    def refuse_converted(self) -> None:
+        """A forward has failed: say so if the module was converted since `initialize`.
+
+        Raises:
+            StateError: names the parameter and the way; from the exception that is being handled.
+        """
+        if self.outside_changes is not None and self.moved_states is None:
+            self.outside_changes.refuse_converted()
+
     def masters_from_weights(self) -> None:
         """Start the master weights again after the module's weights were loaded or changed from outside."""
         self.wait_for_copy()
