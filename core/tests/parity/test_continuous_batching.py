@@ -245,15 +245,17 @@ def test_what_is_over_a_limit_names_it_and_changes_nothing(
         ([], [], "one uid at least"),
         ([1], [[]], "give a tensor of one or more integers"),
         ([1], [[0.5]], "give a tensor of one or more integers"),
+        ([1], ["w1 w2"], "of uid 1 are a str that makes no tensor"),
+        ([1], [[[1, 2], [3]]], "of uid 1 are a list that makes no tensor"),
         ([1], [[3, VOCAB]], f"hold {VOCAB}, but the model knows 0 to {VOCAB - 1}"),
         ([1], [[-1]], "hold -1"),
     ],
 )
-def test_wrong_tokens_are_refused_and_change_nothing(uids: list[int], tokens: list[list[Any]], text: str) -> None:
+def test_wrong_tokens_are_refused_and_change_nothing(uids: list[int], tokens: list[Any], text: str) -> None:
     engine = InferenceEngineV2(make_model(), settings(num_blocks=4))
     engine.put([7], prompts(3))
     with pytest.raises(ConfigError, match=text):
-        engine.put(uids, [torch.tensor(each) for each in tokens])
+        engine.put(uids, tokens)
     assert_state(engine, {7: 3}, 3)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.inference.generate import StaticGeneration
@@ -160,6 +161,19 @@ def test_a_streamer_is_given_the_same(steps: list[int]) -> None:
     assert len(wanted) == 7
     assert all(torch.equal(*each) for each in zip(found, wanted, strict=True))
     assert len(steps) == 4
+
+
+def test_times_of_its_tokens_are_measured(steps: list[int]) -> None:
+    plain = make_model(FAMILIES["llama"])
+    plain.generation_config.eos_token_id = None
+    wanted = tokens_of(plain, padded_batch(), max_new_tokens=5)
+    engine = deepspeed.init_inference(plain, dtype="fp32", replace_with_kernel_inject=True)
+    engine.profile_model_time()
+    assert torch.equal(tokens_of(engine, padded_batch(), max_new_tokens=5), wanted)
+    assert len(steps) == 4
+    times = engine.model_times()
+    assert len(times) == 5  # the prompt's with them
+    assert min(times) > 0
 
 
 def test_random_numbers_go_on_where_transformers_would() -> None:

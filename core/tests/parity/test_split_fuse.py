@@ -154,9 +154,15 @@ def test_probabilities_are_those_of_the_greatest(words: dict[str, Any], wanted: 
     torch.testing.assert_close(Sampling(**words).probabilities(logits), torch.tensor(wanted))
 
 
-@pytest.mark.parametrize("words", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *({"temperature": value} for value in (-1.0, float("nan"), float("inf"))),
+        *({"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_p": float("nan")}),
+    ],
+)
 def test_sampling_that_means_nothing_is_refused(words: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="temperature and top_k are 0 or more, and top_p is above 0"):
+    with pytest.raises(ConfigError, match="temperature is a number of 0 or more, top_k is 0 or more"):
         Sampling(**words)
 
 

@@ -6,6 +6,7 @@ processors, random numbers and ends are used in the same order, so the tokens ar
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +26,18 @@ class DecodeLoop:
         decoder: of the model.
         streamer: of the call, or None; transformers hands it to its own loops alone.
         max_tokens: that the cache holds.
+        around_token: a context in which each token after the first is computed.
     """
 
-    def __init__(self, decoder: "Decoder", streamer: Any, max_tokens: int) -> None:
+    def __init__(
+        self,
+        decoder: "Decoder",
+        streamer: Any,
+        max_tokens: int,
+        around_token: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._decoder, self._streamer, self._max_tokens = decoder, streamer, max_tokens
+        self._around_token = around_token
 
     def __call__(
         self,
@@ -66,7 +75,8 @@ class DecodeLoop:
                 break
             if step is None:
                 step = self._start(model_kwargs)
-            logits = step(chosen).float()
+            with self._around_token():
+                logits = step(chosen).float()
         if self._streamer is not None:
             self._streamer.end()
         return ends.tokens()

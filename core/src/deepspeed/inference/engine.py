@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.engine.wrapper import ModuleWrapper
 from deepspeed.errors import ConfigError, StateError
 from deepspeed.inference.export import export
+from deepspeed.inference.generate import StaticGeneration
 from deepspeed.inference.graphs import graphed
 from deepspeed.tensor_parallel.ranks import same_random_numbers
 
@@ -42,9 +45,7 @@ class InferenceEngine(ModuleWrapper):
         self.mp_group = group
         self._config = config
         self._dtype = dtype
-        self._times_ms: list[float] = []
-        self._start_s = 0.0
-        self._is_timed = False
+        self._times: _ForwardTimes | None = None
         self.eval()
 
     @property
@@ -59,12 +60,8 @@ class InferenceEngine(ModuleWrapper):
         for what that raises."""
         if self._graphs is None:
             return self.module(*inputs, **kwargs)
-        if not self._is_timed:
+        with nullcontext() if self._times is None else self._times.measured():
             return self._graphs(*inputs, **kwargs)
-        self._begin()
-        outputs = self._graphs(*inputs, **kwargs)
-        self._end()
-        return outputs
 
     @torch.no_grad()
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -98,25 +95,18 @@ class InferenceEngine(ModuleWrapper):
         export(self.module, self.mp_group, Path(path))
 
     def profile_model_time(self, *_: Any, **__: Any) -> None:
-        """Measure each forward from now on; see `model_times`. The choice of a clock that DeepSpeed documents is
-        accepted: here the host's is read when the device has finished, on every device. With graphs the engine's own
-        forwards are measured, not those inside of `generate`."""
-        if self._is_timed:
+        """Measure each forward from now on, also those of `generate`; see `model_times`. The choice of a clock that
+        DeepSpeed documents is accepted: here the host's is read when the device has finished, on every device. With
+        graphs the engine's own forwards are measured, not those inside of `generate`."""
+        if self._times is not None:
             return
-        self._is_timed = True
+        self._times = _ForwardTimes()
         if self._graphs is not None:  # a hook would wait for the device while a graph is captured
             return
-        # by hooks of the module, which its generate() calls too
-        self.module.register_forward_pre_hook(lambda *_: self._begin())
-        self.module.register_forward_hook(lambda *_: self._end())
-
-    def _begin(self) -> None:
-        get_accelerator().synchronize()
-        self._start_s = time.perf_counter()
-
-    def _end(self) -> None:
-        get_accelerator().synchronize()
-        self._times_ms.append(1e3 * (time.perf_counter() - self._start_s))
+        self.module.register_forward_pre_hook(self._times.begin)
+        self.module.register_forward_hook(self._times.end)
+        if isinstance(own := vars(self.module).get("generate"), StaticGeneration):
+            own.around_token = self._times.measured
 
     def model_times(self) -> list[float]:
         """Milliseconds of each forward since the last call of this, or since `profile_model_time`.
@@ -124,8 +114,35 @@ class InferenceEngine(ModuleWrapper):
         Raises:
             StateError: `profile_model_time` was not called.
         """
-        if not self._is_timed:
+        if self._times is None:
             raise StateError("model_times: nothing is measured; call profile_model_time() first")
+        return self._times.take()
+
+
+class _ForwardTimes:
+    """Milliseconds from begin to end of each forward. As hooks its methods change nothing (see `block.num_hooks`)."""
+
+    def __init__(self) -> None:
+        self._times_ms: list[float] = []
+        self._start_s = 0.0
+
+    def begin(self, *_: Any) -> None:
+        get_accelerator().synchronize()
+        self._start_s = time.perf_counter()
+
+    def end(self, *_: Any) -> None:
+        get_accelerator().synchronize()
+        self._times_ms.append(1e3 * (time.perf_counter() - self._start_s))
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """For what stands in the place of a forward."""
+        self.begin()
+        yield
+        self.end()
+
+    def take(self) -> list[float]:
+        """Those since the last call."""
         times, self._times_ms = self._times_ms, []
         return times
 

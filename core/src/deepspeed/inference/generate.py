@@ -4,6 +4,8 @@ The cache is a `Cache` of transformers. Its class is made on first use, because 
 model of it generates.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,7 @@ class StaticGeneration:
 
     def __init__(self, model: nn.Module, max_tokens: int, decoder: "Decoder | None" = None) -> None:
         self.model, self.max_tokens, self.decoder = model, max_tokens, decoder
+        self.around_token: Callable[[], AbstractContextManager[None]] = nullcontext  # but for the first one's
         self.original: Any = model.generate
         model.generate = self  # type: ignore[assignment]
 
@@ -65,7 +68,7 @@ class StaticGeneration:
         beams = kwargs.get("num_beams") or getattr(config or self.model.generation_config, "num_beams", None)
         if (beams or 1) > 1 or not self.decoder.serves():
             return None
-        return DecodeLoop(self.decoder, kwargs.get("streamer"), self.max_tokens)
+        return DecodeLoop(self.decoder, kwargs.get("streamer"), self.max_tokens, self.around_token)
 
     def _check_length(self, inputs: Any, config: Any, kwargs: dict[str, Any]) -> None:
         given = inputs if inputs is not None else kwargs.get("input_ids", kwargs.get("inputs_embeds"))

@@ -27,7 +27,7 @@ from deepspeed.ops.transformer import layer_norm, layer_norm_residual, rms_norm,
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear
 
 _CACHES = ("past_key_values", "layer_past")
-_CAPTURES = "transformers.utils.output_capturing"
+_OBSERVERS = ("transformers.utils.output_capturing", "deepspeed.inference.engine")
 
 
 class FusedBlock:
@@ -252,9 +252,10 @@ class Part:
 
 
 def num_hooks(module: nn.Module) -> int:
-    """But for those by which transformers captures attention weights, which are left in place and do nothing."""
+    """But for those that change nothing: transformers' that capture attention weights, which are left in place, and the
+    engine's that measure times."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return sum(getattr(hook, "__module__", "") != _CAPTURES for hook in hooks)
+    return sum(getattr(hook, "__module__", "") not in _OBSERVERS for hook in hooks)
 
 
 def part_of(root: nn.Module, path: str) -> Part:

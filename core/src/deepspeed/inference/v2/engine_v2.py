@@ -25,7 +25,7 @@ from deepspeed.config import read_config
 from deepspeed.config.inference import RaggedInferenceEngineConfig, RaggedQuantizationConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.config.supported import check_supported
-from deepspeed.errors import ConfigError, StateError
+from deepspeed.errors import ConfigError, StateError, first_line
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.entry import init_inference
 from deepspeed.inference.injection.block import FusedBlock
@@ -220,7 +220,13 @@ class InferenceEngineV2:
 
     @staticmethod
     def _as_tokens(uid: int, given: Any) -> Tensor:
-        tokens = torch.as_tensor(given).flatten()
+        try:
+            tokens = torch.as_tensor(given).flatten()
+        except (TypeError, ValueError, RuntimeError) as error:  # text, or lists of several lengths
+            raise ConfigError(
+                f"put: the tokens of uid {uid} are a {type(given).__name__} that makes no tensor "
+                f"({first_line(error)}); give a tensor of one or more integers, as a tokenizer returns it"
+            ) from error
         if not tokens.numel() or tokens.is_floating_point() or tokens.dtype == torch.bool:
             raise ConfigError(
                 f"put: the tokens of uid {uid} are {tokens.dtype} of shape {tuple(tokens.shape)}; give a tensor of one "

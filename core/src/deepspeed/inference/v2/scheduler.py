@@ -10,6 +10,7 @@ the tokens that it goes on with are the same. A request that would not fit into 
 oldest one never gives its blocks back, so each step comes nearer to the end.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,9 +42,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"Sampling: found {self}, but temperature and top_k are 0 or more, and top_p is above 0, at most 1"
+                f"Sampling: found {self}, but temperature is a number of 0 or more, top_k is 0 or more, and top_p is "
+                "above 0, at most 1"
             )
 
     def probabilities(self, logits: Tensor) -> Tensor:
