@@ -6,6 +6,7 @@ Beside the names of `test_names.py`; the table is `deepspeed.compatibility.diffe
 import ast
 import importlib
 import inspect
+import itertools
 import json
 from pathlib import Path
 
@@ -60,7 +61,6 @@ def missing_arguments(function, arguments):
 # Defaults that are others here, with the same meaning, or none for what the engine makes.
 OTHER_DEFAULTS = {
     "moe.layer:MoE.set_deepspeed_parallelism": {"use_data_before_expert_parallel_"},  # None: as the configuration says
-    "ops.op_builder.builder:OpBuilder.load": {"verbose"},  # says that an op is being built
     "runtime.engine:DeepSpeedEngine.__init__": {"config"},
     "runtime.engine:DeepSpeedEngine.deepspeed_io": {"num_local_io_workers"},  # 0: the training process loads
 }
@@ -107,6 +107,39 @@ def other_defaults(function, arguments):
 def test_defaults_of_arguments_are_deepspeeds():
     found = {where: other_defaults(function, arguments) for where, function, arguments in functions_here()}
     assert {where: names for where, names in found.items() if names} == OTHER_DEFAULTS
+
+
+# Arguments that stand elsewhere here, so that a call by position gives another one.
+OTHER_POSITIONS = {
+    "moe.sharded_moe:MOELayer.__init__": {"ep_size"},  # made by `MoE`
+    "moe.sharded_moe:top1gating": {"use_tutel"},  # by name only: `sparse_routes`, before it, is not here
+    "runtime.dataloader:DeepSpeedDataLoader.__init__": {"pin_memory", "collate_fn", "data_sampler"},  # by name only
+    "runtime.engine:DeepSpeedEngine.__init__": {"config"},  # made by `initialize`
+    "runtime.fp16.loss_scaler:DynamicLossScaler.__init__": {"consecutive_hysteresis", "min_scale"},  # by name only
+    "runtime.pipe.engine:PipelineEngine.module_state_dict": {"exclude_frozen_parameters"},  # as `DeepSpeedEngine`'s
+}
+
+
+def other_positions(function, arguments):
+    """Arguments that a call by position gives in DeepSpeed, and another one or none here."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return set()
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return set()
+    plain = [
+        each.name for each in parameters if each.kind is not each.KEYWORD_ONLY and each.name not in ("self", "cls")
+    ]
+    theirs = [name for name, _ in itertools.takewhile(lambda each: not each[0].startswith("*"), arguments)]
+    theirs = [name for name in theirs if name not in ("self", "cls")]
+    taken = {each.name for each in parameters}
+    return {name for place, name in enumerate(theirs) if name in taken and plain[place : place + 1] != [name]}
+
+
+def test_arguments_stand_where_deepspeed_has_them():
+    found = {where: other_positions(function, arguments) for where, function, arguments in functions_here()}
+    assert {where: names for where, names in found.items() if names} == OTHER_POSITIONS
 
 
 def test_what_is_not_here_is_in_the_table():

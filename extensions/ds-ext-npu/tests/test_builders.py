@@ -8,9 +8,12 @@ import types
 
 import pytest
 from deepspeed.errors import OpUnavailable
+from deepspeed.ops.op_builder import OpBuilder
 from deepspeed.ops.op_builder.kernel_path import make_kernel_path
+from deepspeed.testing.answers import check_arguments
 from ds_ext_npu.op_builder import NPUOpBuilder, ascend_kernel_include, ascend_kernel_path, builders
 from ds_ext_npu.op_builder.npu_op_builder import cann_home, torch_npu_folder
+from ds_ext_npu.op_builder.vendor_op_builder import VendorOpBuilder
 
 # ----- over the vendor's operators -----------------------------------------------------------------------------------
 
@@ -46,6 +49,11 @@ def test_without_the_vendors_package_the_reason_is_told(monkeypatch, name):
     builder = builders()[name]()
     assert not builder.is_compatible()
     assert builder.reason.startswith("torch_npu cannot be imported: ModuleNotFoundError: ")
+
+
+def test_a_builder_is_called_as_others_are():
+    for name in ("is_compatible", "load", "sources"):
+        check_arguments(getattr(VendorOpBuilder, name), getattr(OpBuilder, name))
 
 
 def test_adam_loads_as_a_module_with_the_operator_of_the_front(package):

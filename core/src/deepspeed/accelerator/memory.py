@@ -86,15 +86,15 @@ class MemoryFace(TorchModule):
     # ----- pinned memory ---------------------------------------------------------------------------------------------
 
     def pin_memory(
-        self, tensor: torch.Tensor, align_bytes: int = 1, make_copy: bool = True, match_shape: bool = True
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True, *, align_bytes: int = 1
     ) -> torch.Tensor:
         """A CPU tensor of the same content in page-locked memory, which the device copies from without the host.
 
         Args:
             tensor: a CPU tensor; returned as it is when it is pinned and aligned already.
-            align_bytes: the address is made a multiple of this, as direct file reading and writing needs.
             make_copy: False leaves what is in the new memory undefined.
             match_shape: False gives one dimension.
+            align_bytes: the address is made a multiple of this, as direct file reading and writing needs.
         """
         if is_aligned(tensor, align_bytes) and self.is_pinned(tensor):
             return tensor if match_shape else tensor.view(-1)

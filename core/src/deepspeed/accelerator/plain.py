@@ -167,7 +167,7 @@ class PlainAccelerator(DeepSpeedAccelerator):
         return host_memory.available_bytes()
 
     def pin_memory(
-        self, tensor: torch.Tensor, align_bytes: int = 1, make_copy: bool = True, match_shape: bool = True
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True, *, align_bytes: int = 1
     ) -> torch.Tensor:
         """`tensor` itself, which the host reaches as it is; a copy only where `align_bytes` asks for one."""
         tensor = tensor if match_shape else tensor.reshape(-1)

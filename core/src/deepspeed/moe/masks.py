@@ -34,6 +34,7 @@ def top1gating(
     drop_tokens: bool = True,
     use_rts: bool = True,
     ep_group: ProcessGroup | None = None,
+    *,
     use_tutel: bool = False,
 ) -> Masks:
     """The likeliest expert of each token.

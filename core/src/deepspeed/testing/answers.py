@@ -109,6 +109,7 @@ def check_answers(accelerator: DeepSpeedAccelerator, name: str, expected: Mappin
         AssertionError: shows the answer that is not right.
         LookupError: an argument of the interface has no value in `VALUES`.
     """
+    check_arguments(getattr(type(accelerator), name, None), _stated(name))
     for answer in _answers(accelerator, name):
         hint = _hint(name)
         assert _fits(answer, hint), f"{name}: found {answer!r}, which is no {hint}"
@@ -117,6 +118,28 @@ def check_answers(accelerator: DeepSpeedAccelerator, name: str, expected: Mappin
             wanted = expected[name]
             is_right = wanted(answer) if inspect.isfunction(wanted) else answer == wanted
             assert is_right, f"{name}: found {answer!r}"
+
+
+def check_arguments(own: Any, stated: Any) -> None:
+    """Compare a method's arguments, in their order and with their defaults, with those of the interface.
+
+    Args:
+        own: of a class that implements it; may have more arguments at the end, or take all with `*args`.
+        stated: as the interface has it.
+
+    Raises:
+        AssertionError: names the argument.
+    """
+    if not inspect.isfunction(own) or not inspect.isfunction(stated) or own is stated:
+        return
+    found = list(inspect.signature(own).parameters.values())
+    for place, wanted in enumerate(inspect.signature(stated).parameters.values()):
+        if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in found):
+            return
+        same = [each for each in found if each.name == wanted.name]
+        is_found = bool(same) and (wanted.kind is wanted.KEYWORD_ONLY or found[place : place + 1] == same)
+        assert is_found, f"{own.__qualname__}: found no argument {wanted.name!r} at place {place}"
+        assert same[0].default == wanted.default, f"{own.__qualname__}: {wanted.name} has the default {same[0].default}"
 
 
 def arguments_of(

@@ -37,6 +37,36 @@ def test_a_new_argument_says_where_to_add_a_value(plain, monkeypatch):
         answers.check_answers(plain, "range_push")
 
 
+def older(self, tensor, align_bytes=1):
+    return tensor
+
+
+def other_default(self, tensor, make_copy=False, match_shape=True, *, align_bytes=1):
+    return tensor
+
+
+def more(self, tensor, make_copy=True, match_shape=True, own=None, *, align_bytes=1):
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (older, r"older: found no argument 'make_copy' at place 2"),
+        (other_default, r"other_default: make_copy has the default False"),
+        (more, None),
+        (lambda self, *args, **kwargs: None, None),
+    ],
+)
+def test_arguments_are_compared_with_the_interfaces(plain, monkeypatch, own, said):
+    monkeypatch.setattr(PlainAccelerator, "pin_memory", own)
+    if said is None:
+        answers.check_arguments(own, DeepSpeedAccelerator.pin_memory)
+        return
+    with pytest.raises(AssertionError, match=said):
+        answers.check_answers(plain, "pin_memory")
+
+
 class Wrong(DeepSpeedAccelerator):
     _name = "cpu"
 

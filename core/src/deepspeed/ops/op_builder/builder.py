@@ -208,7 +208,7 @@ class OpBuilder(SourcePlaces, DeepSpeedQuestions, ABC):
                 self.warning(reason)
         return reason is None
 
-    def load(self, verbose: bool = True) -> Any:
+    def load(self, verbose: bool = False) -> Any:
         """The loaded op: `torch.ops.<op_namespace>`, or a Python module. Prebuilt, else from the cache, else compiled.
 
         Raises:

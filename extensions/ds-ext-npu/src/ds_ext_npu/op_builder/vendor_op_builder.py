@@ -37,7 +37,7 @@ class VendorOpBuilder(OpBuilder):
             self.warning(self.reason)
         return self.reason is None
 
-    def load(self, verbose: bool = True) -> Any:
+    def load(self, verbose: bool = False) -> Any:
         """The op; nothing is compiled for it.
 
         Raises:
