@@ -19,9 +19,12 @@ from torch import nn
 WIDTH = 8
 
 
-def create_engine(path, stage):
+def take_path(path):
     os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"  # put back after the job
     forget()
+
+
+def create_engine(stage):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     config = {
@@ -58,8 +61,9 @@ def sums(engine):
 
 def part(path, stage, others_do, folder):
     """The last rank makes the call alone that saves or loads, while the others do something else."""
+    take_path(path)
     parted.FIRST_LOOK_S = 0.2
-    engine = create_engine(path, stage)
+    engine = create_engine(stage)
     train_step(engine)
     engine.save_checkpoint(folder)
     is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
@@ -95,9 +99,58 @@ def test_a_save_on_one_rank_while_the_others_do_something_else(path, tmp_path, n
         assert weights == results[0][1]
 
 
+def part_in_calls(path, stage, first_does, last_does, folder):
+    """What ends the call of this rank, and the weights after a step that follows it."""
+    take_path(path)
+    parted.FIRST_LOOK_S = 0.2
+    engine = create_engine(stage)
+    train_step(engine)
+    is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    call = {
+        "step": lambda: train_step(engine),
+        "evaluation": lambda: evaluate(engine),
+        "barrier": deepspeed.comm.barrier,
+        "initialize": lambda: create_engine(stage),
+        "save": lambda: engine.save_checkpoint(folder),
+    }[last_does if is_last else first_does]
+    found = caught(call)
+    engine.destroy()
+    engine = create_engine(stage)
+    deepspeed.comm.barrier()
+    train_step(engine)
+    weights = sums(engine)
+    engine.destroy()
+    return found, weights
+
+
+PAIRS = [
+    (2, 0, "barrier", "step"),
+    (2, 3, "barrier", "evaluation"),
+    (2, 1, "barrier", "initialize"),
+    (2, 1, "initialize", "step"),
+    (2, 3, "evaluation", "initialize"),
+    (2, 1, "barrier", "save"),
+    (2, 1, "initialize", "save"),
+    (4, 2, "step", "initialize"),
+    (4, 3, "barrier", "initialize"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "stage", "first_does", "last_does"), PAIRS)
+def test_ranks_in_calls_that_wait_for_each_other(path, tmp_path, num_ranks, stage, first_does, last_does):
+    names = {"initialize": "initialize", "save": "save_checkpoint", "barrier": "barrier"}
+    results = run_ranks(num_ranks, part_in_calls, path, stage, first_does, last_does, str(tmp_path), timeout_s=60)
+    last = num_ranks - 1
+    for found, weights in results:
+        assert re.match("RanksParted|PeerFailed|PeerLeft|CommError", found), found
+        told = [name for call, name in names.items() if call in (first_does, last_does)]
+        assert all(name in found for name in told), found
+        assert re.search(rf"rank {last}\b", found), found
+        assert weights == results[0][1]
+
+
 def part_in_a_pipeline(path, folder):
-    os.environ["DS_COMM_DIRECT"] = "1" if path == "direct" else "0"
-    forget()
+    take_path(path)
     parted.FIRST_LOOK_S = 0.2
     torch.manual_seed(0)
     module = PipelineModule([LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss())

@@ -2,7 +2,8 @@
 
 A collective cannot do that: a library waits until its time limit, half an hour by default, and then names its own call.
 Here each rank enters its name in the job's store and waits there for the others. Nothing is in flight in the group
-meanwhile, so after a failure the ranks go on. Called at the begin of `save_checkpoint` and `load_checkpoint`.
+meanwhile, so after a failure the ranks go on. Called at the begin of `save_checkpoint`, `load_checkpoint` and
+`initialize`, and before ranks connect in a group.
 
 The ranks meet in rounds. One operation of the store ends a round, for all of them: of the rank that comes last, or of
 one that has waited until its limit, is interrupted, or sees that another one has ended, or waits for this one elsewhere
@@ -12,12 +13,13 @@ rank that is interrupted when all have come goes on with them, and is interrupte
 
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch.distributed as torch_dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import Store
 
 from deepspeed.comm import parted
-from deepspeed.comm.ended import clause_of, ended_members
+from deepspeed.comm.ended import clause_of, ended_of
 from deepspeed.comm.interrupts import any_held, handle_held, held
 from deepspeed.errors import CommError
 from deepspeed.log import logger
@@ -25,40 +27,50 @@ from deepspeed.log import logger
 _WARNING_S = 10.0
 _LONGEST_PAUSE_S = 0.5  # between two questions to the store
 _ALL = "all"  # the end of a round in which all ranks came; else the rank that gave up
-#: objects made in this process by group name; ranks make them in the same order, so the count is part of the key
+#: objects made in this process by name; ranks make them in the same order, so the count is part of the key
 _num_made: Counter[str] = Counter()
 
 
 class Arrivals:
-    """The calls that all ranks of `group` make together.
+    """The calls that some ranks make together.
 
     Args:
-        group: more than one rank.
+        ranks: more than one, as the job counts them.
+        name: the same on all of them.
         limit_s: how long a rank waits for the others; after 10 s it warns.
+        refusal: why a rank need not wait any longer; asked now and then.
     """
 
-    def __init__(self, group: ProcessGroup, limit_s: float) -> None:
-        name = torch_dist.distributed_c10d._get_process_group_name(group)
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        name: str,
+        limit_s: float,
+        refusal: Callable[[], CommError | None] = lambda: None,
+    ) -> None:
         self.limit_s = limit_s
-        self._group = group
+        self._ranks, self._refusal = list(ranks), refusal
         self._prefix = f"deepspeed/arrivals/{name}/{_num_made[name]}"
         self._num_ended: Counter[str] = Counter()  # rounds of a call whose end this rank has seen
         self._num_deleted: Counter[str] = Counter()
         _num_made[name] += 1
 
-    def wait_for_all(self, call: str) -> None:
-        """Wait until every rank has called this with the same `call`, which is how messages name it.
+    def wait_for_all(self, call: str) -> int:
+        """Wait until every rank has called this with the same `call`, which is how messages name it. Returns a number
+        that is the same on all of them, and another one the next time.
 
         Raises:
-            CommError: a rank did not come within `limit_s`; it is named. The group can be used as before.
+            CommError: a rank did not come within `limit_s`; it is named. The group can be used as before. Or what
+                `refusal` gives.
             RanksParted: a rank is in another call, in which it waits for this one. The caller has failed in a step.
         """
         with held():
-            self._wait_for_all(call)
+            return self._wait_for_all(call)
 
-    def _wait_for_all(self, call: str) -> None:
+    def _wait_for_all(self, call: str) -> int:
         store: Store = torch_dist.distributed_c10d._get_default_store()
-        wait = _Wait(store, self._group, f"{self._prefix}/{call}", call, self._num_ended[call])
+        own, first = torch_dist.get_rank(), self._num_ended[call]
+        wait = _Wait(store, self._ranks, f"{self._prefix}/{call}", call, first, self._refusal)
         while (ended_by := wait.meet(self.limit_s)) != _ALL:
             self._num_ended[call] += 1
             if ended_by.startswith(parted.PARTED):
@@ -66,20 +78,23 @@ class Arrivals:
                     raise parted.RanksParted(ended_by.removeprefix(parted.PARTED))
                 wait.begin_next()
                 continue
-            if ended_by == str(self._group.rank()):
+            if ended_by == str(own):
                 handle_held()  # raises, or only notes the signal: then this rank waits on, in the next round
+                if wait.refused is not None:
+                    raise wait.refused
                 if wait.absent:
                     waited = f"and waited for {self.limit_s:g} s: {wait.absent}"
                     if wait.ended:
                         waited = f"and {wait.ended} without it"
-                    raise CommError(f"rank {torch_dist.get_rank()} called {call} {waited}. {parted.advice(call)}")
+                    raise CommError(f"rank {own} called {call} {waited}. {parted.advice(call)}")
             wait.begin_next(ended_by)
-        if self._group.rank() == 0:
+        if own == self._ranks[0]:
             for number in range(self._num_deleted[call], self._num_ended[call]):  # every rank has seen their end
                 store.delete_key(wait.key(number, "count"))
                 store.delete_key(wait.key(number, "end"))
             self._num_deleted[call] = self._num_ended[call]
         self._num_ended[call] += 1
+        return self._num_ended[call]
 
 
 class _Wait:
@@ -90,8 +105,17 @@ class _Wait:
         number: of its first round.
     """
 
-    def __init__(self, store: Store, group: ProcessGroup, prefix: str, call: str, number: int) -> None:
-        self._store, self._group, self._prefix, self._call = store, group, prefix, call
+    def __init__(
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        prefix: str,
+        call: str,
+        number: int,
+        refusal: Callable[[], CommError | None],
+    ) -> None:
+        self._store, self._ranks, self._prefix, self._call = store, ranks, prefix, call
+        self._own, self._refusal = torch_dist.get_rank(), refusal
         self._first = self._number = number
         self._gave_up: set[int] = set()
         self._began_s, self._has_warned, self._is_noted = time.monotonic(), False, False
@@ -101,13 +125,15 @@ class _Wait:
         """Of a round that this rank gave up for good: the ranks that were not in it, as a clause."""
         self.ended = ""
         """Of such a round: those that will never be in it, as a clause."""
+        self.refused: CommError | None = None
+        """What ended such a round otherwise."""
 
     def meet(self, limit_s: float) -> str:
         """Come to the round. Returns how it ended."""
         self.came_late = True
-        if self._store.add(self.key(self._number, "count"), 1) == self._group.size():
+        if self._store.add(self.key(self._number, "count"), 1) == len(self._ranks):
             return self._end(_ALL)
-        self._store.set(self.key("last round of", str(self._group.rank())), str(self._number))
+        self._store.set(self.key("last round of", self._own), str(self._number))
         try:
             return self._wait(limit_s)
         finally:
@@ -116,7 +142,7 @@ class _Wait:
                 parted.take_note_back(self._store)
 
     def _wait(self, limit_s: float) -> str:
-        end, rank = self.key(self._number, "end"), str(self._group.rank())
+        end, rank = self.key(self._number, "end"), str(self._own)
         while not self._store.check([end]):
             self.came_late = False
             waited_s = time.monotonic() - self._began_s
@@ -126,10 +152,11 @@ class _Wait:
             if waited_s > limit_s or self._find_ended():
                 self.absent = self._find_absent()  # before others can go to the next round
                 return self._end(rank)
-            if any_held():
+            self.refused = self._refusal()
+            if any_held() or self.refused is not None:
                 return self._end(rank)
             if waited_s > parted.NOTED_S and not self._is_noted:
-                parted.put_note(self._store, self._call, self._prefix, end, self._group)
+                parted.put_note(self._store, self._call, self._prefix, end, self._ranks)
                 self._is_noted = True
             if waited_s > parted.FIRST_LOOK_S and (found := self._find_parted()) is not None:
                 return self._end(parted.PARTED + str(found))
@@ -138,27 +165,25 @@ class _Wait:
 
     def begin_next(self, gave_up: str = "") -> None:
         """Go to the next round, after this one was ended, by a rank that gave up or as ranks had parted."""
-        if gave_up and int(gave_up) != self._group.rank():
+        if gave_up and int(gave_up) != self._own:
             self._gave_up.add(int(gave_up))
         self._number += 1
 
     def _find_ended(self) -> str:
         """The ranks that have ended and are not in the round, as a clause."""
-        if ended := ended_members(self._group):
-            ranks = {
-                torch_dist.get_global_rank(self._group, each): last for each, last in enumerate(self._last_rounds())
-            }
-            self.ended = clause_of(rank for rank in ended if ranks[rank] < self._number)
+        if ended := ended_of(self._ranks):
+            rounds = self._last_rounds()
+            self.ended = clause_of(rank for rank in ended if rounds[rank] < self._number)
         return self.ended
 
     def _find_parted(self) -> parted.RanksParted | None:
         """Whether a rank waits for this one in another call of this kind."""
-        return parted.find(self._group, self._call, lambda _, note: note.kind != self._prefix, calls=True)
+        return parted.find(self._ranks, self._call, lambda _, note: note.kind != self._prefix, calls=True)
 
-    def _last_rounds(self) -> list[int]:
-        """By rank of the group, the last round that it came to."""
-        keys = [self.key("last round of", rank) for rank in range(self._group.size())]
-        return [int(self._store.get(key)) if self._store.check([key]) else -1 for key in keys]
+    def _last_rounds(self) -> dict[int, int]:
+        """By rank, the last round that it came to."""
+        keys = {rank: self.key("last round of", rank) for rank in self._ranks}
+        return {rank: int(self._store.get(key)) if self._store.check([key]) else -1 for rank, key in keys.items()}
 
     def _find_absent(self) -> str:
         """The ranks that are not in the round, as the job counts them, as a clause."""
@@ -166,9 +191,9 @@ class _Wait:
         left = {rank for rank in self._gave_up if rounds[rank] < self._number}
         # a rank that has not seen the end of the former round yet is named only where no other is absent
         begin = self._first if left else self._number
-        missing = {rank for rank, number in enumerate(rounds) if number < begin}
-        found = [f"rank {self._named(missing)} has not called it"] if missing else []
-        found += [f"rank {self._named(left)} has called it and given up"] if left else []
+        missing = {rank for rank, number in rounds.items() if number < begin}
+        found = [f"rank {_named(missing)} has not called it"] if missing else []
+        found += [f"rank {_named(left)} has called it and given up"] if left else []
         return ", ".join(found)
 
     def key(self, *names: object) -> str:
@@ -178,5 +203,6 @@ class _Wait:
         """End the round, if no other rank has. Returns how it ended."""
         return self._store.compare_set(self.key(self._number, "end"), "", by).decode()
 
-    def _named(self, ranks: set[int]) -> str:
-        return ", ".join(str(torch_dist.get_global_rank(self._group, rank)) for rank in sorted(ranks))
+
+def _named(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

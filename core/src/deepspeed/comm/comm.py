@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from deepspeed._absent import complete
 from deepspeed.comm import libraries, transports
+from deepspeed.comm.give_up import give_up
+from deepspeed.comm.group_backend import backend_for_barriers
 from deepspeed.comm.record import CommsLogger, comms_logger, recorded  # noqa: F401 - DeepSpeed has the class here
 from deepspeed.comm.work import as_work
 
@@ -92,10 +94,21 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None) -> Handle:
     """Wait until every rank of the group has come here.
 
+    Over gloo, one that waits for a rank which waits for it in another call of ds-core, or which has failed, raises
+    within seconds.
+
     Args:
         device_ids: the device on which to wait, for a library of devices; default: this rank's.
     """
-    devices = libraries.barrier_devices(group or get_world_group()) if device_ids is None else device_ids
+    members = group or get_world_group()
+    if isinstance(members, ProcessGroup) and not async_op and libraries.is_gloo(members):
+        try:
+            backend_for_barriers(members).barrier()
+        except BaseException:
+            give_up()
+            raise
+        return None
+    devices = libraries.barrier_devices(members) if device_ids is None else device_ids
     return torch_dist.barrier(group=group, async_op=async_op, device_ids=devices)
 
 

@@ -43,16 +43,15 @@ def note_own_end_at_exit() -> None:
     atexit.register(note)
 
 
-def ended_members(group: ProcessGroup) -> list[int]:
-    """The ranks of `group` that have ended, as the job counts them."""
-    members = torch_dist.get_process_group_ranks(group)
+def ended_of(ranks: Iterable[int]) -> list[int]:
+    """Those of `ranks` that have ended, as the job counts them."""
     ended = _ended()
-    return [rank for rank in members if rank in ended]
+    return [rank for rank in ranks if rank in ended]
 
 
 def ended_clause(group: ProcessGroup) -> str:
     """ "rank 1 has ended", for messages; empty where no rank of `group` has."""
-    return clause_of(ended_members(group))
+    return clause_of(ended_of(torch_dist.get_process_group_ranks(group)))
 
 
 def clause_of(ranks: Iterable[int]) -> str:

@@ -1,6 +1,7 @@
 """The first failure in a group, kept in the job's store, so that a rank which fails after it can name the cause.
 
-Used by `watch.py`, `issued.py` and `direct.py` of ds-ext-cpu; `give_up.py` tells all groups of a rank.
+Used by `watch.py`, `issued.py` and `direct.py` of ds-ext-cpu; `give_up.py` tells all groups of a rank. Ranks that meet
+to make a group have no record of it yet; so a failure is told there, too, by its number (`tell`).
 
 [Note: a rank that leaves] A rank that fails waits for nobody: its exception must reach the user while the peers may be
 in a collective of their own. It records the exception in the store, lets its peers know in the way of its transport,
@@ -8,7 +9,6 @@ and keeps the buffers of its collectives alive, since peers may still read them 
 """
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -16,15 +16,11 @@ from datetime import timedelta
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, Store
 
-from deepspeed.comm.ended import ended_clause
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import logger
 
 #: records made in this process by group name; ranks make them in the same order, so the count is part of the key
 _num_records: Counter[str] = Counter()
-
-
-_LONGEST_PAUSE_S = 0.05  # between two questions to the store
 
 
 class PeerFailed(CommError):
@@ -63,13 +59,59 @@ def _sentence(reason: str) -> str:
     return f"rank {torch_dist.get_rank()} failed with {reason}"
 
 
+_num_told = 0  # failures after which this rank has left its groups
+
+
+def num_told() -> int:
+    """After how many failures this rank has left its groups."""
+    return _num_told
+
+
+def tell() -> None:
+    """This rank leaves its groups; called while the exception is handled."""
+    consequence = handled_consequence()
+    cause = (consequence.cause if consequence is not None else "") or _sentence(_reason(sys.exc_info()[1]))
+    go_to(_num_told + 1)
+    _ask(lambda store: store.compare_set(_told(_num_told), "", cause))
+
+
+def go_to(number: int) -> None:
+    """This rank counts so many failures now, as others do."""
+    global _num_told
+    _num_told = number
+
+
+def unheard() -> PeerFailed | None:
+    """What a rank is to raise that waits for another one, which may be where the failure is that this one has not heard
+    of."""
+    key = _told(_num_told + 1)
+    cause = _ask(lambda store: store.get(key) if store.check([key]) else b"")
+    return _consequence(cause) if cause else None
+
+
+def _told(number: int) -> str:
+    return f"deepspeed/told/{number}"
+
+
+def _consequence(cause: str) -> PeerFailed:
+    return PeerFailed(f"rank {torch_dist.get_rank()} cannot go on: {cause}", cause)
+
+
+def _ask(question: Callable[[Store], bytes]) -> str:
+    """The store's answer; "" where the process that has the store is gone."""
+    try:
+        return question(torch_dist.distributed_c10d._get_default_store()).decode(errors="replace")
+    except (RuntimeError, ValueError) as error:
+        logger.debug("the store of the job does not answer: %s", first_line(error))
+        return ""
+
+
 class FailureRecord:
     """Who failed first in `group`, and why, per epoch: ranks that go on after a failure begin the next one."""
 
     def __init__(self, group: ProcessGroup) -> None:
         # group.group_name raises for a group that a plugin wrote in Python
         name = torch_dist.distributed_c10d._get_process_group_name(group)
-        self._group = group
         self._prefix = f"deepspeed/failure/{name}/{_num_records[name]}"
         self._logged = ""
         _num_records[name] += 1
@@ -103,7 +145,7 @@ class FailureRecord:
 
     def _claim(self, epoch: int, cause: str) -> str:
         """Record a cause, unless there is one. Returns the one that is recorded."""
-        return self._ask(lambda store: store.compare_set(f"{self._prefix}/{epoch}", "", cause))
+        return _ask(lambda store: store.compare_set(f"{self._prefix}/{epoch}", "", cause))
 
     def next_epoch(self, epoch: int) -> int:
         """The epoch in which this rank goes on after a failure in `epoch` that it has recorded.
@@ -116,35 +158,15 @@ class FailureRecord:
             epoch += 1
         return epoch
 
-    def meet(self, epoch: int, timeout_s: float) -> str:
-        """Return when all ranks of the group have come to this epoch, with a name for what they make together.
-
-        Raises:
-            PeerFailed: a rank failed before all had come.
-            CommError: a rank has ended, or they did not come within `timeout_s`.
-        """
-        store = torch_dist.distributed_c10d._get_default_store()
-        key = f"{self._prefix}/{epoch}/met"
-        start_s = time.monotonic()
-        store.add(key, 1)
-        while store.add(key, 0) < self._group.size():
-            if ended := ended_clause(self._group):
-                raise CommError(f"rank {torch_dist.get_rank()} cannot go on after a failure: {ended}")
-            if cause := self.first(epoch):
-                raise PeerFailed(f"rank {torch_dist.get_rank()} cannot go on: {cause}", cause)
-            waited_s = time.monotonic() - start_s
-            if waited_s > timeout_s:
-                raise CommError(
-                    f"rank {torch_dist.get_rank()} waited {timeout_s:g} s for all ranks of its group, which go on "
-                    "together after a failure; see what the others are doing"
-                )
-            time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
-        return f"{self._prefix}/{epoch}"
+    def refusal(self, epoch: int) -> PeerFailed | None:
+        """What a rank is to raise that waits for others who are to come to this epoch; None while they may."""
+        cause = self.first(epoch)
+        return _consequence(cause) if cause else unheard()
 
     def first(self, epoch: int) -> str:
         """The first failure of this epoch in words; "" where none is known."""
         key = f"{self._prefix}/{epoch}"
-        return self._ask(lambda store: store.get(key) if store.check([key]) else b"")
+        return _ask(lambda store: store.get(key) if store.check([key]) else b"")
 
     def note(self, key: str, text: str) -> None:
         """Put a text into the store, for `noted` on other ranks."""
@@ -153,20 +175,11 @@ class FailureRecord:
             store.set(f"{self._prefix}/{key}", text)
             return b""
 
-        self._ask(put)
+        _ask(put)
 
     def noted(self, key: str, wait_s: float) -> str:
         """What another rank has put there, or puts there within `wait_s` seconds; "" otherwise."""
         key = f"{self._prefix}/{key}"
         if wait_s == 0.0:
-            return self._ask(lambda store: store.get(key) if store.check([key]) else b"")
-        return self._ask(lambda store: store.wait([key], timedelta(seconds=wait_s)) or store.get(key))
-
-    @staticmethod
-    def _ask(question: Callable[[Store], bytes]) -> str:
-        """The store's answer; "" where the process that has the store is gone."""
-        try:
-            return question(torch_dist.distributed_c10d._get_default_store()).decode(errors="replace")
-        except (RuntimeError, ValueError) as error:
-            logger.debug("the store of the job does not answer: %s", first_line(error))
-            return ""
+            return _ask(lambda store: store.get(key) if store.check([key]) else b"")
+        return _ask(lambda store: store.wait([key], timedelta(seconds=wait_s)) or store.get(key))

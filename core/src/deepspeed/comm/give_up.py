@@ -17,16 +17,16 @@ from weakref import WeakSet
 
 import torch.distributed as torch_dist
 
+from deepspeed.comm import failure
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.failure import PeerFailed, handled_errors
-from deepspeed.comm.group_backend import known_backends
+from deepspeed.comm.group_backend import known_backends, makes_collectives
 from deepspeed.comm.interrupts import held
 from deepspeed.comm.record import RecordedGroup, unrecorded
 
 #: attribute of an exception that peers know of: the number of uses at that time
 _MARK = "_deepspeed_told_peers"
 _num_uses = 0
-_num_told = 0  # failures after which this rank has left its groups
 
 
 class Party(Protocol):
@@ -53,7 +53,8 @@ def begin_use() -> None:
 def makes_collectives_besides(backends: Sequence[GroupBackend]) -> bool:
     """Whether the core makes collectives among ranks other than those of `backends`, as models do."""
     own = [_plain(backend) for backend in backends]
-    return any(backend.world_size > 1 and backend not in own for backend in known_backends())
+    others = [each for each in known_backends() if each not in own and makes_collectives(each)]
+    return any(backend.world_size > 1 for backend in others)
 
 
 def give_up(works: Sequence[tuple[GroupBackend, Work]] = ()) -> None:
@@ -66,8 +67,7 @@ def give_up(works: Sequence[tuple[GroupBackend, Work]] = ()) -> None:
     with held():
         if not torch_dist.is_initialized() or _is_told():
             return
-        global _num_told
-        _num_told += 1
+        failure.tell()
         for backend in known_backends():
             if backend.world_size > 1:
                 left = [work for issuer, work in works if _plain(issuer) is backend]
@@ -94,7 +94,7 @@ def _with_epochs() -> list[HasEpochs]:
 
 def standing() -> Mapping[str, Any]:
     """After how many failures this rank has left its groups, and in which epoch of each it is."""
-    return {"failures": _num_told, "epochs": dict(backend.epoch() for backend in _with_epochs())}
+    return {"failures": failure.num_told(), "epochs": dict(backend.epoch() for backend in _with_epochs())}
 
 
 def follow(standings: Sequence[Mapping[str, Any]]) -> None:
@@ -104,9 +104,9 @@ def follow(standings: Sequence[Mapping[str, Any]]) -> None:
     Args:
         standings: of all ranks, which make this call together.
     """
-    global _num_told
     num_failures = max(each["failures"] for each in standings)
-    is_behind, _num_told = num_failures > _num_told, num_failures
+    is_behind = num_failures > failure.num_told()
+    failure.go_to(num_failures)
     with_epochs = _with_epochs()
     if is_behind:
         try:

@@ -17,6 +17,7 @@ from deepspeed.ops.implementations import HOST
 from deepspeed.plugins import plugin_manager
 
 _backends: dict[ProcessGroup, GroupBackend] = {}
+_for_barriers: set[ProcessGroup] = set()
 # What makes them; None: the choice is made for each group.
 _make: Callable[[ProcessGroup], GroupBackend] | None = None
 # Of which world group they are: a new world, also one that a library made, gets new ones.
@@ -39,12 +40,29 @@ def group_backend(group: ProcessGroup | None = None) -> GroupBackend:
         raise no_group_error("deepspeed.comm.group_backend()")
     if _world is not world:
         _backends.clear()  # the groups are gone: nothing to release
+        _for_barriers.clear()
         serve_by(None)
     group = world if group is None else group
+    _for_barriers.discard(group)
     if group not in _backends:
         _backends[group] = _create(group)
     chosen = _backends[group]
     return RecordedGroup(chosen) if comms_logger.enabled else chosen
+
+
+def backend_for_barriers(group: ProcessGroup | None = None) -> GroupBackend:
+    """`group_backend`, for a caller that makes nothing but barriers."""
+    own = _current_world() if group is None else group
+    is_asked = own in _backends and own not in _for_barriers
+    backend = group_backend(group)
+    if own is not None and not is_asked:
+        _for_barriers.add(own)
+    return backend
+
+
+def makes_collectives(backend: GroupBackend) -> bool:
+    """Whether anything but barriers was asked of it."""
+    return backend.group not in _for_barriers
 
 
 def known_backends() -> list[GroupBackend]:
@@ -59,6 +77,7 @@ def forget(group: ProcessGroup | None = None, *, failed: bool = False) -> None:
     """
     for ended in [group] if group is not None else list(_backends):
         backend = _backends.pop(ended, None)
+        _for_barriers.discard(ended)
         if backend is None:
             continue
         if failed and isinstance(backend, TorchGroup):

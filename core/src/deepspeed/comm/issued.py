@@ -46,7 +46,7 @@ class Collective(NamedTuple):
     tag: str
 
     def __str__(self) -> str:
-        text = f"{self.kind} of {self.numel} {dtype_name(self.dtype)}"
+        text = f"{self.kind} of {self.numel} {dtype_name(self.dtype)}" if self.numel else self.kind
         return f"{text} ({self.tag})" if self.tag else text
 
 
@@ -72,6 +72,10 @@ class Issued:
         self._num_shown = 0
         self.name = f"{failures.name}/{epoch}"
         parted.count(self)
+
+    def end(self) -> None:
+        """The epoch is over."""
+        parted.count_no_more(self)
 
     @property
     def number(self) -> int:

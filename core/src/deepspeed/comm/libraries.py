@@ -22,6 +22,11 @@ def library_by_device(group: ProcessGroup) -> dict[str, str]:
     return libraries or {"": str(torch_dist.get_backend(group))}
 
 
+def is_gloo(group: ProcessGroup) -> bool:
+    """Whether gloo serves the group, on every device."""
+    return set(library_by_device(group).values()) == {"gloo"}
+
+
 def serves(group: ProcessGroup, device: torch.device) -> bool:
     """Whether the group has a library for tensors on such a device."""
     return torch.device(device.type) in group._device_types

@@ -18,10 +18,13 @@ from weakref import WeakKeyDictionary
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from deepspeed.comm import failure
+from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.libraries import timeout_of
 
 # By world group, how many groups of the same ranks were made: all members have made as many.
 _num_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_arrivals: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Arrivals]] = WeakKeyDictionary()
 _lock = threading.Lock()  # not held while a group is made, for which this rank waits for others
 _thread = threading.local()  # `name`: of the group that the thread makes
 _num_threads = 0  # that make one
@@ -34,6 +37,9 @@ def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
 
     Args:
         ranks: global ranks, of which this process is one.
+
+    Raises:
+        CommError: not all of them came, or one has failed before.
     """
     world = torch_dist.group.WORLD
     assert world is not None
@@ -41,6 +47,12 @@ def group_of_members(ranks: Sequence[int]) -> ProcessGroup:
     with _lock:
         num_made = _num_made.setdefault(world, Counter())
         name = f"deepspeed/{'_'.join(map(str, members))}/{num_made[members]}"
+        limit_s = timeout_of(world).total_seconds()
+        of_world = _arrivals.setdefault(world, {})
+        if members not in of_world:
+            of_world[members] = Arrivals(members, f"members {members}", limit_s, failure.unheard)
+    if len(members) > 1:  # nobody can leave while the library connects them
+        of_world[members].wait_for_all(f"the first collective of a new group of {len(members)} ranks")
     with _named(name):
         group = torch_dist.new_group(list(members), timeout=timeout_of(world), use_local_synchronization=True)
     with _lock:

@@ -8,7 +8,8 @@ model's collective there. Called by `TorchGroup.connect`.
 `host_group`: over host memory, where the library serves a device only. Called by `host_sums.py`.
 
 Torch's `new_group` needs all ranks of the world, or a name that the members agree on (`members.py`), and counts the
-group among those of the process. So the groups are made of torch's classes, under a name that the first rank draws.
+group among those of the process. So the groups are made of torch's classes, under a name that the ranks have met for,
+or that the first one draws.
 """
 
 import secrets
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
 
-from deepspeed.comm.libraries import library_by_device, timeout_of
+from deepspeed.comm.libraries import is_gloo, timeout_of
 from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import first_line
 from deepspeed.log import warn_once
@@ -29,18 +30,18 @@ CONNECT_LIMIT = timedelta(minutes=1)
 _NAME_BYTES = 8
 
 
-def own_group(group: ProcessGroup, meet: Callable[[], str] | None = None) -> ProcessGroup:
+def own_group(group: ProcessGroup, meet: Callable[[], str]) -> ProcessGroup:
     """A gloo group of the same ranks as `group`, with its timeout; `group` itself where it is not gloo's, or one rank.
 
     All ranks of `group` call it together. torch has no record of the new group, which ends when nothing refers to it;
     it is for functions of `torch.distributed` that take ranks within a group.
 
     Args:
-        meet: waits until all ranks have come, and returns the same name on each; None: they are at the same place.
+        meet: waits until all ranks have come, and returns the same name on each.
     """
-    if set(library_by_device(group).values()) != {"gloo"} or group.size() == 1:
+    if not is_gloo(group) or group.size() == 1:
         return group
-    store = _store_of_first(group) if meet is None else _store(meet())
+    store = _store(meet())
     return _group_over(store, _connect(store, group.rank(), group.size(), timeout_of(group)))
 
 

@@ -7,6 +7,10 @@ elsewhere looks at these notes after two seconds: a rank that has not started wh
 call that this rank has not made, will never start it. So nothing is guessed from the time. Who finds that ends the call
 of the other, in one operation of the store, and both raise `RanksParted`.
 
+Who waits in a collective or a message notes that, too, when it looks. So two ranks that wait in collectives of
+different groups, such as those of two engines, find each other. The one that does raises, and the other one with it, as
+after any failure.
+
 A wait in a library cannot look; `looking` has a thread do it, which then makes the wait raise.
 """
 
@@ -19,7 +23,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch.distributed as torch_dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import Store
 
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import logger
@@ -42,6 +46,19 @@ class Counted(Protocol):
         """How many, by a name that all ranks know."""
 
 
+class Wait(NamedTuple):
+    """For a collective or a message."""
+
+    text: str
+    """What it is, for messages."""
+    name: str
+    """Under which those who are to start it count."""
+    number: int
+    """How many they have started where it can end."""
+    ranks: Sequence[int]
+    """Who takes part, as the job counts them."""
+
+
 _counted: WeakSet[Counted] = WeakSet()
 #: the calls that this rank has ended; a slow rank may not have taken its note back when this one waits again
 _ended: set[str] = set()
@@ -52,24 +69,30 @@ def count(each: Counted) -> None:
     _counted.add(each)
 
 
+def count_no_more(each: Counted) -> None:
+    """It has ended, and others may refer to it still."""
+    _counted.discard(each)
+
+
 class Note(NamedTuple):
-    """What a rank that waits for others in the store puts there."""
+    """What a rank that waits for others puts into the store."""
 
     call: str
     """In which call, for messages."""
     kind: str
     """Equal for those who make the same call."""
     end: str
-    """The key by which the call can be ended."""
+    """The key by which the call can be ended; "" for a collective or message."""
     ranks: Sequence[int]
     """Who makes it, as the job counts them."""
     num_started: Mapping[str, int]
+    number: int = 0
+    """Of a collective or message: how many of `kind` are started where it can end."""
 
 
-def put_note(store: Store, call: str, kind: str, end: str, group: ProcessGroup) -> None:
+def put_note(store: Store, call: str, kind: str, end: str, ranks: Sequence[int], number: int = 0) -> None:
     """Note that this rank waits."""
-    started = {name: number for each in list(_counted) for name, number in each.num_started().items()}
-    note = Note(call, kind, end, torch_dist.get_process_group_ranks(group), started)
+    note = Note(call, kind, end, ranks, _all_started(), number)
     store.set(_key(torch_dist.get_rank()), json.dumps(note))
     store.add(_NUM_NOTES, 1)
 
@@ -80,12 +103,17 @@ def take_note_back(store: Store) -> None:
     store.add(_NUM_NOTES, -1)
 
 
+def _all_started() -> dict[str, int]:
+    return {name: number for each in list(_counted) for name, number in each.num_started().items()}
+
+
 def find(
-    group: ProcessGroup, waits_in: str, never_comes: Callable[[int, Note], bool], *, calls: bool = False
+    ranks: Sequence[int], waits_in: str, never_comes: Callable[[int, Note], bool], *, calls: bool = False
 ) -> RanksParted | None:
-    """What a rank is to raise that waits for ranks of `group`; None while they may still come.
+    """What a rank is to raise that waits for others of `ranks`; None while they may still come.
 
     Args:
+        ranks: as the job counts them.
         waits_in: what this rank waits in, for messages.
         never_comes: whether a rank with such a note will never come to that.
         calls: `waits_in` names a call.
@@ -93,10 +121,19 @@ def find(
     own = torch_dist.get_rank()
     try:
         store = torch_dist.distributed_c10d._get_default_store()
-        for rank, note in _notes(store, group):
+        started = _all_started()
+        for rank, note in _notes(store, ranks):
             if note.end in _ended or own not in note.ranks or not never_comes(rank, note):
                 continue
-            found = f"rank {rank} called {note.call}, and rank {own} {'called' if calls else 'waits in'} {waits_in}"
+            if calls and not note.end:  # that rank finds this one
+                continue
+            # a name that this rank does not count is that of a group which it has left, or not made yet
+            if not note.end and started.get(note.kind, note.number) >= note.number:
+                continue
+            where = f"{'called' if note.end else 'waits in'} {note.call}"
+            found = f"rank {rank} {where}, and rank {own} {'called' if calls else 'waits in'} {waits_in}"
+            if not note.end:
+                return RanksParted(f"{found}: they wait for each other. {_SAME_ORDER}")
             end = PARTED + f"{found}: they wait for each other. {advice(note.call)}"
             if store.compare_set(note.end, "", end).decode() == end:
                 _ended.add(note.end)
@@ -108,16 +145,21 @@ def find(
 
 def advice(call: str) -> str:
     """What to do where not all ranks make a call."""
+    if " " in call:  # no function
+        return _SAME_ORDER
     return (
         f"Every rank must call {call} at the same point of the program: not only one of them, under `if rank == 0:`. "
         "Nor may another call part them, such as a step, or generate() and a forward of ZeRO-3, on some ranks only."
     )
 
 
-def _notes(store: Store, group: ProcessGroup) -> Iterator[tuple[int, Note]]:
+_SAME_ORDER = "All ranks make the same calls in the same order, also where these have collectives of different groups."
+
+
+def _notes(store: Store, ranks: Sequence[int]) -> Iterator[tuple[int, Note]]:
     if store.add(_NUM_NOTES, 0) == 0:
         return
-    for rank in torch_dist.get_process_group_ranks(group):
+    for rank in ranks:
         if rank != torch_dist.get_rank() and store.check([_key(rank)]) and (text := store.get(_key(rank))):
             yield rank, Note(*json.loads(text))
 
@@ -126,23 +168,64 @@ def _key(rank: int) -> str:
     return f"deepspeed/parted/{rank}"
 
 
+class Noting:
+    """One wait for a collective or a message, which is noted when it is long.
+
+    Only where the main thread alone waits for such: else another one may start what peers wait for.
+    """
+
+    _lock = threading.Lock()
+    _noted: "Noting | None" = None
+    _threads_wait = False
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait, self._is_over = wait, False
+        if threading.current_thread() is not threading.main_thread():
+            Noting._threads_wait = True
+
+    def note(self) -> None:
+        """Called by any thread, also where the wait has just ended."""
+        with self._lock:
+            if Noting._noted is None and not (self._is_over or self._threads_wait):
+                text, name, number, ranks = self._wait
+                put_note(torch_dist.distributed_c10d._get_default_store(), text, name, "", ranks, number)
+                Noting._noted = self
+
+    def end(self) -> None:
+        """The wait is over."""
+        self._is_over = True
+        with self._lock:
+            if Noting._noted is self:
+                Noting._noted = None
+                try:
+                    take_note_back(torch_dist.distributed_c10d._get_default_store())
+                except (RuntimeError, ValueError) as error:
+                    logger.debug("the store of the job does not answer: %s", first_line(error))
+
+
 #: by thread, since when it waits in a library, and how to look
 _looks: dict[int, tuple[float, Callable[[], None]]] = {}
 _lookout: list[threading.Thread] = []
 
 
 @contextmanager
-def looking(look: Callable[[], None]) -> Iterator[None]:
+def looking(wait: Wait, look: Callable[[], None]) -> Iterator[None]:
     """Around a wait in a library: where it is long, `look` is called now and then, by another thread."""
     if not _lookout:
         _lookout.append(threading.Thread(target=_look_out, name="deepspeed lookout", daemon=True))
         _lookout[0].start()
-    own = threading.get_ident()
-    _looks[own] = time.monotonic(), look
+    own, noting = threading.get_ident(), Noting(wait)
+
+    def note_and_look() -> None:
+        noting.note()
+        look()
+
+    _looks[own] = time.monotonic(), note_and_look
     try:
         yield
     finally:
         del _looks[own]
+        noting.end()
 
 
 def _look_out() -> None:

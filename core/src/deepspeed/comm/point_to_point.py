@@ -16,7 +16,7 @@ from deepspeed.comm.backend import Messages, Work
 from deepspeed.comm.give_up import join
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.issued import Collective
-from deepspeed.comm.libraries import library_by_device
+from deepspeed.comm.libraries import is_gloo
 from deepspeed.comm.watch import Watch
 
 
@@ -41,7 +41,7 @@ class PointToPoint:
     @property
     def completes_on_host(self) -> bool:
         """Whether messages move while the host computes, and `wait` blocks the host; else streams do both."""
-        return set(library_by_device(self.group).values()) == {"gloo"}
+        return is_gloo(self.group)
 
     def connect(self) -> None:
         """Set up what messages need; again after a failure. Called by all ranks together."""
@@ -73,6 +73,7 @@ class PointToPoint:
             self._host.abandon()
         self._watch.abandon([], failed=True)
         self._own, self._host, self._is_connected = self.group, None, False
+        self._started.clear()
 
     def _start(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         self.connect()
@@ -123,7 +124,8 @@ class _Message:
         if work is None:
             return
         try:
-            with parted.looking(self._watch.looker(self._message, self._never_comes)):
+            wait = parted.Wait(str(self._message), self._name, self._number, [self._peer])
+            with parted.looking(wait, self._watch.looker(self._message, self._never_comes)):
                 work.wait()
         except RuntimeError as error:
             raise self._watch.explained(error, self._message) from error

@@ -4,22 +4,30 @@ A rank that fails alone in `initialize`, or while it builds the layers of its st
 the next place where ranks agree, until the group's time limit. So it comes there too, and brings its failure in place
 of a value (`values.py`); then each rank has made the same calls, and a program that catches the error can go on. Other
 collectives that peers may be in are given up first, so that they come there as well.
+
+A rank that comes to the begin of such a call waits for the others in the store (`arrivals.py`): where one of them waits
+for it elsewhere, in a step, both raise.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
 
+from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.ended import ended_clause
 from deepspeed.comm.give_up import begin_use, follow, give_up, standing
-from deepspeed.comm.libraries import host_or_device
+from deepspeed.comm.libraries import host_or_device, timeout_of
+from deepspeed.comm.parted import RanksParted
 from deepspeed.comm.values import HeardFailure, all_gather_values, all_gather_within, bring_failure, meet
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import logger
 
 _LIMIT_S = 300.0  # for peers that are still busy with what comes before
 _SHORT_LIMIT_S = 5.0  # for those who are at the same place already
+_arrivals: WeakKeyDictionary[ProcessGroup, Arrivals] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -31,8 +39,11 @@ def together(call: str) -> Iterator[None]:
 
     Raises:
         HeardFailure: another rank failed, or made another call.
+        RanksParted: another rank is in another call, in which it waits for this one.
     """
     begin_use()
+    if _has_peers():
+        _arrive(call)
     try:
         if _has_peers():
             follow(all_gather_values(standing()))
@@ -45,6 +56,18 @@ def together(call: str) -> Iterator[None]:
     except Exception as error:
         if _has_peers():
             _bring(call, error)
+        raise
+
+
+def _arrive(call: str) -> None:
+    world = torch_dist.group.WORLD
+    assert world is not None
+    if world not in _arrivals:
+        _arrivals[world] = Arrivals(range(world.size()), "together", timeout_of(world).total_seconds())
+    try:
+        _arrivals[world].wait_for_all(call)
+    except RanksParted:  # the others fail in a step, or in another call
+        give_up()
         raise
 
 

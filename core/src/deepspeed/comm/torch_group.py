@@ -15,7 +15,7 @@ from deepspeed.comm.libraries import barrier_devices, library_by_device
 from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, TensorCollectives, Transport
 from deepspeed.comm.watch import Watch
-from deepspeed.comm.work import DONE, Followed, parts_of
+from deepspeed.comm.work import DONE, Followed, as_work, parts_of
 from deepspeed.errors import CommError
 
 # Two buckets of the preferred size. They stay between steps: fresh memory costs more than the sum it is for.
@@ -161,8 +161,18 @@ class TorchGroup:
         )
 
     def barrier(self) -> None:
-        """Wait for every rank of the group."""
-        torch_dist.barrier(group=self.group, device_ids=barrier_devices(self.group))
+        """Wait for every rank of the group; on the host as in other collectives, where one that cannot come is seen."""
+        if self.world_size == 1:
+            return
+        nothing = torch.zeros(1, device="cpu")
+        if self.library("cpu") != "gloo":
+            torch_dist.barrier(group=self.group, device_ids=barrier_devices(self.group))
+        elif isinstance(self._transport_for(nothing), GlooOnHost):
+            # gloo ends a process where two all-reduces of different sizes meet
+            barrier = Collective("a barrier", 0, nothing.dtype, "")
+            self.watch.start(lambda: as_work(torch_dist.barrier(group=self.own_group, async_op=True)), barrier).wait()
+        else:
+            self.all_reduce(nothing, tag="barrier").wait()
 
     def abandon(self, works: Sequence[Work], *, failed: bool) -> None:
         """Leave `works` unfinished; see `watch.py`. After a failure the next collective makes new connections."""

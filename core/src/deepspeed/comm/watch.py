@@ -9,6 +9,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm import parted
+from deepspeed.comm.arrivals import Arrivals
 from deepspeed.comm.backend import Work
 from deepspeed.comm.ended import ended_clause
 from deepspeed.comm.failure import FailureRecord, PeerFailed
@@ -31,26 +32,42 @@ class Watch:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group  # whose connections `close` closes
         self._of = group
+        self.ranks = torch_dist.get_process_group_ranks(group)
         self._failures = FailureRecord(group)
+        self._arrivals = Arrivals(
+            self.ranks,
+            self._failures.name,
+            timeout_of(group).total_seconds(),
+            lambda: self._failures.refusal(self._epoch),
+        )
         self._epoch = 0
         self._begin_epoch()
         self._failure: CommError | None = None  # where no connections of this group can be made again
         self._kept: list[object] = []  # gloo may still write the buffers of works, over the connections of groups
 
     def _begin_epoch(self) -> None:
-        self.issued = Issued(self._of.rank(), self._of.size(), self._failures, self._epoch)
+        if self._epoch > 0:
+            self.issued.end()
+        self.issued: Issued = Issued(self._of.rank(), self._of.size(), self._failures, self._epoch)
         self._is_compared = False
         self._parted: CommError | None = None
 
     def connect(self) -> ProcessGroup:
         """The group in which works run: one of its own where the library needs it, and a new one after a failure.
         Called by all ranks together."""
-        if self._epoch == 0:
-            self.group = own_group(self._of)
-        else:
-            timeout_s = timeout_of(self._of).total_seconds()
-            self.group = own_group(self._of, lambda: self._failures.meet(self._epoch, timeout_s))
+        self.group = own_group(self._of, self.meet)
         return self.group
+
+    def meet(self) -> str:
+        """Return when all ranks of the group have come to this epoch, to connect in it, with a name for what they make.
+
+        Raises:
+            PeerFailed: a rank failed before all had come.
+            CommError: a rank has ended, waits for this one in another call, or did not come within the group's timeout.
+        """
+        after = f" after failure {self._epoch}" if self._epoch else ""
+        number = self._arrivals.wait_for_all(f"the first collective of {len(self.ranks)} ranks{after}")
+        return f"{self._failures.name}/{self._epoch}/{number}"
 
     def start(self, call: Callable[[], Work], collective: Collective) -> Work:
         """Start a collective of gloo in this group, whose errors then say what it is and which rank failed first."""
@@ -89,7 +106,7 @@ class Watch:
         def look() -> None:
             if self._parted is not None:
                 return
-            error: CommError | None = parted.find(self._of, str(waits_in), never_comes)
+            error: CommError | None = parted.find(self.ranks, str(waits_in), never_comes)
             if error is None and (crossing := issued.crossing()):
                 error = CommError(crossing)
             if error is not None:
@@ -182,7 +199,8 @@ class _Watched:
     def wait(self) -> None:
         """Wait; a failure names the rank that failed first."""
         try:
-            with parted.looking(self._watch.looker(self._collective, self._never_comes)):
+            wait = parted.Wait(str(self._collective), self._name, self._number, self._watch.ranks)
+            with parted.looking(wait, self._watch.looker(self._collective, self._never_comes)):
                 self._work.wait()
         except RuntimeError as error:
             raise self._watch.explained(error, self._collective) from error

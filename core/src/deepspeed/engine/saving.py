@@ -58,7 +58,7 @@ class Saving:
         gather: Callable[[Any], list[Any]],
         tag_validation: str,
         deepspeed_sub_group_size: int | None = None,
-        meet: Callable[[str], None] | None = None,
+        meet: Callable[[str], object] | None = None,
         save_dir: str | None = None,
         load_dir: str | None = None,
     ) -> None:
@@ -312,7 +312,9 @@ def create_saving(
         background=BackgroundWriter(section.wait_s) if section.async_save or nebula.enabled else None,
     )
     sharding.wait_for_copy = checkpointer.wait_for_copy
-    meet = Arrivals(mesh.norm_group, section.wait_s).wait_for_all if comm.get_world_size(mesh.norm_group) > 1 else None
+    meet = None
+    if len(ranks := comm.get_all_ranks_from_group(mesh.norm_group)) > 1:
+        meet = Arrivals(ranks, f"saves of ranks {ranks}", section.wait_s).wait_for_all
     return Saving(
         state,
         checkpointer,

@@ -82,7 +82,7 @@ class DirectQueue:
         self.world_size = torch_dist.get_world_size(group)
         self.staging = staging
         self.board, self.peers, first_epoch = meeting
-        self._group = group
+        self._ranks = torch_dist.get_process_group_ranks(group)
         self._timeout_s = timeout_of(group).total_seconds()
         self.done = 0  # the last collective for which this rank has read
         self._left = 0  # what that was in the last epoch that had collectives
@@ -96,6 +96,7 @@ class DirectQueue:
         with lock:
             self._begin_epoch(first_epoch)
             queues.add(self)
+        parted.count(self)
 
     # ----- one call per collective -----------------------------------------------------------------------------------
 
@@ -195,6 +196,7 @@ class DirectQueue:
             self._timeout_s,
             lambda: self._leave(self._late(number)),
             lambda: self._never(number, text),
+            parted.Wait(text, self._failures.name, number, self._ranks),
         )
 
     def poll(self, is_over: Callable[[], bool], number: int) -> bool:
@@ -339,7 +341,11 @@ class DirectQueue:
                 behind = self._behind(number)
         except PeerLeft:  # for the next look at the boards, which joins its epoch
             return None
-        return parted.find(self._group, text, lambda rank, _: rank in behind)
+        return parted.find(self._ranks, text, lambda rank, _: rank in behind)
+
+    def num_started(self) -> dict[str, int]:
+        """For `deepspeed.comm.parted`."""
+        return {self._failures.name: self._next - 1}
 
     def _behind(self, number: int) -> list[int]:
         """The ranks, as the job counts them, that have not come to the end of a collective."""

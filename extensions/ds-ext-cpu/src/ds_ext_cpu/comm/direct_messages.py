@@ -89,7 +89,7 @@ class DirectMessages:
     """
 
     def __init__(self, group: ProcessGroup, peers: dict[int, Peer]) -> None:
-        self._group, self._peers = group, peers
+        self._peers = peers
         self._rank = torch_dist.get_rank(group)
         self._lanes = Lanes(torch_dist.get_world_size(group))
         self._theirs: list[int] = all_gather_values(self._lanes.address, group)
@@ -161,12 +161,14 @@ class DirectMessages:
         return message.is_over
 
     def wait_for(self, message: "DirectMessage") -> None:
+        peer = self.rank_of(message.peer)
         wait_until(
             self,
             lambda: self.is_over(message),
             self._timeout_s,
             lambda: self._late(message),
-            lambda: parted.find(self._group, str(message), lambda rank, _: rank == self.rank_of(message.peer)),
+            lambda: parted.find([peer], str(message), lambda rank, _: True),
+            parted.Wait(str(message), "", 0, [peer]),
         )
 
     def _advance(self) -> None:

@@ -50,6 +50,7 @@ class ReadingGroup(TorchGroup):
         if self._is_connected:
             return
         if not self._has_met and 1 < self.world_size <= MAX_READING_RANKS:
+            self.watch.meet()
             self.queue = connect(self.group, self.staging)
         self._has_met = True
         if self.queue is None:

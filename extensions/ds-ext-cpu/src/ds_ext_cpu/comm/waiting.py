@@ -43,13 +43,32 @@ def wait_until(
     timeout_s: float,
     late: Callable[[], CommError],
     never: Callable[[], CommError | None],
+    wait: parted.Wait,
 ) -> None:
     """Go on with all queues until `is_over`, which advances `queue`.
+
+    Args:
+        wait: for peers to see, in a long one.
 
     Raises:
         CommError: what `is_over` raises, or `late` gives after `timeout_s` seconds, or `never` in a long wait: peers
             will not come (`deepspeed.comm.parted`).
     """
+    noting = parted.Noting(wait)
+    try:
+        _wait_until(queue, is_over, timeout_s, late, never, noting)
+    finally:
+        noting.end()
+
+
+def _wait_until(
+    queue: Queue,
+    is_over: Callable[[], bool],
+    timeout_s: float,
+    late: Callable[[], CommError],
+    never: Callable[[], CommError | None],
+    noting: parted.Noting,
+) -> None:
     start_s = time.monotonic()
     looked_s = start_s + parted.FIRST_LOOK_S / 2
     for look in itertools.count():
@@ -67,6 +86,7 @@ def wait_until(
                 raise late()
         if start_s + waited_s > looked_s + parted.FIRST_LOOK_S / 2:
             looked_s = start_s + waited_s
+            noting.note()
             if (error := never()) is not None:
                 raise error
         time.sleep(min(max(waited_s * _PAUSE_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
