@@ -12,6 +12,13 @@
 May import nothing of the project.
 """
 
+import collections.abc
+import os
+import re
+
+_SHOWN_LENGTH = 60  # of a value in a message
+_INT32_MAX = 2**31 - 1
+
 
 class DeepSpeedError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -52,6 +59,45 @@ def counted(number: int, noun: str) -> str:
     ('1 rank', '2 ranks')
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shown(value: str) -> str:
+    """A text of somebody else's for a message of one line: quoted, and cut if it is long.
+
+    >>> shown("one\\ntwo"), len(shown("x" * 5000)) < 80
+    ("'one\\\\ntwo'", True)
+    """
+    return repr(value) if len(value) <= _SHOWN_LENGTH else f"{value[:_SHOWN_LENGTH]!r}... ({len(value)} characters)"
+
+
+def environment_int(
+    variable: str,
+    default: int | None = None,
+    *,
+    least: int = 0,
+    most: int = _INT32_MAX,
+    error: type[DeepSpeedError] = ConfigError,
+    environment: collections.abc.Mapping[str, str] | None = None,
+) -> int:
+    """The integer in an environment variable.
+
+    Args:
+        variable: its name.
+        default: of a variable that is empty or not set; None: such a one is refused too.
+        least, most: what is allowed.
+        error: what is raised.
+        environment: that of this process.
+
+    Raises:
+        DeepSpeedError: names the variable and shows its value.
+    """
+    text = (os.environ if environment is None else environment).get(variable, "")
+    if default is not None and not text.strip():
+        return default
+    if re.fullmatch(r"\s*[+-]?[0-9]{1,10}\s*", text) and least <= int(text) <= most:
+        return int(text)
+    limits = f"from {least} to {most}" if most < _INT32_MAX else f"of at least {least}"
+    raise error(f"the environment variable {variable} must be an integer {limits}, found {shown(text)}")
 
 
 def first_line(error: BaseException) -> str:

@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from deepspeed.errors import ConfigError, environment_int
+
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -16,7 +18,7 @@ class _RankFormatter(logging.Formatter):
     """Adds the global rank, which the environment may learn only after import."""
 
     def format(self, record: logging.LogRecord) -> str:
-        record.rank = os.environ.get("RANK", "0")
+        record.rank = own_rank()
         return super().format(record)
 
 
@@ -45,10 +47,19 @@ def _create_logger() -> logging.Logger:
 logger = _create_logger()
 
 
+def own_rank() -> int:
+    """The global rank that the environment gives; 0 where it gives none or no number, which `init_distributed` refuses
+    with the reason."""
+    try:
+        return environment_int("RANK", 0)
+    except ConfigError:
+        return 0
+
+
 def _speaks(ranks: Sequence[int] | None) -> bool:
     """Whether this process is among the global `ranks`; None means rank 0, [-1] every rank."""
     ranks = [0] if ranks is None else ranks
-    return -1 in ranks or int(os.environ.get("RANK") or "0") in ranks
+    return -1 in ranks or own_rank() in ranks
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

@@ -88,7 +88,7 @@ def report_to_launcher() -> None:
     """
     address = os.environ.pop(PIPE_VARIABLE, "")  # not for processes that this one starts
     fd, _, inode = address.partition(":")
-    if fd.isdecimal() and inode.isdecimal() and _is_pipe(int(fd), int(inode)):
+    if fd.isdecimal() and inode.isdecimal() and len(fd) < 10 and len(inode) < 20 and _is_pipe(int(fd), int(inode)):
         sys.excepthook = _Hook(int(fd), int(inode), sys.excepthook)
     elif sys.excepthook is sys.__excepthook__ and os.environ.get("DS_LOG_LEVEL", "").upper() != "DEBUG":
         sys.excepthook = _print_uncaught

@@ -28,6 +28,9 @@ def at_info():
         ("5", [-1], True),
         (None, None, True),
         ("0", [], False),
+        ("", None, True),
+        ("one", None, True),  # `init_distributed` refuses it
+        ("9" * 5000, [0], True),
     ],
 )
 def test_log_dist_speaks_on_the_ranks_that_were_named(lines, at_info, monkeypatch, rank, ranks, speaks):

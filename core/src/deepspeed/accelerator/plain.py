@@ -3,7 +3,6 @@
 `ds-ext-cpu` builds on it and adds what the machine can tell (sockets, communication library, kernels).
 """
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +13,7 @@ from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.dtypes import TensorMaker
 from deepspeed.accelerator.host_streams import HostEvent, HostStream
 from deepspeed.accelerator.memory import aligned_copy, is_aligned
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, environment_int
 
 _TENSOR_CLASSES: dict[torch.dtype, TensorMaker] = {
     torch.bfloat16: torch.BFloat16Tensor,
@@ -63,7 +62,7 @@ class PlainAccelerator(DeepSpeedAccelerator):
 
     def current_device(self) -> int:
         """The index from `set_device`, else `LOCAL_RANK`, else 0."""
-        return _environment_int("LOCAL_RANK", 0) if self._index is None else self._index
+        return max(0, environment_int("LOCAL_RANK", 0, least=-1)) if self._index is None else self._index
 
     def current_device_name(self) -> str:
         return self._name
@@ -71,7 +70,7 @@ class PlainAccelerator(DeepSpeedAccelerator):
     def device_count(self) -> int:
         """Ranks that the launcher started on this machine, or, when it says nothing, `natural_device_count`."""
         for variable in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
-            ranks = _environment_int(variable, 0)
+            ranks = environment_int(variable, 0)
             if ranks > 0:
                 return ranks
         return self.natural_device_count()
@@ -195,13 +194,3 @@ class PlainAccelerator(DeepSpeedAccelerator):
     def _maker(self, dtype: torch.dtype) -> TensorMaker:
         """torch's class, as `torch.FloatTensor`, which takes sizes too, and which `isinstance` accepts."""
         return _TENSOR_CLASSES[dtype]
-
-
-def _environment_int(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "").strip()
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(f"environment variable {variable}={text!r}: an integer is expected") from error

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, environment_int, shown
 from deepspeed.log import warn_once
 
 # rank, size and local rank under the names of Open MPI, MVAPICH, and MPICH with Intel MPI
@@ -92,7 +92,7 @@ def _from_arguments(
     if rank < 0 or world_size < 1:
         raise CommError(f"init_distributed got rank={rank} and world_size={world_size}; give both, or neither")
     source = "the arguments of init_distributed"
-    addr = env.get("MASTER_ADDR")
+    addr = _address(env)
     if addr is None and world_size > 1 and not has_init_method:
         raise _half_set(source, f"rank={rank}, world_size={world_size}", ["MASTER_ADDR"])
     return Placement(rank, world_size, _local_rank(env, rank), addr or _LOCALHOST, _port(env, default_port), source)
@@ -111,8 +111,8 @@ def _from_launcher(env: Mapping[str, str], default_port: int, has_init_method: b
         present = ", ".join(f"{name}={env[name]}" for name in required if name in env)
         raise _half_set(source, present, missing)
     rank = _integer(env, "RANK")
-    addr = env.get("MASTER_ADDR", _LOCALHOST)
-    return Placement(rank, _integer(env, "WORLD_SIZE"), _local_rank(env, rank), addr, _port(env, default_port), source)
+    addr = _address(env) or _LOCALHOST
+    return Placement(rank, _size(env, "WORLD_SIZE"), _local_rank(env, rank), addr, _port(env, default_port), source)
 
 
 def _from_mpi(env: Mapping[str, str], default_port: int) -> Placement | None:
@@ -122,12 +122,12 @@ def _from_mpi(env: Mapping[str, str], default_port: int) -> Placement | None:
             continue
         if size_key not in env:
             raise _half_set(name, f"{rank_key}={env[rank_key]}", [size_key])
-        rank, world_size = _integer(env, rank_key), _integer(env, size_key)
+        rank, world_size = _integer(env, rank_key), _size(env, size_key)
         if local_key in env:
             local_rank = _integer(env, local_key)
         else:
             local_rank = _local_rank(env, rank)
-        addr = env.get("MASTER_ADDR") or (_LOCALHOST if world_size == 1 else _master_by_mpi(name))
+        addr = _address(env) or (_LOCALHOST if world_size == 1 else _master_by_mpi(name))
         return Placement(rank, world_size, local_rank, addr, _port(env, default_port), name)
     return None
 
@@ -160,10 +160,10 @@ def _from_slurm(env: Mapping[str, str], default_port: int) -> Placement | None:
     size_key = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     if size_key not in env:
         raise _half_set("Slurm", f"SLURM_PROCID={env['SLURM_PROCID']}", ["SLURM_NTASKS"])
-    world_size = _integer(env, size_key)
+    world_size = _size(env, size_key)
     if world_size == 1:
         return None
-    addr = env.get("MASTER_ADDR")
+    addr = _address(env)
     if addr is None:
         nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
         if nodelist is None:
@@ -188,14 +188,25 @@ def _local_rank(env: Mapping[str, str], rank: int) -> int:
 
 
 def _port(env: Mapping[str, str], default_port: int) -> int:
-    return _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else default_port
+    if "MASTER_PORT" not in env:
+        return default_port
+    return environment_int("MASTER_PORT", most=2**16 - 1, error=CommError, environment=env)
+
+
+def _address(env: Mapping[str, str]) -> str | None:
+    """MASTER_ADDR, which nobody would ever answer at if it were no name or number of a host."""
+    address = env.get("MASTER_ADDR")
+    if address is not None and not re.fullmatch(r"[^\s\x00-\x1f]{1,255}", address):
+        raise CommError(f"the environment variable MASTER_ADDR: found {shown(address)}; set it to the host of rank 0")
+    return address
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
-    try:
-        return int(env[name])
-    except ValueError as error:
-        raise CommError(f"the environment variable {name} must be an integer, found {env[name]!r}") from error
+    return environment_int(name, error=CommError, environment=env)
+
+
+def _size(env: Mapping[str, str], name: str) -> int:
+    return environment_int(name, least=1, error=CommError, environment=env)
 
 
 def _half_set(source: str, present: str, missing: list[str]) -> CommError:

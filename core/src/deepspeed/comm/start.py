@@ -25,13 +25,14 @@ from deepspeed.comm.exit import settle_at_exit
 from deepspeed.comm.group_backend import forget, group_backend, plugin_backend, serve_by
 from deepspeed.comm.in_place_group import InPlaceGroup
 from deepspeed.comm.torch_group import TorchGroup
-from deepspeed.errors import CommError, counted, first_line
+from deepspeed.errors import CommError, counted, environment_int, first_line, shown
 from deepspeed.log import log_dist
 from deepspeed.uncaught import report_to_launcher
 
 DEFAULT_PORT = 29500
 TIMEOUT_VARIABLE = "DEEPSPEED_TIMEOUT"
 _DEFAULT_MINUTES = "10"
+_LONGEST = timedelta(days=3650)  # what torch and the system can wait for
 
 
 def default_timeout() -> timedelta:
@@ -44,8 +45,11 @@ def default_timeout() -> timedelta:
         timeout = timedelta(minutes=float(value))
     except (ValueError, OverflowError):
         timeout = timedelta(0)
-    if timeout <= timedelta(0):
-        raise CommError(f"{TIMEOUT_VARIABLE}: found {value!r}; set it to a positive number of minutes, or unset it")
+    if not timedelta(0) < timeout <= _LONGEST:
+        raise CommError(
+            f"{TIMEOUT_VARIABLE}: found {shown(value)}; set it to a positive number of minutes, at most "
+            f"{_LONGEST // timedelta(minutes=1)}, or unset it"
+        )
     return timeout
 
 
@@ -150,10 +154,9 @@ def is_backend(name: str) -> bool:
 
 def get_local_rank() -> int:
     """This process's rank on its own machine (LOCAL_RANK); `CommError` before `init_distributed`."""
-    value = os.environ.get("LOCAL_RANK")
-    if value is None:
+    if "LOCAL_RANK" not in os.environ:
         raise CommError("get_local_rank: LOCAL_RANK is not set; call deepspeed.init_distributed() first")
-    return int(value)
+    return environment_int("LOCAL_RANK", error=CommError)
 
 
 def _accelerator_library() -> str:

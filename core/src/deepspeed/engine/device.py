@@ -12,13 +12,14 @@ import torch
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.current import plugin_of
 from deepspeed.config.precision import dtype_name
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, environment_int
 
 
 def local_rank(args: Any) -> int:
     """Number of this process on its machine: the launcher's LOCAL_RANK, else `args.local_rank`, else 0."""
     given = getattr(args, "local_rank", None)
-    return int(os.environ.get("LOCAL_RANK", given if isinstance(given, int) and given >= 0 else 0))
+    default = given if isinstance(given, int) and given >= 0 else 0
+    return default if os.environ.get("LOCAL_RANK") == "-1" else environment_int("LOCAL_RANK", default)
 
 
 def _source_of_local_rank() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed import comm
+from deepspeed.log import own_rank
 
 #: name, value (a number, or a tensor with one element), and where it stands on the x axis
 Event = tuple[str, Any, int]
@@ -33,7 +34,7 @@ class Monitor(ABC):
 
 def is_writer() -> bool:
     """Whether this process writes: global rank 0, by the process group or else by the launcher's environment."""
-    rank = comm.get_rank() if comm.is_initialized() else int(os.environ.get("RANK") or "0")
+    rank = comm.get_rank() if comm.is_initialized() else own_rank()
     return rank == 0
 
 

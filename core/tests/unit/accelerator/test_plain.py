@@ -48,7 +48,7 @@ def test_device_count_follows_the_launcher(plain, monkeypatch):
     monkeypatch.setenv("LOCAL_SIZE", "2")
     assert plain.device_count() == 2
     monkeypatch.setenv("LOCAL_SIZE", "two")
-    with pytest.raises(ConfigError, match="LOCAL_SIZE='two': an integer is expected"):
+    with pytest.raises(ConfigError, match="LOCAL_SIZE must be an integer of at least 0, found 'two'"):
         plain.device_count()
 
 

@@ -78,10 +78,43 @@ def test_init_method_replaces_the_master(environment):
 
 def test_values_that_are_no_numbers_or_do_not_fit(environment):
     environment(RANK="one", WORLD_SIZE=1)
-    with pytest.raises(CommError, match="RANK must be an integer, found 'one'"):
+    with pytest.raises(CommError, match="RANK must be an integer of at least 0, found 'one'"):
         find()
     environment(RANK=2, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="host", MASTER_PORT=1)
     with pytest.raises(CommError, match="rank 2 of 2"):
+        find()
+
+
+NO_NUMBERS = ["", " ", "abc", "1e9", "0x10", "x" * 5000, "zw\u00f6lf", "1\n2", "\u00b2", "nan"]
+GARBAGE = [*NO_NUMBERS, "-7", "1" * 5000, "99999999999"]
+SOUND = {
+    "launcher": {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0},
+    "OMPI": {f"OMPI_COMM_WORLD_{name}": value for name, value in (("RANK", 0), ("SIZE", 2), ("LOCAL_RANK", 0))},
+    "MV2": {f"MV2_COMM_WORLD_{name}": value for name, value in (("RANK", 0), ("SIZE", 2), ("LOCAL_RANK", 0))},
+    "PMI": {"PMI_RANK": 0, "PMI_SIZE": 2, "MPI_LOCALRANKID": 0},
+    "Slurm": {"SLURM_STEP_ID": 0, "SLURM_PROCID": 0, "SLURM_NTASKS": 2, "SLURM_LOCALID": 0},
+}
+
+
+@pytest.mark.parametrize("starter", SOUND)
+def test_garbage_is_refused_by_name(environment, starter):
+    sound = {"MASTER_ADDR": "host", "MASTER_PORT": 7, **SOUND[starter]}
+    for name in [*SOUND[starter], "MASTER_PORT"]:
+        for value in GARBAGE:
+            if name != "SLURM_STEP_ID":  # of which nothing is read
+                environment(**{**sound, name: value})
+                with pytest.raises(CommError) as caught:
+                    find()
+                said = str(caught.value)
+                assert f"the environment variable {name} must be an integer" in said
+                assert f"found {value[:60]!r}" in said
+                assert len(said) < 250
+
+
+@pytest.mark.parametrize("address", ["", " ", "a host", "host\n", "x" * 5000])
+def test_a_master_that_is_no_address(environment, address):
+    environment(**SOUND["launcher"], MASTER_ADDR=address, MASTER_PORT=7)
+    with pytest.raises(CommError, match="MASTER_ADDR: found .*; set it to the host of rank 0"):
         find()
 
 

@@ -58,7 +58,7 @@ def test_without_a_reader_or_for_ctrl_c_the_previous_hook_is_asked(pipe):
     assert seen == [interrupt, lost, late]
 
 
-@pytest.mark.parametrize("address", ["", "x", "7", "-1:5", "0:1", "99999:1"])
+@pytest.mark.parametrize("address", ["", "x", "7", "-1:5", "0:1", "99999:1", f"{2**70}:1", "9" * 5000 + ":1"])
 def test_an_address_that_is_no_pipe_of_ours_is_left_alone(monkeypatch, address):
     monkeypatch.setenv(PIPE_VARIABLE, address)
 

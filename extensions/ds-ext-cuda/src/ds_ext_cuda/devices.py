@@ -60,7 +60,7 @@ def visible(count: int, environment: Mapping[str, str] = os.environ) -> int:
     for entry in (part.strip() for part in stated.split(",")):
         if not _is_device(entry, count):
             break
-        found.append(str(int(entry)) if entry.isdigit() else entry)
+        found.append(str(int(entry)) if _is_number(entry) else entry)
     if len(set(found)) < len(found):
         return 0
     if found and found[0].startswith("MIG-"):
@@ -82,7 +82,11 @@ def driver_obstacle() -> str | None:
 
 
 def _is_device(entry: str, count: int) -> bool:
-    return int(entry) < count if entry.isdigit() else entry.startswith(("GPU-", "MIG-"))
+    return int(entry) < count if _is_number(entry) else entry.startswith(("GPU-", "MIG-"))
+
+
+def _is_number(entry: str) -> bool:
+    return entry.isascii() and entry.isdigit() and len(entry) < 10
 
 
 def _names(folder: Path) -> list[str]:

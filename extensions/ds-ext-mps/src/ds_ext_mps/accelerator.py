@@ -4,13 +4,12 @@ There is one device, one queue of work, and one generator. torch keeps no peak o
 was asked for since the last reset stands in for it.
 """
 
-import os
 from contextlib import nullcontext
 from types import ModuleType
 
 import torch
 from deepspeed.accelerator import DeepSpeedAccelerator
-from deepspeed.errors import ConfigError, PluginError
+from deepspeed.errors import ConfigError, PluginError, environment_int
 
 from ds_ext_mps.queue import MPSEvent, MPSQueue
 
@@ -62,7 +61,7 @@ class MPS_Accelerator(DeepSpeedAccelerator):
             raise ConfigError(f"device mps:{device_index}: {_ONE_RANK}")
 
     def communication_backend_name(self) -> str:
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        ranks = environment_int("WORLD_SIZE", 1)
         if ranks > 1:
             raise ConfigError(f"WORLD_SIZE={ranks}: {_ONE_RANK}")
         return self._communication_backend_name

@@ -56,7 +56,7 @@ def visible(count: int, environment: Mapping[str, str] = os.environ) -> bool:
     if not stated:
         return count > 0
     indices = [entry.strip().partition(".")[0] for entry in stated.split(",")]
-    return any(not index.isdigit() or int(index) < count * _MOST_TILES for index in indices)
+    return any(not (index.isdecimal() and len(index) < 10) or int(index) < count * _MOST_TILES for index in indices)
 
 
 def _is_intel_gpu(device: Path) -> bool:

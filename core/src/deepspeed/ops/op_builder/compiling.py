@@ -308,5 +308,6 @@ def no_space(op: str, folder: Path, reason: str) -> str:
 def _num_jobs(num_commands: int) -> int:
     """At most `$MAX_JOBS` at a time, else one per CPU that this process may use."""
     asked = os.environ.get("MAX_JOBS", "")
-    limit = int(asked) if asked.isdigit() and int(asked) > 0 else len(os.sched_getaffinity(0))
+    is_number = asked.isdecimal() and len(asked) < 10
+    limit = int(asked) if is_number and int(asked) > 0 else len(os.sched_getaffinity(0))
     return max(1, min(num_commands, limit))
