@@ -302,6 +302,8 @@ def same_job(stage: int) -> str:
 def test_what_a_living_engine_trains_is_refused_by_name(stage):
     for said in run_ranks(2, same_job, stage):
         assert "'first.weight', that another engine trains; call destroy() on that engine first" in said
+        assert "accelerator.free_memory()" in said  # for those who never call initialize themselves
+        assert "trainer.strategy.deepspeed_engine.destroy()" in said
 
 
 def checkpoint_job(folder: str, stage: int) -> list[str]:

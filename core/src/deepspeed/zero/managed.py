@@ -78,7 +78,8 @@ def refuse_managed(module: torch.nn.Module, optimizer: Optimizer | None, model_d
     if both := [name for name, param in managed if id(param) in trained]:
         raise ConfigError(
             f"initialize: found {len(both)} parameters of the model, such as {both[0]!r}, that another engine trains; "
-            "call destroy() on that engine first, or give the new one no optimizer if it only evaluates"
+            "call destroy() on that engine first (under Accelerate `accelerator.free_memory()`, under Lightning "
+            "`trainer.strategy.deepspeed_engine.destroy()`), or give the new one no optimizer if it only evaluates"
         )
     if cast := [(name, param) for name, param in managed if model_dtype not in (None, param.dtype)]:
         name, param = cast[0]
