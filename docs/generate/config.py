@@ -25,8 +25,9 @@ _HEAD = """# Config keys
   (train = micro x steps x ranks); the train size or the micro size alone gives all, with one step.
 - `"auto"` is Hugging Face's placeholder, which its Trainer or Accelerate fills; where it is left, the default holds.
   `null` means "not said" for every key.
-- An unknown key inside a section is an error that names the nearest key, or the allowed ones. At the top level, where
-  other libraries keep keys of their own, it is ignored with one warning; `DS_CONFIG_STRICT=1` makes that an error too.
+- An unknown key that is a slip of a known one is an error that names it: some letters off, a word left out or cut
+  short (`train_micro_batch_per_gpu`, `grad_accum_steps`), or in another section than its own. What resembles none is
+  ignored with one warning, as are keys of other libraries at the top level; `DS_CONFIG_STRICT=1` refuses these too.
 - A wrong type or value is an error that names the key, what was found and what is allowed.
 - Numbers are not written in quotes; `5e8` is an integer.
 - A config has at most 1 MiB of text, 64 levels, 20,000 values and integers of 64 bits.

@@ -1,8 +1,8 @@
 """What happens to a key that no section declares: an error where it is a slip of a known one, else a warning.
 
-A slip is a known key mistyped, cut short, or in the wrong place. What resembles nothing may be a key of a newer
-DeepSpeed, or at the top level of another library, so the config goes on; `DS_CONFIG_STRICT=1` refuses that too. Called
-by `intake.take_in`.
+A slip is a known key mistyped, with a word left out or cut short, or in the wrong place. What resembles nothing may be
+a key of a newer DeepSpeed, or at the top level of another library, so the config goes on; `DS_CONFIG_STRICT=1` refuses
+that too. Called by `intake.take_in`.
 """
 
 import difflib
@@ -15,6 +15,8 @@ from deepspeed.log import warn_once
 
 VARIABLE = "DS_CONFIG_STRICT"
 _MAX_LENGTH = 80  # of a key that is compared letter by letter
+_MANY_WORDS = 4  # so that a key can lack one and still be known
+_SHORTEST = 3  # letters of a word's short form
 
 
 def unknown_key(
@@ -31,13 +33,15 @@ def unknown_key(
 
     known: every accepted spelling of the section's keys.  top_level: those of the config that the section is in.
     elsewhere: those of its other sections.
-    tolerated: only one letter makes a slip, since other libraries keep keys there: of the top level.
+    tolerated: only one letter, or the words, make a slip, since other libraries keep keys there: of the top level.
     closed: every unknown key is an error.
     """
     # the value is not shown: a mistyped `api_key` would print a secret
     where = f"{path}.{shown_key(written)}" if path else shown_key(written)
     near = _nearest(written, known, 1 if tolerated else 2)
     misplaced = None if tolerated else _misplaced(written, known, top_level)
+    if near is None and misplaced is None and written not in elsewhere:
+        near = by_words(written, known)
     is_slip = near is not None or misplaced is not None or not written.isprintable()
     is_slip = is_slip or (not tolerated and (closed or written in elsewhere or len(written) > _MAX_LENGTH))
     hint = f"did you mean '{near}'?" if near is not None else misplaced or _hint(written, known)
@@ -72,6 +76,34 @@ def _nearest(written: str, known: Collection[str], limit: int) -> str | None:
     by_distance = {key: _distance(typed, key.lower(), min(limit, max(1, len(typed) // 4))) for key in sorted(known)}
     found = [key for key, distance in by_distance.items() if distance is not None]
     return min(found, key=lambda key: by_distance[key] or 0) if found else None
+
+
+def by_words(written: str, known: Collection[str]) -> str | None:
+    """The only known key that `written` is by its words, which underscores part: one of four or more is left out, but
+    the first, or words are shorter or longer forms of one another ("grad_accum_steps", "stage3_max_live_params")."""
+    words = written.lower().split("_")
+    found = [key for key in known if _leaves_one_out(words, key.split("_")) or _shortens(words, key.split("_"))]
+    return found[0] if len(found) == 1 else None
+
+
+def _leaves_one_out(words: list[str], wanted: list[str]) -> bool:
+    if len(wanted) < _MANY_WORDS or len(words) != len(wanted) - 1:
+        return False
+    return any(words == wanted[:place] + wanted[place + 1 :] for place in range(1, len(wanted)))
+
+
+def _shortens(words: list[str], wanted: list[str]) -> bool:
+    others = [pair for pair in zip(words, wanted, strict=False) if pair[0] != pair[1]]
+    is_alike = len(words) == len(wanted) and len(wanted) >= _MANY_WORDS - 1 and 0 < len(others) < len(wanted)
+    return is_alike and all(_is_short_form(*sorted(pair, key=len)) for pair in others)
+
+
+def _is_short_form(short: str, long: str) -> bool:
+    """Whether the letters of `short` are some of those of `long`, in their order, from its first one on."""
+    if not (_SHORTEST <= len(short) < len(long) <= _MAX_LENGTH and (short + long).isalpha() and short[0] == long[0]):
+        return False
+    letters = iter(long)
+    return all(letter in letters for letter in short)
 
 
 def _distance(one: str, other: str, limit: int) -> int | None:

@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from deepspeed.config import DeepSpeedConfig
+from deepspeed.config import DeepSpeedConfig, unknown
+from deepspeed.config.base import json_keys, section_of
 from deepspeed.config.intake import parse_section
 from deepspeed.config.precision import canonical_dtype, torch_dtype
 from deepspeed.config.zero import ZeroConfig
@@ -244,6 +245,48 @@ def test_an_unknown_key_in_a_section_is_an_error(keys, message):
 def test_a_top_level_key_that_is_one_letter_off_is_an_error(written, meant):
     with pytest.raises(ConfigError, match=rf"^{written}: found an unknown key; did you mean '{meant}'\?$"):
         parse(**{written: {}})
+
+
+@pytest.mark.parametrize(
+    ("section", "written", "meant"),
+    [
+        ("", "train_micro_batch_per_gpu", "train_micro_batch_size_per_gpu"),
+        ("", "grad_accumulation_steps", "gradient_accumulation_steps"),
+        ("", "grad_accum_steps", "gradient_accumulation_steps"),
+        ("zero_optimization", "stage3_max_live_params", "stage3_max_live_parameters"),
+        ("zero_optimization", "stage3_parameter_persistence_threshold", "stage3_param_persistence_threshold"),
+        ("zero_optimization", "stage3_gather_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"),
+    ],
+)
+def test_a_key_with_a_word_left_out_or_cut_short_is_an_error(section, written, meant):
+    where = f"{section}.{written}" if section else written
+    with pytest.raises(ConfigError, match=rf"^{where}: found an unknown key; did you mean '{meant}'\?$"):
+        parse(**({section: {written: 4}} if section else {written: 4}))
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["micro_batch_size", "global_batch_size", "train_batch_per_gpu", "model_parallel_size", "zero_config", "fp8_format"]
+    + ["bf32", "num_micro_batches", "optimizer_params", "gradient_checkpointing_kwargs", "per_device_train_batch_size"],
+)
+def test_a_key_of_another_library_at_the_top_level_is_a_warning(written, said):
+    parse(**{written: 4})
+    assert len(said()) == 1
+
+
+def test_no_other_key_of_deepspeeds_is_taken_for_a_slip(said):
+    """A key that is not known here, but in another section or another version, resembles none by its words."""
+    everything = {key for section in sections_of(DeepSpeedConfig) for key in json_keys(section)}
+    for section in sections_of(DeepSpeedConfig):
+        known = json_keys(section)
+        for key in sorted(everything - set(known)):
+            meant = unknown.by_words(key, known)
+            assert meant is None or meant.endswith("train_batch_size"), (section, key, meant)
+
+
+def sections_of(model):
+    inner = [section for info in model.model_fields.values() if (section := section_of(info)) is not None]
+    return {model}.union(*map(sections_of, inner))
 
 
 @pytest.mark.parametrize("section", ["zero_optimization", "bf16", "checkpoint", "tensor_parallel"])
