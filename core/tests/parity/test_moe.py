@@ -140,7 +140,7 @@ def peak_bytes(model, num_tokens):
     x = torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(2))
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
-    with torch.profiler.profile(profile_memory=True) as record:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as record:
         y, loss, _ = model(x)
         (y.square().sum() + loss).backward()
     held = peak = 0

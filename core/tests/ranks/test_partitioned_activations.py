@@ -20,7 +20,7 @@ def partition_job(tp, contiguous):
 
     def count(tensor):
         result = pack(tensor)
-        if result.shape is not None:
+        if result.shape is not None and tensor.numel():  # torch before 2.11 keeps an empty one with each block
             stored = getattr(result.stored, "tensor", result.stored)
             kept.append(stored.numel() if contiguous else stored.untyped_storage().nbytes() // 4)
         return result

@@ -148,7 +148,8 @@ def test_a_rank_that_ends_between_jobs_is_described():
     text = str(caught.value)
     assert text.startswith("[rank 1 of 2] ended before the job environment_job; the job before it, say_job, had ended")
     assert "was killed by SIGKILL" in text
-    assert text.endswith("its last output:\nrank 1 was here")
+    said = text.partition("its last output:\n")[2].splitlines()
+    assert said[-1] == "rank 1 was here"  # gloo may have said something before
     second = run_ranks(2, environment_job)
     assert {answer[0] for answer in first}.isdisjoint(answer[0] for answer in second)
 

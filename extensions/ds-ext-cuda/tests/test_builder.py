@@ -296,8 +296,9 @@ def test_a_library_of_a_wheel_for_other_cards_is_passed_over(toolkit, op, monkey
 # ----- by which commands ---------------------------------------------------------------------------------------------
 
 
-def test_nvcc_compiles_and_the_hosts_compiler_links(toolkit, op, monkeypatch, tmp_path):
+def test_nvcc_compiles_and_the_hosts_compiler_links(toolkit, op, monkeypatch, tmp_path, torch_with):
     home = toolkit()
+    torch_with("13.0")
     monkeypatch.setenv("CXX", "g++")
     compile_line = op.compile_command(op.toolchain(), tmp_path / "small.cu", tmp_path / "small.o", op.cxx_args())
     assert compile_line[:3] == [str(home / "bin" / "nvcc"), "-ccbin", "g++"]
@@ -320,8 +321,11 @@ def test_nvcc_compiles_and_the_hosts_compiler_links(toolkit, op, monkeypatch, tm
         ("env g++ -m64", ["-ccbin", "g++", "-Xcompiler=-m64"]),
     ],
 )
-def test_a_host_compiler_with_a_launcher_or_flags_is_given_to_nvcc(toolkit, op, monkeypatch, chosen, options):
+def test_a_host_compiler_with_a_launcher_or_flags_is_given_to_nvcc(
+    toolkit, op, monkeypatch, torch_with, chosen, options
+):
     toolkit()
+    torch_with("13.0")
     monkeypatch.setenv("CXX", chosen)
     compile_line = op.compile_command(op.toolchain(), Path("small.cu"), Path("small.o"), [])
     assert compile_line[1 : 1 + len(options)] == options

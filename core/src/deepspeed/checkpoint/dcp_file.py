@@ -158,7 +158,8 @@ class DcpTensor(StoredTensor):
                 like = torch.load(MemoryFile(data), weights_only=True)  # type: ignore[arg-type]
             offset = like.untyped_storage()._checkpoint_offset
             first = offset + like.storage_offset() * like.itemsize
-            count = like.untyped_storage().nbytes() // like.itemsize - like.storage_offset()
+            reach = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+            count = 1 + reach if like.numel() else 0  # the fake storage's size is not that of the file in every torch
             flat = torch.frombuffer(data, dtype=like.dtype, count=count, offset=first) if count else torch.empty(0)
             piece = flat.as_strided(like.shape, like.stride())
         except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, ValueError) as error:
