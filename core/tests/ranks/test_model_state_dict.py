@@ -14,7 +14,15 @@ from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 from deepspeed.zero import whole_state_dict
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 LR = 0.25
@@ -122,6 +130,34 @@ OFFLOADED = {**SHARDED, "offload_param": {"device": "cpu"}, "offload_optimizer":
 )
 def test_weights_through_torchs_state_dicts(tmp_path, stage, dtype, zero, kind):
     run_ranks(2, state_job, stage, dtype, zero, kind, str(tmp_path / "saved"))
+
+
+def optimizer_job(stage: int, dtype: str) -> None:
+    """Before the first step, where torch's functions would make one, and after it."""
+    calls = [
+        get_optimizer_state_dict,
+        get_state_dict,
+        lambda module, optimizer: set_optimizer_state_dict(module, optimizer, {"state": {}, "param_groups": []}),
+        lambda module, optimizer: set_state_dict(
+            module, optimizer, model_state_dict=get_model_state_dict(module), optim_state_dict={"state": {}}
+        ),
+    ]
+    engines = [create_engine(create_net(0), stage, dtype) for _ in range(2)]
+    for number in range(2):
+        for call in calls:
+            with pytest.raises(StateError, match=f"stage is {stage}.* engine.save_checkpoint.* get_model_state_dict"):
+                call(engines[0].module, engines[0].optimizer)
+        for engine in engines:
+            step(engine)
+        weights = [deepspeed.utils.safe_get_full_fp32_param(engine.module.last.weight) for engine in engines]
+        assert torch.equal(*weights), number
+    for engine in engines:
+        engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_states_of_the_optimizer_through_torchs_functions_name_the_way(stage, dtype):
+    run_ranks(2, optimizer_job, stage, dtype)
 
 
 def said_job(built_in_init: bool) -> tuple[list[str], list[str]]:

@@ -21,8 +21,10 @@ from deepspeed.checkpoint.torch_store import TorchStore, write_state
 from deepspeed.checkpoint.verify import check_checksums, check_size
 from deepspeed.errors import CheckpointError
 from deepspeed.log import warn_once
+from deepspeed.ops.op_builder.lock import owner_has_ended, owner_mark
 
 _READ_BYTES = 8 * 2**20
+_PREFIX = "deepspeed-checkpoint."  # of temporary folders
 
 
 class ObjectStore:
@@ -112,7 +114,7 @@ class ObjectStore:
     def _fetch(self, path: Path) -> tuple[Path, list[str]]:
         """A copy on the disk, and its checksums."""
         if self._temporary is None:
-            self._temporary = tempfile.mkdtemp(prefix="deepspeed-checkpoint-")
+            self._temporary = _temporary_folder()
             weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
         local = Path(self._temporary, path.name)
         try:
@@ -141,3 +143,11 @@ class ObjectStore:
             raise CheckpointError(
                 f"cannot remove {folder}: {reason_of(error)}. Check the permissions of its bucket."
             ) from error
+
+
+def _temporary_folder() -> str:
+    """A new one, after what processes left that were killed while they loaded."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if owner_has_ended(left.name):
+            shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{_PREFIX}{owner_mark()}.")

@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 
 from deepspeed._absent_members import absent_members
 from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.errors import StateError
 from deepspeed.zero.offload.moved_states import offload_states, reload_states
 from deepspeed.zero.strategy import Sharding
+from deepspeed.zero.whole_state_dict import is_called_by_collective
 
 
 class DeepSpeedOptimizer(Optimizer):
@@ -45,6 +47,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        if not self.optimizer.state:  # for which torch's functions would make a step
+            self._refuse_torchs_functions()
         return self.optimizer.state
 
     @property
@@ -111,10 +115,22 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._sharding.add_param_group(param_group)
 
+    def _refuse_torchs_functions(self) -> None:
+        if is_called_by_collective():
+            raise StateError(
+                "torch.distributed.checkpoint.state_dict: found an optimizer that the engine steps, whose states are "
+                f"those of its shards (zero_optimization.stage is {self._sharding.stage}). Save and load them with "
+                "engine.save_checkpoint(folder) and engine.load_checkpoint(folder); ds_ckpt convert folder OUT --to "
+                "dcp makes files of torch.distributed.checkpoint of them. get_model_state_dict(engine.module) and "
+                "set_model_state_dict have the weights alone"
+            )
+
     def state_dict(self) -> dict[str, Any]:
+        self._refuse_torchs_functions()
         return {**self._sharding.state_dict(), "loss_scaler": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._refuse_torchs_functions()
         self._sharding.load_state_dict(state_dict)
         if "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])

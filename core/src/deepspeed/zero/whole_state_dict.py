@@ -71,7 +71,7 @@ def _after_collection(module: Module, state: Any, prefix: str, metadata: Any) ->
         return
     named = {prefix + name: param for name, param in _own(module).items() if _is_released_again(param)}
     named = {name: param for name, param in named.items() if name in state and not isinstance(state[name], Parameter)}
-    if named and _is_called_by_collective():
+    if named and is_called_by_collective():
         for name, param in named.items():
             with whole(param) as value:
                 state[name] = value.clone()
@@ -93,7 +93,7 @@ def _before_load(module: Module, state: dict[str, Any], prefix: str, *_: Any) ->
     if _takes_empty:
         return
     own = {name: param for name, param in _own(module).items() if isinstance(state.get(prefix + name), Tensor)}
-    if _is_called_by_collective():
+    if is_called_by_collective():
         for unit in {unit for param in own.values() if (unit := unit_of(param)) is not None}:
             _release(unit)
         for name, param in own.items():
@@ -156,7 +156,8 @@ def _is_empty(param: Any) -> bool:
     return unit is not None and unit.is_sharded and param.shape != param.ds_shape
 
 
-def _is_called_by_collective() -> bool:
+def is_called_by_collective() -> bool:
+    """Whether a function of `torch.distributed.checkpoint.state_dict` is running."""
     return _is_called_by(lambda frame: frame.f_globals.get("__name__") == _COLLECTIVE)
 
 

@@ -18,6 +18,7 @@ from deepspeed.checkpoint.location import location
 from deepspeed.checkpoint.survey import saved_tags
 from deepspeed.cli.ckpt import main
 from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.ops.op_builder.lock import owner_mark
 
 upath = pytest.importorskip("upath")
 
@@ -120,6 +121,19 @@ def test_the_copy_of_a_damaged_object_is_removed(memory, monkeypatch, tmp_path):
         checkpointer.load(memory)
     (folder,) = tmp_path.iterdir()
     assert not list(folder.iterdir())
+
+
+def test_what_a_killed_process_left_in_the_temporary_folder_is_removed(memory, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    machine, process, start = owner_mark().split("-")
+    left, of_a_live_one = (tmp_path / f"deepspeed-checkpoint.{machine}-{process}-{number}.x" for number in ("1", start))
+    for folder in (left, of_a_live_one):
+        folder.mkdir()
+        (folder / "copy.pt").touch()
+    save(Checkpointer(), memory, 1)
+    Checkpointer().load(memory)
+    assert not left.exists()
+    assert (of_a_live_one / "copy.pt").exists()
 
 
 def test_a_universal_checkpoint_is_loaded(url):
