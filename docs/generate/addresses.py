@@ -7,6 +7,7 @@ Modules of features that are not here yet are in `deepspeed/compatibility/module
 # Old module -> new module. The old name *is* the new module, so a patched attribute reaches the real code.
 ALIASES = {
     "accelerator.real_accelerator": "accelerator.current",
+    "inference.quantization.layers": "ops.quantizer.layers",
     "runtime.activation_checkpointing.checkpointing": "activation.checkpointing",
     "runtime.compiler": "engine.compiler",
     "runtime.dataloader": "data.loader",
@@ -44,6 +45,12 @@ COLLECTIONS = {
     "constants": {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": "comm.start:DEFAULT_PORT",
         "default_pg_timeout": "comm.start:DEFAULT_TIMEOUT",
+    },
+    "inference.quantization.quantization": {
+        "_init_group_wise_weight_quantization": "inference.weight_quantization:_init_group_wise_weight_quantization",
+    },
+    "inference.quantization.quantization_context": {
+        "QuantizationContext": "inference.weight_quantization:QuantizationContext",
     },
     "inference.v2.config_v2": {
         "DeepSpeedTPConfig": "config.inference:DeepSpeedTPConfig",

@@ -417,6 +417,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "Divided over ranks, fused blocks, weights in 8 and 4 bits, checkpoints by JSON.",
         ),
         (
+            "deepspeed.inference.quantization (weight_quantization)",
+            W,
+            "Linear layers, embeddings and transformers' Conv1D. Layers made for `quantized_initialization` have no "
+            "values until a checkpoint is loaded; without stage 3 `from_pretrained` runs inside `QuantizationContext`.",
+        ),
+        (
             "deepspeed.inference.v2.InferenceEngineV2",
             D,
             "Made from a model of transformers or the engine of `init_inference`, for families that have fused blocks. "

@@ -55,6 +55,29 @@ class WeightQuantConfig(Section):
     post_init_quant: Free = key(dict, "By name of a layer.", support=refused("all linear layers are quantized"))
 
 
+class GroupWiseQuantConfig(Section):
+    """How one weight is stored in few bits: `weight_quantization.quantized_initialization`, and each pattern of
+    `post_init_quant`."""
+
+    num_bits: Literal[4, 8] = key(8, "Of a weight.", unit="bits")
+    group_size: Int = key(64, "Elements that share a scale; must divide the dimension.", unit="elements", ge=1)
+    group_dim: Literal[0, 1] = key(1, "Dimension of the weight along which a group lies.")
+    symmetric: Flag = key(False, "Zero is exact; false: a group has a minimum too, which costs 4 bytes more.")
+
+    closed: ClassVar[bool] = True
+
+
+class WeightQuantizationConfig(Section):
+    """`weight_quantization`: weights of linear and embedding layers in few bits, for inference."""
+
+    quantized_initialization: GroupWiseQuantConfig | None = key(
+        None, "Every layer, as a checkpoint loads into a model built inside zero.Init or QuantizationContext."
+    )
+    post_init_quant: Free = key(
+        dict, "Part of a layer's name -> the same keys; acted on by _init_group_wise_weight_quantization."
+    )
+
+
 class QuantizationConfig(Section):
     """`quant`: acted on with dtype int8."""
 

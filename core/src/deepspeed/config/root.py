@@ -25,7 +25,7 @@ from deepspeed.config.data import (
     DataEfficiencyConfig,
     ElasticityConfig,
 )
-from deepspeed.config.inference import HybridEngineConfig
+from deepspeed.config.inference import HybridEngineConfig, WeightQuantizationConfig
 from deepspeed.config.intake import take_in
 from deepspeed.config.monitor import (
     CometConfig,
@@ -185,7 +185,7 @@ class DeepSpeedConfig(Section):
     curriculum_learning: CurriculumConfig = key(CurriculumConfig, "Curriculum, the older form.")
     compression_training: CompressionConfig = key(CompressionConfig, "Compression.")
     quantize_training: Free = key(dict, "Quantized training.", support=refused("quantization is not in this version"))
-    weight_quantization: Free = key(dict, "Quantized weights.", support=refused("quantization is not in this version"))
+    weight_quantization: WeightQuantizationConfig = key(WeightQuantizationConfig, "Weights in few bits, for inference.")
     sparse_attention: Free = key(dict, "Sparse attention.", support=refused("sparse attention is not in this version"))
     progressive_layer_drop: ProgressiveLayerDropConfig = key(ProgressiveLayerDropConfig, "Layer drop.")
     eigenvalue: EigenvalueConfig = key(EigenvalueConfig, "Eigenvalues.")

@@ -50,6 +50,7 @@ from deepspeed.engine.start_line import start_line
 from deepspeed.engine.training import Training
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import ConfigError
+from deepspeed.inference.weight_quantization import prepare_stored
 from deepspeed.log import warn_once
 from deepspeed.moe.divide import divide_experts
 from deepspeed.moe.layer import connect_moe_layers
@@ -210,6 +211,7 @@ def _initialize(
         unresolved=settings.unresolved_auto(),
     )
     weights_dtype = torch_dtype(settings.weights_dtype) if settings.weights_dtype is not None else None
+    prepare_stored(module, settings, trains=basic_optimizer is not None, dtype=weights_dtype)
     refuse_managed(module, basic_optimizer, weights_dtype)
     _refuse_of_parts(module, basic_optimizer)
     refuse_sharded(module, zero.stage)

@@ -27,6 +27,7 @@ from deepspeed.config.data import AioConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.zero import OffloadParamConfig
 from deepspeed.errors import ConfigError
+from deepspeed.ops.quantizer.layers import await_values, can_be_stored, store_layers
 from deepspeed.parallel import groups
 from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of, mark_if_built_as_expert
 from deepspeed.zero.gather import GatheredParameters, register_external_parameter, unregister_external_parameter
@@ -51,6 +52,8 @@ __all__ = [
 
 # torch's own constructor, by which a replaced wrapper knows what it was asked to wrap
 _orig_torch_arange = torch.arange
+
+_STORED_BY = "weight_quantization.quantized_initialization"
 
 #: marks a module whose outermost `__init__` runs
 _UNDER_CONSTRUCTION = "_ds_under_construction"
@@ -133,6 +136,8 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._check(settings)
         offload = _offload_of(settings, remote_device, pin_memory)
         self.dtype = dtype if dtype is not None else _dtype_of(settings)
+        #: how the weights of new layers are stored, which then come from a checkpoint; None: as they are
+        self._stored = None if settings is None else settings.weight_quantization.quantized_initialization
         comm.init_distributed()
         group = data_parallel_group or sequence_data_parallel_group
         if group is None and mpu is not None:
@@ -144,6 +149,12 @@ class Init(contextlib.AbstractContextManager["Init"]):
         aio = settings.aio if settings is not None else AioConfig()
         self._home = choose_shard_home(offload, aio, device=self._device)
         if module is not None:
+            if self._stored is not None:
+                store_layers(
+                    (name, each, self._stored, _STORED_BY)
+                    for name, each in list(module.named_modules())
+                    if can_be_stored(each) and unit_of(each._parameters["weight"]) is None
+                )
             with freed_memory_returned():
                 self._shard(module)
 
@@ -198,6 +209,9 @@ class Init(contextlib.AbstractContextManager["Init"]):
             finally:
                 module.__dict__.pop(_UNDER_CONSTRUCTION, None)
             self._access.shard_unreferenced()
+            if self._stored is not None and can_be_stored(module):
+                stored = await_values(module, self._stored, _STORED_BY, allocates=True)
+                stored.dtype = self.dtype or stored.dtype
             self._shard(module)
 
         _replace(undo, cls, "__init__", construct)

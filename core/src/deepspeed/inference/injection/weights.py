@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import ConfigError
+from deepspeed.ops.quantizer.layers import StoredLayer
 from deepspeed.ops.quantizer.packed import PackedWeight, packed_kernel, packed_linear
 from deepspeed.ops.transformer import Linear, linear
 from deepspeed.ops.transformer.linear import linear_kernel
@@ -195,7 +196,7 @@ def _is_transposed(linear: nn.Module) -> bool:
         if linear.gathered_sizes:
             raise ConfigError("its linear is divided, and its output gathered")
         return linear.transposed
-    if isinstance(linear, nn.Linear):
+    if isinstance(linear, nn.Linear) and not isinstance(linear, StoredLayer):
         return False
     if type(linear).__name__ == "Conv1D" and hasattr(linear, "nf"):
         return True

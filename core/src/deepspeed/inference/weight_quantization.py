@@ -1,0 +1,286 @@
+"""`weight_quantization`: weights of linear and embedding layers in 8 or 4 bits, for inference, also with ZeRO-3.
+
+Two ways, as DeepSpeed documents them for ZeRO-Inference:
+
+    with QuantizationContext(config):                  weights are stored as a checkpoint loads
+        model = AutoModel.from_pretrained(...)         (`quantized_initialization`; also `zero.Init`, at stage 3)
+
+    _init_group_wise_weight_quantization(model, config)      after it was loaded, layers by name (`post_init_quant`)
+
+`ops/quantizer/layers.py` has the layers and the layout. For outputs y = x W^T with the weight W' that is stored
+
+    |y_o - y'_o| <= sum_i |x_i| scale_oi / 2    scale: max|W| / (2^(b-1) - 1) of the group, (max - min) / (2^b - 1)
+                                                where asymmetric
+
+and what the type of x rounds.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.config import read_config
+from deepspeed.config.inference import GroupWiseQuantConfig, WeightQuantizationConfig
+from deepspeed.config.intake import parse_section
+from deepspeed.config.root import DeepSpeedConfig
+from deepspeed.errors import ConfigError
+from deepspeed.ops.quantizer.layers import StoredForm, StoredLayer, await_values, can_be_stored, store_layers, take_form
+from deepspeed.parallel.sharded_params import can_reshard, is_sharded, reshard, whole_shape
+from deepspeed.zero.construct import Init
+
+_KEY = "weight_quantization"
+_INITIAL = f"{_KEY}.quantized_initialization"
+_AFTER = f"{_KEY}.post_init_quant"
+
+
+def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Any) -> nn.Module:
+    """Store the weights of the layers that `weight_quantization.post_init_quant` names, in place.
+
+    Each key is a part of the layers' names: `fc` is that of `decoder.layers.0.fc1`. One whole weight at a time is in
+    memory beside the model. A weight that `zero.Init` has sharded is gathered, stored, and sharded again: all ranks
+    call this together, before `initialize`.
+
+    Args:
+        model: loaded; linear layers (also transformers' Conv1D) and embeddings are stored, classes derived from them
+            are not.
+        ds_config: the DeepSpeed configuration, a path or a dict.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: a key matches no layer, two that differ match one, or groups do not fit a weight. The model is as
+            it was, unless a weight has no values.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 64))
+    >>> config = {"weight_quantization": {"post_init_quant": {"0": {"num_bits": 4, "group_size": 64}}}}
+    >>> _init_group_wise_weight_quantization(model, config)
+    Sequential(
+      (0): QuantizedLinear(32 x 64, 4 bits, asymmetric, groups of 64)
+      (1): Linear(in_features=32, out_features=64, bias=True)
+    )
+    """
+    patterns = _patterns(_section(ds_config))
+    if not patterns:
+        raise ConfigError(
+            f'{_AFTER}: found no pattern; write {{"part of a layer\'s name": {{"num_bits": 4, "group_size": 64}}}}'
+        )
+    chosen = list(_chosen(model, patterns))
+    sharded = [each for each in chosen if is_sharded(each[1].weight)]
+    _refuse_of_engine(sharded)
+    store_layers(each for each in chosen if not is_sharded(each[1].weight))
+    _store_sharded(model, sharded)
+    return model
+
+
+class QuantizationContext(contextlib.AbstractContextManager["QuantizationContext"]):
+    """Context in which new linear and embedding layers are stored in few bits: their values are those of a checkpoint.
+
+    A layer has none when it is made, and stores a weight when that is loaded or assigned: the model never exists in 16
+    or 32 bits. `from_pretrained`, `load_state_dict` and assignments to `layer.weight` do that. With
+    `zero_optimization.stage` 3 it is `zero.Init`, too, and the stored weights are sharded.
+
+    Args:
+        config_dict_or_path: the DeepSpeed configuration, with `weight_quantization.quantized_initialization`.
+        param_swapper: accepted as DeepSpeed has it; `offload_param` says where shards are.
+
+    Raises:
+        ConfigError: the configuration has no `quantized_initialization`, or its groups do not fit a layer.
+
+    >>> keys = {"num_bits": 8, "group_size": 4, "symmetric": True}
+    >>> with QuantizationContext({"weight_quantization": {"quantized_initialization": keys}}):
+    ...     layer = torch.nn.Linear(4, 2, bias=False)
+    >>> _ = layer.load_state_dict({"weight": torch.tensor([[127.0, -3.2, 0.0, 1.0], [2.0, 0.0, 0.0, 0.0]])})
+    >>> layer(torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    tensor([124.,   2.])
+    """
+
+    def __init__(self, config_dict_or_path: Any, param_swapper: Any = None) -> None:
+        settings = _parsed(config_dict_or_path)
+        config = settings.weight_quantization.quantized_initialization
+        if config is None:
+            raise ConfigError(
+                f"{_INITIAL}: is not in the configuration, so QuantizationContext would do nothing; write "
+                '{"num_bits": 4, "group_size": 64}, or use _init_group_wise_weight_quantization with post_init_quant'
+            )
+        self._config = config
+        self._undo = contextlib.ExitStack()
+        self._sharding = (
+            Init(config_dict_or_path=config_dict_or_path) if settings.zero_optimization.stage == 3 else None
+        )
+
+    def __enter__(self) -> "QuantizationContext":
+        with contextlib.ExitStack() as undo:
+            if self._sharding is not None:
+                undo.enter_context(self._sharding)
+            else:
+                undo.enter_context(_transformers_reads_in_turn())
+                for cls in _layer_classes():
+                    self._patch(undo, cls)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._undo.__exit__(kind, error, traceback)
+
+    def _patch(self, undo: contextlib.ExitStack, cls: Any) -> None:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def construct(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+            init(layer, *args, **kwargs)
+            if type(layer) is cls and can_be_stored(layer):
+                await_values(layer, self._config, _INITIAL, allocates=False)
+
+        cls.__init__ = construct
+        undo.callback(setattr, cls, "__init__", init)
+
+
+def prepare_stored(module: nn.Module, settings: DeepSpeedConfig, *, trains: bool, dtype: torch.dtype | None) -> None:
+    """Called by `initialize` for every model: what the configuration says of stored weights is so.
+
+    Args:
+        trains: an optimizer was asked for.
+        dtype: that the model's weights get; embeddings that are stored give it, too.
+
+    Raises:
+        ConfigError: the configuration asks for stored weights and the model has none, or for an optimizer, too.
+    """
+    section = settings.weight_quantization
+    asked = _AFTER if section.post_init_quant else _INITIAL if section.quantized_initialization is not None else ""
+    stored = [each for each in module.modules() if isinstance(each, StoredLayer)]
+    if asked and not stored:
+        remedy = (
+            "call deepspeed.inference.quantization.quantization._init_group_wise_weight_quantization(model, config) "
+            "before"
+            if section.post_init_quant
+            else "make and load the model inside deepspeed.inference.quantization.quantization_context."
+            "QuantizationContext(config), or with zero.Init at stage 3"
+        )
+        raise ConfigError(f"{asked}: found no layer of {type(module).__name__} with a stored weight; {remedy}")
+    if asked and trains:
+        raise ConfigError(
+            f"{asked}: found an optimizer, and weights that are stored in few bits have no gradient; remove the "
+            f"optimizer, or {_KEY}, which is for inference"
+        )
+    if dtype is not None:
+        for layer in stored:
+            layer.dtype = dtype
+
+
+@contextlib.contextmanager
+def _transformers_reads_in_turn() -> Iterator[None]:
+    """Its threads would read weights faster than they are stored, and hold most of the model in 16 or 32 bits."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def _layer_classes() -> Iterator[type[nn.Module]]:
+    yield nn.Linear
+    yield nn.Embedding
+    of_transformers = sys.modules.get("transformers.pytorch_utils")
+    if of_transformers is not None:
+        yield of_transformers.Conv1D
+
+
+def _parsed(source: Any) -> DeepSpeedConfig:
+    return DeepSpeedConfig(read_config(source), batch_required=False)
+
+
+def _section(source: Any) -> WeightQuantizationConfig:
+    return _parsed(source).weight_quantization
+
+
+def _patterns(section: WeightQuantizationConfig) -> dict[str, GroupWiseQuantConfig]:
+    return {
+        name: parse_section(GroupWiseQuantConfig, value, f"{_AFTER}.{name}")
+        for name, value in section.post_init_quant.items()
+    }
+
+
+_Layer = tuple[str, Any, GroupWiseQuantConfig, str]
+
+
+def _chosen(model: nn.Module, patterns: dict[str, GroupWiseQuantConfig]) -> Iterator[_Layer]:
+    """The layers that patterns name, with how each is stored; checked before the first is changed."""
+    found: dict[str, str] = {}
+    layers = {name: module for name, module in model.named_modules() if can_be_stored(module)}
+    for pattern, config in patterns.items():
+        matched = [name for name in layers if pattern in name]
+        if not matched:
+            kind = _kinds_of(model, pattern)
+            raise ConfigError(
+                f"{_AFTER}: found {pattern!r}, which is part of no name of a linear or embedding layer{kind}; the "
+                f"model has {_some(list(layers))}"
+            )
+        for name in matched:
+            other = found.setdefault(name, pattern)
+            if patterns[other] != config:
+                raise ConfigError(
+                    f"{_AFTER}: {other!r} and {pattern!r} both name {name}, and differ; write longer parts of names, "
+                    "so that one names it"
+                )
+    for name, pattern in found.items():
+        layer, config, key = layers[name], patterns[pattern], f"{_AFTER}.{pattern}"
+        StoredForm.of(whole_shape(layer.weight), config, key, name)
+        yield name, layer, config, key
+
+
+def _kinds_of(model: nn.Module, pattern: str) -> str:
+    kinds = {type(module).__name__ for name, module in model.named_modules() if pattern in name and name}
+    return f" (but of {', '.join(sorted(kinds))})" if kinds else ""
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:4])}{' ...' * (len(names) > 4)}" if names else "none"
+
+
+def _refuse_of_engine(layers: list[_Layer]) -> None:
+    for name, layer, _, key in layers:
+        if not can_reshard(layer.weight):
+            raise ConfigError(
+                f"{key}: found {name} in an engine, which has sharded its weight; call "
+                "_init_group_wise_weight_quantization before deepspeed.initialize"
+            )
+
+
+def _store_sharded(model: nn.Module, layers: list[_Layer]) -> None:
+    """Weights that `zero.Init` has sharded: each is whole while it is stored. Tied ones are one parameter."""
+    chosen = {layer for _, layer, _, _ in layers}
+    users: dict[Any, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for param in module._parameters.values():
+            users.setdefault(param, []).append((name, module))
+    done: dict[Any, Any] = {}
+    for name, layer, config, key in layers:
+        weight = layer.weight
+        if others := [other for other, module in users[weight] if module not in chosen]:
+            raise ConfigError(
+                f"{key}: found {name}, whose weight is also that of {others[0]}, and is sharded; name both, or neither"
+            )
+        shape, dtype = whole_shape(weight), weight.dtype
+        if weight in done:
+            shape, dtype = done[weight].form.shape, done[weight].dtype
+        stored = take_form(layer, config, torch.Size(shape), dtype, key, name)
+        if weight not in done:
+            weight.requires_grad_(False)
+            reshard(weight, stored.form.pack, weight.ds_process_group)
+            done[weight] = stored
+        elif done[weight].form != stored.form:
+            raise ConfigError(f"{key}: found {name}, whose weight is tied and stored otherwise; give both the same")
