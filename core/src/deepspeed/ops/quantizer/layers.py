@@ -161,7 +161,7 @@ class StoredForm:
 class StoredLayer(nn.Module):
     """What the layers have in common. Made from an ordinary layer by `store_layers` or `await_values`."""
 
-    weight: Parameter
+    weight: Tensor
     form: StoredForm
     #: type of the weight that was stored
     dtype: torch.dtype
@@ -354,7 +354,7 @@ def store_layers(layers: Iterable[tuple[str, nn.Module, GroupWiseQuantConfig, st
     Raises:
         ConfigError: groups do not fit, or a weight has no values. Layers before it are stored.
     """
-    done: dict[tuple[Parameter, StoredForm], Parameter] = {}
+    done: dict[tuple[Tensor, StoredForm], Tensor] = {}
     for name, layer, config, key in layers:
         weight = layer._parameters["weight"]
         assert weight is not None
