@@ -68,11 +68,12 @@ def num_told() -> int:
 
 
 def tell() -> None:
-    """This rank leaves its groups; called while the exception is handled."""
-    consequence = handled_consequence()
-    cause = (consequence.cause if consequence is not None else "") or _sentence(_reason(sys.exc_info()[1]))
+    """This rank leaves its groups; called while the exception is handled. A consequence is not told again: ranks would
+    hear of each other without end."""
     go_to(_num_told + 1)
-    _ask(lambda store: store.compare_set(_told(_num_told), "", cause))
+    if handled_consequence() is None:
+        cause = _sentence(_reason(sys.exc_info()[1]))
+        _ask(lambda store: store.compare_set(_told(_num_told), "", cause))
 
 
 def go_to(number: int) -> None:
@@ -84,9 +85,19 @@ def go_to(number: int) -> None:
 def unheard() -> PeerFailed | None:
     """What a rank is to raise that waits for another one, which may be where the failure is that this one has not heard
     of."""
-    key = _told(_num_told + 1)
-    cause = _ask(lambda store: store.get(key) if store.check([key]) else b"")
-    return _consequence(cause) if cause else None
+    number = _num_told + 1
+    cause = _told_cause(number)
+    if not cause:
+        return None
+    while _told_cause(number + 1):
+        number += 1
+    go_to(number - 1)  # the one that this rank raises is the last
+    return _consequence(cause)
+
+
+def _told_cause(number: int) -> str:
+    key = _told(number)
+    return _ask(lambda store: store.get(key) if store.check([key]) else b"")
 
 
 def _told(number: int) -> str:
@@ -161,7 +172,9 @@ class FailureRecord:
     def refusal(self, epoch: int) -> PeerFailed | None:
         """What a rank is to raise that waits for others who are to come to this epoch; None while they may."""
         cause = self.first(epoch)
-        return _consequence(cause) if cause else unheard()
+        if cause:
+            return _consequence(cause)
+        return unheard() if epoch == 0 else None  # who has been in an epoch has the record
 
     def first(self, epoch: int) -> str:
         """The first failure of this epoch in words; "" where none is known."""
