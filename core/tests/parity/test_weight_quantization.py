@@ -93,6 +93,21 @@ def test_linear_layers_of_gpt2_are_stored():
         torch.testing.assert_close(done(prompt()).logits, plain(prompt()).logits, atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("injects", [False, True])
+def test_init_inference_leaves_stored_layers_as_they_are(injects):
+    model = _init_group_wise_weight_quantization(llama(), after(layers=KEYS))
+    wanted = model(prompt()).logits
+    engine = deepspeed.init_inference(model, dtype=torch.float, replace_with_kernel_inject=injects)
+    torch.testing.assert_close(engine(prompt()).logits, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["quantized_initialization", "post_init_quant"])
+def test_the_keys_of_init_inference_name_the_section_that_does_it(name):
+    with pytest.raises(ConfigError, match=rf"quant\.weight\.{name}: .*use weight_quantization"):
+        deepspeed.init_inference(llama(), dtype=torch.int8, quant={"weight": {name: {"fc": KEYS}}})
+
+
 def own_bytes():
     """Of this process, without pages of files, as those of a checkpoint are mapped, and without freed memory."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)

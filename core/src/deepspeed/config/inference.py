@@ -12,6 +12,10 @@ from deepspeed.config.base import Flag, Free, Int, Says, Section, key, quiet, re
 from deepspeed.config.precision import canonical_dtype
 
 _INJECTED = quiet("of injected layers only")
+_BY_WEIGHT_QUANTIZATION = (
+    "init_inference quantizes all linear layers, once they are loaded; use weight_quantization, the section of these "
+    "keys, with deepspeed.inference.quantization before it"
+)
 
 
 def _dtype(value: Any) -> str:
@@ -50,9 +54,9 @@ class WeightQuantConfig(Section):
         1, "Groups of a weight that have a scale each, at least; a group is never more than a row.", ge=1
     )
     quantized_initialization: Free = key(
-        dict, "Quantize while a checkpoint loads.", support=refused("weights are quantized once all are loaded")
+        dict, "Quantize while a checkpoint loads.", support=refused(_BY_WEIGHT_QUANTIZATION)
     )
-    post_init_quant: Free = key(dict, "By name of a layer.", support=refused("all linear layers are quantized"))
+    post_init_quant: Free = key(dict, "By name of a layer.", support=refused(_BY_WEIGHT_QUANTIZATION))
 
 
 class GroupWiseQuantConfig(Section):
