@@ -160,9 +160,12 @@ CAUSES = {
     "kill": [r"all-gather of the parameters \w+.weight, \w+.bias: rank 1 \(process \d+\) ended before", ""],
     "forward": [r"rank 1 .*its own output says why", "RuntimeError: the batch is bad"],
 }
-# gloo knows that a connection ended, not which rank failed
-CLOSED = r"all-gather of the parameters \w+.weight, \w+.bias: rank 0 cannot .*closed by peer.* failed first says why"
-CAUSES_BY_MESSAGES = CAUSES | {"kill": [CLOSED, ""], "forward": [CLOSED, CAUSES["forward"][1]]}
+# of a rank that was killed gloo knows that a connection ended, not which rank failed
+CLOSED = (
+    r"all-gather of the parameters \w+.weight, \w+.bias: rank 0 cannot .*(closed|reset) by peer.* failed first says why"
+)
+TOLD = r"all-gather of the parameters \w+.weight, \w+.bias: .*: rank 1 failed with RuntimeError: the batch is bad"
+CAUSES_BY_MESSAGES = CAUSES | {"kill": [CLOSED, ""], "forward": [TOLD, CAUSES["forward"][1]]}
 
 
 @pytest.mark.parametrize(
