@@ -119,7 +119,7 @@ def find(
         calls: `waits_in` names a call.
     """
     own = torch_dist.get_rank()
-    try:
+    with _unless_store_is_gone():
         store = torch_dist.distributed_c10d._get_default_store()
         started = _all_started()
         for rank, note in _notes(store, ranks):
@@ -138,9 +138,16 @@ def find(
             if store.compare_set(note.end, "", end).decode() == end:
                 _ended.add(note.end)
                 return RanksParted(end.removeprefix(PARTED))
+    return None
+
+
+@contextmanager
+def _unless_store_is_gone() -> Iterator[None]:
+    """The rank that has the store may have ended, and others go on without it: notes are for messages only."""
+    try:
+        yield
     except (RuntimeError, ValueError) as error:
         logger.debug("the store of the job does not answer: %s", first_line(error))
-    return None
 
 
 def advice(call: str) -> str:
@@ -188,8 +195,9 @@ class Noting:
         with self._lock:
             if Noting._noted is None and not (self._is_over or self._threads_wait):
                 text, name, number, ranks = self._wait
-                put_note(torch_dist.distributed_c10d._get_default_store(), text, name, "", ranks, number)
-                Noting._noted = self
+                with _unless_store_is_gone():
+                    put_note(torch_dist.distributed_c10d._get_default_store(), text, name, "", ranks, number)
+                    Noting._noted = self
 
     def end(self) -> None:
         """The wait is over."""
@@ -197,10 +205,8 @@ class Noting:
         with self._lock:
             if Noting._noted is self:
                 Noting._noted = None
-                try:
+                with _unless_store_is_gone():
                     take_note_back(torch_dist.distributed_c10d._get_default_store())
-                except (RuntimeError, ValueError) as error:
-                    logger.debug("the store of the job does not answer: %s", first_line(error))
 
 
 #: by thread, since when it waits in a library, and how to look
@@ -210,7 +216,8 @@ _lookout: list[threading.Thread] = []
 
 @contextmanager
 def looking(wait: Wait, look: Callable[[], None]) -> Iterator[None]:
-    """Around a wait in a library: where it is long, `look` is called now and then, by another thread."""
+    """Around a wait in a library: where it is long, `look` is called now and then, by another thread. A signal handler
+    may wait inside of another wait, as one does that saves a checkpoint."""
     if not _lookout:
         _lookout.append(threading.Thread(target=_look_out, name="deepspeed lookout", daemon=True))
         _lookout[0].start()
@@ -220,11 +227,15 @@ def looking(wait: Wait, look: Callable[[], None]) -> Iterator[None]:
         noting.note()
         look()
 
+    outer = _looks.get(own)
     _looks[own] = time.monotonic(), note_and_look
     try:
         yield
     finally:
-        del _looks[own]
+        if outer is None:
+            del _looks[own]
+        else:
+            _looks[own] = outer
         noting.end()
 
 
