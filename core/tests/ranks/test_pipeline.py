@@ -107,6 +107,10 @@ def halve(grad):
     return grad / 2
 
 
+def halve_in_place(param):
+    param.grad.div_(2)
+
+
 def reference(kind, dp, *, clip=0.0, varies=False, hooked=False):
     """Losses of the steps, the last norm, and weights by the names of PipelineModule."""
     model = Whole(layers_of(kind))
@@ -155,7 +159,10 @@ def create(kind, stages, stage, module_keys=None, **keys):
 def train_job(kind, stages, stage, varies, module_keys, hooked, keys):
     engine = create(kind, stages, stage, module_keys, **keys)
     for param in engine.module.parameters() if hooked else ():
-        param.register_hook(halve)
+        if hooked == "after":
+            param.register_post_accumulate_grad_hook(halve_in_place)
+        else:
+            param.register_hook(halve)
     data = batches(engine.mesh.rank("dp"), varies=varies)
     ends = engine.is_first_stage() or engine.is_last_stage()
     losses = [engine.train_batch(data if ends else None).item() for _ in range(STEPS)]
@@ -214,6 +221,8 @@ def test_two_stages(kind, stage, keys, module_keys):
         ("plain", 2, SPLIT, 1, True),
         sweep("tied", 1, SPLIT, 0, True),
         sweep("plain", 2, {}, 1, True),
+        ("plain", 1, SPLIT, 0, "after"),
+        sweep("tied", 0, SPLIT, 0, "after"),
     ],
 )
 def test_split_backwards_see_what_autograd_sees(kind, stage, keys, interval, hooked):

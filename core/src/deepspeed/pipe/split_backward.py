@@ -13,7 +13,8 @@ gradient of X is Y W and that of W is Y^T X, of as much work each. All other gra
 [Note: what autograd sees] A layer is deferred only where nobody can tell the difference. Not where somebody else keeps
 its inputs: activation checkpointing computes them again outside of `in_forward`, as other tensors than were kept. Not
 where a hook is to get the gradient of the weight or the bias, and may replace it: autograd calls it in its own
-backward, with the sum of all uses. Not in a backward inside the backward that asks for other gradients only, as
+backward, with the sum of all uses; also without any gradient, if it is one that is called after the gradient was added
+up. Not in a backward inside the backward that asks for other gradients only, as
 implicit layers have it (`torch.autograd.grad` in a hook). What is deferred goes to the weight through autograd, as one
 gradient of all its products, which is computed inside the backward: then nobody else holds it, and autograd takes it as
 it is. Of a gradient that is handed to `torch.autograd.backward` it makes a copy, as long as a fourth of the product in
@@ -178,5 +179,11 @@ def _adds_up(weights: Sequence[tuple[Any, int]]) -> bool:
 
 
 def _has_hooks(param: Parameter) -> bool:
-    """Whether a hook is to get the gradient of a backward before it is added up."""
-    return bool(param._backward_hooks)
+    """Whether a hook of somebody else's is to get the gradient of a backward, before it is added up or after. Those of
+    ZeRO take what is there whenever they are called."""
+    after = param._post_accumulate_grad_hooks
+    return bool(param._backward_hooks) or (bool(after) and not all(map(_is_own, after.values())))
+
+
+def _is_own(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
