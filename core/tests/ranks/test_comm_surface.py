@@ -1,7 +1,11 @@
 """Every public collective of `deepspeed.comm` gives what torch.distributed promises."""
 
+import os
+import threading
+
 import deepspeed.comm as dist
 import torch
+from deepspeed.comm.group_backend import forget, group_backend
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 
@@ -177,3 +181,19 @@ def test_backend_by_name_and_by_hand():
 
 def test_device_mesh():
     assert run_ranks(4, mesh_job) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def barrier_of_a_thread_job():
+    os.environ["DS_COMM_DIRECT"] = "0"  # put back after the job
+    forget()
+    backend = group_backend()
+    backend.all_reduce(torch.ones(1)).wait()
+    before = backend.watch.issued.number
+    thread = threading.Thread(target=dist.barrier)
+    thread.start()
+    thread.join()
+    return backend.watch.issued.number - before
+
+
+def test_a_barrier_of_a_thread_is_not_among_the_collectives_of_the_engine():
+    assert run_ranks(2, barrier_of_a_thread_job) == [0, 0]

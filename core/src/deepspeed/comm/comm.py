@@ -5,6 +5,7 @@ as in torch.distributed. Every collective takes `async_op`; with True it returns
 `prof`, `log_name` and `debug` for the comms logger.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -95,13 +96,15 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_id
     """Wait until every rank of the group has come here.
 
     Over gloo, one that waits for a rank which waits for it in another call of ds-core, or which has failed, raises
-    within seconds.
+    within seconds. Not in a thread beside the main one: its barriers may come before a collective of the engine's on
+    one rank and after it on another, so they are torch's, in the group itself.
 
     Args:
         device_ids: the device on which to wait, for a library of devices; default: this rank's.
     """
     members = group or get_world_group()
-    if isinstance(members, ProcessGroup) and not async_op and libraries.is_gloo(members):
+    is_ordered = not async_op and threading.current_thread() is threading.main_thread()
+    if isinstance(members, ProcessGroup) and is_ordered and libraries.is_gloo(members):
         try:
             backend_for_barriers(members).barrier()
         except BaseException:
