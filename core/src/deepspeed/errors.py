@@ -52,13 +52,13 @@ class AbsentMemberError(DeepSpeedError, AttributeError):
     """A member of one of DeepSpeed's classes that is not here; the message says what is instead. `hasattr` is False."""
 
 
-def counted(number: int, noun: str) -> str:
-    """A number of things, for messages.
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number of things, for messages; `plural` where it is not the noun with an s.
 
-    >>> counted(1, "rank"), counted(2, "rank")
-    ('1 rank', '2 ranks')
+    >>> counted(1, "rank"), counted(2, "rank"), counted(2, "query", "queries")
+    ('1 rank', '2 ranks', '2 queries')
     """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
 def shown(value: str) -> str:

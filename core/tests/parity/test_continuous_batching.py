@@ -208,7 +208,7 @@ def test_a_model_divided_over_two_ranks_gives_equal_logits(tmp_path: Path, from_
 @pytest.mark.parametrize(
     ("uids", "lengths", "limits", "result", "text"),
     [
-        ([1, 5], [1, 5], {}, "KVCacheLimitExceeded", "2 more blocks of 4 tokens are needed, but 1 of 4 are free"),
+        ([1, 5], [1, 5], {}, "KVCacheLimitExceeded", "the batch needs 2 more blocks of 4 tokens, but 1 of 4 are free"),
         ([1], [60], {"memory_config": {"mode": "allocate", "size": 99}}, "SequenceTokenLimitExceeded", "at most 64"),
         ([1], [6], {"max_context": 12}, "SequenceTokenLimitExceeded", "uid 1 has 7 tokens, and 6 would be new"),
         ([1], [9], {"max_ragged_batch_size": 8}, "BatchTokenLimitExceeded", "found 9 new tokens"),

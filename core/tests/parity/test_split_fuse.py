@@ -192,7 +192,7 @@ def test_limits_above_the_engines_are_refused() -> None:
         Scheduler(engine, token_budget=9)
     with pytest.raises(ConfigError, match="max_sequences is 5, but the engine's limits allow 1 to 4"):
         Scheduler(engine, max_sequences=5)
-    with pytest.raises(ConfigError, match="found 2 prompts and 1 numbers"):
+    with pytest.raises(ConfigError, match="found 2 prompts and 1 number of"):
         generate(engine, [[3], [4]], [5])
 
 

@@ -170,7 +170,7 @@ def test_cores_are_bound_and_threads_counted(folder, launch):
 
     done = launch("--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", str(cores[0]), "train.py")
     assert done.returncode == 2
-    assert "--bind_cores_to_rank: 2 ranks cannot share 1 cores" in done.stderr
+    assert "--bind_cores_to_rank: 2 ranks cannot share 1 core " in done.stderr
 
 
 def test_the_first_failure_is_the_last_word(folder, launch):

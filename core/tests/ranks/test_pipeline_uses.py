@@ -269,13 +269,13 @@ def wrong_module_job(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("stages over layers", "found 2 stages for 1 layers.*use at most 1 stages"),
+        ("stages over layers", "found 2 stages for 1 layer;.*use at most 1 stage"),
         ("stages over ranks", "found 3 stages for 2 ranks.*use 1, 2"),
         ("method", "found 'best'; use one of parameters, uniform, type:REGEX, profile"),
         ("type", "'type:conv' matches 0 of the layers Linear, tanh.*there are 2 parts"),
         ("profile", "pass sample_inputs="),
         ("neither", "neither num_stages nor topology"),
-        ("topology", "pipe 2 x data 2 = 4, but there are 2 ranks"),
+        ("topology", "pipe 2 x data 2 = 4, but the world has 2 ranks"),
         ("interleave", "built with interleave=1"),
         ("split", 'zero_bubble" with zero_optimization.stage 3.*use "1f1b"'),
         ("mesh", "found 2, but .* has pp 1"),

@@ -175,7 +175,7 @@ def test_weights_alone_load_where_the_model_is_divided_otherwise(tmp_path, loade
 def test_a_model_whose_division_is_not_known_loads_only_as_it_was_saved(tmp_path):
     run_ranks(1, save_job, tmp_path, 1, 1, "fp32")
     for told in run_ranks(2, unmarked_job, tmp_path, 2, False):
-        assert "was saved by 1 model parallel ranks, this job has 2, and this run did not say" in told
+        assert "was saved by 1 model parallel rank, this job has 2, and this run did not say" in told
     (tmp_path / "a").rename(tmp_path / "other")
     (tmp_path / "b").rename(tmp_path / "a")
     (told,) = run_ranks(1, unmarked_job, tmp_path, 1, True)

@@ -366,8 +366,8 @@ def test_what_does_not_fit_is_refused_on_every_rank_with_its_numbers():
     first, second = run_ranks(2, refused_job)
     assert first == second
     for name, text in {
-        "heads": "found 1 query heads and 1 key and value heads for tensor parallelism over 2 ranks, which leaves 2 "
-        "ranks to 1 query heads of one key head; use at most 1 ranks",
+        "heads": "found 1 query head and 1 key and value heads for tensor parallelism over 2 ranks, which leaves 2 "
+        "ranks to 1 query head of one key head; use at most 1 rank",
         "features": "mlp.up: found 13 features to divide over 2 tensor-parallel ranks in multiples of 20; use at",
         "size": "tensor_parallel.autotp_size: pp 1 x dp 1 x sp 1 x tp 4 = 4, but the world has 2 ranks",
         "preset": "tensor_parallel.preset_model: found 'llama4x'; the presets are bert, bloom, ",

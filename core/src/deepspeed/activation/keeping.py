@@ -12,6 +12,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.errors import counted
 from deepspeed.parallel.sharded_params import is_sharded
 
 
@@ -137,8 +138,8 @@ class Keeping:
         if not pool.free:
             raise ValueError(
                 f"activation checkpointing: number_checkpoints is {self.num_slots}, and one more input of "
-                f"{flat.numel()} elements is to be kept; give the number of checkpoints between a forward and its "
-                "backward, or call deepspeed.checkpointing.reset() after forwards without a backward"
+                f"{counted(flat.numel(), 'element')} is to be kept; give the number of checkpoints between a forward "
+                "and its backward, or call deepspeed.checkpointing.reset() after forwards without a backward"
             )
         slot = Slot(pool, pool.free.pop())
         slot.tensor.copy_(flat)

@@ -25,6 +25,7 @@ from deepspeed.checkpoint.consolidate_files import (
     DEEPSPEED_CLASSES,
     CheckpointError,
     check_files,
+    counted,
     get_model_state_file,
     get_optim_files,
     log,
@@ -151,7 +152,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     weight_map = {}
     for index, names in enumerate(files):
         name = f"{stem}.{ending}" if len(files) == 1 else f"{stem}-{index + 1:05d}-of-{len(files):05d}.{ending}"
-        log.info("writing %s (%d of %d files)", output / name, index + 1, len(files))
+        log.info("writing %s (%d of %s)", output / name, index + 1, counted(len(files), "file"))
         _write(write, {key: weights[key] for key in names}, output / name)
         weight_map.update(dict.fromkeys(names, name))
     if len(files) > 1:

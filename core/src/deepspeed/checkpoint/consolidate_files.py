@@ -14,13 +14,17 @@ import torch
 
 try:
     from deepspeed.checkpoint.index import DamagedCheckpoint
-    from deepspeed.errors import CheckpointError
+    from deepspeed.errors import CheckpointError, counted
 except ImportError:  # standing alone
 
     class CheckpointError(RuntimeError):  # type: ignore[no-redef]
         """A checkpoint cannot be read; the message names the file."""
 
     DamagedCheckpoint = CheckpointError  # type: ignore[assignment,misc]
+
+    def counted(number: int, noun: str, plural: str = "") -> str:
+        """A number of things, for messages."""
+        return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
 log = logging.getLogger("zero_to_fp32")

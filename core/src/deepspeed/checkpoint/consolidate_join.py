@@ -24,6 +24,7 @@ import torch
 from deepspeed.checkpoint.consolidate_files import (
     CheckpointError,
     LazyTensor,
+    counted,
     get_model_state_file,
     log,
     read_model,
@@ -43,7 +44,9 @@ class _Cursor:
         pieces = []
         while numel:
             if self._index == len(self._buffers):
-                raise CheckpointError(f"the optimizer shards end {numel} elements too early for param_shapes")
+                raise CheckpointError(
+                    f"the optimizer shards end {counted(numel, 'element')} too early for param_shapes"
+                )
             piece = self._buffers[self._index][self._offset : self._offset + numel]
             numel -= piece.numel()
             self._offset += piece.numel()
@@ -69,7 +72,9 @@ def _join_contiguous(
     groups = [shard["single_partition_of_fp32_groups"] for shard in shards]
     if any(len(group) != len(param_shapes) for group in groups):
         found = [len(group) for group in groups]
-        raise CheckpointError(f"param_shapes has {len(param_shapes)} parameter groups, the shards have {found}")
+        raise CheckpointError(
+            f"param_shapes has {counted(len(param_shapes), 'parameter group')}, the shards have {found}"
+        )
     weights = {}
     for index, shapes in enumerate(param_shapes):
         first, num_parts = holders[index][0], len(holders[index])
@@ -80,8 +85,8 @@ def _join_contiguous(
         padding = max(2 * len(shards), sum(_padding(shard, index) for shard in shards))
         if cursor.rest() > padding:
             raise CheckpointError(
-                f"param_shapes leaves {cursor.rest()} elements of parameter group {index} unnamed, more than any "
-                f"padding ({padding}): the model file and the shards are not of one checkpoint"
+                f"param_shapes leaves {counted(cursor.rest(), 'element')} of parameter group {index} unnamed, more "
+                f"than any padding ({padding}): the model file and the shards are not of one checkpoint"
             )
     return weights
 
@@ -284,5 +289,8 @@ def lazy_state_dict(folder: Path, exclude_frozen_parameters: bool) -> dict[str, 
         whole = [each.weight for each in its if each.part is None]
         weights[name] = whole[0] if whole else JoinedTensor(its, name)
     weights.update({alias: weights[name] for alias, name in aliases.items()})
-    log.info("%d weights and buffers, ZeRO stage %d, %d shards", len(weights), stage, sum(map(len, shards.values())))
+    num_shards = counted(sum(map(len, shards.values())), "shard")
+    log.info(
+        "%s, ZeRO stage %d, %s", counted(len(weights), "weight or buffer", "weights and buffers"), stage, num_shards
+    )
     return weights

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.dcp_metadata import METADATA_FILE, Box, Metadata, Tens
 from deepspeed.checkpoint.index import check_regular
 from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.torch_file import MemoryFile
-from deepspeed.errors import CheckpointError, first_line
+from deepspeed.errors import CheckpointError, counted, first_line
 
 
 class NotPlainData(CheckpointError):
@@ -86,7 +86,8 @@ class DcpFolder:
         end = place.offset + place.num_bytes
         if end > len(mapped):
             raise CheckpointError(
-                f"{self.folder / place.file} is cut short: it has {len(mapped)} bytes, and {name} ends at byte {end}"
+                f"{self.folder / place.file} is cut short: it has {counted(len(mapped), 'byte')}, and {name} ends at "
+                f"byte {end}"
             )
         return memoryview(mapped)[place.offset : end]
 
@@ -125,7 +126,8 @@ class DcpTensor(StoredTensor):
         held = sum(box.sizes.numel() for box in self._boxes)
         if held != self.numel():
             raise CheckpointError(
-                f"{name} in {folder.folder}: found {held} of its {self.numel()} elements; files of ranks are missing"
+                f"{name} in {folder.folder}: found {held} of its {counted(self.numel(), 'element')}; files of ranks "
+                "are missing"
             )
         if shared := overlapping(self._boxes):
             raise CheckpointError(

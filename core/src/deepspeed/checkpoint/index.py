@@ -31,7 +31,7 @@ from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import BLOCK_BYTES
 from deepspeed.checkpoint.location import is_remote, reason_of
 from deepspeed.checkpoint.torch_file import Key, TensorRecord
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 
 _FORMAT = 1
 _SEAL = b',\n "checksum": "crc32:'
@@ -86,7 +86,11 @@ class FileEntry:
         if sums is not None:
             _require(isinstance(sums, list) and all(isinstance(each, str) for each in sums), f"crc32 of {name}", sums)
             num_blocks = len(sums) if num_bytes is None else -(-num_bytes // BLOCK_BYTES)
-            _require(len(sums) == num_blocks, f"number of checksums of {name}, a file of {num_bytes} bytes", len(sums))
+            _require(
+                len(sums) == num_blocks,
+                f"number of checksums of {name}, a file of {counted(num_bytes, 'byte')}",
+                len(sums),
+            )
         tensors = None if listed is None else {tuple(key): _record(*about) for key, *about in listed}
         return cls(name, num_bytes, sums, tensors, known.get("parameters"), known.get("unlisted"))
 
@@ -130,8 +134,8 @@ class Index:
         text = content.rpartition(_SEAL)[0]
         if not text or _sealed(text) != content:
             raise DamagedCheckpoint(
-                f"{path} is damaged: its checksum does not fit its content ({len(content)} bytes). Copy it again from "
-                "where it came, or load another tag; without this file the checkpoint loads unverified."
+                f"{path} is damaged: its checksum does not fit its content ({counted(len(content), 'byte')}). Copy it "
+                "again from where it came, or load another tag; without this file the checkpoint loads unverified."
             )
         try:
             known = json.loads(content if with_tensors else _without_tensors(text))

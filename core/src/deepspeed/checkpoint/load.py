@@ -14,7 +14,7 @@ from deepspeed.checkpoint.model_ranks import Division, SavedModelRank
 from deepspeed.checkpoint.state_types import check_optimizer_types
 from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.tensors import map_tensors
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 from deepspeed.zero.named_states import SavedStates
 
 _SHOWN = 8  # names in one message
@@ -140,8 +140,8 @@ def divides_otherwise(state: Mapping[str, Any], path: Path, position: Position) 
         return False
     who = "the run that saved it" if saved is None else "this run"
     raise CheckpointError(
-        f"{path} was saved by {saved_size} model parallel ranks, this job has {position.mp_world_size}, and {who} did "
-        "not say which part of each parameter a rank has (it divided the model itself, without "
+        f"{path} was saved by {counted(saved_size, 'model parallel rank')}, this job has {position.mp_world_size}, and "
+        f"{who} did not say which part of each parameter a rank has (it divided the model itself, without "
         f"deepspeed.parallel.model_part.mark_part). Start the job with {saved_size}."
     )
 
@@ -150,8 +150,9 @@ def check_one_model_rank(folder: Path, position: Position) -> None:
     """Refuse a checkpoint of whole parameters in a job whose ranks have parts of the model."""
     if position.mp_world_size > 1:
         raise CheckpointError(
-            f"{folder} holds whole parameters, and each of the {position.mp_world_size} model parallel ranks of this "
-            "job has a part of the model. Load it with 1 model parallel rank."
+            f"{folder} holds whole parameters, and each of the "
+            f"{counted(position.mp_world_size, 'model parallel rank')} of this job has a part of the model. Load it "
+            "with 1 model parallel rank."
         )
 
 

@@ -19,7 +19,7 @@ from deepspeed.checkpoint.load import split_client_state
 from deepspeed.checkpoint.model_ranks import DIVISION
 from deepspeed.checkpoint.saved_states import states_of
 from deepspeed.checkpoint.stored_tensor import StackedTensor
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 from deepspeed.zero.named_states import SavedStates
 
 
@@ -98,8 +98,8 @@ class SavedRun:
         groups, names = self.states.param_groups, self.states.names
         if len(groups) != len(names):
             raise CheckpointError(
-                f"{self.folder}: found {len(names)} groups of parameters for the {len(groups)} of the optimizer, whose "
-                "parameters have several dtypes; convert the weights alone (--to safetensors)"
+                f"{self.folder}: found {counted(len(names), 'group')} of parameters for the {len(groups)} of the "
+                "optimizer, whose parameters have several dtypes; convert the weights alone (--to safetensors)"
             )
         return [
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(its)}

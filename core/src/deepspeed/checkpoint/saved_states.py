@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.stored_tensor import StoredTensor, elements_of
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 from deepspeed.zero.division import Run, contiguous, in_parameters
 from deepspeed.zero.named_states import SavedStates
 from deepspeed.zero.state_dict import PER_PARAMETER, masters_key
@@ -81,8 +81,9 @@ class DividedStates(SavedStates):
             ends[run.owner] = max(ends[run.owner], run.offset + run.numel)
         if sum(run.numel for run in runs) != sum(numels) or any(map(int.__gt__, ends, sizes)):
             raise CheckpointError(
-                f"optimizer state of group {index}: found {sum(sizes)} elements in the files of {len(sizes)} ranks, "
-                f"and its parameters have {sum(numels)}; files are missing, or are of several checkpoints"
+                f"optimizer state of group {index}: found {counted(sum(sizes), 'element')} in the files of "
+                f"{len(sizes)} ranks, and its parameters have {sum(numels)}; files are missing, or are of several "
+                "checkpoints"
             )
         return runs
 
@@ -162,7 +163,9 @@ def _by_buffer(
         numel = math.ceil(torch.Size(shape).numel() / world_size)
         if not buffers or room < numel:
             if len(buffers) == len(sizes):
-                raise CheckpointError(f"optimizer state: found {len(sizes)} buffers, with no room for {name}")
+                raise CheckpointError(
+                    f"optimizer state: found {counted(len(sizes), 'buffer')}, with no room for {name}"
+                )
             room = sizes[len(buffers)]
             buffers.append({})
         buffers[-1][name] = shape

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.index import FileEntry, Index
 from deepspeed.checkpoint.torch_file import Key, TensorRecord, TorchFile, itemsize_bytes
-from deepspeed.errors import CheckpointError, first_line
+from deepspeed.errors import CheckpointError, counted, first_line
 from deepspeed.log import warn_once
 from deepspeed.zero.division import contiguous
 
@@ -391,4 +391,6 @@ def _check_pieces(
             raise ValueError(f"{value} of {entry.name} lies outside of the tensor {piece.key} of {piece.file}")
     numel = sum(piece.numel for piece in pieces)
     if numel != math.prod(entry.shape):
-        raise ValueError(f"{value} of {entry.name} has {numel} elements in the files, and the shape {entry.shape}")
+        raise ValueError(
+            f"{value} of {entry.name} has {counted(numel, 'element')} in the files, and the shape {entry.shape}"
+        )

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.durable import write_file
 from deepspeed.checkpoint.folder_store import FolderStore
 from deepspeed.checkpoint.index import DamagedCheckpoint, check_regular
 from deepspeed.checkpoint.tensors import compact
-from deepspeed.errors import CheckpointError, first_line
+from deepspeed.errors import CheckpointError, counted, first_line
 
 
 class TorchStore(FolderStore):
@@ -59,8 +59,9 @@ class TorchStore(FolderStore):
             raise CheckpointError(_refusal(path)) from error
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise DamagedCheckpoint(
-                f"{path} cannot be read: {first_line(error)} ({_size_bytes(path)} bytes). The file is cut short, "
-                "damaged or was not written by torch.save. Load another tag, or copy the file again from where it came."
+                f"{path} cannot be read: {first_line(error)} ({counted(_size_bytes(path), 'byte')}). The file is cut "
+                "short, damaged or was not written by torch.save. Load another tag, or copy the file again from where "
+                "it came."
             ) from error
 
 

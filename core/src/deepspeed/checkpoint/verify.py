@@ -6,7 +6,7 @@ from pathlib import Path
 from deepspeed.checkpoint import layout
 from deepspeed.checkpoint.checksum import BLOCK_BYTES, checksums_of
 from deepspeed.checkpoint.index import DamagedCheckpoint, FileEntry, Index, check_regular
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 
 _ADVICE = "Copy the file again from where it came, or load another tag."
 
@@ -26,7 +26,8 @@ def check_size(path: Path, entry: FileEntry) -> None:
     if entry.num_bytes not in (None, num_bytes):
         how = "cut short" if num_bytes < (entry.num_bytes or 0) else "too long"
         raise DamagedCheckpoint(
-            f"{path} is damaged: it has {num_bytes} bytes, and was saved with {entry.num_bytes} ({how}). {_ADVICE}"
+            f"{path} is damaged: it has {counted(num_bytes, 'byte')}, and was saved with {entry.num_bytes} ({how}). "
+            f"{_ADVICE}"
         )
 
 
@@ -60,7 +61,7 @@ def check_checksums(path: Path, entry: FileEntry, index: Index, found: list[str]
         )
     if len(found) != len(entry.checksums):  # where the store did not know the number of bytes
         raise DamagedCheckpoint(
-            f"{path} is damaged: it has {len(found)} blocks of {BLOCK_BYTES} bytes, and was saved with "
+            f"{path} is damaged: it has {counted(len(found), 'block')} of {BLOCK_BYTES} bytes, and was saved with "
             f"{len(entry.checksums)}. {_ADVICE}"
         )
     block = next(i for i, (one, other) in enumerate(zip(found, entry.checksums, strict=True)) if one != other)

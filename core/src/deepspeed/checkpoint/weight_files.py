@@ -22,7 +22,7 @@ from torch import Tensor
 from deepspeed.checkpoint.index import check_regular
 from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.torch_file import TensorRecord, TorchFile
-from deepspeed.errors import CheckpointError, first_line
+from deepspeed.errors import CheckpointError, counted, first_line
 
 _SAFETENSORS_DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -163,9 +163,11 @@ def _read_safetensors(file: WeightFile, opened: BinaryIO) -> None:
     length = _HEADER_LENGTH.unpack(head)[0] if len(head) == _HEADER_LENGTH.size else 0
     start = _HEADER_LENGTH.size + length
     if len(head) == _HEADER_LENGTH.size and length > _LONGEST_HEADER:
-        raise CheckpointError(f"{file.path} is no safetensors file: its header would have {length} bytes")
+        raise CheckpointError(f"{file.path} is no safetensors file: its header would have {counted(length, 'byte')}")
     if not length or start > size:
-        raise CheckpointError(f"{file.path} is cut short: its {size} bytes end within its header; copy it again")
+        raise CheckpointError(
+            f"{file.path} is cut short: it ends within its header, after {counted(size, 'byte')}; copy it again"
+        )
     end = start
     try:
         header = json.loads(opened.read(length))
@@ -175,7 +177,7 @@ def _read_safetensors(file: WeightFile, opened: BinaryIO) -> None:
             dtype, shape = _SAFETENSORS_DTYPES[entry["dtype"]], torch.Size(entry["shape"])
             first, stop = entry["data_offsets"]
             if stop - first != shape.numel() * dtype.itemsize or min(first, *shape, 0) < 0:
-                raise ValueError(f"{name} of shape {tuple(shape)} in {stop - first} bytes")
+                raise ValueError(f"{name} of shape {tuple(shape)} in {counted(stop - first, 'byte')}")
             file.tensors[name] = _InFile(file, shape, dtype, start + first, None)
             end = max(end, start + stop)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -185,7 +187,7 @@ def _read_safetensors(file: WeightFile, opened: BinaryIO) -> None:
         ) from error
     if end > size:
         raise CheckpointError(
-            f"{file.path} is cut short: it has {size} bytes, and its header speaks of {end}; copy it again"
+            f"{file.path} is cut short: it has {counted(size, 'byte')}, and its header speaks of {end}; copy it again"
         )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.cli.console import make_console, make_parser, make_table, size_with_unit
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.planning import Choice, Machine, Plan, Training, plan, read_training
 from deepspeed.planning.memory import PARTS
 
@@ -133,10 +133,12 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 def _show(found: Plan, top: int, *, verbose: bool) -> None:
     console = make_console()
-    title = f"{found.shape.family}, {found.parameters:,} parameters, {found.ranks} ranks of {_bytes(found.limit)}"
+    ranks = counted(found.ranks, "rank")
+    title = f"{found.shape.family}, {found.parameters:,} parameters, {ranks} of {_bytes(found.limit)}"
     if found.fitting:
-        num_choices = len(found.fitting) + len(found.others)
-        head = f"{title}: {len(found.fitting)} of {num_choices} choices fit; the fastest by estimate"
+        choices = counted(len(found.fitting) + len(found.others), "choice")
+        fit = "fits" if len(found.fitting) == 1 else "fit"
+        head = f"{title}: {len(found.fitting)} of {choices} {fit}; the fastest by estimate"
         console.print(_table(head, found.fitting[:top], verbose=verbose))
     else:
         console.print(_table(f"{title}: nothing fits; the closest", found.others[:top], verbose=verbose))
@@ -149,8 +151,8 @@ def _show(found: Plan, top: int, *, verbose: bool) -> None:
     if found.others:
         closest = found.others[0]
         console.print(
-            f"{len(found.others)} do not fit; of these {closest.mesh}, stage {closest.training.stage} needs least: "
-            f"{_bytes(closest.memory.total)}, of which {_largest(closest)}"
+            f"{len(found.others)} {'does' if len(found.others) == 1 else 'do'} not fit; of these {closest.mesh}, stage "
+            f"{closest.training.stage} needs least: {_bytes(closest.memory.total)}, of which {_largest(closest)}"
         )
     best = found.fitting[0]
     console.print(f"The sections of the first, {best.mesh}:")

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deepspeed.errors import CommError, environment_int, shown
+from deepspeed.errors import CommError, counted, environment_int, shown
 from deepspeed.log import warn_once
 
 # rank, size and local rank under the names of Open MPI, MVAPICH, and MPICH with Intel MPI
@@ -183,7 +183,10 @@ def _local_rank(env: Mapping[str, str], rank: int) -> int:
     from deepspeed.accelerator import get_accelerator
 
     num_devices = max(1, get_accelerator().device_count())
-    warn_once(f"LOCAL_RANK is not set; taking rank {rank} % {num_devices} devices = {rank % num_devices}", (-1,))
+    warn_once(
+        f"LOCAL_RANK is not set; taking {rank % num_devices}: rank {rank} modulo {counted(num_devices, 'device')}",
+        (-1,),
+    )
     return rank % num_devices
 
 

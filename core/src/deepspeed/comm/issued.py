@@ -26,7 +26,7 @@ import torch.distributed as torch_dist
 from deepspeed.comm import parted
 from deepspeed.comm.failure import FailureRecord
 from deepspeed.config.precision import dtype_name
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, counted
 
 #: an all-reduce of at most so many fp64 numbers carries the checksum
 CARRIER_NUMEL = 1 << 16
@@ -162,8 +162,8 @@ def _first_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     if counts[0] == counts[1]:
         return ""
     return (
-        f"rank {mine['rank']} has issued {counts[0]} collectives, the last of them {mine['issued'][-1]}, and rank "
-        f"{theirs['rank']} {counts[1]}, the last of them {theirs['issued'][-1]}; {_ADVICE}"
+        f"rank {mine['rank']} has issued {counted(counts[0], 'collective')}, the last of them {mine['issued'][-1]}, "
+        f"and rank {theirs['rank']} {counts[1]}, the last of them {theirs['issued'][-1]}; {_ADVICE}"
     )
 
 

@@ -16,7 +16,7 @@ from deepspeed.comm.staging import StagingPool
 from deepspeed.comm.transports import GlooOnHost, OnlyAllReduceAndBroadcast, TensorCollectives, Transport
 from deepspeed.comm.watch import Watch
 from deepspeed.comm.work import DONE, Followed, as_work, parts_of
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, counted
 
 # Two buckets of the preferred size. They stay between steps: fresh memory costs more than the sum it is for.
 DEFAULT_STAGING_BYTES = 16 << 20
@@ -120,8 +120,8 @@ class TorchGroup:
         _check("broadcast", tensor_N)
         if not 0 <= source < self.world_size:
             raise CommError(
-                f"broadcast(source={source}) in a group of {self.world_size} ranks; give the source's rank within the "
-                "group"
+                f"broadcast(source={source}) in a group of {counted(self.world_size, 'rank')}; give the source's rank "
+                "within the group"
             )
         if self.world_size == 1 or tensor_N.numel() == 0:
             return DONE
@@ -147,8 +147,9 @@ class TorchGroup:
         inputs = self._parts("input_numels", input_N, input_numels)
         if outputs[self.rank].numel() != inputs[self.rank].numel():
             raise CommError(
-                f"all_to_all: rank {self.rank} of the group sends itself {inputs[self.rank].numel()} elements and "
-                f"expects {outputs[self.rank].numel()}; output_numels and input_numels must agree"
+                f"all_to_all: rank {self.rank} of the group sends itself "
+                f"{counted(inputs[self.rank].numel(), 'element')} and expects {outputs[self.rank].numel()}; "
+                "output_numels and input_numels must agree"
             )
         if self.world_size == 1:
             return _copied(input_N, output_N)
@@ -246,8 +247,9 @@ class TorchGroup:
     def _check_shard(self, asked: str, shard_S: torch.Tensor, full_N: torch.Tensor) -> None:
         if shard_S.numel() * self.world_size != full_N.numel():
             raise CommError(
-                f"{asked}: a shard of {shard_S.numel()} elements does not fit a full buffer of {full_N.numel()} in a "
-                f"group of {self.world_size} ranks; pad the full buffer to {self.world_size} equal shards"
+                f"{asked}: a shard of {counted(shard_S.numel(), 'element')} does not fit a full buffer of "
+                f"{full_N.numel()} in a group of {counted(self.world_size, 'rank')}; pad the full buffer to "
+                f"{counted(self.world_size, 'equal shard')}"
             )
 
     def _parts(self, argument: str, flat_N: torch.Tensor, numels: Sequence[int] | None) -> Sequence[torch.Tensor]:
@@ -256,7 +258,8 @@ class TorchGroup:
         if numels is None or len(numels) != self.world_size or sum(numels) != flat_N.numel() or min(numels) < 0:
             raise CommError(
                 f"all_to_all: {argument} {list(numels) if numels else numels} do not cut a buffer of {flat_N.numel()} "
-                f"elements for {self.world_size} ranks; give one number per rank, and their sum is the buffer's numel"
+                f"elements for {counted(self.world_size, 'rank')}; give one number per rank, and their sum is the "
+                "buffer's numel"
             )
         return flat_N.split(list(numels))
 

@@ -3,6 +3,7 @@
 Called by `intake.parse_section` and `root.DeepSpeedConfig`; the reference page uses `allowed` for its type column.
 """
 
+import re
 import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -56,8 +57,13 @@ def _first_complaint(path: str, model: type[Section], error: ValidationError) ->
         return f"{where}: {first['msg']}"
     if first["type"] == "missing":
         return f"{where}: is missing; write {allowed(info)}"
-    hint = "; write it without quotes" if isinstance(first["input"], str) and _takes_number(info) else ""
+    hint = "; write it without quotes" if _is_quoted(first["input"]) and _takes_number(info) else ""
     return f"{where}: found {brief(redacted(first['input'], where))}; allowed: {allowed(info)}{hint}"
+
+
+def _is_quoted(value: object) -> bool:
+    """Whether it is a text that would be a number or a truth value if it were not in quotes."""
+    return isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", value, re.I) is not None
 
 
 def _takes_number(info: FieldInfo) -> bool:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed.errors import counted
+
 
 def backward_roots(
     loss: Tensor | Sequence[Tensor], gradient: Tensor | Sequence[Tensor | None] | None
@@ -22,8 +24,8 @@ def backward_roots(
     gradients = list(gradient) if isinstance(gradient, Sequence) else [gradient] * len(tensors)
     if not tensors or len(gradients) != len(tensors) or (isinstance(gradient, Tensor) and len(tensors) > 1):
         raise ValueError(
-            f"backward: found {len(tensors)} tensors and {_count(gradient)} gradients; pass one or more tensors and a "
-            "list with a gradient (or None) for each"
+            f"backward: found {counted(len(tensors), 'tensor')} and {counted(_count(gradient), 'gradient')}; pass one "
+            "or more tensors and a list with a gradient (or None) for each"
         )
     for tensor, grad in zip(tensors, gradients, strict=True):
         _check(tensor, grad)

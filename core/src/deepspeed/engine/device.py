@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.current import plugin_of
 from deepspeed.config.precision import dtype_name
-from deepspeed.errors import ConfigError, environment_int
+from deepspeed.errors import ConfigError, counted, environment_int
 
 
 def local_rank(args: Any) -> int:
@@ -79,7 +79,7 @@ def _index(accelerator: DeepSpeedAccelerator, rank: int, source: str) -> int:
         )
     if rank >= count:
         raise ConfigError(
-            f"{source}={rank}: this process sees {count} devices of {name!r}, numbered from 0; start as many ranks as "
-            f"there are devices, or show each rank its own by {variables}"
+            f"{source}={rank}: this process sees {counted(count, 'device')} of {name!r}, numbered from 0; start as "
+            f"many ranks as there are devices, or show each rank its own by {variables}"
         )
     return rank

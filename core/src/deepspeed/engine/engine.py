@@ -29,7 +29,7 @@ from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.training import Training
 from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
 from deepspeed.engine.wrapper import ModuleWrapper
-from deepspeed.errors import CheckpointError, ConfigError, StateError
+from deepspeed.errors import CheckpointError, ConfigError, StateError, counted
 from deepspeed.log import warn_once
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
@@ -246,7 +246,7 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         if train_batch_size <= 0 or train_batch_size % per_pass != 0:
             raise ConfigError(
                 f"train_batch_size: asked for {train_batch_size}, which is not a multiple of {per_pass} (micro-batch "
-                f"{self._micro_batch_size} x {dp_size} data-parallel ranks)"
+                f"{self._micro_batch_size} x {counted(dp_size, 'data-parallel rank')})"
             )
         self._training.set_batch(train_batch_size, train_batch_size // per_pass)
 

@@ -23,7 +23,7 @@ from deepspeed.comm.give_up import begin_use
 from deepspeed.config.inference import HybridEngineConfig
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.lora import FusedLora
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.log import log_dist
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor_parallel.ranks import same_random_numbers
@@ -118,9 +118,9 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             )
         if hybrid.inference_tp_size != self.mesh.size("tp"):
             raise ConfigError(
-                f"hybrid_engine.inference_tp_size: found {hybrid.inference_tp_size} with {self.mesh.size('tp')} "
-                "tensor-parallel ranks in training; tokens are generated over these ranks, so set both to the same "
-                "number (tensor_parallel.autotp_size)"
+                f"hybrid_engine.inference_tp_size: found {hybrid.inference_tp_size} with "
+                f"{counted(self.mesh.size('tp'), 'tensor-parallel rank')} in training; tokens are generated over these "
+                "ranks, so set both to the same number (tensor_parallel.autotp_size)"
             )
         self._gathers_all = self.sharding.stage == 3 and hybrid.pin_parameters
         self._tensor_ranks = self.mesh.group("tp") if self.mesh.size("tp") > 1 else None

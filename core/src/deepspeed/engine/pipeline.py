@@ -20,7 +20,7 @@ from deepspeed.data import RepeatingLoader
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.observers import Observers
 from deepspeed.engine.training import Training
-from deepspeed.errors import ConfigError, StateError
+from deepspeed.errors import ConfigError, StateError, counted
 from deepspeed.parallel import groups
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
@@ -435,8 +435,8 @@ def _check_cuts(module: PipelineModule, mesh: Mesh) -> None:
     for rank, theirs in enumerate(found):
         if theirs != found[0]:
             raise ConfigError(
-                f"PipelineModule: rank 0 cuts its {found[0][-1]} layers at {found[0]}, and rank {rank} its "
-                f"{theirs[-1]} layers at {theirs}; give every rank the same layers and partition_method"
+                f"PipelineModule: rank 0 cuts its {counted(found[0][-1], 'layer')} at {found[0]}, and rank {rank} its "
+                f"{counted(theirs[-1], 'layer')} at {theirs}; give every rank the same layers and partition_method"
             )
 
 

@@ -28,7 +28,7 @@ from deepspeed.engine.file_places import module_files
 from deepspeed.engine.module_state import check_module_state, fill_module
 from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
 from deepspeed.engine.training_state import TrainingState
-from deepspeed.errors import CheckpointError, ConfigError, StateError, first_line
+from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, first_line
 from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.model_part import division_is_known, parts_held, whole_names
@@ -172,9 +172,9 @@ class Saving:
         borrowed = self._state.sharding.borrowed_names()
         if borrowed and not (only_without_optimizer and self._state.has_optimizer):
             raise StateError(
-                f"{call}: found {len(borrowed)} parameters, such as {borrowed[0]!r}, that another engine trains or has "
-                f"sharded at zero_optimization.stage 3; call {call} on that engine, or destroy() it and build this one "
-                "anew"
+                f"{call}: found {counted(len(borrowed), 'parameter')}, such as {borrowed[0]!r}, that another engine "
+                f"trains or has sharded at zero_optimization.stage 3; call {call} on that engine, or destroy() it and "
+                "build this one anew"
             )
 
     def _refuse_unknown_experts(self, asked: str) -> None:

@@ -61,7 +61,7 @@ def _parameters(engine: "DeepSpeedEngine") -> str:
     if mesh.size("pp") > 1:
         counts = [sum(each) for each in zip(*all_gather_values(counts, mesh.group("pp")), strict=True)]
     numel, trained = counts
-    return f"{numel:,} parameters" + (f" ({trained:,} trained)" if trained != numel else "")
+    return f"{numel:,} parameter{'' if numel == 1 else 's'}" + (f" ({trained:,} trained)" if trained != numel else "")
 
 
 def _whole_numel(param: torch.Tensor, tp_size: int) -> int:

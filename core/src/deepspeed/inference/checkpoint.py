@@ -24,7 +24,7 @@ from deepspeed.checkpoint.model_ranks import DIVISION, Division, Source
 from deepspeed.checkpoint.stored_tensor import StoredTensor
 from deepspeed.checkpoint.weight_files import WeightFile, open_weights
 from deepspeed.config.unknown import unknown_key
-from deepspeed.errors import CheckpointError, ConfigError, first_line
+from deepspeed.errors import CheckpointError, ConfigError, counted, first_line
 from deepspeed.parallel.model_part import ModelPart
 
 #: of what `save_mp_checkpoint_path` writes
@@ -90,7 +90,7 @@ def read_description(checkpoint: Any, base_dir: str = "") -> CheckpointFiles:
     if not path.is_file() and not path.is_absolute() and base_dir:
         path = Path(base_dir) / path
     if not path.is_file():
-        raise CheckpointError(f"checkpoint: {path} is missing; give the path of a JSON file, or a dict")
+        raise CheckpointError(f"checkpoint: {path} is missing; give a JSON file, a folder, a file of weights or a dict")
     if path.suffix != ".json":
         return CheckpointFiles(str(path), "", (path,))
     try:
@@ -127,7 +127,9 @@ def _described(value: Mapping[str, Any], what: str, base_dir: Path) -> Checkpoin
         return CheckpointFiles(what, kind, paths)
     size = _size(value) or len(paths)
     if size != len(paths):
-        raise ConfigError(f"checkpoint.checkpoints: found {len(paths)} for {size} ranks; name one file for each rank")
+        raise ConfigError(
+            f"checkpoint.checkpoints: found {len(paths)} for {counted(size, 'rank')}; name one file for each rank"
+        )
     return CheckpointFiles(what, kind, (), tuple((path,) for path in paths), is_list=True)
 
 
@@ -143,7 +145,7 @@ def _pre_sharded(
         raise ConfigError('checkpoint.checkpoints: found no file; give {"non_tp": [...], "tp": [...]}')
     size = _size(value) or (1 if not parts else 0)
     if not size or len(parts) % size:
-        found = "no tp_size" if not size else f"tp_size {size} and {len(parts)} files in checkpoints.tp"
+        found = "no tp_size" if not size else f"tp_size {size} and {counted(len(parts), 'file')} in checkpoints.tp"
         raise ConfigError(f"checkpoint.tp_size: found {found}; give the number of ranks, which divides that of files")
     division = value.get("division") or ()
     if isinstance(division, str) or not isinstance(division, Sequence):
@@ -242,9 +244,9 @@ class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
     def _check_size(self, num_ranks: int, saved: int) -> None:
         if saved not in (0, num_ranks):
             raise CheckpointError(
-                f"checkpoint: {self.files.what} is divided over {saved} tensor-parallel ranks, and the model over "
-                f"{num_ranks}; give mp_size={saved} and as many ranks, or name files of whole weights (engine.export "
-                "writes them)"
+                f"checkpoint: {self.files.what} is divided over {counted(saved, 'tensor-parallel rank')}, and the "
+                f"model over {num_ranks}; give mp_size={saved} and as many ranks, or name files of whole weights "
+                "(engine.export writes them)"
             )
 
     def _take_ranks(self, rank: int, num_ranks: int) -> None:
@@ -263,7 +265,7 @@ class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
                 saved = "does not say by how many" if division is None else f"was saved by {division.axes['tp']}"
                 raise CheckpointError(
                     f"checkpoint: {file.path} {saved} tensor-parallel ranks, and {self.files.what} names "
-                    f"{len(paths)} files; name the file of each rank"
+                    f"{counted(len(paths), 'file')}; name the file of each rank"
                 )
             for name, stored in file.tensors.items():
                 self._held.setdefault(name, []).append((division.parts.get(name), stored, file))

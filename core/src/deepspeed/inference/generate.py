@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.inference.decode_loop import DecodeLoop
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class StaticGeneration:
         needed = kwargs.get("max_length", num_prompt) if num_new is None else num_prompt + num_new
         if needed > self.max_tokens:
             raise ConfigError(
-                f"generate: a prompt of {num_prompt} tokens and new ones to a length of {needed}, but max_out_tokens "
-                f"is {self.max_tokens}; set max_out_tokens to at least {needed}, or generate fewer"
+                f"generate: a prompt of {counted(num_prompt, 'token')} and new ones to a length of {needed}, but "
+                f"max_out_tokens is {self.max_tokens}; set max_out_tokens to at least {needed}, or generate fewer"
             )
 
     def release(self) -> None:
@@ -128,8 +128,9 @@ def _classes() -> tuple[Any, Any]:
             end = start + key_states.shape[-2]
             if end > self.max_tokens:
                 raise ConfigError(
-                    f"generation needs {end} tokens, prompt and new ones, and the cache holds max_out_tokens = "
-                    f"{self.max_tokens}; set max_out_tokens to at least the longest sequence, or generate fewer"
+                    f"generation needs {counted(end, 'token')}, prompt and new ones, and the cache holds "
+                    f"max_out_tokens = {self.max_tokens}; set max_out_tokens to at least the longest sequence, or "
+                    "generate fewer"
                 )
             written = []
             for buffer, known, new in zip(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.errors import CheckpointError, ConfigError, counted
 from deepspeed.inference.checkpoint import CheckpointWeights, Found
 from deepspeed.log import warn_once
 from deepspeed.parallel.model_part import ModelPart, part_held
@@ -217,7 +217,7 @@ def _says_missing(model: nn.Module, weights: CheckpointWeights, missing: list[st
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
+    more = f" and {counted(len(names) - _SHOWN, 'other')}" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more if names else "nothing"
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.config.inference import DeepSpeedInferenceConfig, WeightQuantConfig
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.ops.quantizer.packed import PackedWeight, pack_weight, packed_linear
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, MayBePacked, RowParallelLinear
 
@@ -121,8 +121,8 @@ def _pack(weight: Tensor, num_groups: int, config: WeightQuantConfig, bits: int,
     per_row = -(-num_groups // rows)
     if cols % per_row:
         raise ConfigError(
-            f"quant.weight.q_groups: found {num_groups} groups for {path}, whose weight is {rows} x {cols}: {per_row} "
-            f"per row do not divide {cols}; give a multiple of {rows} times a divisor of {cols}, or 1"
+            f"quant.weight.q_groups: found {counted(num_groups, 'group')} for {path}, whose weight is {rows} x {cols}: "
+            f"{per_row} per row do not divide {cols}; give a multiple of {rows} times a divisor of {cols}, or 1"
         )
     try:
         return pack_weight(weight.contiguous(), bits, cols // per_row, config.q_type == "symmetric")

@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Sequence
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 
 _CORE_LIST_PART = re.compile(r"^(\d+)(?:-(\d+))?$")
 
@@ -82,8 +82,9 @@ def share_cores(cores: Sequence[int], num_ranks: int) -> list[list[int]]:
     size = len(cores) // num_ranks
     if size == 0:
         raise ConfigError(
-            f"--bind_cores_to_rank: {num_ranks} ranks cannot share {len(cores)} cores ({format_cores(cores)}); "
-            f"start at most {len(cores)} with --num_accelerators, or list more cores with --bind_core_list"
+            f"--bind_cores_to_rank: {counted(num_ranks, 'rank')} cannot share {counted(len(cores), 'core')} "
+            f"({format_cores(cores)}); start at most {len(cores)} with --num_accelerators, or list more cores with "
+            "--bind_core_list"
         )
     return [list(cores[rank * size : (rank + 1) * size]) for rank in range(num_ranks)]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.config.parallel import ExpertParallelConfig
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.moe.dispatch import dispatch
 from deepspeed.moe.gate import Routing
 from deepspeed.moe.stacked import grouped_linear
@@ -108,8 +108,8 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelConfig) 
         num_experts = _num_experts(module)
         if num_experts % size:
             raise ConfigError(
-                f"expert_parallel.autoep_size: found {size}, and {path} has {num_experts} experts; give a divisor of "
-                "them"
+                f"expert_parallel.autoep_size: found {size}, and {path} has {counted(num_experts, 'expert')}; give a "
+                "divisor of them"
             )
     if size == 1:
         return

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 
 #: what other libraries call a parameter, without regard to case and underscores: its names here, the likeliest first
 _OTHER_NAMES = {
@@ -81,7 +81,7 @@ def _checked_value(value: Any, parameter: inspect.Parameter, path: str) -> Any:
     if isinstance(default, tuple) and default and all(_is_number(item) for item in default):
         fits = isinstance(value, (list, tuple)) and len(value) == len(default) and all(map(_is_number, value))
         if not fits:
-            raise ConfigError(f"{path}: found {value!r}, but it must be a list of {len(default)} numbers")
+            raise ConfigError(f"{path}: found {value!r}, but it must be a list of {counted(len(default), 'number')}")
         return tuple(value)
     allowed = _allowed(default, words)
     if allowed and not any(_FITS[kind](value) for kind in allowed):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.errors import CheckpointError, ConfigError, counted
 from deepspeed.log import warn_once
 from deepspeed.optim.lr_arguments import (
     add_tuning_arguments,
@@ -134,7 +134,7 @@ class Schedule:
             return [float(value)] * num_groups  # type: ignore[arg-type]
         if len(value) != num_groups:
             raise ConfigError(
-                f"{name}: found {len(value)} values {list(value)}, but there are {num_groups} param groups"
+                f"{name}: found {counted(len(value), 'value')} {list(value)}, for {counted(num_groups, 'param group')}"
             )
         return [float(item) for item in value]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 
 #: states with one number per element, and those of them that are sums of squares, or largest values
 _MOMENTS = frozenset(
@@ -85,7 +85,7 @@ def check_moment(name: str, value: Any, whose: str, *, numel: int | None = None,
         raise _refusal(whose, name, f"{value!r:.60}, and a tensor is expected")
     check_dtype(name, value.dtype, whose, dtype)
     if numel is not None and value.numel() != numel:
-        raise _refusal(whose, name, f"{value.numel()} elements, and the parameters have {numel}")
+        raise _refusal(whose, name, f"{counted(value.numel(), 'element')}, and the parameters have {numel}")
     for chunk in value.reshape(-1).split(_CHUNK_NUMEL) if value.numel() else ():
         low, high = (each.item() for each in chunk.aminmax())
         if not (math.isfinite(low) and math.isfinite(high)):

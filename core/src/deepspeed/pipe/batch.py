@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 import deepspeed.comm as dist
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.values import all_gather_values
-from deepspeed.errors import ConfigError, DeepSpeedError, StateError, first_line
+from deepspeed.errors import ConfigError, DeepSpeedError, StateError, counted, first_line
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ def take_batch(
     shapes = [[_shape(inputs), _shape(labels)] for inputs, labels in taken]
     shapes = shapes[:1] if all(each == shapes[0] for each in shapes) else shapes
     shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    asked = f"{call} of {num_micro_batches} micro-batches" + (f" with {shown}" if shown else "")
+    asked = f"{call} of {counted(num_micro_batches, 'micro-batch', 'micro-batches')}"
+    asked += f" with {shown}" if shown else ""
     own = {"asked": asked, "pipeline": pipeline, "stage": stage, "problem": problem, "shapes": shapes}
     found = all_gather_values(own, backend=backend)
     ranks = dist.get_all_ranks_from_group(backend.group)
@@ -111,8 +112,8 @@ def _take(
             each = each if batch_fn is None else batch_fn(each)
         except StopIteration:
             raise StateError(
-                f"ended after {number} of {num_micro_batches} micro-batches; each call takes "
-                f"gradient_accumulation_steps ({num_micro_batches}) of them, so wrap the loader in "
+                f"ended after {number} of {counted(num_micro_batches, 'micro-batch', 'micro-batches')}; each call "
+                f"takes gradient_accumulation_steps ({num_micro_batches}) of them, so wrap the loader in "
                 "deepspeed.utils.RepeatingLoader, or stop the loop before"
             ) from None
         except Exception as error:

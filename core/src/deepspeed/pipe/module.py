@@ -25,7 +25,7 @@ import deepspeed.comm as dist
 from deepspeed._absent_members import absent_members
 from deepspeed.activation import checkpointing
 from deepspeed.comm.together import together
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.parallel.tied_params import mark_tied
 from deepspeed.pipe.errors import PipelineError
 from deepspeed.pipe.layer_spec import LayerSpec, TiedLayerSpec, count_parameters
@@ -257,8 +257,9 @@ class PipelineModule(Module):
         if self.num_parts > len(self._specs):
             parts = f" x {self.interleave} parts" if self.interleave > 1 else ""
             raise ConfigError(
-                f"PipelineModule: found {self.num_stages} stages{parts} for {len(self._specs)} layers; each needs a "
-                f"layer, so use at most {max(1, len(self._specs) // self.interleave)} stages"
+                f"PipelineModule: found {counted(self.num_stages, 'stage')}{parts} for "
+                f"{counted(len(self._specs), 'layer')}; each needs a layer, so use at most "
+                f"{counted(max(1, len(self._specs) // self.interleave), 'stage')}"
             )
         for index, spec in enumerate(self._specs):
             if not callable(spec) and not isinstance(spec, LayerSpec):
@@ -373,8 +374,8 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
                 f"`deepspeed --num_accelerators {max(num_stages, 1)} script.py`, or use num_stages=1"
             )
         raise ConfigError(
-            f"PipelineModule: found {num_stages} stages for {world_size} ranks, which must divide evenly among them; "
-            f"use {allowed}"
+            f"PipelineModule: found {counted(num_stages, 'stage')} for {counted(world_size, 'rank')}, which must "
+            f"divide evenly among them; use {allowed}"
         )
     return PipeDataParallelTopology(num_stages, world_size // num_stages)
 

@@ -5,7 +5,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 
 METHODS = ("parameters", "uniform", "type:REGEX", "profile")
 
@@ -35,8 +35,8 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """
     if not 1 <= num_parts <= len(weights):
         raise ConfigError(
-            f"pipeline: found {num_parts} parts for {len(weights)} layers; each part needs a layer, so use 1 to "
-            f"{len(weights)}"
+            f"pipeline: found {counted(num_parts, 'part')} for {counted(len(weights), 'layer')}; each part needs a "
+            f"layer, so use 1 to {len(weights)}"
         )
     sums = [0, *itertools.accumulate(weights)]
     ends = range(1, len(sums))

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
 from deepspeed._absent_members import absent_members
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.parallel.layout import Layout, grid
 from deepspeed.parallel.mesh import Mesh
 
@@ -290,6 +290,6 @@ def check_world(topology: ProcessTopology, world_size: int) -> None:
     if topology.world_size() != world_size:
         sizes = " x ".join(f"{axis} {size}" for axis, size in zip(topology.axes, topology.dims, strict=True))
         raise ConfigError(
-            f"topology: {sizes} = {topology.world_size()}, but there are {world_size} ranks; the sizes must multiply "
-            "to it"
+            f"topology: {sizes} = {topology.world_size()}, but the world has {counted(world_size, 'rank')}; the sizes "
+            "must multiply to it"
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 
 HEADER_NUMEL = 256
 
@@ -57,8 +57,8 @@ class ValueSpec:
             numbers += [_DTYPES.index(tensor.dtype), int(tensor.needs_grad), len(tensor.shape), *tensor.shape]
         if len(numbers) > HEADER_NUMEL:
             raise ConfigError(
-                f"PipelineModule: a stage sends {len(self.tensors)} tensors, whose shapes are {len(numbers)} numbers; "
-                f"there is room for {HEADER_NUMEL}, so concatenate some of them"
+                f"PipelineModule: a stage sends {counted(len(self.tensors), 'tensor')}, whose shapes are "
+                f"{counted(len(numbers), 'number')}; there is room for {HEADER_NUMEL}, so concatenate some of them"
             )
         header = torch.zeros(HEADER_NUMEL, dtype=torch.int64, device="cpu")
         header[: len(numbers)] = torch.tensor(numbers)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.planning.memory import Memory, estimate_memory, rank_model
 from deepspeed.planning.shape import ModelShape, read_shape
 from deepspeed.planning.share import Mesh, why_not
@@ -146,7 +146,8 @@ def plan(
         accumulation, rest = divmod(batch, mesh.dp * training.micro_batch)
         if rest or not accumulation:
             refused.append(
-                f"dp {mesh.dp}: {batch} sequences are no multiple of dp x micro-batch {training.micro_batch}"
+                f"dp {mesh.dp}: a batch of {counted(batch, 'sequence')} is no multiple of dp x micro-batch "
+                f"{training.micro_batch}"
             )
             continue
         for stage in _useful(stages, mesh):
@@ -154,7 +155,7 @@ def plan(
             choices.append(_choice(shape, mesh, own, machine, library))
     if not choices:
         reasons = "; ".join(sorted(set(refused))[:5]) or f"the sizes {fixed} do not divide {ranks}"
-        raise ConfigError(f"plan: no mesh of {ranks} ranks fits {shape.family} ({reasons})")
+        raise ConfigError(f"plan: no mesh of {counted(ranks, 'rank')} fits {shape.family} ({reasons})")
     fitting = sorted((each for each in choices if each.memory.total <= memory), key=lambda each: each.seconds_per_token)
     others = sorted((each for each in choices if each.memory.total > memory), key=lambda each: each.memory.total)
     advice = () if fitting else tuple(_advice(shape, others[0], memory, machine, library))
@@ -260,4 +261,4 @@ def _advice(
     double = dataclasses.replace(closest.mesh, dp=2 * closest.mesh.dp)
     choice = _choice(shape, double, training, machine, library)
     if choice.memory.total < closest.memory.total:
-        yield f"{double.ranks} ranks", choice
+        yield f"{counted(double.ranks, 'rank')}", choice

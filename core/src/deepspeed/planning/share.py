@@ -4,6 +4,7 @@ each of them has. The first ranks hold one head, feature or token more where siz
 import math
 from dataclasses import dataclass
 
+from deepspeed.errors import counted
 from deepspeed.planning.shape import ModelShape
 from deepspeed.tensor_parallel.shares import HeadShare, share_heads, spread
 
@@ -94,15 +95,16 @@ def first_heads(shape: ModelShape, tp: int) -> HeadShare:
 def why_not(shape: ModelShape, mesh: Mesh, sequence: int) -> str | None:
     """Why the model cannot be divided so; None: it can."""
     if shape.layers < mesh.pp:
-        return f"pp {mesh.pp}: {shape.layers} layers"
+        return f"pp {mesh.pp}: {counted(shape.layers, 'layer')}"
     if shape.heads < mesh.tp or shape.intermediate_size < mesh.tp:
-        return f"tp {mesh.tp}: {shape.heads} heads"
+        return f"tp {mesh.tp}: {counted(shape.heads, 'head')}"
     if sequence % mesh.sp or shape.heads // mesh.tp < mesh.sp:
-        return f"sp {mesh.sp}: {sequence} tokens, {shape.heads // mesh.tp} heads of a tensor-parallel rank"
+        heads = counted(shape.heads // mesh.tp, "head")
+        return f"sp {mesh.sp}: {counted(sequence, 'token')}, {heads} of a tensor-parallel rank"
     if mesh.sp > 1 and (shape.heads // mesh.tp) % mesh.sp:
-        return f"sp {mesh.sp}: {shape.heads // mesh.tp} heads do not divide evenly"
+        return f"sp {mesh.sp}: {counted(shape.heads // mesh.tp, 'head')}, which cannot be shared evenly"
     if mesh.ep > 1 and (not shape.experts or shape.experts % mesh.ep or mesh.replicas % mesh.ep):
-        return f"ep {mesh.ep}: {shape.experts} experts, dp x sp {mesh.replicas}"
+        return f"ep {mesh.ep}: {counted(shape.experts, 'expert')}, dp x sp {mesh.replicas}"
     return None
 
 

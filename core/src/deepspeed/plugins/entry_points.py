@@ -10,7 +10,7 @@ from typing import Any
 import importlib_metadata
 
 from deepspeed._installation import pip_install
-from deepspeed.errors import PluginError
+from deepspeed.errors import PluginError, counted
 from deepspeed.plugins.admission import PLAIN
 from deepspeed.plugins.probing import IMPORT_TIMEOUT_VARIABLE, call_with_limit, is_being_imported
 
@@ -47,7 +47,9 @@ def import_plugin(name: str, group: str, announced: list[Any], seconds: float, l
         raise PluginError(_missing(name, group, sorted({entry.name for entry in announced})))
     if len(entries) > 1:
         where = ", ".join(f"{entry.value} ({distribution_of(entry)})" for entry in entries.values())
-        raise PluginError(f"{KINDS[group]} {name!r} is announced by {len(entries)} packages: {where}; keep one")
+        raise PluginError(
+            f"{KINDS[group]} {name!r} is announced by {counted(len(entries), 'package')}: {where}; keep one"
+        )
     (entry,) = entries.values()
     try:
         if is_being_imported(entry.value):

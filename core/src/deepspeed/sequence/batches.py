@@ -25,7 +25,7 @@ from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.give_up import give_up
 from deepspeed.comm.libraries import host_or_device
 from deepspeed.comm.values import all_gather_values
-from deepspeed.errors import first_line
+from deepspeed.errors import counted, first_line
 from deepspeed.sequence.channel import channel
 
 IGNORED = -100
@@ -187,7 +187,7 @@ def prepare(batch: Mapping[str, Any], num_ranks: int, pads: bool = True) -> dict
     missing = -length % num_ranks
     if missing and not pads:
         raise ValueError(
-            f"sequences of {length} tokens are to be divided among {num_ranks} ranks; pad them to "
+            f"sequences of {counted(length, 'token')} are to be divided among {num_ranks} ranks; pad them to "
             f"{length + missing}, or set pad_to_sp_multiple"
         )
     for key, value in prepared.items():

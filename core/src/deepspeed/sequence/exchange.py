@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.backend import GroupBackend
+from deepspeed.errors import counted
 from deepspeed.sequence.heads import Range
 
 #: by rank, its half-open range of the heads of one tensor
@@ -138,8 +139,8 @@ def _gather(
     num_tokens = tensors[0].shape[sequence_dim]
     if num_tokens % backend.world_size:
         raise ValueError(
-            f"sequence parallelism: {num_tokens} tokens are to be divided among {backend.world_size} ranks; give a "
-            "number of tokens that is a multiple of the ranks, padded if it must be"
+            f"sequence parallelism: a sequence of {counted(num_tokens, 'token')} is to be divided among "
+            f"{backend.world_size} ranks; give a number of tokens that is a multiple of the ranks, padded if it must be"
         )
     size = num_tokens // backend.world_size
     sent = [

@@ -12,6 +12,8 @@ query heads of several ranks share goes to each of them.
 import functools
 from dataclasses import dataclass
 
+from deepspeed.errors import counted
+
 Range = tuple[int, int]
 
 
@@ -31,14 +33,15 @@ class HeadDivision:
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"attention: found {self.num_heads} query heads with {self.num_kv_heads} key and value heads; the "
-                "former must be a multiple of the latter"
+                f"attention: found {counted(self.num_heads, 'query head')} with {self.num_kv_heads} key and value "
+                "heads; the former must be a multiple of the latter"
             )
         if self.num_heads < self.num_ranks:
             raise ValueError(
-                f"sequence parallelism: found {self.num_heads} attention heads for {self.num_ranks} ranks, and each "
-                f"rank needs a head; use at most {self.num_heads} ranks per sequence, or "
-                "deepspeed.sequence.ring.RingAttention, which divides no heads"
+                f"sequence parallelism: found {counted(self.num_heads, 'attention head')} for "
+                f"{counted(self.num_ranks, 'rank')}, and each rank needs a head; use at most "
+                f"{counted(self.num_heads, 'rank')} per sequence, or deepspeed.sequence.ring.RingAttention, which "
+                "divides no heads"
             )
 
     @functools.cached_property

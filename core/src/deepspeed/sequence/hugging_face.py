@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch.distributed import ProcessGroup
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.sequence.channel import channel, check_layout
 from deepspeed.sequence.exchange import gather_heads, scatter_heads
 from deepspeed.sequence.heads import divide_heads
@@ -252,20 +252,21 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         length = query.shape[2]
         if key.shape[2] != length:
             raise ValueError(
-                f"Ulysses attention: {layer} has {length} queries and {key.shape[2]} keys on this rank; "
-                "cross-attention and generation with a cache need whole sequences, as in eval mode with disable_in_eval"
+                f"Ulysses attention: {layer} has {counted(length, 'query', 'queries')} and "
+                f"{counted(key.shape[2], 'key')} on this rank; cross-attention and generation with a cache need whole "
+                "sequences, as in eval mode with disable_in_eval"
             )
         if not self.seq_length_is_variable and length != self.local_seq_length:
             raise ValueError(
-                f"Ulysses attention: found {length} tokens on this rank, but seq_length {self.global_seq_length} over "
-                f"{self.process_group.size()} ranks is {self.local_seq_length}; pad to it, or register with "
-                "seq_length_is_variable=True"
+                f"Ulysses attention: found {counted(length, 'token')} on this rank, but seq_length "
+                f"{self.global_seq_length} over {self.process_group.size()} ranks is {self.local_seq_length}; pad to "
+                "it, or register with seq_length_is_variable=True"
             )
         whole = length * self.process_group.size()
         if mask is not None and mask.shape[-1] != whole:
             raise ValueError(
-                f"Ulysses attention: the attention mask has {mask.shape[-1]} tokens, the sequence {whole}; pass the "
-                "2-D attention_mask of this rank's tokens, or a 4-D one of the whole sequence"
+                f"Ulysses attention: the attention mask has {counted(mask.shape[-1], 'token')}, the sequence {whole}; "
+                "pass the 2-D attention_mask of this rank's tokens, or a 4-D one of the whole sequence"
             )
 
 

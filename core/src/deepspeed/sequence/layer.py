@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed._absent import complete
 from deepspeed._absent_members import absent_members
+from deepspeed.errors import counted
 from deepspeed.sequence.channel import channel, check_layout
 from deepspeed.sequence.exchange import gather_heads, scatter_heads
 from deepspeed.sequence.heads import HeadDivision, divide_heads
@@ -91,7 +92,7 @@ class DistributedAttention(torch.nn.Module):
         if rest:
             raise ValueError(
                 f"DistributedAttention: the local attention returned the shape {tuple(context.shape)}; its dim "
-                f"{self.scatter_idx} must be a multiple of this rank's {num_own} heads"
+                f"{self.scatter_idx} must be a multiple of this rank's {counted(num_own, 'head')}"
             )
         by_rank = [(start * width, stop * width) for start, stop in heads.query]
         return gather_heads(backend, context, by_rank, **dims)

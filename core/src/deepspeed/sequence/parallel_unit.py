@@ -3,7 +3,7 @@
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.parallel import groups
 from deepspeed.parallel.layout import read_layout
 from deepspeed.parallel.mesh import Mesh
@@ -82,7 +82,8 @@ def sequence_parallel_unit(sequence_parallel_size: int) -> SequenceParallelUnit:
     if sequence_parallel_size < 1 or world_size % sequence_parallel_size:
         divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         raise ConfigError(
-            f"sequence_parallel_size: found {sequence_parallel_size} for {world_size} ranks; give one of {divisors}"
+            f"sequence_parallel_size: found {sequence_parallel_size} for {counted(world_size, 'rank')}; give one of "
+            f"{divisors}"
         )
     mesh = groups.viewed_mesh()
     if mesh.size("sp") != sequence_parallel_size:

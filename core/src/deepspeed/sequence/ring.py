@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.backend import GroupBackend, Work
+from deepspeed.errors import counted
 from deepspeed.sequence.blockwise import backward_block, delta, forward_block, merge
 from deepspeed.sequence.channel import channel, check_layout
 
@@ -72,8 +73,8 @@ class RingAttention(torch.nn.Module):
             )
         if self.zigzag and query.shape[2] % 2:
             raise ValueError(
-                f"RingAttention: found {query.shape[2]} tokens per rank with zigzag=True, where a rank has two equal "
-                "chunks; pad the sequence to a multiple of twice the number of ranks"
+                f"RingAttention: found {counted(query.shape[2], 'token')} per rank with zigzag=True, where a rank has "
+                "two equal chunks; pad the sequence to a multiple of twice the number of ranks"
             )
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         order = _Order(self.causal, self.zigzag, query.shape[2])
@@ -88,8 +89,8 @@ def zigzag_part(tensor: Tensor, rank: int, num_ranks: int, dim: int) -> Tensor:
     """
     if tensor.shape[dim] % (2 * num_ranks):
         raise ValueError(
-            f"zigzag_part: found {tensor.shape[dim]} tokens for {num_ranks} ranks; pad them to a multiple of "
-            f"{2 * num_ranks}"
+            f"zigzag_part: found {counted(tensor.shape[dim], 'token')} for {num_ranks} ranks; pad them to a multiple "
+            f"of {2 * num_ranks}"
         )
     chunks = tensor.chunk(2 * num_ranks, dim)
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)

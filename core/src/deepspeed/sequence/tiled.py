@@ -18,6 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed._absent_members import absent_members
+from deepspeed.errors import counted
 
 #: the dim of tokens in what is divided into tiles
 TOKEN_DIM = 1
@@ -98,7 +99,9 @@ class SequenceTiledCompute:
         """
         keys = [*keys_to_shard, *keys_to_pass]
         if len(args) != len(keys):
-            raise ValueError(f"SequenceTiledCompute: found {len(args)} values for the keys {', '.join(keys)}")
+            raise ValueError(
+                f"SequenceTiledCompute: found {counted(len(args), 'value')} for the keys {', '.join(keys)}"
+            )
         values = dict(zip(keys, args, strict=True))
         return sequence_tiled_compute(
             fn,
@@ -181,10 +184,12 @@ class TiledFusedLogitsLoss:
 def _tiles(tensor: torch.Tensor, shards: int, length: int, name: str, dim: int = TOKEN_DIM) -> Sequence[torch.Tensor]:
     if tensor.dim() <= dim or tensor.shape[dim] != length:
         raise ValueError(
-            f"tiled compute: {name} has the shape {tuple(tensor.shape)}; dim {dim} must have {length} tokens"
+            f"tiled compute: {name} has the shape {tuple(tensor.shape)}; dim {dim} must have {counted(length, 'token')}"
         )
     if not 1 <= shards <= length:
-        raise ValueError(f"tiled compute: found {shards} shards for {length} tokens; give 1 to {length}")
+        raise ValueError(
+            f"tiled compute: found {counted(shards, 'shard')} for {counted(length, 'token')}; give 1 to {length}"
+        )
     return tensor.tensor_split(shards, dim=dim)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.parallel.model_part import ModelPart, mark_part, part_held
 from deepspeed.parallel.sharded_params import is_sharded, reshard, whole_shape
 from deepspeed.tensor_parallel.plans import Along, Rule
@@ -57,9 +57,9 @@ def cut_dim(
     units = {Along.QUERIES: num_heads, Along.KEYS: num_kv_heads}.get(rule.along, num_heads + 2 * num_kv_heads)
     if total % units:
         raise ConfigError(
-            f"{where}: found {total} features along the divided dim, which are not {units} heads of equal size "
-            f"({num_heads} query heads, {num_kv_heads} key heads and as many value heads, of which it has "
-            f"{rule.along.value})"
+            f"{where}: found {counted(total, 'feature')} along the divided dim, which are not {units} heads of equal "
+            f"size ({counted(num_heads, 'query head')}, {counted(num_kv_heads, 'key head')} and as many value heads, "
+            f"of which it has {rule.along.value})"
         )
     return [_cut_heads(rule.along, share, total, total // units) for share in shares]
 
@@ -67,11 +67,14 @@ def cut_dim(
 def _cut_features(rule: Rule, total: int, where: str, *, num_ranks: int, grain: int) -> list[Cut]:
     blocks = (total // rule.blocks,) * rule.blocks if isinstance(rule.blocks, int) else rule.blocks
     if sum(blocks) != total:
-        raise ConfigError(f"{where}: found {total} features, which are not the blocks {rule.blocks} of its plan")
+        raise ConfigError(
+            f"{where}: found {counted(total, 'feature')}, which are not the blocks {rule.blocks} of its plan"
+        )
     if min(blocks) < num_ranks * grain - (grain - 1):
         raise ConfigError(
-            f"{where}: found {min(blocks)} features to divide over {num_ranks} tensor-parallel ranks in multiples of "
-            f"{grain}; use at most {-(-min(blocks) // grain)} ranks, or a plan that keeps this layer whole"
+            f"{where}: found {counted(min(blocks), 'feature')} to divide over {num_ranks} tensor-parallel ranks in "
+            f"multiples of {grain}; use at most {counted(-(-min(blocks) // grain), 'rank')}, or a plan that keeps this "
+            "layer whole"
         )
     ranges: list[list[Range]] = [[] for _ in range(num_ranks)]
     start = 0

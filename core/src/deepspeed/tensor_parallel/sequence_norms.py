@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.parallel.model_part import part_held
 from deepspeed.tensor_parallel.inputs import tensors_in
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -93,8 +93,8 @@ class _TakePart:
     def _part(self, hidden: Tensor) -> Tensor:
         if hidden.shape[1] % self.ranks.world_size:
             raise ConfigError(
-                f"{_KEY}: found a sequence of {hidden.shape[1]} tokens for {self.ranks.world_size} ranks; pad it to a "
-                "multiple of that number"
+                f"{_KEY}: found a sequence of {counted(hidden.shape[1], 'token')} for {self.ranks.world_size} ranks; "
+                "pad it to a multiple of that number"
             )
         return take_part(hidden, self.ranks)
 

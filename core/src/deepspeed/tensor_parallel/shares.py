@@ -6,7 +6,7 @@ Sizes need not be multiples of the number of ranks: the first ranks hold one mor
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 
 #: [start, stop) along the divided dim of a whole parameter
 Range = tuple[int, int]
@@ -73,8 +73,8 @@ def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int, where: str) -
     """
     if num_heads % num_kv_heads:
         raise ConfigError(
-            f"{where}: found {num_heads} query heads and {num_kv_heads} key and value heads; the first must be a "
-            "multiple of the second"
+            f"{where}: found {counted(num_heads, 'query head')} and {num_kv_heads} key and value heads; the first must "
+            "be a multiple of the second"
         )
     queries_per_key = num_heads // num_kv_heads
     if num_kv_heads >= num_ranks:
@@ -85,9 +85,10 @@ def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int, where: str) -
     crowd = -(-num_ranks // num_kv_heads)
     if queries_per_key < crowd:
         raise ConfigError(
-            f"{where}: found {num_heads} query heads and {num_kv_heads} key and value heads for tensor parallelism "
-            f"over {num_ranks} ranks, which leaves {crowd} ranks to {queries_per_key} query heads of one key head; "
-            f"use at most {num_kv_heads * queries_per_key} ranks"
+            f"{where}: found {counted(num_heads, 'query head')} and {num_kv_heads} key and value heads for tensor "
+            f"parallelism over {counted(num_ranks, 'rank')}, which leaves {counted(crowd, 'rank')} to "
+            f"{counted(queries_per_key, 'query head')} of one key head; use at most "
+            f"{counted(num_kv_heads * queries_per_key, 'rank')}"
         )
     shares = []
     for key, (first, stop) in enumerate(spread(num_ranks, num_kv_heads)):

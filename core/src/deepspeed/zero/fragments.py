@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.errors import StateError
+from deepspeed.errors import StateError, counted
 from deepspeed.zero.flat_group import FlatGroup, ParamShard
 from deepspeed.zero.joined_parts import join_parts, own_part
 from deepspeed.zero.managed import manager_of, note_write
@@ -321,7 +321,9 @@ def _set_local(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pi
     shards = [shard for shard in group.shards if shard.fragment.param == index]
     numel = sum(shard.fragment.numel for shard in shards)
     if value.numel() != numel:
-        raise ValueError(f"{asked}: found a value of {value.numel()} elements, this rank has {numel} of the parameter")
+        raise ValueError(
+            f"{asked}: found a value of {counted(value.numel(), 'element')}, this rank has {numel} of the parameter"
+        )
     flat = value.detach().reshape(-1)
     start = 0
     for shard in shards:

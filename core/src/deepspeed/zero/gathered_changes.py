@@ -21,7 +21,7 @@ from deepspeed.comm.backend import GroupBackend
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.libraries import host_or_device
 from deepspeed.comm.values import all_gather_values
-from deepspeed.errors import StateError
+from deepspeed.errors import StateError, counted
 from deepspeed.zero.agreement import named_ranks
 from deepspeed.zero.managed import num_writes
 from deepspeed.zero.param_unit import ParamUnit, is_same
@@ -59,7 +59,7 @@ class GatheredChanges:
                 found.setdefault(name, []).extend(ranks)
         if found:
             name, ranks = next(iter(found.items()))
-            more = f" and {len(found) - 1} others" if len(found) > 1 else ""
+            more = f" and {counted(len(found) - 1, 'other')}" if len(found) > 1 else ""
             raise StateError(
                 f"GatheredParameters: found the parameter {name}{more} changed on {named_ranks(sorted(set(ranks)))} "
                 "in a context without modifier_rank. The change was dropped, since ranks would differ; give "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.zero.param_unit import unit_of
 
 if TYPE_CHECKING:
@@ -77,9 +77,10 @@ def refuse_managed(module: torch.nn.Module, optimizer: Optimizer | None, model_d
     managed = [(name, param) for name, param in module.named_parameters() if manager_of(param)]
     if both := [name for name, param in managed if id(param) in trained]:
         raise ConfigError(
-            f"initialize: found {len(both)} parameters of the model, such as {both[0]!r}, that another engine trains; "
-            "call destroy() on that engine first (under Accelerate `accelerator.free_memory()`, under Lightning "
-            "`trainer.strategy.deepspeed_engine.destroy()`), or give the new one no optimizer if it only evaluates"
+            f"initialize: found {counted(len(both), 'parameter')} of the model, such as {both[0]!r}, that another "
+            "engine trains; call destroy() on that engine first (under Accelerate `accelerator.free_memory()`, under "
+            "Lightning `trainer.strategy.deepspeed_engine.destroy()`), or give the new one no optimizer if it only "
+            "evaluates"
         )
     if cast := [(name, param) for name, param in managed if model_dtype not in (None, param.dtype)]:
         name, param = cast[0]
@@ -102,8 +103,9 @@ def refuse_meta(named: Iterable[tuple[str, Tensor]], asked: str) -> None:
     names = [name for name, tensor in named if tensor.is_meta]
     if names:
         raise ConfigError(
-            f"{asked}: found {len(names)} parameters or buffers, such as {names[0]!r}, on the meta device, where they "
-            'have no values; build the model in deepspeed.zero.Init, outside of torch.device("meta"), or allocate it '
+            f"{asked}: found {counted(len(names), 'parameter or buffer', 'parameters or buffers')}, such as "
+            f"{names[0]!r}, on the meta device, which keeps "
+            'no values; build the model in deepspeed.zero.Init, outside of torch.device("meta"), or allocate it '
             'with model.to_empty(device="cpu") and set its values before'
         )
 
@@ -117,7 +119,7 @@ def refuse_sharded(module: torch.nn.Module, stage: int) -> None:
     sharded = [name for name, param in module.named_parameters() if unit_of(param) is not None]
     if sharded and stage != 3:
         raise ConfigError(
-            f"initialize: zero_optimization.stage is {stage}, and {len(sharded)} parameters of the model, such as "
-            f"{sharded[0]!r}, were sharded by zero.Init or by an engine of stage 3; use stage 3, or build the model "
-            "outside of zero.Init, and end an earlier engine with its destroy() before you drop it"
+            f"initialize: zero_optimization.stage is {stage}, and zero.Init or an engine of stage 3 sharded "
+            f"{counted(len(sharded), 'parameter')} of the model, such as {sharded[0]!r}; use stage 3, or build the "
+            "model outside of zero.Init, and end an earlier engine with its destroy() before you drop it"
         )

@@ -8,6 +8,7 @@ collectives come on top. Called by users, in a script of one line.
 
 from torch.nn import Module
 
+from deepspeed.errors import counted
 from deepspeed.zero.param_unit import shape_of
 
 _GIB = 2**30
@@ -53,7 +54,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     """Print the table of `estimate_zero2_model_states_mem_needs` for a number of parameters."""
     lines = [
         "Estimated memory needed for params, optim states and gradients for a:",
-        f"HW: Setup with {_count(num_nodes, 'node')}, {_count(num_gpus_per_node, 'GPU')} per node.",
+        f"HW: Setup with {counted(num_nodes, 'node')}, {counted(num_gpus_per_node, 'GPU')} per node.",
         f"SW: Model with {int(total_params / 1e6)}M total params.",
         "  per CPU  |  per GPU |   Options",
     ]
@@ -119,7 +120,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     """Print the table of `estimate_zero3_model_states_mem_needs` for numbers of parameters."""
     lines = [
         "Estimated memory needed for params, optim states and gradients for a:",
-        f"HW: Setup with {_count(num_nodes, 'node')}, {_count(num_gpus_per_node, 'GPU')} per node.",
+        f"HW: Setup with {counted(num_nodes, 'node')}, {counted(num_gpus_per_node, 'GPU')} per node.",
         f"SW: Model with {int(total_params / 1e6)}M total params, "
         f"{int(largest_layer_params / 1e6)}M largest layer params.",
         "  per CPU  |  per GPU |   Options",
@@ -146,7 +147,3 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 def _home(is_offloaded: bool) -> str:
     return "cpu " if is_offloaded else "none"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 from deepspeed.optim.saved_state import check_saved_state
 from deepspeed.optim.saved_values import check_dtype, check_moment, check_options, check_state, is_moment
 from deepspeed.zero.given_state import owned_copy
@@ -79,12 +79,12 @@ def check(sharding: Stateful, saved: SavedStates, *, with_states: bool, strict: 
         return
     if rest := saved.trained - set(names.values()):
         raise CheckpointError(
-            f"optimizer state: found {len(rest)} parameters that this run does not train "
+            f"optimizer state: found {counted(len(rest), 'parameter')} that this run does not train "
             f"({', '.join(sorted(rest)[:_SHOWN])}); train the parameters that the checkpoint's run trained"
         )
     if len(saved.param_groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"optimizer state: found {len(saved.param_groups)} parameter groups, this run has "
+            f"optimizer state: found {counted(len(saved.param_groups), 'parameter group')}, this run has "
             f"{len(optimizer.param_groups)}; build the optimizer with the same groups"
         )
     odd = {name: saved.others(name) for name in names.values()}

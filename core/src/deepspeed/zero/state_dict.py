@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from deepspeed.comm.values import all_gather_values
 from deepspeed.config.precision import dtype_name
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, counted
 from deepspeed.optim.saved_state import check_saved_state
 from deepspeed.optim.saved_values import check_options, check_state
 from deepspeed.zero.division import Run
@@ -132,23 +132,23 @@ def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> No
     param_groups = base["param_groups"]
     if with_states and optimizer is not None and len(param_groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"optimizer state: found {len(param_groups)} parameter groups, this run has {len(optimizer.param_groups)}; "
-            "build the optimizer with the same groups"
+            f"optimizer state: found {counted(len(param_groups), 'parameter group')}, this run has "
+            f"{len(optimizer.param_groups)}; build the optimizer with the same groups"
         )
     if with_states and optimizer is not None:
         check_saved_state(optimizer, base["state"].values(), param_groups)
         check_options(optimizer.param_groups, param_groups)
     if len(masters) != len(sharding.saved_groups):
         raise CheckpointError(
-            f"optimizer state: found {len(masters)} parameter groups, this run has {len(sharding.saved_groups)}; "
-            "build the optimizer with the same groups"
+            f"optimizer state: found {counted(len(masters), 'parameter group')}, this run has "
+            f"{len(sharding.saved_groups)}; build the optimizer with the same groups"
         )
     for index, master in enumerate(masters):
         group = SavedGroup(sharding, index)
         if master.numel() not in (group.numel_in_file, group.numel_in_file - group.padding):
             raise CheckpointError(
-                f"optimizer state of group {index}: found a partition of {master.numel()} elements, this run has "
-                f"{group.numel_in_file}; build the model of the save, or load with load_optimizer_states=False"
+                f"optimizer state of group {index}: found a partition of {counted(master.numel(), 'element')}, this "
+                f"run has {group.numel_in_file}; build the model of the save, or load with load_optimizer_states=False"
             )
         if with_states and optimizer is not None:
             _check_values(base["state"].get(index, {}), index, master)

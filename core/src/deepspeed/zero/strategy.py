@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.errors import ConfigError, StateError, first_line
+from deepspeed.errors import ConfigError, StateError, counted, first_line
 from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
 from deepspeed.zero.agreement import check_same, settings_of
@@ -271,8 +271,8 @@ class Sharding(Reducing):
             self._name_of(param) for param, used in zip(self.params, self._used_anywhere, strict=True) if not used
         ]
         raise StateError(
-            f"zero_optimization.ignore_unused_parameters is false and {len(unused)} parameters got no gradient: "
-            f"{', '.join(unused[:10])}; let the loss depend on them, freeze them, or set the key to true"
+            f"zero_optimization.ignore_unused_parameters is false and {counted(len(unused), 'parameter')} got no "
+            f"gradient: {', '.join(unused[:10])}; let the loss depend on them, freeze them, or set the key to true"
         )
 
     @abandons_on_error

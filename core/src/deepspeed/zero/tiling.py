@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.errors import counted
 from deepspeed.zero.gather import GatheredParameters
 
 
@@ -72,7 +73,9 @@ class TiledLinear(nn.Module):
     def _parts(self, input_: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         parts = input_ if self.input_is_already_split else input_.split(_sizes(self.in_parts), dim=-1)  # type: ignore[union-attr]
         if len(parts) != self.in_splits:
-            raise ValueError(f"TiledLinear: found {len(parts)} parts of the input, in_splits is {self.in_splits}")
+            raise ValueError(
+                f"TiledLinear: found {counted(len(parts), 'part')} of the input, in_splits is {self.in_splits}"
+            )
         return parts  # type: ignore[return-value]
 
     def _sum(self, outputs: list[Any]) -> Any:

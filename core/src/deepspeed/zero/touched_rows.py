@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.backend import GroupBackend
-from deepspeed.errors import StateError
+from deepspeed.errors import StateError, counted
 
 
 class TouchedRows:
@@ -45,7 +45,11 @@ class TouchedRows:
             StateError: for a gradient that is dense, or sparse in more than its rows.
         """
         if not grad.is_sparse or grad.sparse_dim() != 1:
-            kind = "a dense one" if not grad.is_sparse else f"one that is sparse in {grad.sparse_dim()} dimensions"
+            kind = (
+                "a dense one"
+                if not grad.is_sparse
+                else f"one that is sparse in {counted(grad.sparse_dim(), 'dimension')}"
+            )
             raise StateError(
                 f"backward: SparseAdam takes sparse gradients only, and {name} got {kind}; use "
                 "torch.nn.Embedding(sparse=True), or an optimizer for dense gradients such as AdamW"

@@ -212,7 +212,7 @@ def test_another_number_of_ranks_gets_the_files_of_all(saved, make_ranks, tmp_pa
 
 
 def test_another_number_of_model_parallel_ranks(saved, make_ranks, tmp_path):
-    expect(make_ranks(2, mp_world_size=4).load(tmp_path), "saved by 1 model parallel ranks, this job has 4")
+    expect(make_ranks(2, mp_world_size=4).load(tmp_path), "saved by 1 model parallel rank, this job has 4")
 
 
 def test_another_stage_gets_the_files_of_all(saved, ranks, tmp_path):

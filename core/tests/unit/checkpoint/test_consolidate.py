@@ -383,6 +383,14 @@ def test_the_script_beside_the_checkpoint_stands_alone(saved, tmp_path):
     assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), saved.weights)
 
 
+def test_the_script_counts_shards_and_files(make_ranks, make_training, tmp_path):
+    make_ranks(1).save(make_training(world_size=1), tmp_path / "ckpt", "global_step1")
+    done = run_script(tmp_path / "ckpt", tmp_path / "ckpt", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "ZeRO stage 2, 1 shard\n" in done.stderr
+    assert "(1 of 1 file)" in done.stderr
+
+
 def test_the_script_verifies_by_itself(intact, tmp_path):
     path = tmp_path / "ckpt" / "global_step1" / layout.shard_file(2, 0)
     flip(path)

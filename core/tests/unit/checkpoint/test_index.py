@@ -223,7 +223,7 @@ def test_more_or_fewer_blocks_than_were_saved_are_named(folder):
     path, index = folder / NAMES[0], read_index(folder)
     flip_bit(path)
     entry = FileEntry(NAMES[0], None, ["00000000"] * 2)
-    with pytest.raises(DamagedCheckpoint, match="it has 1 blocks of .* bytes, and was saved with 2"):
+    with pytest.raises(DamagedCheckpoint, match="it has 1 block of .* bytes, and was saved with 2"):
         check_content(path, entry, index)
 
 

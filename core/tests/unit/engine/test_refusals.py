@@ -195,7 +195,7 @@ def test_other_parameter_groups_of_a_plain_optimizer(make_engine, tmp_path):
     groups = [{"params": [model.weight]}, {"params": [model.bias]}]
     engine = make_engine(model, optimizer=ADAM, arguments={"model_parameters": groups})
     before = model.weight.detach().clone()
-    with pytest.raises(CheckpointError, match="found 1 parameter groups, this run has 2"):
+    with pytest.raises(CheckpointError, match="found 1 parameter group, this run has 2"):
         engine.load_checkpoint(tmp_path)
     assert torch.equal(model.weight, before)
 

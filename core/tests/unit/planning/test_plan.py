@@ -112,7 +112,7 @@ def test_what_fits_nowhere_gets_advice():
         ({"axes": {"tp": 3}}, "the sizes {'tp': 3} do not divide 8"),
         ({"axes": {"tp": 8, "pp": 1, "ep": 2}}, "ep 2: 0 experts"),
         ({"axes": {"xp": 2}}, "found xp; the axes are"),
-        ({"global_batch": 3, "axes": {"dp": 8}}, "3 sequences are no multiple of dp x micro-batch 1"),
+        ({"global_batch": 3, "axes": {"dp": 8}}, "a batch of 3 sequences is no multiple of dp x micro-batch 1"),
         ({"stages": [4]}, r"found \[4\]"),
         ({"ranks": 0}, "found ranks 0"),
     ],
@@ -170,6 +170,13 @@ def test_the_table_fits_a_terminal_and_proposes_no_pipeline(model, capsys, monke
     monkeypatch.setenv("COLUMNS", "400")
     assert command.main([*arguments, "--verbose"]) == 0
     assert "activations" in capsys.readouterr().out
+
+
+def test_the_title_counts_ranks_and_choices(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert command.main([model, "--ranks", "1", "--memory", "8GiB", "--sequence", "256", "--stages", "0"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "1 rank of 8.00 GiB: 1 of 1 choice fits;" in words
 
 
 def test_memory_without_a_unit_is_asked_for_one(model, capsys):

@@ -194,7 +194,7 @@ def test_another_models_state_is_refused(make_engine):
     model = make_model()
     groups = [{"params": list(layer.parameters())} for layer in model]
     split = make_engine(model, arguments={"model_parameters": groups}, zero_optimization={"stage": 1})
-    with pytest.raises(CheckpointError, match="found 1 parameter groups, this run has 2"):
+    with pytest.raises(CheckpointError, match="found 1 parameter group, this run has 2"):
         split.sharding.load_state_dict(saved)
 
 

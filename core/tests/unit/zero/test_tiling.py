@@ -25,7 +25,7 @@ def test_parts_may_be_given_and_left_apart():
     tiled = TiledLinear(7, 5, in_splits=2, out_splits=2, input_is_already_split=True, combine_out_splits=False)
     outputs = tiled([X[:, :4], X[:, 4:]])
     assert [output.shape for output in outputs] == [(3, 3), (3, 2)]
-    with pytest.raises(ValueError, match="found 1 parts of the input, in_splits is 2"):
+    with pytest.raises(ValueError, match="found 1 part of the input, in_splits is 2"):
         tiled([X])
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from deepspeed.errors import counted
 from deepspeed.plugins import Offer, hookimpl
 
 from ds_ext_cpu.numa import usable_nodes
@@ -24,7 +25,7 @@ _PRIORITY = 0
 def ds_probe() -> Offer:
     """The CPU is always there."""
     nodes = len(usable_nodes())
-    return Offer("cpu", _PRIORITY, reason=f"{_num_cores()} cores on {nodes} NUMA node{'s' if nodes > 1 else ''}")
+    return Offer("cpu", _PRIORITY, reason=f"{counted(_num_cores(), 'core')} on {counted(nodes, 'NUMA node')}")
 
 
 @hookimpl

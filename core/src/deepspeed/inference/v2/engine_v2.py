@@ -25,7 +25,7 @@ from deepspeed.config import read_config
 from deepspeed.config.inference import RaggedInferenceEngineConfig, RaggedQuantizationConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.config.supported import check_supported
-from deepspeed.errors import ConfigError, StateError, first_line
+from deepspeed.errors import ConfigError, StateError, counted, first_line
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.entry import init_inference
 from deepspeed.inference.injection.block import FusedBlock
@@ -256,31 +256,32 @@ class InferenceEngineV2:
         num_new = sum(uid not in self._sequences for uid in uids)
         if len(self._sequences) + num_new > limits.max_tracked_sequences:
             return SchedulingResult.EngineSequenceLimitExceeded, (
-                f"{len(self._sequences)} sequences are tracked, and {num_new} would be new, but "
+                f"found {counted(num_new, 'new sequence')} beside {len(self._sequences)} that the engine tracks, but "
                 f"state_manager.max_tracked_sequences is {limits.max_tracked_sequences}; flush sequences that are done"
             )
         if len(uids) > limits.max_ragged_sequence_count:
             return SchedulingResult.BatchSequenceLimitExceeded, (
-                f"found {len(uids)} sequences, but state_manager.max_ragged_sequence_count is "
+                f"found {counted(len(uids), 'sequence')}, but state_manager.max_ragged_sequence_count is "
                 f"{limits.max_ragged_sequence_count}; give fewer at once"
             )
         if sum(lengths) > limits.max_ragged_batch_size:
             return SchedulingResult.BatchTokenLimitExceeded, (
-                f"found {sum(lengths)} new tokens, but state_manager.max_ragged_batch_size is "
+                f"found {counted(sum(lengths), 'new token')}, but state_manager.max_ragged_batch_size is "
                 f"{limits.max_ragged_batch_size}; give parts of the prompts, one after the other"
             )
         for uid, length in zip(uids, lengths, strict=True):
             seen = self._tracked(uid).num_tokens
             if seen + length > self._max_context:
                 return SchedulingResult.SequenceTokenLimitExceeded, (
-                    f"uid {uid} has {seen} tokens, and {length} would be new, but a sequence has at most "
+                    f"uid {uid} has {counted(seen, 'token')}, and {length} would be new, but a sequence has at most "
                     f"{self._max_context} (state_manager.max_context, and the model's positions)"
                 )
         needed = sum(cache.missing(self._tracked(uid), length) for uid, length in zip(uids, lengths, strict=True))
         if needed > cache.num_free:
             return SchedulingResult.KVCacheLimitExceeded, (
-                f"{needed} more blocks of {cache.block_size} tokens are needed, but {cache.num_free} of "
-                f"{cache.num_blocks} are free; flush a sequence, or give state_manager.memory_config more"
+                f"the batch needs {counted(needed, 'more block')} of {counted(cache.block_size, 'token')}, but "
+                f"{cache.num_free} of {cache.num_blocks} are free; flush a sequence, or give "
+                "state_manager.memory_config more"
             )
         return SchedulingResult.Success, ""
 
@@ -486,8 +487,8 @@ def _check_distinct(uids: Sequence[int]) -> None:
 def _pairs(uids: Sequence[int], others: Sequence[Any]) -> list[tuple[int, Any]]:
     if len(uids) != len(others) or not uids:
         raise ConfigError(
-            f"InferenceEngineV2: found {len(uids)} uids and {len(others)} lists of tokens or lengths; give one for "
-            "each uid, and one uid at least"
+            f"InferenceEngineV2: found {counted(len(uids), 'uid')} and {counted(len(others), 'list')} of tokens or "
+            "lengths; give one for each uid, and one uid at least"
         )
     return list(zip(uids, others, strict=True))
 

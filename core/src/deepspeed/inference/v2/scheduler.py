@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deepspeed.errors import ConfigError, StateError
+from deepspeed.errors import ConfigError, StateError, counted
 from deepspeed.inference.v2.engine_v2 import InferenceEngineV2
 
 Finish = Literal["", "stop", "length"]
@@ -175,8 +175,8 @@ class Scheduler:
         engine, block_size = self.engine, self.engine.block_size
         if not prompt or max_new_tokens < 1:
             raise ConfigError(
-                f"submit: found a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens}; give one or more "
-                "of both"
+                f"submit: found a prompt of {counted(len(prompt), 'token')} and max_new_tokens {max_new_tokens}; give "
+                "one or more of both"
             )
         if min(prompt) < 0 or max(prompt) >= engine.vocabulary:
             found = min(prompt) if min(prompt) < 0 else max(prompt)
@@ -185,9 +185,9 @@ class Scheduler:
         capacity = min(engine.max_context, engine.num_blocks * block_size)
         if total > capacity:
             raise ConfigError(
-                f"submit: a prompt of {len(prompt)} tokens and {max_new_tokens} new ones are more than the "
+                f"submit: a prompt of {counted(len(prompt), 'token')} and {max_new_tokens} new ones are more than the "
                 f"{capacity + 1} that one sequence can have: max_context is {engine.max_context}, and the cache has "
-                f"{engine.num_blocks} blocks of {block_size} tokens"
+                f"{counted(engine.num_blocks, 'block')} of {counted(block_size, 'token')}"
             )
 
     def cancel(self, uid: int) -> bool:
@@ -213,8 +213,8 @@ class Scheduler:
         plan = self._plan()
         if not plan:
             raise StateError(
-                f"step: {self.num_waiting} requests wait, and nothing can be computed: sequences that are not the "
-                "scheduler's have the engine's blocks; flush them"
+                f"step: nothing can be computed for {counted(self.num_waiting, 'waiting request')}: sequences that are "
+                "not the scheduler's have the engine's blocks; flush them"
             )
         tokens = [torch.tensor(request.pending[:number]) for request, number in plan]
         logits = self.engine.put([request.uid for request, _ in plan], tokens, do_checks=False)
@@ -322,7 +322,9 @@ def generate(
     scheduler, given, stops = Scheduler(engine, token_budget), list(prompts), tuple(stop_tokens)
     counts = [max_new_tokens] * len(given) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(counts) != len(given):
-        raise ConfigError(f"generate: found {len(given)} prompts and {len(counts)} numbers of new tokens")
+        raise ConfigError(
+            f"generate: found {counted(len(given), 'prompt')} and {counted(len(counts), 'number')} of new tokens"
+        )
     base = sampling or Sampling()
     uids = []
     for index, (prompt, number) in enumerate(zip(given, counts, strict=True)):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.errors import ConfigError, PluginError
+from deepspeed.errors import ConfigError, PluginError, counted
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
 from deepspeed.launcher.hostfile import fetch_hostfile
 from deepspeed.launcher.plan import encode_world_info
@@ -78,8 +78,8 @@ def choose_hosts(args: "argparse.Namespace") -> dict[str, list[int]]:
         for host, slots in hosts.items():
             if args.num_gpus > len(slots):
                 raise ConfigError(
-                    f"--num_gpus/--num_accelerators {args.num_gpus}: {host} has {len(slots)} slots in the hostfile "
-                    f"{path}; ask for those"
+                    f"--num_gpus/--num_accelerators {args.num_gpus}: {host} has {counted(len(slots), 'slot')} in the "
+                    f"hostfile {path}; ask for those"
                 )
         hosts = {host: slots[: args.num_gpus] for host, slots in hosts.items()}
     return hosts

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from deepspeed.errors import counted
 from deepspeed.log import logger, warn_once
 from deepspeed.ops.op_builder.lock import has_owner, owner_has_ended, owner_mark, started_at
 from deepspeed.ops.op_builder.spec import BuildSpec, this_cpu_digest
@@ -97,7 +98,7 @@ class Manifest:
         except OSError as error:
             return f"{library} cannot be read: {error.strerror}"
         if len(content) != self.library_bytes:
-            return f"{library} has {len(content)} bytes, but {self.library_bytes} were written"
+            return f"{library} has {counted(len(content), 'byte')}, but {self.library_bytes} were written"
         if hashlib.sha256(content).hexdigest() != self.sha256:
             return f"{library} is not what was written (its sha256 differs)"
         return None

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.ops.operators import FLOATS, operator_for
 
 OP = "quantizer"
@@ -207,7 +207,7 @@ def check_groups(x: Tensor, num_groups: int) -> None:
         raise ConfigError(f"x: found dtype {x.dtype}, but only floating tensors can be quantized")
     if num_groups < 1 or x.numel() % num_groups:
         raise ConfigError(
-            f"num_groups: found {num_groups}, but it must divide the {x.numel()} elements of x, "
+            f"num_groups: found {num_groups}, but it must divide the {counted(x.numel(), 'element')} of x, "
             f"of shape {tuple(x.shape)}, into equal groups"
         )
 
@@ -239,7 +239,7 @@ def _check_quantized(
     group_size = numel // max(num_groups, 1)
     if group_size * num_groups != numel or (group_size * num_bits + 7) // 8 != num_bytes:
         raise ConfigError(
-            f"shape: found {tuple(shape)}, {numel} elements, but q holds {num_groups} groups of {num_bytes} bytes "
-            f"of {num_bits}-bit integers"
+            f"shape: found {tuple(shape)}, {counted(numel, 'element')}, but q holds {counted(num_groups, 'group')} of "
+            f"{counted(num_bytes, 'byte')} of {num_bits}-bit integers"
         )
     return group_size

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.ops.operators import FLOATS, operator_for
 from deepspeed.ops.quantizer.groups import PACKED_BITS, dequantize, quantize
 
@@ -102,8 +102,8 @@ class PackedWeight:
         step = 8 // self.bits if whole_row else self.group_size
         if start % step or length % step:
             raise ConfigError(
-                f"dim 1: found [{start}, {start + length}), but the weight has groups of {self.group_size} elements: "
-                f"begin and length must be multiples of {step}"
+                f"dim 1: found [{start}, {start + length}), but the weight has groups of "
+                f"{counted(self.group_size, 'element')}: begin and length must be multiples of {step}"
             )
         first, count = (0, 1) if whole_row else (start // step, length // step)
         data = self.data[:, start * self.bits // 8 : (start + length) * self.bits // 8].contiguous()

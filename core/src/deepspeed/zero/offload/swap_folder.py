@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.log import logger
 
 PREFIX = "ds_swap_"
@@ -77,7 +77,8 @@ def sweep(parent: Path) -> list[Path]:
                 swept.append(folder)
             os.close(lock)
     if swept:
-        logger.info("nvme_path: removed what %s dead processes left in %s", len(swept), parent)
+        dead = counted(len(swept), "dead process", "dead processes")
+        logger.info("nvme_path: removed what %s left in %s", dead, parent)
     return swept
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.config.data import AioConfig
 from deepspeed.config.zero import OffloadParamConfig
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 from deepspeed.zero.offload.buffers import HostMemory
 from deepspeed.zero.offload.lane import CopyLane, Mark
 from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWork
@@ -190,8 +190,8 @@ class SwappedShards(ShardHome):
             return None if self._memory is None else self._memory.keep(values_S, name)
         if numel > self._max_numel:
             raise ConfigError(
-                f"zero_optimization.offload_param.buffer_size: found {self._max_numel} elements, and this rank's shard "
-                f"of {name} and what is gathered with it has {numel}; make it at least as large"
+                f"zero_optimization.offload_param.buffer_size: found {counted(self._max_numel, 'element')}, and this "
+                f"rank's shard of {name} and what is gathered with it has {numel}; make it at least as large"
             )
         shard = _SwappedShard(self, self._file.allocate(values_S.nbytes), torch.empty_like(values_S, device="meta"))
         shard.store(0, shard.target(0, numel).copy_(values_S))

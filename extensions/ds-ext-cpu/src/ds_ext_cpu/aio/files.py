@@ -6,6 +6,8 @@ import os
 import stat
 from typing import Any, NamedTuple
 
+from deepspeed.errors import counted
+
 #: O_DIRECT is not used for offsets and addresses that need more than this
 _LARGEST_ALIGN = 4096
 _NOTHING_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -54,7 +56,9 @@ def open_file(io: Any, path: str, write: bool, offset: int, length: int) -> Open
 def describe(code: int, path: str, write: bool, offset: int, length: int, reason: str | None = None) -> OSError:
     """The error of one operation: an OSError of the class that belongs to `code`, with file, range and reason."""
     action = "write" if write else "read"
-    return OSError(code, f"{reason or os.strerror(code)}: {action} of {length} bytes at offset {offset}", path)
+    return OSError(
+        code, f"{reason or os.strerror(code)}: {action} of {counted(length, 'byte')} at offset {offset}", path
+    )
 
 
 def _open(io: Any, path: str, write: bool, offset: int, length: int) -> OpenFile:
@@ -72,7 +76,7 @@ def _open(io: Any, path: str, write: bool, offset: int, length: int) -> OpenFile
     try:
         size = os.fstat(plain).st_size
         if not write and offset + length > size:
-            raise OSError(errno.ENODATA, f"the file ends before, it has {size} bytes")
+            raise OSError(errno.ENODATA, f"the file ends before, it has {counted(size, 'byte')}")
         if write and offset + length > size:
             _reserve(io, plain, offset, length)
         os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead into pages that O_DIRECT writes

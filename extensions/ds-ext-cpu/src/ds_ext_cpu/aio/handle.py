@@ -12,6 +12,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.errors import counted
 from deepspeed.log import logger
 
 from ds_ext_cpu.aio import probing
@@ -295,7 +296,9 @@ class AsyncIOHandle:
             return self._io.start(name == "io_uring", self._block_size, self._queue_depth, *flags, workers)
         except OSError as error:
             if name == "threads" or os.environ.get(probing.VARIABLE):
-                raise OSError(error.errno, f"{error.strerror}: starting {workers} workers with {name}") from None
+                raise OSError(
+                    error.errno, f"{error.strerror}: starting {counted(workers, 'worker')} with {name}"
+                ) from None
             logger.log(logging.WARNING, "async_io uses threads, as no ring can be made: %s", error.strerror)
             self._engine_name = "threads"
             return self._start("threads")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as torch_dist
 from deepspeed.comm.summing import add_in_rank_order
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, counted
 
 from ds_ext_cpu.comm.boards import PeerGone, PeerLeft, What
 
@@ -214,7 +214,8 @@ class Swap(Reading):
             start, numel = offsets[me], offsets[me + 1] - offsets[me]
             if numel != output.numel():
                 raise CommError(
-                    f"rank {torch_dist.get_rank()} expects {output.numel()} elements from rank {peer.rank} in "
-                    f"{self._what.text}, which sends it {numel}; output_numels and input_numels of two ranks must agree"
+                    f"rank {torch_dist.get_rank()} expects {counted(output.numel(), 'element')} from rank {peer.rank} "
+                    f"in {self._what.text}, which sends it {numel}; output_numels and input_numels of two ranks must "
+                    "agree"
                 )
             peer.read(buffer + start * output.element_size(), output)
