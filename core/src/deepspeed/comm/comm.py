@@ -19,7 +19,12 @@ from deepspeed._absent import complete
 from deepspeed.comm import libraries, transports
 from deepspeed.comm.give_up import give_up
 from deepspeed.comm.group_backend import backend_for_barriers
-from deepspeed.comm.record import CommsLogger, comms_logger, recorded  # noqa: F401 - DeepSpeed has the class here
+from deepspeed.comm.record import (  # noqa: F401 - DeepSpeed has the class here
+    CommsLogger,
+    comms_logger,
+    plain,
+    recorded,
+)
 from deepspeed.comm.work import as_work
 
 Handle = torch_dist.Work | None
@@ -106,7 +111,7 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_id
     is_ordered = not async_op and threading.current_thread() is threading.main_thread()
     if isinstance(members, ProcessGroup) and is_ordered and libraries.is_gloo(members):
         try:
-            backend_for_barriers(members).barrier()
+            plain(backend_for_barriers(members)).barrier()  # recorded here
         except BaseException:
             give_up()
             raise

@@ -22,7 +22,7 @@ from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.failure import PeerFailed, handled_errors
 from deepspeed.comm.group_backend import known_backends, makes_collectives
 from deepspeed.comm.interrupts import held
-from deepspeed.comm.record import RecordedGroup, unrecorded
+from deepspeed.comm.record import plain, unrecorded
 
 #: attribute of an exception that peers know of: the number of uses at that time
 _MARK = "_deepspeed_told_peers"
@@ -52,7 +52,7 @@ def begin_use() -> None:
 
 def makes_collectives_besides(backends: Sequence[GroupBackend]) -> bool:
     """Whether the core makes collectives among ranks other than those of `backends`, as models do."""
-    own = [_plain(backend) for backend in backends]
+    own = [plain(backend) for backend in backends]
     others = [each for each in known_backends() if each not in own and makes_collectives(each)]
     return any(backend.world_size > 1 for backend in others)
 
@@ -70,7 +70,7 @@ def give_up(works: Sequence[tuple[GroupBackend, Work]] = ()) -> None:
         failure.tell()
         for backend in known_backends():
             if backend.world_size > 1:
-                left = [work for issuer, work in works if _plain(issuer) is backend]
+                left = [work for issuer, work in works if plain(issuer) is backend]
                 backend.abandon(unrecorded(left), failed=True)
         for party in list(_parties):
             party.abandon()
@@ -88,7 +88,7 @@ class HasEpochs(Protocol):
 
 
 def _with_epochs() -> list[HasEpochs]:
-    backends = [_plain(backend) for backend in known_backends() if backend.world_size > 1]
+    backends = [plain(backend) for backend in known_backends() if backend.world_size > 1]
     return [backend for backend in backends if isinstance(backend, HasEpochs)]
 
 
@@ -113,7 +113,7 @@ def follow(standings: Sequence[Mapping[str, Any]]) -> None:
             raise PeerFailed("another rank has failed, and this one had not heard of it")
         except PeerFailed:
             for backend in known_backends():
-                if backend.world_size > 1 and _plain(backend) not in with_epochs:
+                if backend.world_size > 1 and plain(backend) not in with_epochs:
                     backend.abandon([], failed=True)
         for party in list(_parties):
             party.abandon()
@@ -131,7 +131,3 @@ def _is_told() -> bool:
     for error in errors[:1]:
         setattr(error, _MARK, _num_uses)
     return is_told
-
-
-def _plain(backend: GroupBackend) -> GroupBackend:
-    return backend.recorded if isinstance(backend, RecordedGroup) else backend

@@ -192,6 +192,11 @@ class RecordedGroup:
         self.recorded.abandon(unrecorded(works), failed=failed)
 
 
+def plain(backend: GroupBackend) -> GroupBackend:
+    """The backend whose collectives are not recorded."""
+    return backend.recorded if isinstance(backend, RecordedGroup) else backend
+
+
 def unrecorded(works: Sequence[Work]) -> list[Work]:
     """The works in flight, as their backend made them."""
     return [work.recorded if isinstance(work, _RecordedWork) else work for work in parts_of(works)]

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as torch_dist
 
 _loaded: dict[str, tuple[int, ModuleType]] = {}
+_num_jobs = 0
 
 
 def main() -> None:
@@ -139,8 +140,22 @@ def _tidy(environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     _seed()
     _reset_package()
+    _change_store()
     gc.collect()
     gc.freeze()  # a collection over all of torch's objects takes 0.15 s, and jobs are many
+
+
+def _change_store() -> None:
+    """What ranks tell each other in the store of the world, such as failures, is of one job: the next one has keys of
+    its own. All ranks have run the same number of jobs."""
+    global _num_jobs
+    _num_jobs += 1
+    world = torch_dist.group.WORLD
+    assert world is not None
+    known = torch_dist.distributed_c10d._world.pg_map
+    library, store = known[world]
+    base: Any = store.underlying_store if isinstance(store, torch_dist.PrefixStore) else store
+    known[world] = (library, torch_dist.PrefixStore(f"job {_num_jobs}", base))
 
 
 def _restore_environment(environment: dict[str, str]) -> None:
@@ -166,6 +181,9 @@ def _reset_package() -> None:
     start = sys.modules.get("deepspeed.comm.start")
     if start is not None:
         start.set_backend(None)
+    failure = sys.modules.get("deepspeed.comm.failure")
+    if failure is not None:
+        failure.go_to(0)  # a rank may have noticed fewer than another
     record = sys.modules.get("deepspeed.comm.record")
     if record is not None:
         record.comms_logger.reset()

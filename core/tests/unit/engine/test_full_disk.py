@@ -97,7 +97,8 @@ def fill(directory):
     """Give all of the disk to one file."""
     free = os.statvfs(directory)
     with open(f"{directory}/filler", "ab") as file:
-        os.posix_fallocate(file.fileno(), file.tell(), free.f_bavail * free.f_frsize)
+        if free.f_bavail:
+            os.posix_fallocate(file.fileno(), file.tell(), free.f_bavail * free.f_frsize)
 
 
 def swap(directory, what):

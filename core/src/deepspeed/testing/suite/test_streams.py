@@ -69,6 +69,7 @@ _WAITS = (*_ON_HOST, _wait_stream, _wait_event, _event_wait)
 @requirements.stream_class
 def test_the_default_stream_is_current_at_first(accelerator: DeepSpeedAccelerator) -> None:
     index = accelerator.current_device()
+    assert not accelerator.is_current_stream_capturing()
     assert accelerator.current_stream() == accelerator.default_stream()
     assert accelerator.current_stream(index) == accelerator.current_stream()
     assert accelerator.default_stream(index) == accelerator.default_stream()
@@ -77,7 +78,6 @@ def test_the_default_stream_is_current_at_first(accelerator: DeepSpeedAccelerato
 @requirements.stream_class
 @requirements.streams
 def test_a_stream_is_current_inside_its_context(accelerator: DeepSpeedAccelerator) -> None:
-    assert not accelerator.is_current_stream_capturing()
     before = accelerator.current_stream()
     first, second = accelerator.Stream(), accelerator.Stream()
     assert first != second
