@@ -241,7 +241,7 @@ def test_what_is_over_a_limit_names_it_and_changes_nothing(
     ("uids", "tokens", "text"),
     [
         ([1, 1], [[3], [4]], "found uid 1 twice"),
-        ([1], [[3], [4]], "found 1 uids and 2 lists"),
+        ([1], [[3], [4]], "found 1 uid and 2 lists"),
         ([], [], "one uid at least"),
         ([1], [[]], "give a tensor of one or more integers"),
         ([1], [[0.5]], "give a tensor of one or more integers"),

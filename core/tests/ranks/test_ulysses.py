@@ -183,9 +183,9 @@ def test_wrong_uses_are_refused_on_every_rank_and_none_hangs():
     for shapes, heads, groups, tokens, uneven, context in run_ranks(2, wrong_job, timeout_s=60):
         assert "(1, 4, 2, 4) of 4 bytes and (1, 4, 2, 4) of 4 bytes and (1, 4, 2, 4) of 4 bytes on rank 0" in shapes
         assert "(1, 5, 2, 4) of 4 bytes on rank 1" in shapes
-        assert "1 attention heads for 2 ranks" in heads
+        assert "1 attention head for 2 ranks" in heads
         assert "RingAttention" in heads
         assert "3 query heads with 2 key and value heads" in groups
-        assert "5 tokens are to be divided among 2 ranks" in tokens
+        assert "a sequence of 5 tokens is to be divided among 2 ranks" in tokens
         assert "found 3 in dim 2, which 2 ranks cannot divide" in uneven
         assert "its dim 2 must be a multiple of this rank's 2 heads" in context

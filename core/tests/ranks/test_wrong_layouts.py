@@ -116,7 +116,7 @@ LAYOUTS = {
         lambda: linear(data_parallel_size=1),
         "ConfigError: data_parallel_size: .* = 1, but the world has 2 ranks",
     ),
-    "heads": (lambda: attend(1, 4), "ValueError: .*found 1 attention heads for 2 ranks"),
+    "heads": (lambda: attend(1, 4), "ValueError: .*found 1 attention head for 2 ranks"),
     "sequences of other lengths": (
         lambda: attend(2, 3 + dist.get_rank()),
         "ValueError: .* the ranks of one sequence brought different shapes .*give every rank an equal part",

@@ -27,6 +27,7 @@ import torch.distributed as torch_dist
 
 _loaded: dict[str, tuple[int, ModuleType]] = {}
 _num_jobs = 0
+_MANY_FAILURES = 1000  # more than ranks tell each other of in one job
 
 
 def main() -> None:
@@ -140,22 +141,8 @@ def _tidy(environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     _seed()
     _reset_package()
-    _change_store()
     gc.collect()
     gc.freeze()  # a collection over all of torch's objects takes 0.15 s, and jobs are many
-
-
-def _change_store() -> None:
-    """What ranks tell each other in the store of the world, such as failures, is of one job: the next one has keys of
-    its own. All ranks have run the same number of jobs."""
-    global _num_jobs
-    _num_jobs += 1
-    world = torch_dist.group.WORLD
-    assert world is not None
-    known = torch_dist.distributed_c10d._world.pg_map
-    library, store = known[world]
-    base: Any = store.underlying_store if isinstance(store, torch_dist.PrefixStore) else store
-    known[world] = (library, torch_dist.PrefixStore(f"job {_num_jobs}", base))
 
 
 def _restore_environment(environment: dict[str, str]) -> None:
@@ -169,6 +156,8 @@ def _restore_environment(environment: dict[str, str]) -> None:
 
 def _reset_package() -> None:
     """Globals of this package, in the modules that the job has imported."""
+    global _num_jobs
+    _num_jobs += 1  # the same on all ranks
     accelerator = sys.modules.get("deepspeed.accelerator.current")
     if accelerator is not None:
         accelerator.reset_accelerator()
@@ -183,7 +172,8 @@ def _reset_package() -> None:
         start.set_backend(None)
     failure = sys.modules.get("deepspeed.comm.failure")
     if failure is not None:
-        failure.go_to(0)  # a rank may have noticed fewer than another
+        # a rank may have noticed fewer than another, and would hear of the rest in the next job
+        failure.go_to(_num_jobs * _MANY_FAILURES)
     record = sys.modules.get("deepspeed.comm.record")
     if record is not None:
         record.comms_logger.reset()
