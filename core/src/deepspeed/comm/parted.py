@@ -49,8 +49,8 @@ class Counted(Protocol):
 class Wait(NamedTuple):
     """For a collective or a message."""
 
-    text: str
-    """What it is, for messages."""
+    what: object
+    """Its text is for messages, and made where the wait is long."""
     name: str
     """Under which those who are to start it count."""
     number: int
@@ -194,9 +194,9 @@ class Noting:
         """Called by any thread, also where the wait has just ended."""
         with self._lock:
             if Noting._noted is None and not (self._is_over or self._threads_wait):
-                text, name, number, ranks = self._wait
+                what, name, number, ranks = self._wait
                 with _unless_store_is_gone():
-                    put_note(torch_dist.distributed_c10d._get_default_store(), text, name, "", ranks, number)
+                    put_note(torch_dist.distributed_c10d._get_default_store(), str(what), name, "", ranks, number)
                     Noting._noted = self
 
     def end(self) -> None:

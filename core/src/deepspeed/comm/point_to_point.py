@@ -124,7 +124,7 @@ class _Message:
         if work is None:
             return
         try:
-            wait = parted.Wait(str(self._message), self._name, self._number, [self._peer])
+            wait = parted.Wait(self._message, self._name, self._number, [self._peer])
             with parted.looking(wait, self._watch.looker(self._message, self._never_comes)):
                 work.wait()
         except RuntimeError as error:

@@ -199,7 +199,7 @@ class _Watched:
     def wait(self) -> None:
         """Wait; a failure names the rank that failed first."""
         try:
-            wait = parted.Wait(str(self._collective), self._name, self._number, self._watch.ranks)
+            wait = parted.Wait(self._collective, self._name, self._number, self._watch.ranks)
             with parted.looking(wait, self._watch.looker(self._collective, self._never_comes)):
                 self._work.wait()
         except RuntimeError as error:

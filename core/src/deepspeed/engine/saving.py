@@ -174,7 +174,7 @@ class Saving:
             raise StateError(
                 f"{call}: found {counted(len(borrowed), 'parameter')}, such as {borrowed[0]!r}, that another engine "
                 f"trains or has sharded at zero_optimization.stage 3; call {call} on that engine, or destroy() it and "
-                "build this one anew"
+                "build this one again"
             )
 
     def _refuse_unknown_experts(self, asked: str) -> None:

@@ -93,7 +93,7 @@ def place_ranks(plan: LaunchPlan, accelerator: Any) -> Placement:
     count = plan.num_slots if plan.num_slots is not None else accelerator.device_count()
     flag, slots = _asked_slots(plan, count)
     if slots and slots[-1] >= count and not shares_host:
-        asked = f"device {slots[-1]}" if plan.include is not None else f"{counted(len(slots), 'device')}"
+        asked = f"device {slots[-1]}" if plan.include is not None else counted(len(slots), "device")
         raise ConfigError(
             f"{flag}: asks for {asked}; found {count} of {accelerator.device_name()}, numbered from 0; ask for those"
         )

@@ -27,7 +27,7 @@ import torch.distributed as torch_dist
 
 _loaded: dict[str, tuple[int, ModuleType]] = {}
 _num_jobs = 0
-_MANY_FAILURES = 1000  # more than ranks tell each other of in one job
+_MANY_FAILURES = 1000  # more than one job has
 
 
 def main() -> None:

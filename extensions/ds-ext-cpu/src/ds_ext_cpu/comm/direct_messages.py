@@ -168,7 +168,7 @@ class DirectMessages:
             self._timeout_s,
             lambda: self._late(message),
             lambda: parted.find([peer], str(message), lambda rank, _: True),
-            parted.Wait(str(message), "", 0, [peer]),
+            parted.Wait(message, "", 0, [peer]),
         )
 
     def _advance(self) -> None:
