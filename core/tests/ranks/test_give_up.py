@@ -4,6 +4,7 @@ The ranks stay alive, as those of a program that catches the error do, and the t
 that nobody tells hangs until the limit of the pool.
 """
 
+import inspect
 import os
 import re
 
@@ -393,3 +394,55 @@ def other_numbers_of_failures_job():
 @pytest.mark.parametrize("direct", ["1", "0"])
 def test_ranks_that_heard_of_other_failures_begin_together(direct):
     assert run_ranks(2, other_numbers_of_failures_job, environment={"DS_COMM_DIRECT": direct}) == [1, 1]
+
+
+class GeneratingNet(Net):
+    """Fails in a forward of a generation, or between two, as a processor of logits does."""
+
+    def generate(self, x, num_tokens=3):
+        with torch.no_grad():
+            for _ in range(num_tokens):
+                x = x + self(x)
+                if self.fails_in == "between":
+                    fail()
+        return x
+
+
+def fail_in_a_generation(path, where, has_experts, has_hybrid_engine):
+    """What the generation raised here; the ones before and after it, and a step, work on all ranks."""
+    take_path(path)
+    torch.manual_seed(0)
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1 if has_experts else 3, **zero},  # peers need the next layer of all ranks
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "hybrid_engine": {"enabled": has_hybrid_engine, "pin_parameters": False},
+    }
+    module = GeneratingNet(has_experts=has_experts)
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    x = torch.ones(2, WIDTH)
+    assert inspect.signature(module.generate) == inspect.signature(type(module).generate.__get__(module))
+    before = module.generate(x)
+    module.fails_in = where if torch.distributed.get_rank() == 1 else ""
+    try:
+        engine.generate(x)
+        found = "no error"
+    except Exception as error:  # noqa: BLE001
+        found = f"{type(error).__name__}: {error}"
+    module.fails_in = ""
+    assert torch.equal(module.generate(x), before)
+    train_step(engine)
+    engine.destroy()
+    assert "generate" not in vars(module)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("where", "has_experts", "has_hybrid_engine"),
+    [("forward", False, False), ("between", False, False), ("between", False, True), ("between", True, False)],
+)
+def test_a_generation_that_fails_on_one_rank_fails_on_all(path, where, has_experts, has_hybrid_engine):
+    peer, failed = run_ranks(2, fail_in_a_generation, path, where, has_experts, has_hybrid_engine, timeout_s=40)
+    assert failed == "MemoryError: no memory"
+    assert CAUSE in peer, peer

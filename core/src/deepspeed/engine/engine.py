@@ -28,7 +28,7 @@ from deepspeed.engine.saving import Saving
 from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.training import Training
 from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
-from deepspeed.engine.wrapper import ModuleWrapper
+from deepspeed.engine.wrapper import GenerateOfModule, ModuleWrapper, lead_generate
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted
 from deepspeed.log import warn_once
 from deepspeed.parallel.mesh import Mesh
@@ -102,6 +102,10 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         self._arguments = dict(arguments)
         self._is_destroyed = False
         self._running = RunningModel(partial(mesh.group, "tp"))
+        self._leading: GenerateOfModule | None = None
+        is_divided = any(mesh.size(axis) > 1 for axis in mesh.layout.axes if axis != "dp")
+        if (is_divided or self.sharding.sharded_units()) and callable(getattr(module, "generate", None)):
+            self._leading = lead_generate(module, self._generate_of_module)
         data = arguments.get("training_data")
         self.training_dataloader = self.deepspeed_io(data) if data is not None else None
 
@@ -130,6 +134,16 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         if torch.is_grad_enabled():
             self.sharding.window.watch(outputs)
         return outputs
+
+    def _generate_of_module(self, own: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `module.generate` calls, where peers may wait for this rank in it: they hear of a failure."""
+        begin_use()
+        try:
+            return own(*inputs, **kwargs)
+        except BaseException as error:
+            with torch.no_grad():
+                self.sharding.forward_failed(error)
+            raise
 
     def backward(
         self,
@@ -583,6 +597,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         self._is_destroyed = True
         with ExitStack() as parts:  # each is released, last to first, whatever another one raises
             parts.callback(self._forget_states)
+            if self._leading is not None:
+                parts.callback(self._leading.put_back)
             for ranks in reversed(self.sharding.backends):
                 parts.callback(ranks.release)
             parts.callback(self.sharding.destroy)

@@ -9,11 +9,10 @@ generate -> whole weights (stage 3: gathered), LoRA fused, the model's own gener
 
 import inspect
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from deepspeed.comm.give_up import begin_use
 from deepspeed.config.inference import HybridEngineConfig
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.lora import FusedLora
+from deepspeed.engine.wrapper import lead_generate
 from deepspeed.errors import ConfigError, counted
 from deepspeed.log import log_dist
 from deepspeed.pipe.module import PipelineModule
@@ -46,60 +46,11 @@ class GenerationTimes:
     is_over: bool = False
 
 
-class GenerateOfModule:
-    """What `module.generate` is while a hybrid engine has the module: a call leads to the engine.
-
-    It keeps no engine alive. When the engine is gone or destroyed, and in a copy of the module, the model's own
-    `generate` is called.
-
-    Args:
-        engine: None: it is that of a copy.
-        former: what the instance had in this place; None: its class has the method.
-    """
-
-    def __init__(
-        self, module: torch.nn.Module, engine: "DeepSpeedHybridEngine | None", former: Callable[..., Any] | None
-    ) -> None:
-        self._module, self._former = weakref.ref(module), former
-        self._engine = None if engine is None else weakref.ref(engine)
-
-    @property
-    def engine(self) -> "DeepSpeedHybridEngine | None":
-        """The engine to which a call leads."""
-        engine = None if self._engine is None else self._engine()
-        return None if engine is None or engine._is_destroyed else engine
-
-    @property
-    def own(self) -> Callable[..., Any]:
-        """The model's own `generate`."""
-        if isinstance(self._former, GenerateOfModule):
-            return self._former.own
-        if self._former is not None:
-            return self._former
-        module: Any = self._module()
-        return cast(Callable[..., Any], type(module).generate.__get__(module))
-
-    def put_back(self) -> None:
-        """Leave the module; what the instance had before is there again."""
-        module = self._module()
-        if module is not None and vars(module).get("generate") is self:
-            del vars(module)["generate"]
-            if self._former is not None:
-                vars(module)["generate"] = self._former
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        engine = self.engine
-        return (self.own if engine is None else engine.generate)(*inputs, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return GenerateOfModule, (self._module(), None, self._former)  # as the copied module has it
-
-
 @absent_members("runtime.hybrid_engine:DeepSpeedHybridEngine")
 class DeepSpeedHybridEngine(DeepSpeedEngine):
     """A `DeepSpeedEngine` whose `generate` calls the model's with whole weights, at every ZeRO stage.
 
-    `module.generate` leads here too, as long as the engine lives and until `destroy()`; see `GenerateOfModule`.
+    `module.generate` leads here too, as long as the engine lives and until `destroy()` (`wrapper.py`).
 
     Args:
         hybrid: section `hybrid_engine` of the configuration.
@@ -125,14 +76,12 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._gathers_all = self.sharding.stage == 3 and hybrid.pin_parameters
         self._tensor_ranks = self.mesh.group("tp") if self.mesh.size("tp") > 1 else None
         self._lora = FusedLora(module)
-        if isinstance(found := vars(module).get("generate"), GenerateOfModule) and found.engine is None:
-            found.put_back()  # that of an engine that was dropped, or of which this module was a copy
-        self._of_module = GenerateOfModule(module, self, vars(module).get("generate"))
-        self._generate = self._of_module.own
+        if self._leading is None:
+            self._leading = lead_generate(module, self._generate_of_module)
+        self._generate = self._leading.own
         self._takes_synced = _takes_synced_gpus(self._generate, module)
         #: of the generation that goes on, or else of the last one
         self.generation_times = GenerationTimes()
-        vars(module)["generate"] = self._of_module  # scripts call engine.module.generate
         self._training.refuse_backward = self._lora.refusal
 
     @property
@@ -178,6 +127,9 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         times.generate_s += generated_s
         times.switch_s += _now_s() - started_s - generated_s
         return tokens
+
+    def _generate_of_module(self, own: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.generate(*inputs, **kwargs)
 
     def fuse_lora_weight(self) -> None:
         """Fuse LoRA until `unfuse_lora_weight` or `train()`, for forwards without gradients.
@@ -234,7 +186,6 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     def destroy(self) -> None:
         self._lora.unfuse()
-        self._of_module.put_back()
         super().destroy()
 
     @contextmanager
