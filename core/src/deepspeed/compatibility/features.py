@@ -32,7 +32,9 @@ FEATURES = {
     "eigenvalue": Feature("eigenvalue estimation", "leave eigenvalue out of the configuration"),
     "elasticity": Feature("elasticity", "give train_batch_size and the micro-batch for the ranks at hand"),
     "flops profiler": Feature("the flops profiler", "use torch.utils.flop_counter.FlopCounterMode"),
-    "fp8 quantizer": Feature("the floating-point quantizer", "use deepspeed.ops.quantizer"),
+    "fp8 quantizer": Feature(
+        "a kernel of the floating-point quantizer", "use deepspeed.ops.fp_quantizer: FP_Quantize and matmul_fp8"
+    ),
     "inference": Feature("this part of inference", "use deepspeed.init_inference"),
     "inference internals": Feature(
         "a part of DeepSpeed's inference engines", "call deepspeed.init_inference, or a library made for serving"

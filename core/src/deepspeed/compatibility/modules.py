@@ -122,7 +122,6 @@ MODULES = {
     ),
     "nebula": _absent("Nebula"),
     "nebula.config": _absent("Nebula", "DeepSpeedNebulaConfig"),
-    "ops.fp_quantizer": _absent("fp8 quantizer", "FP_Quantize Quantizer"),
     "ops.sparse_attention": _absent(
         "sparse attention", f"{_SPARSITY_CONFIGS} SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils"
     ),

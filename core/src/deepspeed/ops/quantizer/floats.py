@@ -1,0 +1,156 @@
+"""Quantize to floating-point numbers of 12, 8 or 6 bits by group, and back; the formats and the layout of the bytes.
+
+G groups of S consecutive elements (row-major order), arithmetic in fp32:
+
+    scale = max(max|x| / largest, tiny)       q = the number of the format nearest to x / scale       x ~ q scale
+
+A format has a sign, e bits of exponent and m of mantissa, with subnormal numbers and, but for e5m2, no infinities:
+
+    bits   format   largest          |q - x / scale| at most
+    8      e4m3     448              2^-4 |x / scale|, 2^-10 below 2^-6       torch.float8_e4m3fn
+    8      e5m2     57344            2^-3 |x / scale|, 2^-17 below 2^-14      torch.float8_e5m2
+    6      e3m2     28               2^-3 |x / scale|, 2^-5  below 2^-2
+    12     e7m4     496              2^-5 |x / scale|, 2^-67 below 2^-62
+
+which is half of the distance of neighbors, with ties to even; rounded stochastically it is the whole. Groups are scaled
+to 496 in e7m4, whose own largest is 31 x 2^59, so that a scale is a normal number wherever x is. `tiny` and groups with
+inf or nan: as in `groups.py`, which has the integers.
+
+Source of the formats: P. Micikevicius et al., arXiv 2209.05433 (8 bits); OCP Microscaling Formats 1.0 (e3m2).
+
+Layout
+    codes    sign, exponent and mantissa from the highest bit, as torch has its float8
+    data     uint8, (G, S b / 8): codes from the lowest bit of the first byte on; with 6 bits 4 in 3 bytes, with 12 two
+    scales   fp32, (G, 1)
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops.quantizer.groups import TINY, check_groups
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """One format; see the file's docstring.
+
+    Fields:
+        exponent_bits, mantissa_bits: beside the sign.
+        largest: that a group is scaled to.
+        dtype: torch's type with these codes; None: torch has none.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    largest: float
+    dtype: torch.dtype | None = None
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def name(self) -> str:
+        """As `e4m3`."""
+        return f"e{self.exponent_bits}m{self.mantissa_bits}"
+
+    @property
+    def bias(self) -> int:
+        """Of the exponent."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def unit(self) -> int:
+        """Elements that fill whole bytes together."""
+        return 8 // math.gcd(self.bits, 8)
+
+
+E4M3 = FloatFormat(4, 3, 448.0, torch.float8_e4m3fn)
+E5M2 = FloatFormat(5, 2, 57344.0, torch.float8_e5m2)
+E3M2 = FloatFormat(3, 2, 28.0)
+E7M4 = FloatFormat(7, 4, 496.0)
+
+
+def quantize_floats(x: Tensor, num_groups: int, form: FloatFormat, stochastic: bool = False) -> tuple[Tensor, Tensor]:
+    """`x` in few bits by group: (data, scales) in the layout above. No gradient.
+
+    Args:
+        x: floating, any shape; read in row-major order.
+        num_groups: G; must divide `x.numel()` into groups that fill whole bytes.
+        stochastic: round up with the probability of the fraction (torch's generator of x's device): right on average.
+
+    Raises:
+        ConfigError: `num_groups` does not fit, or `x` is not floating.
+
+    >>> data, scales = quantize_floats(torch.tensor([448.0, -1.1, 0.0, 17.0]), 1, E4M3)
+    >>> dequantize_floats(data, scales, E4M3)
+    tensor([[448.0000,  -1.1250,   0.0000,  16.0000]])
+    """
+    check_groups(x, num_groups)
+    size = x.numel() // num_groups
+    if size % form.unit:
+        raise ConfigError(
+            f"num_groups: found {num_groups}, groups of {size} elements, but with {form.bits} bits {form.unit} elements"
+            " fill whole bytes; give a size that is a multiple"
+        )
+    groups = x.detach().reshape(num_groups, size).float()
+    greatest = groups.abs().amax(1, keepdim=True) if size else groups.new_zeros(num_groups, 1)
+    scales = (greatest * (1 / form.largest)).clamp_min(TINY)
+    numbers = torch.nan_to_num(groups / scales, nan=0.0).clamp(-form.largest, form.largest)
+    if form.dtype is not None and not stochastic:
+        return numbers.to(form.dtype).view(torch.uint8), scales
+    return _pack(_codes(numbers, form, stochastic), form), scales
+
+
+def dequantize_floats(data: Tensor, scales: Tensor, form: FloatFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What `quantize_floats` made, as numbers again: (..., G, S), rounded to `dtype` from fp32."""
+    if form.dtype is not None:
+        return (data.view(form.dtype).float() * scales).to(dtype)
+    table = _table(form, data.device)
+    return (table[_unpack(data, form)] * scales).to(dtype)
+
+
+def _codes(numbers: Tensor, form: FloatFormat, stochastic: bool) -> Tensor:
+    """The code of every number, int32. With n = round(|x| / 2^(e - m)) it is (e + bias - 1) 2^m + n, for subnormal
+    numbers, whose e is 1 - bias, and where n rounds up to the next exponent, too."""
+    sizes = numbers.abs()
+    exponents = (torch.frexp(sizes).exponent - 1).masked_fill(sizes == 0, 1 - form.bias).clamp_min(1 - form.bias)
+    steps = torch.ldexp(sizes, form.mantissa_bits - exponents)
+    rounded = torch.floor(steps + torch.rand_like(steps)) if stochastic else steps.round()
+    codes = (exponents + form.bias - 1) * 2**form.mantissa_bits + rounded.int()
+    mantissa, exponent = math.frexp(form.largest)
+    greatest = (exponent + form.bias - 2 + 2 * mantissa) * 2**form.mantissa_bits
+    return codes.clamp_max(int(greatest)) + 2 ** (form.bits - 1) * torch.signbit(numbers).int()
+
+
+@functools.cache
+def _table(form: FloatFormat, device: torch.device) -> Tensor:
+    """fp32: code -> number."""
+    codes = torch.arange(2 ** (form.bits - 1))
+    exponents, mantissas = codes >> form.mantissa_bits, codes & (2**form.mantissa_bits - 1)
+    whole = mantissas + (exponents > 0) * 2**form.mantissa_bits
+    sizes = torch.ldexp(whole.double(), exponents.clamp_min(1) - form.bias - form.mantissa_bits).float()
+    return torch.cat((sizes, -sizes)).to(device)
+
+
+def _pack(codes: Tensor, form: FloatFormat) -> Tensor:
+    """(..., S) -> uint8 (..., S b / 8): a word of up to 24 bits for each unit."""
+    units = codes.unflatten(-1, (-1, form.unit))
+    places = torch.arange(form.unit, device=codes.device) * form.bits
+    words = (units << places).sum(-1)
+    bytes_of_word = torch.arange(form.unit * form.bits // 8, device=codes.device) * 8
+    return ((words.unsqueeze(-1) >> bytes_of_word) & 255).to(torch.uint8).flatten(-2)
+
+
+def _unpack(data: Tensor, form: FloatFormat) -> Tensor:
+    """The inverse, int32."""
+    parts = data.unflatten(-1, (-1, form.unit * form.bits // 8)).int()
+    words = (parts << (torch.arange(parts.shape[-1], device=data.device, dtype=torch.int32) * 8)).sum(-1).int()
+    places = torch.arange(form.unit, device=data.device, dtype=torch.int32) * form.bits
+    return ((words.unsqueeze(-1) >> places) & (2**form.bits - 1)).flatten(-2)
