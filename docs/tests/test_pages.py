@@ -54,11 +54,18 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing, f"{name_of(page)} links to {missing}"
 
 
+def check_end(page: Path, code: int, output: str) -> None:
+    """The blocks ran, and show nobody a key that is deprecated."""
+    assert code == 0, f"{name_of(page)}:\n{output}"
+    told = [line for line in output.splitlines() if "is deprecated; write" in line]
+    assert not told, f"{name_of(page)} uses what is deprecated: {told}"
+
+
 def run_in_shell(page: Path, folder: Path, environment: dict[str, str]) -> None:
     """As the page's reader has it: each script is an interpreter of its own."""
     words = ["bash", "-c", as_session(page, folder)]
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S)  # noqa: PLW1510
-    assert done.returncode == 0, f"{name_of(page)}:\n{done.stdout}\n{done.stderr}"
+    check_end(page, done.returncode, f"{done.stdout}\n{done.stderr}")
 
 
 def run_by_fork(page: Path, folder: Path, environment: dict[str, str]) -> None:
@@ -71,7 +78,7 @@ def run_by_fork(page: Path, folder: Path, environment: dict[str, str]) -> None:
         code = job.wait(LIMIT_S)
     finally:
         job.kill()
-    assert code == 0, f"{name_of(page)}:\n{log.read_text()}"
+    check_end(page, code, log.read_text())
 
 
 def is_forked(page: Path) -> bool:

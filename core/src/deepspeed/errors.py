@@ -61,6 +61,16 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
+def either(choices: collections.abc.Iterable[object]) -> str:
+    """Alternatives, of which one is to be taken, for messages.
+
+    >>> either([1]), either([1, 3]), either(["a", "b", "c"])
+    ('1', '1 or 3', 'a, b or c')
+    """
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def shown(value: str) -> str:
     """A text of somebody else's for a message of one line: quoted, and cut if it is long.
 

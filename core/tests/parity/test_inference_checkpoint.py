@@ -177,7 +177,7 @@ def megatron_job(folder):
 def test_a_file_of_each_rank(tmp_path):
     run_ranks(2, megatron_job, str(tmp_path))
     checkpoint = {"type": "Megatron", "version": 0.0, "checkpoints": ["0.pt", "1.pt"]}
-    with pytest.raises(CheckpointError, match="is divided over 2 tensor-parallel ranks, and the model over 1; give mp"):
+    with pytest.raises(CheckpointError, match="is divided over 2 tensor-parallel ranks, and the model over 1; give tp"):
         load("gpt2", 1, checkpoint, base_dir=str(tmp_path))
 
 
@@ -297,7 +297,7 @@ def save_parts_job(folder):
 
 
 def other_tp_job(folder):
-    with pytest.raises(CheckpointError, match=r"divided over 2 tensor-parallel ranks, and the model over 3; give mp_s"):
+    with pytest.raises(CheckpointError, match=r"divided over 2 tensor-parallel ranks, and the model over 3; give tp_s"):
         load("llama", 3, folder)
 
 

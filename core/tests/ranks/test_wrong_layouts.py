@@ -17,6 +17,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.parallel import groups
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.sequence.parallel_unit import sequence_parallel_unit
 from deepspeed.testing.distributed import run_ranks
 from torch import nn
 
@@ -116,6 +117,14 @@ LAYOUTS = {
         lambda: linear(data_parallel_size=1),
         "ConfigError: data_parallel_size: .* = 1, but the world has 2 ranks",
     ),
+    "stages": (
+        lambda: PipelineModule([nn.Linear(WIDTH, WIDTH)] * 3, num_stages=3),
+        "ConfigError: PipelineModule: found 3 stages for 2 ranks, which must divide evenly among them; use 1 or 2",
+    ),
+    "sequences over more ranks by a call": (
+        lambda: sequence_parallel_unit(3),
+        "ConfigError: sequence_parallel_size: found 3 for 2 ranks; give 1 or 2",
+    ),
     "heads": (lambda: attend(1, 4), "ValueError: .*found 1 attention head for 2 ranks"),
     "sequences of other lengths": (
         lambda: attend(2, 3 + dist.get_rank()),
@@ -123,7 +132,7 @@ LAYOUTS = {
     ),
     "copies": (
         lambda: linear(zero_optimization={"stage": 3, "mics_shard_size": 3}),
-        "ConfigError: zero_optimization.mics_shard_size: found 3, .* divide evenly into groups of 1, 2",
+        "ConfigError: zero_optimization.mics_shard_size: found 3, .* divide evenly into groups of 1 or 2",
     ),
     "batch": (lambda: linear(train_batch_size=3), "ConfigError: train_batch_size: found 3, which is not a multiple"),
     "precision": (

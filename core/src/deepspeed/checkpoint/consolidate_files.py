@@ -104,7 +104,23 @@ def tag_folder(checkpoint_dir: str | Path, tag: str | None) -> Path:
         for folder in (root / name, root / f".{name}.former"):
             if name.strip("/") and folder.is_dir():
                 return folder
-    raise CheckpointError(f"{root / names[-1]} is missing: there is no checkpoint with the tag {names[-1]!r}.")
+    raise CheckpointError(
+        f"{root / names[-1]} is missing: there is no checkpoint with the tag {names[-1]!r}. {_tags_there(root)}"
+    )
+
+
+def _tags_there(root: Path) -> str:
+    """What tags can be asked for instead, in the order of their numbers."""
+    folders = {file.parent.name for file in root.glob("*/*_states.pt")}
+    found = [re.fullmatch(r"([^.].*)|\.(.+)\.former", name) for name in folders]
+    tags = {name[1] or name[2] for name in found if name}
+    if not tags:
+        return f"No tag is in {root}: pass the directory that a checkpoint was saved to."
+    return f"It holds: {', '.join(sorted(tags, key=_by_number))}. Pass one of these as the tag."
+
+
+def _by_number(tag: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", tag)]
 
 
 def _latest_names(root: Path) -> list[str]:
@@ -117,11 +133,11 @@ def _latest_names(root: Path) -> list[str]:
             raise CheckpointError(
                 f"{latest} is missing, and {root.parent} has one. Pass that directory, and {root.name!r} as the tag."
             )
-        raise CheckpointError(f"{latest} is missing. Pass the directory that holds it, or a tag.")
+        raise CheckpointError(f"{latest} is missing. {_tags_there(root)}")
     text = latest.read_text(encoding="utf-8")
     name = text.strip()
     if not name or name.startswith(".") or any(c in text.rstrip("\n") for c in "/\\\0\n"):
-        raise CheckpointError(f"{latest} holds {text[:200]!r}, which is no tag. Correct it, or pass a tag.")
+        raise CheckpointError(f"{latest} holds {text[:200]!r}, which is no tag. {_tags_there(root)}")
     return [text.rstrip("\n"), name]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def start_line(engine: "DeepSpeedEngine") -> str:
-    """Ranks, device, backend, ZeRO stage, dtype, number of parameters, the optimizer with its kernel, and clipping.
+    """Ranks, device, backend, ZeRO stage, dtype, number of parameters, the optimizer with its kernel, and its clipping.
 
     Called by all ranks when the sharding is attached: by then the kernel was loaded, and the ranks have agreed on
     whether to use it. With several pipeline stages a collective of them.
@@ -36,8 +36,9 @@ def start_line(engine: "DeepSpeedEngine") -> str:
         _dtype(engine.precision),
         _parameters(engine),
         _optimizer(engine),
-        _clipping(engine.precision),
     ]
+    if engine.basic_optimizer is not None:
+        facts.append(_clipping(engine.precision))
     return f"deepspeed {__version__}: {', '.join(facts)}"
 
 

@@ -245,8 +245,8 @@ class CheckpointWeights(AbstractContextManager["CheckpointWeights"]):
         if saved not in (0, num_ranks):
             raise CheckpointError(
                 f"checkpoint: {self.files.what} is divided over {counted(saved, 'tensor-parallel rank')}, and the "
-                f"model over {num_ranks}; give mp_size={saved} and as many ranks, or name files of whole weights "
-                "(engine.export writes them)"
+                f"model over {num_ranks}; give tp_size {saved} in tensor_parallel and as many ranks, or name files of "
+                "whole weights (engine.export writes them)"
             )
 
     def _take_ranks(self, rank: int, num_ranks: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.errors import ConfigError, counted
+from deepspeed.errors import ConfigError, counted, either
 
 #: ranks along these see different samples; "dp" names both
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -82,7 +82,7 @@ class Layout:
         """
         dp, sp = self.size("dp"), self.size("sp")
         if shard_ranks % sp or dp % (shard_ranks // sp):
-            allowed = ", ".join(str(sp * ranks) for ranks in range(1, dp + 1) if dp % ranks == 0)
+            allowed = either(sp * ranks for ranks in range(1, dp + 1) if dp % ranks == 0)
             raise ConfigError(
                 f"{asked_by}: found {shard_ranks}, but there are dp {dp} x sp {sp} ranks, which divide evenly into "
                 f"groups of {allowed}; give one of these sizes"

@@ -25,7 +25,7 @@ import deepspeed.comm as dist
 from deepspeed._absent_members import absent_members
 from deepspeed.activation import checkpointing
 from deepspeed.comm.together import together
-from deepspeed.errors import ConfigError, counted
+from deepspeed.errors import ConfigError, counted, either
 from deepspeed.parallel.tied_params import mark_tied
 from deepspeed.pipe.errors import PipelineError
 from deepspeed.pipe.layer_spec import LayerSpec, TiedLayerSpec, count_parameters
@@ -367,7 +367,7 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
     if not isinstance(num_stages, int):
         raise ConfigError(f"PipelineModule: found num_stages {num_stages!r}; give a number of stages")
     if num_stages < 1 or world_size % num_stages:
-        allowed = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        allowed = either(size for size in range(1, world_size + 1) if world_size % size == 0)
         if world_size == 1:
             raise ConfigError(
                 f"PipelineModule: found {num_stages} stages and 1 rank; start the script on more of them, such as "

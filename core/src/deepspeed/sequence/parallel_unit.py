@@ -3,7 +3,7 @@
 from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
-from deepspeed.errors import ConfigError, counted
+from deepspeed.errors import ConfigError, counted, either
 from deepspeed.parallel import groups
 from deepspeed.parallel.layout import read_layout
 from deepspeed.parallel.mesh import Mesh
@@ -80,10 +80,9 @@ def sequence_parallel_unit(sequence_parallel_size: int) -> SequenceParallelUnit:
     """
     world_size = dist.get_world_group().size()
     if sequence_parallel_size < 1 or world_size % sequence_parallel_size:
-        divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        divisors = either(size for size in range(1, world_size + 1) if world_size % size == 0)
         raise ConfigError(
-            f"sequence_parallel_size: found {sequence_parallel_size} for {counted(world_size, 'rank')}; give one of "
-            f"{divisors}"
+            f"sequence_parallel_size: found {sequence_parallel_size} for {counted(world_size, 'rank')}; give {divisors}"
         )
     mesh = groups.viewed_mesh()
     if mesh.size("sp") != sequence_parallel_size:

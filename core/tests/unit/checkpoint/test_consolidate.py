@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -285,7 +286,12 @@ def test_blocks_of_a_file_have_checksums_of_their_own(intact, tmp_path, monkeypa
 
 
 def test_missing_latest_and_tag(saved, tmp_path):
-    with pytest.raises(CheckpointError, match=r"no checkpoint with the tag 'nope'"):
+    layout_copy = tmp_path / "ckpt" / "global_step10"
+    layout_copy.mkdir()
+    (layout_copy / layout.model_file(0)).touch()
+    (tmp_path / "ckpt" / "logs").mkdir()
+    holds = re.escape("It holds: global_step1, global_step10.")
+    with pytest.raises(CheckpointError, match=f"no checkpoint with the tag 'nope'. {holds}"):
         get_weights(tmp_path / "ckpt", "nope")
     with pytest.raises(CheckpointError, match="latest is missing"):
         get_weights(tmp_path)

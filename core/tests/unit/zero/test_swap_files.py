@@ -26,7 +26,7 @@ needs_aio = pytest.mark.skipif(registry.resolve("async_io").builder is None, rea
 OWNER = """
 import sys
 from deepspeed.zero.offload.swap_folder import SwapFolder
-folder = SwapFolder(sys.argv[1], rank=3)
+folder = SwapFolder(sys.argv[1], rank=3, key="nvme_path")
 (folder.path / "data").write_bytes(b"x")
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -36,7 +36,7 @@ sys.stdin.read()
 WITH_WORKER = """
 import os, sys
 from deepspeed.zero.offload.swap_folder import SwapFolder
-folder = SwapFolder(sys.argv[1], rank=3)
+folder = SwapFolder(sys.argv[1], rank=3, key="nvme_path")
 if os.fork() == 0:
     print(folder.path, flush=True)
 sys.stdin.read()
@@ -52,7 +52,7 @@ def stop_at_lock(path, *arguments):
     return stop() if str(path).endswith("owner.lock") else open_file(path, *arguments)
 name, stop_at = {"open": ("open", stop_at_lock), "rename": ("rename", stop)}[sys.argv[2]]
 setattr(os, name, stop_at)
-SwapFolder(sys.argv[1], rank=3)
+SwapFolder(sys.argv[1], rank=3, key="nvme_path")
 """
 
 PAUSED = """
@@ -64,7 +64,7 @@ def pause(*names):
     sys.stdin.readline()
     rename(*names)
 os.rename = pause
-folder = SwapFolder(sys.argv[1], rank=3)
+folder = SwapFolder(sys.argv[1], rank=3, key="nvme_path")
 print(folder.path, flush=True)
 sys.stdin.read()
 """
@@ -92,13 +92,13 @@ def open_folder(path):
 
 @pytest.fixture
 def file(tmp_path):
-    folder = SwapFolder(tmp_path, rank=0)
+    folder = SwapFolder(tmp_path, rank=0, key="nvme_path")
     yield SwapFile(folder.path / "optimizer.swap")
     folder.remove()
 
 
 def test_a_folder_is_private_and_goes_with_its_owner(tmp_path):
-    folder = SwapFolder(tmp_path, rank=0)
+    folder = SwapFolder(tmp_path, rank=0, key="nvme_path")
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     assert f"rank0_pid{os.getpid()}" in folder.path.name
     folder.remove()
@@ -107,7 +107,7 @@ def test_a_folder_is_private_and_goes_with_its_owner(tmp_path):
 
 
 def test_only_what_dead_processes_left_is_swept(tmp_path):
-    own = SwapFolder(tmp_path, rank=0)
+    own = SwapFolder(tmp_path, rank=0, key="nvme_path")
     killed, left = start_owner(tmp_path)
     living, kept = start_owner(tmp_path)
     assert os.path.exists(left), "a living process keeps its folder"
@@ -135,7 +135,7 @@ def test_what_a_process_left_that_was_killed_as_it_made_a_folder_is_swept(tmp_pa
     assert subprocess.run([sys.executable, "-c", CUT_OFF, tmp_path, call], check=False).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".ds_new_swap_")
-    folder = SwapFolder(tmp_path, rank=0)
+    folder = SwapFolder(tmp_path, rank=0, key="nvme_path")
     assert list(tmp_path.iterdir()) == [folder.path]
     folder.remove()
 
@@ -148,7 +148,7 @@ def test_a_folder_that_is_being_made_is_not_swept(tmp_path):
     maker.stdin.write("\n")
     maker.stdin.flush()
     assert maker.stdout.readline().strip() in map(str, tmp_path.iterdir())
-    folder = SwapFolder(tmp_path, rank=0)
+    folder = SwapFolder(tmp_path, rank=0, key="nvme_path")
     folder.remove()
     end(maker)
     assert list(tmp_path.iterdir()) == []
@@ -158,13 +158,16 @@ def test_another_host_s_folders_are_left(tmp_path):
     other = tmp_path / "ds_swap_another-host_run_rank0_pid1_x"
     other.mkdir()
     (other / "owner.lock").touch()
-    SwapFolder(tmp_path, rank=0).remove()
+    SwapFolder(tmp_path, rank=0, key="nvme_path").remove()
     assert other.exists()
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nvme_path: .*gone does not exist; create it"):
-        SwapFolder(tmp_path / "gone", rank=0)
+    with pytest.raises(ConfigError, match=r"^section.nvme_path: .*gone does not exist; create it"):
+        SwapFolder(tmp_path / "gone", rank=0, key="section.nvme_path")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^section.nvme_path: .*file is not a folder; create it"):
+        SwapFolder(tmp_path / "file", rank=0, key="section.nvme_path")
 
 
 def test_regions_are_aligned_and_have_space_on_the_disk(file):
@@ -268,7 +271,7 @@ def test_an_interrupted_wait_leaves_what_is_in_flight_in_flight(file, monkeypatc
 
 
 def test_a_folder_that_cannot_be_removed_is_named(tmp_path, monkeypatch, caplog):
-    folder = SwapFolder(tmp_path, rank=0)
+    folder = SwapFolder(tmp_path, rank=0, key="nvme_path")
     monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
     folder.remove()
     assert f"cannot remove the swap folder {folder.path}" in caplog.text

@@ -26,7 +26,7 @@ NUMEL = 3000
 
 @pytest.fixture
 def file(tmp_path):
-    folder = SwapFolder(tmp_path, rank=0)
+    folder = SwapFolder(tmp_path, rank=0, key="nvme_path")
     yield SwapFile(folder.path / "optimizer.swap")
     folder.remove()
 

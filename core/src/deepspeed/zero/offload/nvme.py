@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 #: sums on their way to slots and disk, and so staging buffers: one is filled while one is written
 MAX_STAGED = 2
+_KEY = "zero_optimization.offload_optimizer.nvme_path"
 
 
 class _Arrival(NamedTuple):
@@ -100,7 +101,7 @@ class NvmePlacement(HostPlacement):
         self._plain = HostMemory(accelerator, pins=False)
         self._incoming = BufferRing(self._memory, MAX_STAGED)
         self._queue = SwapQueue(aio)  # for gradients, and single tensors
-        self._folder = SwapFolder(nvme_path, rank=rank)
+        self._folder = SwapFolder(nvme_path, rank=rank, key=_KEY)
         self._file = SwapFile(self._folder.path / "optimizer.swap")
         self._slots = SwapSlots(self._memory, aio, reads_ahead=reads_ahead, writes_behind=writes_behind)
         self._buffer_count = buffer_count
@@ -123,7 +124,7 @@ class NvmePlacement(HostPlacement):
         num_bytes = numel * (4 + 4 * self._num_states + gradient_dtype.itemsize)
         report = preflight(self._folder.path, num_bytes)  # of this rank: others may have taken their space already
         for remark in report.remarks:
-            warn_once(f"zero_optimization.offload_optimizer.nvme_path: {remark}")
+            warn_once(f"{_KEY}: {remark}")
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, *, crosses: bool) -> Tensor:
         return self._plain.aligned(numel * dtype.itemsize).view(dtype)  # until `put_away`

@@ -40,25 +40,26 @@ class SwapFolder:
     Args:
         nvme_path: an existing folder that this user may write.
         rank: of this process, for the name.
+        key: of the configuration, by which it was asked for.
 
     Attributes:
         path: of the folder.
 
     Raises:
-        ConfigError: the folder cannot be made; names `nvme_path` and why.
+        ConfigError: the folder cannot be made; names the key and why.
     """
 
-    def __init__(self, nvme_path: str | os.PathLike[str], *, rank: int) -> None:
+    def __init__(self, nvme_path: str | os.PathLike[str], *, rank: int, key: str) -> None:
         parent = Path(nvme_path).absolute()
         if not os.path.isdir(parent):  # False too for a name that no file can have
             problem = "is not a folder" if os.path.exists(parent) else "does not exist"
-            raise ConfigError(f"nvme_path: {parent} {problem}; create it on a local disk, or name another folder")
+            raise ConfigError(f"{key}: {parent} {problem}; create it on a local disk, or name another folder")
         try:
             sweep(parent)
             self.path, self._lock = _make(parent, rank)
         except OSError as error:
             raise ConfigError(
-                f"nvme_path: no folder can be made in {parent}: {error.strerror}; check its permissions and mount, or "
+                f"{key}: no folder can be made in {parent}: {error.strerror}; check its permissions and mount, or "
                 "name another folder"
             ) from error
         self._remove = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())

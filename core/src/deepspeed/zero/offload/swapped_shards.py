@@ -29,6 +29,8 @@ from deepspeed.zero.offload.swap_file import Region, SwapFile, SwapQueue, SwapWo
 from deepspeed.zero.offload.swap_folder import SwapFolder
 from deepspeed.zero.shard_home import OffloadedShard, ShardHome
 
+_KEY = "zero_optimization.offload_param.nvme_path"
+
 
 class _Buffer:
     """Memory into which one shard at a time is read."""
@@ -163,15 +165,12 @@ class SwappedShards(ShardHome):
         rank: int,
     ) -> None:
         if not section.nvme_path:
-            raise ConfigError(
-                "zero_optimization.offload_param.nvme_path: found none, and device is 'nvme'; name a folder on a local "
-                "disk"
-            )
+            raise ConfigError(f"{_KEY}: found none, and device is 'nvme'; name a folder on a local disk")
         self.lane = CopyLane(accelerator)
         self._max_numel = section.buffer_size
         self._room_numel = section.max_in_cpu
         self._memory = memory
-        self._folder = SwapFolder(section.nvme_path, rank=rank)
+        self._folder = SwapFolder(section.nvme_path, rank=rank, key=_KEY)
         self._file = SwapFile(self._folder.path / "parameters.swap")
         staging = HostMemory(accelerator, pins=pins, key="offload_param")
         self.plain = HostMemory(accelerator, pins=False)  # for what the device does not copy
