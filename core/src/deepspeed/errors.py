@@ -13,8 +13,10 @@ May import nothing of the project.
 """
 
 import collections.abc
+import operator
 import os
 import re
+import typing
 
 _SHOWN_LENGTH = 60  # of a value in a message
 _INT32_MAX = 2**31 - 1
@@ -108,6 +110,27 @@ def environment_int(
         return int(text)
     limits = f"from {least} to {most}" if most < _INT32_MAX else f"of at least {least}"
     raise error(f"the environment variable {variable} must be an integer {limits}, found {shown(text)}")
+
+
+def whole_number(asked: str, value: object, *, least: int = 1) -> int:
+    """An argument that counts something: an integer of any library.
+
+    Args:
+        asked: what the message begins with, for example the name of the configuration's key.
+        value: what was given.
+        least: what is allowed.
+
+    Raises:
+        ConfigError: it is no integer, or smaller.
+    """
+    if not isinstance(value, bool) and isinstance(value, typing.SupportsIndex):
+        try:
+            number = operator.index(value)
+        except TypeError:  # a tensor or an array of something else
+            number = least - 1
+        if number >= least:
+            return number
+    raise ConfigError(f"{asked}: asked for {value!r}, allowed is an integer of at least {least}")
 
 
 def first_line(error: BaseException) -> str:

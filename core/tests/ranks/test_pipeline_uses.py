@@ -8,7 +8,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from deepspeed.errors import DeepSpeedError
+from deepspeed.errors import ConfigError, DeepSpeedError
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.testing.distributed import run_ranks
@@ -157,6 +157,14 @@ def loader_job():
     engine = create(initialize={"training_data": dataset})
     first = [engine.train_batch().item() for _ in range(4)]  # two epochs
     engine.set_batch_fn(lambda pair: (pair["x"], pair["y"]))
+    for call, value, told in (
+        ("set_dataiterator", [1], r"found a list, no iterator; give iter\(\) of it, or set_dataloader"),
+        ("set_dataiterator", 3, "found a int, no iterator; give an iterator"),
+        ("set_dataloader", 3, "found a int; give an iterable of micro-batches"),
+        ("set_batch_fn", "x", "found a str; give a function"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{call}: {told}"):
+            getattr(engine, call)(value)
     engine.set_dataiterator({"x": x, "y": y} for x, y in samples())
     second = engine.train_batch().item()
     engine.set_batch_fn(lambda pair: pair)

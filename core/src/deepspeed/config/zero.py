@@ -12,6 +12,7 @@ from pydantic import BeforeValidator
 from deepspeed._absent_members import absent_members
 from deepspeed.config.base import Flag, Float, Free, Int, Section, Text, Texts, key, number, quiet, refused
 from deepspeed.config.enums import OffloadDeviceEnum
+from deepspeed.log import warn_once
 
 
 def _whole(value: Any) -> Any:
@@ -109,7 +110,7 @@ class LeafModuleConfig(Section):
 
 @absent_members("runtime.zero.config:DeepSpeedZeroConfig")
 class ZeroConfig(Section):
-    """`zero_optimization`. `true` means stage 1, as early pages wrote it."""
+    """`zero_optimization`. `true` means stage 1, as early pages write it, with a warning; no other section takes it."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)] = key(
         0,
@@ -299,7 +300,11 @@ class ZeroConfig(Section):
     @classmethod
     def normalize(cls, value: Any) -> Any:
         """`true` is stage 1, `false` is stage 0: the form of the first DeepSpeed."""
-        return {"stage": int(value)} if isinstance(value, bool) else value
+        if not isinstance(value, bool):
+            return value
+        written = str(value).lower()
+        warn_once(f'"zero_optimization": {written} is deprecated; write "zero_optimization": {{"stage": {value:d}}}')
+        return {"stage": int(value)}
 
     @property
     def gather_fp16_weights_on_model_save(self) -> bool:

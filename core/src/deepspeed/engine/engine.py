@@ -29,8 +29,9 @@ from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.training import Training
 from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
 from deepspeed.engine.wrapper import GenerateOfModule, ModuleWrapper, lead_generate
-from deepspeed.errors import CheckpointError, ConfigError, StateError, counted
+from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, whole_number
 from deepspeed.log import warn_once
+from deepspeed.ops.reference_optimizer import check_options
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
 from deepspeed.precision.dtype_hint import add_dtype_hint
@@ -242,8 +243,12 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             raise
         self._training.reduce_postponed()
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next backward completes a step, instead of letting the engine count."""
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next backward completes a step, instead of letting the engine count; None: count again."""
+        if is_boundary not in (True, False, None):
+            raise ConfigError(
+                f"set_gradient_accumulation_boundary: asked for {is_boundary!r}, allowed is True, False or None"
+            )
         self.schedule.set_boundary(is_boundary)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -255,9 +260,10 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         Raises:
             ConfigError: if it is not a multiple of the micro-batch over the data-parallel ranks.
         """
+        train_batch_size = whole_number("train_batch_size", train_batch_size)
         dp_size = self.mesh.size("dp")
         per_pass = self._micro_batch_size * dp_size
-        if train_batch_size <= 0 or train_batch_size % per_pass != 0:
+        if train_batch_size % per_pass != 0:
             raise ConfigError(
                 f"train_batch_size: asked for {train_batch_size}, which is not a multiple of {per_pass} (micro-batch "
                 f"{self._micro_batch_size} x {counted(dp_size, 'data-parallel rank')})"
@@ -266,16 +272,13 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch and with it the global batch; accumulation steps stay."""
-        if micro_batch_size <= 0:
-            raise ConfigError(f"train_micro_batch_size_per_gpu: asked for {micro_batch_size}, allowed is 1 or more")
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_size = whole_number("train_micro_batch_size_per_gpu", micro_batch_size)
         num_steps = self._training.next_num_steps
-        self._training.set_batch(micro_batch_size * self.mesh.size("dp") * num_steps, num_steps)
+        self._training.set_batch(self._micro_batch_size * self.mesh.size("dp") * num_steps, num_steps)
 
     def set_gradient_accumulation_steps(self, num_steps: int) -> None:
         """Change the number of micro-batches per step; the micro-batch stays."""
-        if num_steps <= 0:
-            raise ConfigError(f"gradient_accumulation_steps: asked for {num_steps}, allowed is 1 or more")
+        num_steps = whole_number("gradient_accumulation_steps", num_steps)
         self.set_train_batch_size(num_steps * self._micro_batch_size * self.mesh.size("dp"))
 
     # ---- learning rate ----------------------------------------------------------------------------------------
@@ -285,6 +288,15 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         return self._training.group_values("lr")
 
     def set_lr(self, lr: float) -> None:
+        """Give every parameter group this learning rate.
+
+        Raises:
+            ConfigError: it is no number of at least 0.
+        """
+        try:
+            check_options(lr=lr)
+        except ConfigError as error:
+            raise ConfigError(f"set_lr: {error}") from None
         for group in self._training.param_groups:
             group["lr"] = lr
 

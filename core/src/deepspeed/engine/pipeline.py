@@ -165,16 +165,23 @@ class PipelineEngine(DeepSpeedEngine):
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Take micro-batches from a loader, which starts again at its end."""
+        if not isinstance(loader, Iterable):
+            raise ConfigError(f"set_dataloader: found a {type(loader).__name__}; give an iterable of micro-batches")
         self.training_dataloader = loader  # type: ignore[assignment]
         self._iterator = iter(RepeatingLoader(loader))
 
-    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Take micro-batches from an iterator."""
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Take micro-batches from an iterator. None: from what `train_batch` is given."""
+        if iterator is not None and not isinstance(iterator, Iterator):
+            advice = "iter() of it, or set_dataloader" if isinstance(iterator, Iterable) else "an iterator"
+            raise ConfigError(f"set_dataiterator: found a {type(iterator).__name__}, no iterator; give {advice}")
         self.training_dataloader = None
         self._iterator = iterator
 
-    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Call `fn` on what an iterator gives; it returns (inputs, labels)."""
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Call `fn` on what an iterator gives; it returns (inputs, labels). None: it gives them."""
+        if fn is not None and not callable(fn):
+            raise ConfigError(f"set_batch_fn: found a {type(fn).__name__}; give a function of what an iterator gives")
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:

@@ -3,9 +3,10 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from deepspeed import comm
+from deepspeed.errors import ConfigError
 from deepspeed.log import own_rank
 
 #: name, value (a number, or a tensor with one element), and where it stands on the x axis
@@ -21,7 +22,15 @@ class Monitor(ABC):
 
     enabled: bool = True
 
+    #: the section of `monitor_config` that a built-in monitor is made from; "" for a plugin's, which takes a dict
+    section: ClassVar[str] = ""
+
     def __init__(self, monitor_config: Any) -> None:
+        if self.section and not hasattr(monitor_config, "enabled"):
+            raise ConfigError(
+                f"{type(self).__name__}: found a {type(monitor_config).__name__}; give the section of a "
+                f"DeepSpeedConfig, as in DeepSpeedConfig(config).monitor_config.{self.section}"
+            )
         self.monitor_config = monitor_config
 
     @abstractmethod

@@ -24,6 +24,8 @@ class CometMonitor(Monitor):
         Exception: what `comet_ml.start` raises, for example without an API key.
     """
 
+    section = "comet"
+
     def __init__(self, comet_config: CometConfig) -> None:
         super().__init__(comet_config)
         self.enabled = comet_config.enabled and is_writer()

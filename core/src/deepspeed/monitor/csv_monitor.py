@@ -23,6 +23,8 @@ class csvMonitor(Monitor):
         OSError: the folder cannot be made.
     """
 
+    section = "csv_monitor"
+
     def __init__(self, csv_config: CSVConfig) -> None:
         super().__init__(csv_config)
         self.enabled = csv_config.enabled and is_writer()

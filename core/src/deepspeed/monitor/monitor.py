@@ -6,6 +6,7 @@ from typing import Any
 
 from deepspeed.config.base import Section
 from deepspeed.config.monitor import MonitorConfig
+from deepspeed.errors import ConfigError
 from deepspeed.log import logger
 from deepspeed.monitor.base import Event, Monitor, is_writer
 from deepspeed.plugins.manager import plugin_manager
@@ -34,9 +35,17 @@ class MonitorMaster:
     Attributes:
         enabled: whether the configuration switches any monitor on; the same on every rank.
         monitors: name of the section -> monitor, as far as this process writes.
+
+    Raises:
+        ConfigError: it is something else, as a dict.
     """
 
     def __init__(self, monitor_config: MonitorConfig) -> None:
+        if not isinstance(monitor_config, MonitorConfig):
+            raise ConfigError(
+                f"MonitorMaster: found a {type(monitor_config).__name__}; give the monitor_config of a "
+                "DeepSpeedConfig, as in MonitorMaster(DeepSpeedConfig(config).monitor_config)"
+            )
         self.monitor_config = monitor_config
         self.enabled = monitor_config.enabled
         self.monitors: dict[str, Any] = {}

@@ -19,6 +19,8 @@ class TensorBoardMonitor(Monitor):
         ImportError: the package tensorboard is not installed.
     """
 
+    section = "tensorboard"
+
     def __init__(self, tensorboard_config: TensorBoardConfig) -> None:
         super().__init__(tensorboard_config)
         self.enabled = tensorboard_config.enabled and is_writer()

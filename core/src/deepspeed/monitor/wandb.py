@@ -18,6 +18,8 @@ class WandbMonitor(Monitor):
         Exception: what `wandb.init` raises, for example without a login.
     """
 
+    section = "wandb"
+
     def __init__(self, wandb_config: WandbConfig) -> None:
         super().__init__(wandb_config)
         self.enabled = wandb_config.enabled and is_writer()

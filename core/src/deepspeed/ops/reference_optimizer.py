@@ -1,9 +1,11 @@
 """What every optimizer written here shares: the step loop, groups replaced in place, fp32 state, one-pass steps."""
 
 import inspect
+import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,6 +38,16 @@ class ReferenceOptimizer(torch.optim.Optimizer):
     One with a kernel that reads low-precision gradients, scales them, updates fp32 master weights and writes the
     low-precision weights in one pass over memory also writes `has_one_pass` and `update_one_pass`.
     """
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        check_params(params)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; also called for the groups that the constructor is given."""
+        if isinstance(param_group, dict):  # else torch says what it must be
+            check_options(**{name: value for name, value in param_group.items() if name in self.defaults})
+        super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also called by `load_state_dict`: a dictionary of torch's own class lacks our keys."""
@@ -138,15 +150,57 @@ def check_not_sparse(grad: Tensor, name: str) -> None:
         raise RuntimeError(f"{name} does not support sparse gradients; use dense ones (sparse=False) or SGD, Adagrad")
 
 
-def check_not_negative(**values: Any) -> None:
-    """ConfigError naming the first value below 0 (or nan)."""
-    for name, value in values.items():
-        if not value >= 0.0:
-            raise ConfigError(f"{name}: found {value!r}, but it must be at least 0")
+def check_params(params: Any) -> None:
+    """ConfigError for what is not an iterable of parameters or of param groups."""
+    if isinstance(params, (Tensor, torch.nn.Module, str)) or not isinstance(params, Iterable):
+        raise ConfigError(f"params: found a {type(params).__name__}; give model.parameters() or a list of param groups")
 
 
-def check_betas(betas: Iterable[float]) -> None:
-    """ConfigError naming the first decay rate outside [0, 1)."""
+def check_options(**options: Any) -> None:
+    """ConfigError naming the first option of a wrong type or out of range. Those that have no rule here may be
+    anything. Called with the arguments of an optimizer, and with what a param group says."""
+    for name, value in options.items():
+        if name == "betas":
+            _check_betas(value)
+        elif name in _RULES and not _RULES[name].fits(value):
+            _refuse(name, value, _RULES[name].words)
+
+
+def _check_betas(betas: Any) -> None:
+    if isinstance(betas, str) or not isinstance(betas, Sequence) or len(betas) != 2:
+        _refuse("betas", betas, "two numbers in [0, 1)")
     for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ConfigError(f"betas[{index}]: found {beta!r}, but it must be in [0, 1)")
+        if not _DECAY.fits(beta):
+            _refuse(f"betas[{index}]", beta, _DECAY.words)
+
+
+def _refuse(name: str, value: Any, words: str) -> NoReturn:
+    raise ConfigError(f"{name}: found {value!r}, but it must be {words}")
+
+
+class _Rule(NamedTuple):
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+_SIZE = _Rule("a finite number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf)
+_BOUND = _Rule("a number of at least 0", lambda value: _is_number(value) and value >= 0)  # infinity: there is none
+_DECAY = _Rule("a number in [0, 1)", lambda value: _is_number(value) and 0 <= value < 1)
+_FLAG = _Rule("true or false", lambda value: not isinstance(value, Tensor) and value in (True, False))
+_COUNT = _Rule(
+    "an integer of at least 1",
+    lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1,
+)
+_RULES = {
+    **dict.fromkeys(("lr", "muon_lr", "adam_lr", "eps", "weight_decay"), _SIZE),
+    **dict.fromkeys(("max_grad_norm", "min_coeff", "max_coeff"), _BOUND),
+    **dict.fromkeys(("bias_correction", "adam_w_mode", "adamw_mode", "amsgrad", "eps_inside_sqrt", "nesterov"), _FLAG),
+    "momentum": _DECAY,
+    "ns_steps": _COUNT,
+}

@@ -38,7 +38,7 @@ def test_listing_of_seed_004(said):
     assert config.train_micro_batch_size_per_gpu == 4
     assert config.zero_optimization_stage == 1
     assert config.fp16_enabled
-    assert said() == []
+    assert said() == ['"zero_optimization": true is deprecated; write "zero_optimization": {"stage": 1}']
 
 
 def test_listing_of_seed_002(said):

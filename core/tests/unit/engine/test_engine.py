@@ -5,6 +5,7 @@ import re
 from contextlib import nullcontext
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 from deepspeed.errors import ConfigError, StateError
@@ -364,10 +365,13 @@ def test_micro_batches_of_a_failed_step_can_be_repeated(make_engine, stage, by_u
 @pytest.mark.parametrize("size", [0, 3, -2])
 def test_batch_sizes_that_do_not_fit(make_engine, size):
     engine = make_engine(Net(), train_batch_size=None, train_micro_batch_size_per_gpu=2)
-    with pytest.raises(ConfigError, match=f"train_batch_size: asked for {size}, which is not a multiple of 2"):
+    told = "which is not a multiple of 2" if size > 0 else "allowed is an integer of at least 1"
+    with pytest.raises(ConfigError, match=f"train_batch_size: asked for {size}, {told}"):
         engine.set_train_batch_size(size)
     assert engine.get_batch_info() == (2, 2, 1)
-    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu: asked for 0, allowed is 1 or more"):
+    with pytest.raises(
+        ConfigError, match="train_micro_batch_size_per_gpu: asked for 0, allowed is an integer of at least 1"
+    ):
         engine.set_train_micro_batch_size(0)
 
 
@@ -429,6 +433,37 @@ def test_the_start_line_says_the_clipping(make_engine, lines, keys, says):
     make_engine(Net(), **keys)
     (line,) = [text for _, text in lines if text.startswith("deepspeed ")]
     assert line.endswith(says)
+
+
+WRONG_CALLS = {
+    "set_lr": ["x", None, True, [0.1], -0.1, float("nan"), float("inf")],
+    "set_train_batch_size": ["8", None, True, 8.0, 0, -8],
+    "set_train_micro_batch_size": ["4", None, True, 4.0, 0, -4],
+    "set_gradient_accumulation_steps": ["2", None, True, 2.0, 0, -2],
+    "set_gradient_accumulation_boundary": ["x", 2, [], 0.5],
+}
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS)
+def test_setters_refuse_what_is_no_such_value_and_change_nothing(make_engine, call):
+    engine = make_engine(Net())
+    before = engine.get_lr(), engine.train_batch_size(), engine.gradient_accumulation_steps()
+    boundary = engine.is_gradient_accumulation_boundary()
+    for value in WRONG_CALLS[call]:
+        with pytest.raises(ConfigError, match=f"(asked for|found) {re.escape(repr(value))}"):
+            getattr(engine, call)(value)
+        assert (engine.get_lr(), engine.train_batch_size(), engine.gradient_accumulation_steps()) == before
+        assert engine.is_gradient_accumulation_boundary() is boundary
+
+
+def test_setters_take_numbers_of_other_libraries(make_engine):
+    engine = make_engine(Net())
+    engine.set_lr(np.float32(0.5))
+    assert engine.get_lr() == [0.5]
+    size = engine.train_batch_size()
+    engine.set_gradient_accumulation_steps(np.int64(2))
+    engine.set_train_batch_size(torch.tensor(2 * size))
+    assert type(engine.train_batch_size()) is int
 
 
 @pytest.mark.usefixtures("single_rank")

@@ -6,8 +6,12 @@ import sys
 import pytest
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ConfigError
+from deepspeed.monitor.comet import CometMonitor
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
+from deepspeed.monitor.csv_monitor import csvMonitor
 from deepspeed.monitor.monitor import Monitor, MonitorMaster
+from deepspeed.monitor.tensorboard import TensorBoardMonitor
+from deepspeed.monitor.wandb import WandbMonitor
 from deepspeed.plugins import hookimpl
 from deepspeed.plugins.manager import FEATURES, plugin_manager
 
@@ -235,3 +239,16 @@ def test_an_interrupt_is_not_swallowed(plugin):
     plugin(lambda name, arguments: Interrupted())
     with pytest.raises(KeyboardInterrupt):
         MonitorMaster(monitor_config(monitor_plugins={"mine": {}})).write_events(EVENTS)
+
+
+@pytest.mark.parametrize("config", [{}, {"csv_monitor": {"enabled": True}}, None, "csv", DeepSpeedConfig])
+def test_what_is_no_configuration_is_said(config):
+    with pytest.raises(ConfigError, match=r"^MonitorMaster: found a .*; give the monitor_config of a DeepSpeedConfig"):
+        MonitorMaster(config)
+
+
+@pytest.mark.parametrize("kind", [TensorBoardMonitor, WandbMonitor, CometMonitor, csvMonitor])
+def test_a_monitor_alone_needs_its_section(kind):
+    with pytest.raises(ConfigError, match=rf"^{kind.__name__}: found a dict; give .*monitor_config\.{kind.section}$"):
+        kind({"enabled": True})
+    kind(getattr(monitor_config(), kind.section))

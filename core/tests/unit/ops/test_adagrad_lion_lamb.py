@@ -1,14 +1,17 @@
 """Adagrad against torch's class; Lion and LAMB against their formulas in numpy."""
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
 import torch
 from deepspeed.errors import ConfigError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.muon.muon import Muon
 
 GRADS = np.random.default_rng(3).standard_normal((5, 12))
 START = np.linspace(-1.5, 1.0, 12)
@@ -173,6 +176,71 @@ def test_lamb_empty_tensor():
 def test_wrong_values_are_named(make, message):
     with pytest.raises(ConfigError, match=message):
         make([torch.nn.Parameter(torch.zeros(2))])
+
+
+FRONTS = [FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, FusedLamb, DeepSpeedCPUAdagrad, Muon]
+WRONG = {
+    "lr": ["a", "1e-3", None, True, [0.1], -1, float("nan"), float("inf"), torch.ones(2)],
+    "eps": ["a", None, -1e-8, float("inf")],
+    "weight_decay": ["a", None, -1, False, {}],
+    "betas": [0.9, "ab", (0.9,), (0.9, 0.99, 0.999), (0.9, "a"), (None, 0.9), (0.9, 1.0), (-0.1, 0.9), {0.9: 0.99}],
+    "bias_correction": ["no", 2, None],
+    "adam_w_mode": ["no"],
+    "adamw_mode": ["no"],
+    "amsgrad": ["no"],
+    "eps_inside_sqrt": ["no"],
+    "max_grad_norm": ["a", -1],
+    "max_coeff": ["a", None],
+    "min_coeff": ["a", -1],
+    "momentum": ["a", 1.0, None],
+    "ns_steps": ["a", 0, 2.5, True],
+    "nesterov": ["no"],
+    "muon_lr": ["a"],
+    "adam_lr": ["a"],
+}
+
+
+@pytest.mark.parametrize(
+    ("front", "name"),
+    [(front, name) for front in FRONTS for name in WRONG if name in inspect.signature(front).parameters],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_arguments_of_a_wrong_type_or_range_are_named(front, name):
+    for value in WRONG[name]:
+        told = rf"^{name}(\[\d\])?: found .*, but it must be "
+        with pytest.raises(ConfigError, match=told):
+            front([torch.nn.Parameter(torch.zeros(2, 2))], **{name: value})
+
+
+@pytest.mark.parametrize("front", FRONTS, ids=lambda front: front.__name__)
+def test_options_of_a_group_are_looked_at_too(front):
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    for name, value in {"lr": "a", "weight_decay": -1}.items():
+        with pytest.raises(ConfigError, match=f"^{name}: found {value!r}, but it must be a"):
+            front([{"params": [weight], name: value}])
+        optimizer = front([weight])
+        with pytest.raises(ConfigError, match=f"^{name}: found {value!r}, but it must be a"):
+            optimizer.add_param_group(
+                {"params": [torch.nn.Parameter(torch.zeros(2, 2))], "use_muon": True, name: value}
+            )
+        assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("front", FRONTS, ids=lambda front: front.__name__)
+@pytest.mark.parametrize("params", [torch.nn.Linear(2, 2), torch.zeros(2), None, 3, "weights"])
+def test_what_are_no_parameters_is_said(front, params):
+    with pytest.raises(ConfigError, match=r"^params: found a .*; give model\.parameters\(\) or a list of param groups"):
+        front(params)
+
+
+def test_numbers_of_other_libraries_are_taken():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    for front in FRONTS:
+        optimizer = front([weight], lr=np.float32(0.5), weight_decay=np.float64(0.0))
+        optimizer.step()
+        if front is not DeepSpeedCPUAdagrad:
+            front([weight], lr=torch.tensor(0.5), betas=[0.5, np.float32(0.5)]).step()
 
 
 @pytest.mark.parametrize("front", [FusedLion, FusedLamb])

@@ -9,7 +9,7 @@ from torch.optim.adagrad import adagrad
 
 from deepspeed.errors import ConfigError
 from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
-from deepspeed.ops.reference_optimizer import check_not_negative, new_step_count, state_dtype
+from deepspeed.ops.reference_optimizer import check_options, new_step_count, state_dtype
 
 
 class DeepSpeedCPUAdagrad(KernelOptimizer):
@@ -43,7 +43,7 @@ class DeepSpeedCPUAdagrad(KernelOptimizer):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_options(lr=lr, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
         if amsgrad:
             raise ConfigError("amsgrad: found True, but Adagrad has no AMSGrad; leave it out")
         defaults = {

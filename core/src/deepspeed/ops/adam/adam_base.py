@@ -8,7 +8,7 @@ from torch import Tensor
 from deepspeed.errors import ConfigError
 from deepspeed.ops.adam.adam_step import adam_step, create_state
 from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
-from deepspeed.ops.reference_optimizer import check_betas, check_not_negative, state_dtype
+from deepspeed.ops.reference_optimizer import check_options, state_dtype
 
 
 class AdamBase(KernelOptimizer):
@@ -32,8 +32,7 @@ class AdamBase(KernelOptimizer):
         weight_decay: float,
         **options: Any,
     ) -> None:
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
+        check_options(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
         # torch's own keys first, so that a saved group means the same there
         defaults = {
             "lr": lr,

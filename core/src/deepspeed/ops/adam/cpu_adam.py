@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deepspeed._absent_members import absent_members
 from deepspeed.ops.adam.adam_base import AdamBase
+from deepspeed.ops.reference_optimizer import check_options
 
 
 @absent_members("ops.adam.cpu_adam:DeepSpeedCPUAdam")
@@ -40,6 +41,7 @@ class DeepSpeedCPUAdam(AdamBase):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
+        check_options(adamw_mode=adamw_mode)
         super().__init__(
             model_params,
             lr=lr,

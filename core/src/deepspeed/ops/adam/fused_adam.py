@@ -8,6 +8,7 @@ from torch import Tensor
 from deepspeed._absent import complete
 from deepspeed.errors import ConfigError
 from deepspeed.ops.adam.adam_base import AdamBase
+from deepspeed.ops.reference_optimizer import check_options
 
 
 class FusedAdam(AdamBase):
@@ -47,6 +48,7 @@ class FusedAdam(AdamBase):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
+        check_options(amsgrad=amsgrad)
         if amsgrad:
             raise ConfigError(
                 "amsgrad: found True, but FusedAdam has no AMSGrad; use DeepSpeedCPUAdam or torch.optim.AdamW"

@@ -10,9 +10,8 @@ from torch.nn.utils import get_total_norm
 from deepspeed.errors import ConfigError
 from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
 from deepspeed.ops.reference_optimizer import (
-    check_betas,
-    check_not_negative,
     check_not_sparse,
+    check_options,
     new_step_count,
 )
 
@@ -59,8 +58,9 @@ class FusedLamb(KernelOptimizer):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
-        check_betas(betas)
+        check_options(amsgrad=amsgrad, bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt)
+        check_options(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        check_options(max_grad_norm=max_grad_norm, max_coeff=max_coeff, min_coeff=min_coeff)
         if not 0.0 <= min_coeff <= max_coeff:
             raise ConfigError(f"min_coeff: found {min_coeff!r}, but it must be in [0, max_coeff={max_coeff!r}]")
         if amsgrad:

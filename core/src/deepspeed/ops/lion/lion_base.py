@@ -8,9 +8,8 @@ from torch import Tensor
 
 from deepspeed.ops.kernel_optimizer import KernelOptimizer, host_numbers
 from deepspeed.ops.reference_optimizer import (
-    check_betas,
-    check_not_negative,
     check_not_sparse,
+    check_options,
     new_step_count,
     state_dtype,
 )
@@ -39,8 +38,7 @@ class LionBase(KernelOptimizer):
         weight_decay: float,
         **options: Any,
     ) -> None:
-        check_not_negative(lr=lr, weight_decay=weight_decay)
-        check_betas(betas)
+        check_options(lr=lr, betas=betas, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, **options})
 
     def kernel_numbers(self, group: dict[str, Any]) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from deepspeed.errors import ConfigError
 from deepspeed.ops.adam.adam_step import adam_step, create_state
 from deepspeed.ops.muon.newton_schulz import NS_METHODS, orthogonalize
-from deepspeed.ops.reference_optimizer import ReferenceOptimizer, check_betas, check_not_negative, check_not_sparse
+from deepspeed.ops.reference_optimizer import ReferenceOptimizer, check_not_sparse, check_options, check_params
 
 
 def muon_update(
@@ -79,12 +79,9 @@ class Muon(ReferenceOptimizer):
         eps: float = 1e-10,
     ) -> None:
         lrs = {True: lr if muon_lr is None else muon_lr, False: lr if adam_lr is None else adam_lr}
-        check_not_negative(lr=lr, muon_lr=lrs[True], adam_lr=lrs[False], weight_decay=weight_decay, eps=eps)
-        check_betas(betas)
-        if not 0.0 <= momentum < 1.0:
-            raise ConfigError(f"momentum: found {momentum!r}, but it must be in [0, 1)")
-        if ns_steps < 1:
-            raise ConfigError(f"ns_steps: found {ns_steps!r}, but it must be at least 1")
+        check_params(params)
+        check_options(lr=lr, muon_lr=lrs[True], adam_lr=lrs[False], betas=betas, eps=eps, weight_decay=weight_decay)
+        check_options(momentum=momentum, ns_steps=ns_steps, nesterov=nesterov)
         if ns_method not in NS_METHODS:
             raise ConfigError(f"ns_method: found {ns_method!r}, but it must be one of {', '.join(NS_METHODS)}")
         muon_keys = {"momentum": momentum, "ns_steps": ns_steps, "nesterov": nesterov, "ns_method": ns_method}
@@ -99,6 +96,7 @@ class Muon(ReferenceOptimizer):
         """Add a group of one kind; it must say `use_muon`. Keys that it lacks are filled in."""
         if not isinstance(param_group.get("use_muon"), bool):
             raise ConfigError(f"use_muon: found {param_group.get('use_muon')!r}, but a group must say true or false")
+        check_options(**{key: value for key, value in param_group.items() if key != "params"})
         for key, value in self._options[param_group["use_muon"]].items():
             param_group.setdefault(key, value)
         super().add_param_group(param_group)
