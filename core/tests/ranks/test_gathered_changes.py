@@ -232,7 +232,11 @@ def set_on_one_rank(stage: int, what: str, modifier_rank: int | None, checks: bo
 @pytest.mark.parametrize("checks", [True, False])
 @pytest.mark.parametrize("modifier_rank", [None, 0])
 @pytest.mark.parametrize(
-    ("stage", "what"), swept([(3, "weight"), (3, "state"), (1, "weight"), (2, "state")], lambda stage, what: stage == 3)
+    ("stage", "what"),
+    swept(
+        [(3, "weight"), (3, "state"), (1, "weight"), (2, "state")],
+        lambda stage, what: stage == 3 or (stage, what) == (1, "weight"),
+    ),
 )
 def test_a_rank_that_sets_its_elements_inside_the_context_parts_no_ranks(stage, what, modifier_rank, checks):
     (first, wanted), (second, after) = run_ranks(2, set_on_one_rank, stage, what, modifier_rank, checks, timeout_s=60)

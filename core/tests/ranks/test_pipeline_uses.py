@@ -278,7 +278,7 @@ def wrong_module_job(name):
     ("name", "message"),
     [
         ("stages over layers", "found 2 stages for 1 layer;.*use at most 1 stage"),
-        ("stages over ranks", "found 3 stages for 2 ranks.*use 1, 2"),
+        ("stages over ranks", "found 3 stages for 2 ranks.*use 1 or 2"),
         ("method", "found 'best'; use one of parameters, uniform, type:REGEX, profile"),
         ("type", "'type:conv' matches 0 of the layers Linear, tanh.*there are 2 parts"),
         ("profile", "pass sample_inputs="),

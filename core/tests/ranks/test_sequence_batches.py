@@ -152,4 +152,4 @@ def test_neighbors_share_a_sequence():
         assert sequence == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert data == [rank % 2, rank % 2 + 2]
         assert (dp, tp) == (2, 1)
-        assert "found 3 for 4 ranks; give one of 1, 2, 4" in message
+        assert "found 3 for 4 ranks; give 1, 2 or 4" in message

@@ -162,7 +162,7 @@ def test_wrong_uses_name_the_numbers_and_none_hangs():
         "core_attn_implementation is 'flex_attention'; there are sdpa, eager",
         "core_attn_implementation is 'eager', but the model uses 'sdpa'",
         "found 4 attention heads for 8 ranks",
-        "found 3 for 2 ranks; give one of 1, 2",
+        "found 3 for 2 ranks; give 1 or 2",
         "seq_length is 7, which 2 ranks cannot divide; pad to 8",
         "without a seq_length",
         "which does not say num_attention_heads",

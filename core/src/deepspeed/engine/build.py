@@ -231,7 +231,9 @@ def _initialize(
         observers=_create_observers(settings, group, scales_loss=precision.loss_scaler.is_dynamic),
         basic_optimizer=basic_optimizer,
         train_batch_size=int(settings.train_batch_size),
-        check=partial(check_replicas, module, group, experts) if zero.enable_sanity_checks else None,
+        check=partial(check_replicas, module, group, experts, sharding.set_locally)
+        if zero.enable_sanity_checks
+        else None,
     )
     synchronize_module(module, group, experts)
     synchronize_tied(module, units)

@@ -143,7 +143,8 @@ def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Te
 
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     """Replace this rank's elements of the fp32 weight; `value` as `safe_get_local_fp32_param` gives it. All ranks call
-    it. The model's own weights follow at once in stage 0 and where they are sharded, else with the next step."""
+    it. The model's own weights follow at once in stage 0 and where they are sharded, else with the next step; in fp32,
+    where masters and weights are one, those of this rank do at once."""
     _set_local(param, value, "safe_set_local_fp32_param", MASTER, _master)
     sharding = manager_of(param)
     assert sharding is not None
@@ -153,6 +154,8 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     elif sharding.stage == 0:
         with torch.no_grad():
             param.copy_(value.view(param.shape))
+    else:
+        sharding.set_locally.add(param)
 
 
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:

@@ -4,7 +4,7 @@ Called before each update, as `Training.check`: a rank that changed such a param
 `GatheredParameters` without `modifier_rank`, would train on from other weights without a sign.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 import torch
 from torch import Tensor
@@ -20,29 +20,37 @@ _PERIOD = 8191  # a prime: elements that changed places change the sum
 _CHUNK_NUMEL = 2**20
 
 
-def check_replicas(module: torch.nn.Module, group: ProcessGroup, experts: Mapping[str, ProcessGroup]) -> None:
+def check_replicas(
+    module: torch.nn.Module, group: ProcessGroup, experts: Mapping[str, ProcessGroup], waiting: Set[Tensor]
+) -> None:
     """Compare checksums of the parameters that this rank holds whole. A collective of `group` and of those of experts.
 
     Args:
         group: ranks that hold the same parameters.
         experts: by `param.group_name`, the ranks that hold the same experts.
+        waiting: parameters of which this rank has set its own elements, which the others get with the update. They are
+            not compared.
 
     Raises:
         StateError: on every rank, for the first parameter whose values differ; it names the ranks.
     """
-    found: dict[ProcessGroup, dict[str, int]] = {members: {} for members in (group, *experts.values())}
+    found: dict[ProcessGroup, dict[str, int | None]] = {members: {} for members in (group, *experts.values())}
     for name, param in module.named_parameters():
         if param.numel() > 0:  # those of stage 3 that are sharded now are empty
             expert = expert_group_of(param)
-            found[group if expert is None else experts[expert]][name] = _checksum(param.detach())
+            found[group if expert is None else experts[expert]][name] = (
+                None if param in waiting else _checksum(param.detach())
+            )
     for members, sums in found.items():
         if torch.distributed.get_world_size(members) > 1:
             _compare(all_gather_values(sums, backend=group_backend(members)), members)
 
 
-def _compare(by_rank: list[dict[str, int]], members: ProcessGroup) -> None:
+def _compare(by_rank: list[dict[str, int | None]], members: ProcessGroup) -> None:
     for name, expected in by_rank[0].items():
         found = [sums.get(name, expected) for sums in by_rank]  # another rank may have released it already
+        if None in found:
+            continue
         others = [torch.distributed.get_global_rank(members, at) for at, one in enumerate(found) if one != expected]
         if others:
             first = torch.distributed.get_global_rank(members, 0)

@@ -82,6 +82,8 @@ class Sharding(Reducing):
         self._facts = self._create_facts()
         self._module = torch.nn.Module()  # the model
         self._updates: OptimizerUpdate | None = None
+        #: parameters of which this rank has set its own elements; other ranks' whole weights follow with the update
+        self.set_locally: set[Tensor] = set()
 
     # ---- what a stage decides -----------------------------------------------------------------------------------
 
@@ -329,6 +331,7 @@ class Sharding(Reducing):
             self._abandon(*gathers)
             raise
         self.placement.finish_sending()
+        self.set_locally.clear()
 
     @abandons_on_error
     def _take_before_update(self) -> None:
