@@ -1,9 +1,12 @@
 """`destroy` leaves the process group in order, whatever was in flight on this rank."""
 
+import re
+
 import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.comm import parted
 from deepspeed.errors import CommError
 from deepspeed.testing.distributed import run_ranks
 
@@ -102,3 +105,42 @@ def destroy_after_a_failure_unheard(direct):
 @pytest.mark.parametrize("direct", ["1", "0"])
 def test_after_a_failure_that_a_rank_has_not_heard_of(direct):
     assert run_ranks(2, destroy_after_a_failure_unheard, direct, timeout_s=30) == [(8, 8)] * 2
+
+
+def fail_in_an_evaluation_and_destroy(direct, peer_does, folder):
+    """Rank 1 fails in an evaluation that gathers nothing, and destroys the engine in its `except`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_COMM_DIRECT", direct)
+        patch.setattr(parted, "FIRST_LOOK_S", 0.2)
+        model, engine = crossing_engine()
+        found = "no error"
+        with torch.no_grad():
+            engine(torch.ones(1, 8))  # keeps what it gathers
+            if dist.get_rank() == 1:
+                model.way = "fails"
+                with pytest.raises(ZeroDivisionError):
+                    engine(torch.ones(1, 8))
+            else:
+                try:
+                    engine(torch.ones(1, 8))
+                    if peer_does == "save":
+                        engine.save_checkpoint(folder)
+                except Exception as error:  # noqa: BLE001
+                    found = f"{type(error).__name__}: {error}"
+        engine.destroy()
+        model, engine = crossing_engine()
+        engine.backward(engine(torch.ones(1, 8)))
+        engine.step()
+        engine.destroy()
+    return found, model.layers[0].weight.shape
+
+
+@pytest.mark.parametrize("peer_does", ["destroy", "save"])
+@pytest.mark.parametrize("direct", ["1", "0"])
+def test_after_an_evaluation_that_gathers_nothing_failed_on_one_rank(direct, peer_does, tmp_path):
+    """A rank that waits there for its peers does so until they have heard of its failure."""
+    peer, failed = run_ranks(2, fail_in_an_evaluation_and_destroy, direct, peer_does, str(tmp_path), timeout_s=30)
+    assert failed == ("no error", (8, 8))
+    assert peer[1] == (8, 8)
+    told = "PartedByFailure: rank 0 cannot go on: rank 1 failed with ZeroDivisionError: before the first layer. Then"
+    assert re.match(told if peer_does == "save" else "no error", peer[0]), peer

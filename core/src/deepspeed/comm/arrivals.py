@@ -75,7 +75,7 @@ class Arrivals:
             self._num_ended[call] += 1
             if ended_by.startswith(parted.PARTED):
                 if not wait.came_late:
-                    raise parted.RanksParted(ended_by.removeprefix(parted.PARTED))
+                    raise parted.ranks_parted(ended_by.removeprefix(parted.PARTED))
                 wait.begin_next()
                 continue
             if ended_by == str(own):
@@ -158,8 +158,8 @@ class _Wait:
             if waited_s > parted.NOTED_S and not self._is_noted:
                 parted.put_note(self._store, self._call, self._prefix, end, self._ranks)
                 self._is_noted = True
-            if waited_s > parted.FIRST_LOOK_S and (found := self._find_parted()) is not None:
-                return self._end(parted.PARTED + str(found))
+            if waited_s > parted.FIRST_LOOK_S and (found := self._find_parted()):
+                return self._end(parted.PARTED + found)
             time.sleep(min(max(waited_s / 10, 0.001), _LONGEST_PAUSE_S))
         return self._store.get(end).decode()
 
@@ -176,9 +176,9 @@ class _Wait:
             self.ended = clause_of(rank for rank in ended if rounds[rank] < self._number)
         return self.ended
 
-    def _find_parted(self) -> parted.RanksParted | None:
-        """Whether a rank waits for this one in another call of this kind."""
-        return parted.find(self._ranks, self._call, lambda _, note: note.kind != self._prefix, calls=True)
+    def _find_parted(self) -> str:
+        """Which rank waits for this one in another call, as a text."""
+        return parted.parting(self._ranks, self._call, lambda _, note: note.kind != self._prefix, calls=True)
 
     def _last_rounds(self) -> dict[int, int]:
         """By rank, the last round that it came to."""

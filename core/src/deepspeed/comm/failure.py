@@ -151,8 +151,9 @@ class FailureRecord:
             logger.error("%s; after that, and by itself, this rank failed with %s", first, reason)
 
     def claim(self, epoch: int, error: BaseException) -> None:
-        """Record an exception that this rank is about to raise."""
-        self._claim(epoch, _sentence(_reason(error)))
+        """Record an exception that this rank is about to raise, or what that came from."""
+        cause = error.cause if isinstance(error, PeerFailed) else ""
+        self._claim(epoch, cause or _sentence(_reason(error)))
 
     def _claim(self, epoch: int, cause: str) -> str:
         """Record a cause, unless there is one. Returns the one that is recorded."""

@@ -25,6 +25,7 @@ from weakref import WeakSet
 import torch.distributed as torch_dist
 from torch.distributed import Store
 
+from deepspeed.comm.failure import PeerFailed, unheard
 from deepspeed.errors import CommError, first_line
 from deepspeed.log import logger
 
@@ -37,6 +38,18 @@ _NUM_NOTES = "deepspeed/parted/notes"  # of ranks that wait now; where it is 0 n
 
 class RanksParted(CommError):
     """Ranks wait for each other in different calls. Every one of them raises it."""
+
+
+class PartedByFailure(RanksParted, PeerFailed):
+    """One of them has failed before, and went on to a call in which it waits for this rank."""
+
+
+def ranks_parted(text: str) -> RanksParted:
+    """What a rank raises that waits for others in another call, as `text` says."""
+    heard = unheard()
+    if heard is None or RanksParted.__name__ in heard.cause:  # the rank that found this has raised it already
+        return RanksParted(text)
+    return PartedByFailure(f"{heard}. Then {text}", heard.cause)
 
 
 class Counted(Protocol):
@@ -107,10 +120,17 @@ def _all_started() -> dict[str, int]:
     return {name: number for each in list(_counted) for name, number in each.num_started().items()}
 
 
-def find(
+def find(ranks: Sequence[int], waits_in: str, never_comes: Callable[[int, Note], bool]) -> RanksParted | None:
+    """What a rank is to raise that waits for others of `ranks` in a collective or a message, see `parting`; None while
+    they may still come."""
+    text = parting(ranks, waits_in, never_comes)
+    return ranks_parted(text) if text else None
+
+
+def parting(
     ranks: Sequence[int], waits_in: str, never_comes: Callable[[int, Note], bool], *, calls: bool = False
-) -> RanksParted | None:
-    """What a rank is to raise that waits for others of `ranks`; None while they may still come.
+) -> str:
+    """Why those of `ranks` that this rank waits for will never come, for `ranks_parted`; "" while they may.
 
     Args:
         ranks: as the job counts them.
@@ -133,12 +153,12 @@ def find(
             where = f"{'called' if note.end else 'waits in'} {note.call}"
             found = f"rank {rank} {where}, and rank {own} {'called' if calls else 'waits in'} {waits_in}"
             if not note.end:
-                return RanksParted(f"{found}: they wait for each other. {_SAME_ORDER}")
+                return f"{found}: they wait for each other. {_SAME_ORDER}"
             end = PARTED + f"{found}: they wait for each other. {advice(note.call)}"
             if store.compare_set(note.end, "", end).decode() == end:
                 _ended.add(note.end)
-                return RanksParted(end.removeprefix(PARTED))
-    return None
+                return end.removeprefix(PARTED)
+    return ""
 
 
 @contextmanager

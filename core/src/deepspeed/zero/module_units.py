@@ -7,14 +7,16 @@ ones stay whole. What another engine shards and trains stays in the units of tha
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import Module, Parameter
 
 from deepspeed.comm.failure import PeerFailed
 from deepspeed.comm.give_up import begin_use, give_up
+from deepspeed.comm.parted import RanksParted
 from deepspeed.comm.values import all_gather_values
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, StateError
 from deepspeed.zero.agreement import named_ranks
 from deepspeed.zero.granularity import UnitModule, divide
 from deepspeed.zero.int8_unit import Int8Unit, fits_int8
@@ -203,8 +205,11 @@ class ModuleUnits:
         self._home = None
         try:
             if home is not None:
-                self._require_readable(home)
-            _restore_plain(units)
+                _meet_again(partial(self._require_readable, home), units)
+            for unit in units:
+                _release_unchanged(unit)
+            for unit in units:
+                _meet_again(unit.restore_plain, units)
         finally:
             for unit in units:  # those that were not
                 unit.let_go()
@@ -218,7 +223,7 @@ class ModuleUnits:
             home.check()
         except OSError as error:
             problem = error
-        by_rank = all_gather_values(problem and str(problem), self._groups.dense.everyone.group)
+        by_rank = all_gather_values(problem and str(problem), backend=self._groups.dense.everyone)
         if problem is not None:
             raise problem
         if lost := [rank for rank, text in enumerate(by_rank) if text]:
@@ -244,17 +249,25 @@ def _find_borrowed(module: Module, trained: Set[Parameter]) -> dict[Parameter, M
     return {param: unit.hooks for param, unit in units.items() if unit.hooks in live}
 
 
-def _restore_plain(units: Sequence[ParamUnit]) -> None:
-    """A peer may have failed more often than this rank has heard of, and be in the same call now: they meet again."""
+def _release_unchanged(unit: ParamUnit) -> None:
+    """A peer that has failed lacks what this rank has gathered and kept: all gather it. What was changed stays."""
+    try:
+        unit.refuse_changes()
+    except StateError:
+        return
+    unit.release()
+
+
+def _meet_again(collective: Callable[[], None], units: Sequence[ParamUnit]) -> None:
+    """Make a collective that all ranks are to come to: a peer may have failed more often than this rank has heard of,
+    and be in the same call now, or come to it when it hears of a failure of this one."""
     num_failed = 0
-    for unit in units:
-        while True:
-            try:
-                unit.restore_plain()
-                break
-            except PeerFailed:
-                num_failed += 1
-                if num_failed > _MAX_FAILURES:
-                    raise
-                begin_use()  # another failure than the one that the user may be handling
-                give_up([left for each in units if (left := each.abandon()) is not None])
+    while True:
+        try:
+            return collective()
+        except (PeerFailed, RanksParted):
+            num_failed += 1
+            if num_failed > _MAX_FAILURES:
+                raise
+            begin_use()  # another failure than the one that the user may be handling
+            give_up([left for each in units if (left := each.abandon()) is not None])

@@ -36,6 +36,7 @@ from torch.nn import Parameter
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.failure import PeerFailed
+from deepspeed.comm.parted import RanksParted
 from deepspeed.errors import CommError, StateError
 from deepspeed.parallel.sharded_params import Reshard
 from deepspeed.zero import quantized
@@ -316,7 +317,7 @@ class ParamUnit:
             self._near.forget()
 
     def _explained(self, error: CommError) -> CommError:
-        kind = PeerFailed if isinstance(error, PeerFailed) else CommError
+        kind = next((each for each in (PeerFailed, RanksParted) if isinstance(error, each)), CommError)
         return kind(
             f"all-gather of the parameters {', '.join(self.names[:3])}{' ...' * (len(self.names) > 3)}: {error}. In "
             "stage 3 all ranks take the same way through the model, and enter GatheredParameters together; where they "
