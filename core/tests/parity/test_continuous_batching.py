@@ -388,7 +388,7 @@ def test_a_key_that_is_not_there_names_the_nearest() -> None:
         InferenceEngineV2(make_model(), {"state_manager": {"offload": True}})
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("mode", ["int8", "int4", "fp8", "fp6", "wf6af16"])
 def test_a_folder_of_transformers_is_built_with_weights_in_few_bits(tmp_path: Path, mode: str) -> None:
     plain, (tokens,) = make_model("gpt2"), prompts(6)
     plain.save_pretrained(tmp_path)

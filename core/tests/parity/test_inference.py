@@ -296,6 +296,23 @@ WRONG = {
         "0.up: group_size: found 1, but with 4 bits",
     ),
     "3 bits": ({"dtype": "int8", "quant": {"weight": {"num_bits": 3}}}, "quant.weight.num_bits: found 3"),
+    "6 bits of integers": (
+        {"dtype": "int8", "quant": {"weight": {"output_num_bits": 6}}},
+        "quant.weight.output_num_bits: with dtype 'int8': bits: found 6, but it must be 8 or 4",
+    ),
+    "4 bits with an exponent": (
+        {"dtype": "fp6", "quant": {"weight": {"num_bits": 4}}},
+        "quant.weight.num_bits: found 4 with dtype 'fp6'",
+    ),
+    "a minimum beside an exponent": (
+        {"dtype": "fp8", "quant": {"weight": {"q_type": "asymmetric"}}},
+        "quant.weight.q_type: found 'asymmetric' with dtype 'fp8'",
+    ),
+    "columns that do not fill bytes": (
+        {"dtype": "fp6", "quantization_setting": 16},
+        "0.up: group_size: found 2, but with 6",
+    ),
+    "another type of 8 bits": ({"dtype": torch.float8_e5m2}, "dtype: found torch.float8_e5m2"),
     "quantization of fp16": ({"quantization_setting": 8}, "quantization_setting: found 8 with dtype 'fp16'"),
     "a setting of another form": (
         {"dtype": "int8", "quantization_setting": "many"},
@@ -352,7 +369,7 @@ def test_what_is_no_model_and_what_has_no_weights():
 # ----- weights in few bits -------------------------------------------------------------------------------------------
 
 
-def rounded(model, bits, symmetric, groups_of):
+def rounded(model, bits, symmetric, groups_of, floating=False):
     """The model with the values that its packed weights stand for."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
@@ -360,7 +377,8 @@ def rounded(model, bits, symmetric, groups_of):
         if module is not head and (is_transposed or isinstance(module, torch.nn.Linear)):
             weight = module.weight.data.t().contiguous() if is_transposed else module.weight.data
             per_row = -(-groups_of(path) // weight.shape[0])
-            value = unpack_weight(pack_weight(weight, bits, weight.shape[1] // per_row, symmetric))
+            packed = pack_weight(weight, bits, weight.shape[1] // per_row, symmetric, floating=floating)
+            value = unpack_weight(packed)
             module.weight.data.copy_(value.t() if is_transposed else value)
     return model
 
@@ -372,23 +390,38 @@ def rounded(model, bits, symmetric, groups_of):
         ({}, 8, True, lambda path: 1),
         ({"quantization_setting": (True, 48)}, 8, True, lambda path: 96 if "mlp" in path else 48),
         ({"quant": {"weight": {"num_bits": 4, "q_type": "asymmetric"}}}, 4, False, lambda path: 1),
+        ({"dtype": torch.float8_e4m3fn}, 8, True, lambda path: 1),
     ],
 )
 def test_packed_weights_give_what_their_values_give(name, keys, bits, symmetric, groups_of):
+    check_packed(name, keys, bits, symmetric, groups_of)
+
+
+def test_six_bits_give_what_their_values_give():
+    check_packed("gpt2", {"dtype": "fp6", "quantization_setting": 96}, 6, True, lambda path: 96)
+    with pytest.raises(ConfigError, match="down_proj: group_size: found 50, but with 6 bits .* three bytes hold four"):
+        deepspeed.init_inference(create("llama"), dtype="fp6")
+
+
+def check_packed(name, keys, bits, symmetric, groups_of):
     plain = create(name)
-    engine = deepspeed.init_inference(copy.deepcopy(plain), dtype=torch.int8, **keys)
+    engine = deepspeed.init_inference(copy.deepcopy(plain), **{"dtype": torch.int8, **keys})
     packed = [module for module in engine.modules() if isinstance(module, PackedLinear)]
     assert len(packed) >= 8
     assert {module.weight.dtype for module in packed} == {torch.int8}
-    wanted = rounded(plain, bits, symmetric, groups_of)
+    assert {module.packed.data.numel() for module in packed} == {
+        module.in_features * module.out_features * bits // 8 for module in packed
+    }
+    wanted = rounded(plain, bits, symmetric, groups_of, "dtype" in keys)
     torch.testing.assert_close(logits_of(engine, name), logits_of(wanted, name), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", swept([each for each in FAMILIES if each != "t5"], ["gpt2", "llama"].__contains__))
-@pytest.mark.parametrize("keys", [{}, {"quant": {"weight": {"num_bits": 4, "q_type": "asymmetric"}}}])
+@pytest.mark.parametrize("keys", [{}, {"quant": {"weight": {"num_bits": 4, "q_type": "asymmetric"}}}, {"dtype": "fp8"}])
 def test_fused_blocks_over_packed_weights(name, keys):
-    packed = deepspeed.init_inference(create(name), dtype=torch.int8, **keys)
-    fused = deepspeed.init_inference(create(name), dtype=torch.int8, replace_with_kernel_inject=True, **keys)
+    keys = {"dtype": torch.int8, **keys}
+    packed = deepspeed.init_inference(create(name), **keys)
+    fused = deepspeed.init_inference(create(name), replace_with_kernel_inject=True, **keys)
     assert any("forward" in vars(module) for module in fused.modules())
     torch.testing.assert_close(logits_of(fused, name), logits_of(packed, name), atol=1e-4, rtol=1e-4)
     if name not in ENCODERS:
@@ -402,7 +435,9 @@ def state_of_packed_job(tp, injects, folder):
     engine = deepspeed.init_inference(model, mp_size=tp, **keys)
     layer = engine.module.model.layers[0].self_attn.q_proj
     for call in (engine.state_dict, engine.module.state_dict, lambda: engine.module.save_pretrained(folder)):
-        with pytest.raises(StateError, match=r"^state_dict: .* dtype int8 packed into 8 bits.* before init_inference"):
+        with pytest.raises(
+            StateError, match=r"^state_dict: .* init_inference packed into 8 bits.* before init_inference"
+        ):
             call()
     for strict in (True, False):
         with pytest.raises(StateError, match=r"^load_state_dict: .* load the weights before init_inference"):
@@ -421,19 +456,19 @@ def test_packed_weights_move_with_the_model_and_no_state_dict_omits_them(tp, inj
     run_ranks(tp, state_of_packed_job, tp, injects, str(tmp_path))
 
 
-def packed_job(name):
+def packed_job(name, dtype):
     """Rows that are cut over ranks have a scale per part, so they are rounded no worse than the whole."""
     exact = logits_of(create(name), name)
-    whole = deepspeed.init_inference(create(name), dtype=torch.int8)
-    divided = deepspeed.init_inference(create(name), dtype=torch.int8, mp_size=2, replace_with_kernel_inject=True)
+    whole = deepspeed.init_inference(create(name), dtype=dtype)
+    divided = deepspeed.init_inference(create(name), dtype=dtype, mp_size=2, replace_with_kernel_inject=True)
     error = (logits_of(whole, name) - exact).abs().mean()
     assert 0 < (logits_of(divided, name) - exact).abs().mean() < 1.5 * error
     return tokens_of(divided, do_sample=False).tolist()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_packed_weights_of_a_divided_model(name):
-    first, second = run_ranks(2, packed_job, name)
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", "int8"), ("llama", "int8"), ("gpt2", "fp6"), ("llama", "fp8")])
+def test_packed_weights_of_a_divided_model(name, dtype):
+    first, second = run_ranks(2, packed_job, name, dtype)
     assert first == second
 
 
@@ -465,6 +500,8 @@ def test_perplexity_of_a_trained_model(single_rank):
     quant = {"weight": {"num_bits": 4, "q_groups": 576}}
     of_4 = deepspeed.init_inference(copy.deepcopy(model), dtype=torch.int8, quant=quant)
     assert perplexity(of_8) < 1.01 * exact
+    assert perplexity(deepspeed.init_inference(copy.deepcopy(model), dtype="fp8")) < 1.01 * exact
+    assert perplexity(deepspeed.init_inference(copy.deepcopy(model), dtype="fp6")) < 1.03 * exact
     assert perplexity(of_4) < 1.03 * exact
     for bits, most, weight in ((8, 1.01, {}), (4, 1.03, quant["weight"])):
         whole = {"weight": {**weight, "num_bits": bits, "output_num_bits": bits}}
@@ -474,16 +511,16 @@ def test_perplexity_of_a_trained_model(single_rank):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_packed_output_layer(single_rank, name, bits):
+@pytest.mark.parametrize(("dtype", "bits"), [("int8", 8), ("int8", 4), ("fp8", 8), ("fp8", 6)])
+def test_a_packed_output_layer(single_rank, name, dtype, bits):
     """Its weight has the packed values; the embedding, which may be the same tensor, keeps its own."""
     weight = {"output_num_bits": bits}
     engine = deepspeed.init_inference(
-        create(name), dtype=torch.int8, quant={"weight": weight}, replace_with_kernel_inject=True
+        create(name), dtype=dtype, quant={"weight": weight}, replace_with_kernel_inject=True
     )
     head = engine.module.get_output_embeddings()
     assert head.packed.bits == bits
-    plain = deepspeed.init_inference(create(name), dtype=torch.int8, replace_with_kernel_inject=True)
+    plain = deepspeed.init_inference(create(name), dtype=dtype, replace_with_kernel_inject=True)
     embedding = plain.module.get_input_embeddings().weight
     assert torch.equal(engine.module.get_input_embeddings().weight, embedding)
     output = plain.module.get_output_embeddings()

@@ -6,7 +6,7 @@ import importlib
 import deepspeed
 import pytest
 import torch
-from deepspeed.errors import CheckpointError, ConfigError
+from deepspeed.errors import CheckpointError, ConfigError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.tiers import swept
 
@@ -62,8 +62,36 @@ def test_what_is_no_model_of_transformers_and_what_is_rounded():
     engine = deepspeed.init_inference(torch.nn.Linear(2, 2), dtype="fp32")
     with pytest.raises(ConfigError, match="Linear has no save_pretrained"):
         engine.export("unused")
-    rounded = deepspeed.InferenceEngine(
-        create("gpt2"), deepspeed.DeepSpeedInferenceConfig(dtype="int8"), group=None, dtype=torch.float
-    )
-    with pytest.raises(ConfigError, match="dtype int8 rounded"):
-        rounded.export("unused")
+    tied = deepspeed.init_inference(create("gpt2"), dtype="int8", quant={"weight": {"output_num_bits": 8}})
+    with pytest.raises(ConfigError, match="output layer in few bits.*leave quant.weight.output_num_bits out"):
+        tied.export("unused")
+
+
+def few_bits_job(name, tp, keys, path):
+    plain = create(name)
+    engine = deepspeed.init_inference(copy.deepcopy(plain), mp_size=tp, **keys)
+    expected = logits_of(engine, name)
+    engine.export(path)
+    loaded = type(plain).from_pretrained(path)
+    assert loaded.state_dict().keys() == plain.state_dict().keys()
+    assert {param.dtype for param in loaded.parameters()} == {torch.float}
+    torch.testing.assert_close(logits_of(loaded.eval(), name), expected, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(logits_of(plain, name), expected)
+    torch.testing.assert_close(logits_of(engine, name), expected, atol=0, rtol=0)  # as before
+    with pytest.raises(StateError, match=r"^state_dict: .* init_inference packed"):
+        engine.module.state_dict()
+
+
+FEW_BITS = [
+    ("gpt2", 1, {"dtype": torch.int8}),
+    ("llama", 1, {"dtype": "fp8", "quant": {"weight": {"output_num_bits": 6}}}),
+    ("gpt2", 1, {"dtype": "fp6", "replace_with_kernel_inject": True}),
+    ("gpt2", 2, {"dtype": torch.int8, "quant": {"weight": {"num_bits": 4}}}),
+    ("llama", 2, {"dtype": "fp8", "quant": {"weight": {"output_num_bits": 8}}}),
+    ("falcon", 2, {"dtype": torch.int8, "replace_with_kernel_inject": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "tp", "keys"), FEW_BITS)
+def test_weights_in_few_bits_are_written_as_the_numbers_they_stand_for(name, tp, keys, tmp_path):
+    run_ranks(tp, few_bits_job, name, tp, keys, str(tmp_path / "exported"))

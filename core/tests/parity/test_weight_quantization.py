@@ -156,12 +156,44 @@ def test_the_whole_model_never_exists_while_it_loads(tmp_path):
 
 def engine_config(stage, dtype, **more):
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    zero["stage3_gather_16bit_weights_on_model_save"] = True
     return {"train_batch_size": 2, "zero_optimization": zero, "bf16": {"enabled": dtype is torch.bfloat16}, **more}
 
 
 def kept_bytes(module):
     """Of this rank's shards."""
     return sum(getattr(each, "ds_tensor", each).nbytes for each in module.parameters())
+
+
+def check_saved(engine, wanted, folder, dtype):
+    """`save_16bit_model` writes what a plain model loads: the numbers that stored weights stand for."""
+    assert engine.save_16bit_model(str(folder))
+    saved = torch.load(folder / "pytorch_model.bin")
+    assert {value.dtype for value in saved.values()} == {dtype}
+    loaded = llama().to(dtype)
+    loaded.load_state_dict(saved)
+    for name, module in wanted.named_modules():
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            assert torch.equal(loaded.get_submodule(name).weight, module.dequantized()), name
+    # the numbers are rounded to bf16 in the file, and not by the stored layers
+    atol = 1e-5 if dtype is torch.float32 else 2**-6
+    torch.testing.assert_close(loaded(prompt()).logits, wanted(prompt()).logits, atol=atol, rtol=2**-6)
+
+
+def whole_job(folder, keys):
+    model = llama()
+    wanted = _init_group_wise_weight_quantization(copy.deepcopy(model), after(model=keys))
+    config = engine_config(0, torch.float32, **after(model=keys))
+    engine = deepspeed.initialize(model=_init_group_wise_weight_quantization(model, config), config=config)[0]
+    engine.module.eval()
+    check_saved(engine, wanted, Path(folder), torch.float32)
+    return wanted.model.layers[0].mlp.up_proj.form.bits
+
+
+@pytest.mark.parametrize("bits", [8, 6])
+def test_weights_with_an_exponent_are_stored_and_saved_as_numbers(bits, tmp_path):
+    keys = {"num_bits": bits, "group_size": 32, "floating": True}
+    assert run_ranks(2, whole_job, str(tmp_path), keys) == [bits, bits]
 
 
 def stage3_job(folder, dtype, offloads):
@@ -188,6 +220,7 @@ def stage3_job(folder, dtype, offloads):
             for each, keys in ((engine.module, {"synced_gpus": True}), (wanted, {}))
         ]
         assert torch.equal(*tokens)
+        check_saved(engine, wanted, Path(folder) / "saved", dtype)
         results.append((kept_bytes(engine.module), sum(each.nbytes for each in wanted.parameters())))
         engine.destroy()
         del of_transformers
@@ -241,7 +274,9 @@ def test_engines_that_cannot_be_are_refused():
 
 
 WRONG = [
-    ({"fc": {**KEYS, "num_bits": 3}}, r"post_init_quant\.fc\.num_bits: found 3; allowed: 4 or 8"),
+    ({"fc": {**KEYS, "num_bits": 3}}, r"post_init_quant\.fc\.num_bits: found 3; allowed: 4 or 6 or 8"),
+    ({"fc": {**KEYS, "num_bits": 6}}, r"post_init_quant\.fc\.num_bits: bits: found 6, but it must be 8 or 4"),
+    ({"fc": {**KEYS, "floating": True}}, r"fc\.num_bits: bits: found 4, but it must be 8 or 6 where floating"),
     ({"fc": {**KEYS, "group_dim": 2}}, r"post_init_quant\.fc\.group_dim: found 2; allowed: 0 or 1"),
     ({"fc": {**KEYS, "group_size": 0}}, r"post_init_quant\.fc\.group_size: found 0; allowed: an integer >= 1"),
     ({"fc": {**KEYS, "bits": 4}}, r"post_init_quant\.fc\.bits"),

@@ -18,14 +18,16 @@ _BY_WEIGHT_QUANTIZATION = (
 )
 
 
+# spelling -> dtype with which weights of linear layers are packed
+_PACKED = {"int8": "int8", "fp8": "fp8", "float8_e4m3fn": "fp8", "fp6": "fp6"}
+
+
 def _dtype(value: Any) -> str:
-    if str(value).removeprefix("torch.").lower() == "int8":
-        return "int8"
-    return canonical_dtype(value)
+    return _PACKED.get(str(value).removeprefix("torch.").lower()) or canonical_dtype(value)
 
 
 InferenceDType = Annotated[
-    str, BeforeValidator(_dtype), Says('a torch dtype or its name: "fp32", "fp16", "bf16" or "int8"')
+    str, BeforeValidator(_dtype), Says('a torch dtype or its name: "fp32", "fp16", "bf16", "int8", "fp8" or "fp6"')
 ]
 
 
@@ -45,9 +47,12 @@ class WeightQuantConfig(Section):
     """`quant.weight`."""
 
     enabled: Flag = key(True, "Quantize weights.", support=refused("dtype int8 is that; give another dtype", (True,)))
-    num_bits: Literal[4, 8] = key(8, "Of a weight.", unit="bits")
-    output_num_bits: Literal[4, 8] | None = key(
-        None, "Of the output layer's weight; null: it keeps its type. Not a key of DeepSpeed's.", unit="bits"
+    num_bits: Literal[4, 8] = key(8, "Of a weight; with dtype fp8 and fp6 those count.", unit="bits")
+    output_num_bits: Literal[4, 6, 8] | None = key(
+        None,
+        "Of the output layer's weight: 8 or 4, or with dtype fp8 and fp6 8 or 6; null: it keeps its type. Not a key of "
+        "DeepSpeed's.",
+        unit="bits",
     )
     q_type: Literal["symmetric", "asymmetric"] = key("symmetric", "Whether 0 is exact, or a group has a minimum.")
     q_groups: Int = key(
@@ -63,10 +68,13 @@ class GroupWiseQuantConfig(Section):
     """How one weight is stored in few bits: `weight_quantization.quantized_initialization`, and each pattern of
     `post_init_quant`."""
 
-    num_bits: Literal[4, 8] = key(8, "Of a weight.", unit="bits")
+    num_bits: Literal[4, 6, 8] = key(8, "Of a weight: 8 or 4, or 8 or 6 where floating.", unit="bits")
     group_size: Int = key(64, "Elements that share a scale; must divide the dimension.", unit="elements", ge=1)
     group_dim: Literal[0, 1] = key(1, "Dimension of the weight along which a group lies.")
     symmetric: Flag = key(False, "Zero is exact; false: a group has a minimum too, which costs 4 bytes more.")
+    floating: Flag = key(
+        False, "Numbers with an exponent, e4m3 or e3m2, and no minimum, instead of integers. Not a key of DeepSpeed's."
+    )
 
     closed: ClassVar[bool] = True
 
@@ -83,9 +91,9 @@ class WeightQuantizationConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """`quant`: acted on with dtype int8."""
+    """`quant`: acted on with dtype int8, fp8 and fp6."""
 
-    enabled: Flag = key(True, "Quantize, with dtype int8.", support=quiet("dtype decides"))
+    enabled: Flag = key(True, "Quantize, with dtype int8, fp8 and fp6.", support=quiet("dtype decides"))
     weight: WeightQuantConfig = key(WeightQuantConfig, "Of weights.")
     activation: Free = key(dict, "Of activations.", support=quiet("the kernels choose"))
     qkv: Free = key(dict, "Of attention's layers.", support=quiet("they are quantized like the others"))
@@ -108,7 +116,9 @@ class DeepSpeedInferenceConfig(Section):
     """Keys of `init_inference`, by argument or in its `config`."""
 
     dtype: InferenceDType = key(
-        "fp16", "Type of the weights; int8: linear layers as `quant` says, all else as the model has it."
+        "fp16",
+        "Type of the weights; int8, fp8 (e4m3) and fp6 (e3m2): linear layers as `quant` says, all else as the model "
+        "has it. DeepSpeed has no fp8 and fp6 here.",
     )
     tensor_parallel: DeepSpeedTPConfig = key(
         DeepSpeedTPConfig, "Layers divided over ranks.", json_key="tensor_parallel"
@@ -147,7 +157,7 @@ class DeepSpeedInferenceConfig(Section):
             "optimizer"
         ),
     )
-    quant: QuantizationConfig = key(QuantizationConfig, "Weights in few bits, with dtype int8.")
+    quant: QuantizationConfig = key(QuantizationConfig, "Weights in few bits, with dtype int8, fp8 and fp6.")
     quantization_setting: Any = key(
         None, "The older form of quant.weight.q_groups: groups, or (twice as many for feed-forward layers, groups)."
     )
@@ -177,6 +187,11 @@ class DeepSpeedInferenceConfig(Section):
         "max_tokens": ("max_out_tokens", "same"),
         "min_tokens": ("min_out_tokens", "same"),
     }
+
+    @property
+    def packs(self) -> bool:
+        """Whether weights of linear layers are stored in few bits."""
+        return self.dtype in _PACKED.values()
 
     @property
     def wants_graphs(self) -> bool:
@@ -212,8 +227,10 @@ class HybridEngineConfig(Section):
 class RaggedQuantizationConfig(Section):
     """`quantization` of the engine that batches continuously."""
 
-    quantization_mode: Literal["int8", "int4"] | None = key(
-        None, "Weights of linear layers but the output layer; null: as the model has them."
+    quantization_mode: Literal["int8", "int4", "fp8", "fp6", "wf6af16"] | None = key(
+        None,
+        "Weights of linear layers but the output layer; wf6af16 is DeepSpeed's name of fp6, here with the model's own "
+        "type for all else; null: as the model has them.",
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from deepspeed.checkpoint import Checkpointer, save_state_dict_file
 from deepspeed.engine.module_state import check_module_state, fill_module
 from deepspeed.log import log_dist
+from deepspeed.ops.quantizer.layers import StoredLayer
 from deepspeed.zero.param_unit import unit_of, whole_in_turn
 
 
@@ -55,6 +56,8 @@ def save_weights(weights: Mapping[str, Any] | None, path: Path, checkpointer: Ch
 def gathered(module: torch.nn.Module, *, keeps: bool, exclude_frozen: bool) -> dict[str, Any] | None:
     """The module's state dict, in which sharded weights are whole and in host memory; names of one weight share it.
 
+    Weights that layers store in few bits are the numbers that they stand for, of the type that they had.
+
     A collective where weights are sharded: they are gathered one unit at a time, on every rank.
 
     Args:
@@ -63,11 +66,14 @@ def gathered(module: torch.nn.Module, *, keeps: bool, exclude_frozen: bool) -> d
     progress = ProgressLog("gather the weights of the model")
     state = module_state_dict(module, keep_vars=True, exclude_frozen=exclude_frozen)
     tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
-    copies = {key: value.detach() for key, value in tensors.items()}
+    stored = {id(each.weight): each for each in module.modules() if isinstance(each, StoredLayer)}
     sharded = [value for value in tensors.values() if unit_of(value) is not None]
+    whole = {key: value for key, value in tensors.items() if unit_of(value) is None}
+    copies = {key: stored[key].values() if key in stored else value.detach() for key, value in whole.items()}
     for param, weights in whole_in_turn(sharded):
         if keeps:
-            copies[id(param)] = weights.to("cpu", copy=True)
+            numbers = stored[id(param)].values(weights) if id(param) in stored else weights
+            copies[id(param)] = numbers.to("cpu", copy=True)
         progress.advance(len(sharded))
     return {name: copies.get(id(value), value) for name, value in state.items()} if keeps else None
 

@@ -20,6 +20,7 @@ from deepspeed.errors import ConfigError, StateError
 from deepspeed.inference.export import export
 from deepspeed.inference.generate import StaticGeneration
 from deepspeed.inference.graphs import graphed
+from deepspeed.tensor_parallel.layers import widened
 from deepspeed.tensor_parallel.ranks import same_random_numbers
 
 
@@ -83,16 +84,22 @@ class InferenceEngine(ModuleWrapper):
         """Write the model as plain transformers into a folder: whole weights in this engine's type, and its
         configuration. `from_pretrained(path)` reads it, as do libraries made for serving. A collective of all ranks.
 
+        Weights in few bits are written as the numbers that they stand for, in the type that the model has; every rank
+        holds those of its part meanwhile.
+
         Raises:
-            ConfigError: see `export.export`; also if the weights are in few bits.
+            ConfigError: see `export.export`; also where the output layer is in few bits, and the model's configuration
+                ties its weight to the embedding, which is not.
             CheckpointError: another rank failed; names it and its reason.
         """
-        if self._config.dtype == "int8":
+        head = self.module.get_output_embeddings() if hasattr(self.module, "get_output_embeddings") else None
+        if getattr(head, "packed", None) is not None and getattr(self.module.config, "tie_word_embeddings", False):
             raise ConfigError(
-                "export: found weights that dtype int8 rounded; export from an engine with dtype fp32, fp16 or bf16, "
-                "and quantize where the model is loaded"
+                "export: found an output layer in few bits, whose weight the model shares with its embedding; a file "
+                "has one of them: leave quant.weight.output_num_bits out"
             )
-        export(self.module, self.mp_group, Path(path))
+        with widened(self.module, self._dtype):
+            export(self.module, self.mp_group, Path(path))
 
     def profile_model_time(self, *_: Any, **__: Any) -> None:
         """Measure each forward from now on, also those of `generate`; see `model_times`. The choice of a clock that

@@ -90,7 +90,7 @@ def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) ->
     if path := settings.save_mp_checkpoint_path or settings.checkpoint_config.save_mp_checkpoint_path:
         save_parts(model, mesh, dtype, Path(path))
     if groups_of is not None:
-        quantize(model, groups_of, settings.quant.weight)
+        quantize(model, groups_of, settings)
     if settings.replace_with_kernel_inject:
         _inject(model, settings)
     return InferenceEngine(model.eval(), settings, group=None if mesh is None else mesh.group("tp"), dtype=dtype)

@@ -1,11 +1,14 @@
-"""Weights of linear layers in 8 or 4 bits: `init_inference(model, dtype=torch.int8)`.
+"""Weights of linear layers in few bits: `init_inference(model, dtype=torch.int8)`, also "fp8" and "fp6".
 
 Each linear layer gets a packed weight (`ops/quantizer/packed.py`), the output layer only where its bits are asked for;
 biases, norms and embeddings keep their type, in which the model goes on computing. For outputs y = x W^T of one layer
 
     |y_o - y'_o| <= sum_i |x_i| scale_o,i / 2,    scale = max|W| / (2^(bits - 1) - 1) of the group of W_o,i
 
-where symmetric, plus the rounding of the type: what `pack_weight` rounds, times what it is multiplied with.
+where symmetric, plus the rounding of the type: what `pack_weight` rounds, times what it is multiplied with. With an
+exponent, e4m3 (r = 2^-4, a = 2^-10) or e3m2 (r = 2^-3, a = 2^-5),
+
+    |y_o - y'_o| <= sum_i |x_i| max(r |W_o,i|, a scale_o,i),    scale = max|W| / 448, or max|W| / 28
 """
 
 from collections.abc import Callable
@@ -14,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.config.inference import DeepSpeedInferenceConfig, WeightQuantConfig
+from deepspeed.config.inference import DeepSpeedInferenceConfig
 from deepspeed.errors import ConfigError, counted
-from deepspeed.ops.quantizer.packed import PackedWeight, pack_weight, packed_linear
+from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_weight, packed_linear
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, MayBePacked, RowParallelLinear
 
 # beside torch.nn.Linear, of transformers: the same product
@@ -31,13 +34,15 @@ class PackedLinear(MayBePacked):
     Args:
         packed: [out, in].
         bias: [out].
+        transposed: the weight of the layer that it stands for was [in, out].
     """
 
     bias: nn.Parameter | None
     packed: PackedWeight
 
-    def __init__(self, packed: PackedWeight, bias: nn.Parameter | None) -> None:
+    def __init__(self, packed: PackedWeight, bias: nn.Parameter | None, transposed: bool = False) -> None:
         super().__init__()
+        self.transposed = transposed
         self.pack(packed)
         self.register_parameter("bias", bias)
         self.out_features, self.in_features = packed.shape
@@ -52,24 +57,28 @@ class PackedLinear(MayBePacked):
         return packed_linear(x, self.packed, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, {self.packed.bits} bits, groups of {self.packed.group_size}"
+        bits = f"{self.packed.bits} bits{' with an exponent' if self.packed.floating else ''}"
+        return f"{self.in_features} -> {self.out_features}, {bits}, groups of {self.packed.group_size}"
 
 
 def layer_groups(settings: DeepSpeedInferenceConfig) -> GroupsOf | None:
     """How many groups a layer's weight has at least; None: weights are not quantized.
 
     Raises:
-        ConfigError: `quantization_setting` has another form, or is given without dtype int8.
+        ConfigError: `quantization_setting` has another form, or is given without a dtype that packs.
     """
     setting = settings.quantization_setting
-    if settings.dtype != "int8":
+    if not settings.packs:
         if setting is not None or settings.quant.model_fields_set - {"enabled"}:
             name = "quantization_setting" if setting is not None else "quant"
             found = setting or settings.quant.model_dump(exclude_unset=True)
             raise ConfigError(
-                f"{name}: found {found!r} with dtype {settings.dtype!r}; weights are quantized with dtype int8"
+                f"{name}: found {found!r} with dtype {settings.dtype!r}; weights are quantized with dtype int8, fp8 "
+                "and fp6"
             )
         return None
+    _bits(settings, is_head=False)
+    _bits(settings, is_head=True)
     if setting is None:
         return lambda path: settings.quant.weight.q_groups
     pair = setting if isinstance(setting, tuple | list) else (False, setting)
@@ -82,6 +91,28 @@ def layer_groups(settings: DeepSpeedInferenceConfig) -> GroupsOf | None:
     return lambda path: groups * (2 if more_for_mlp and "mlp" in path.lower() else 1)
 
 
+def _bits(settings: DeepSpeedInferenceConfig, is_head: bool) -> int | None:
+    """Of a layer's weight, or of the output layer's; None: it is not packed."""
+    config, dtype = settings.quant.weight, settings.dtype
+    floating = dtype != "int8"
+    bits = config.num_bits if not floating else int(dtype.removeprefix("fp"))
+    if floating and "num_bits" in config.model_fields_set and config.num_bits != bits:
+        raise ConfigError(
+            f"quant.weight.num_bits: found {config.num_bits} with dtype {dtype!r}; leave it out, or give dtype int8"
+        )
+    if floating and config.q_type != "symmetric":
+        raise ConfigError(
+            f"quant.weight.q_type: found {config.q_type!r} with dtype {dtype!r}, whose numbers are around 0; leave it "
+            "out, or give dtype int8"
+        )
+    if is_head and config.output_num_bits is not None:
+        try:
+            check_bits(config.output_num_bits, floating)
+        except ConfigError as error:
+            raise ConfigError(f"quant.weight.output_num_bits: with dtype {dtype!r}: {error}") from None
+    return config.output_num_bits if is_head else bits
+
+
 def dtype_of(model: nn.Module) -> torch.dtype:
     """The floating-point type that most of the model's parameters have."""
     counts: dict[torch.dtype, int] = {}
@@ -92,7 +123,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 @torch.no_grad()
-def quantize(model: nn.Module, groups_of: GroupsOf, config: WeightQuantConfig) -> None:
+def quantize(model: nn.Module, groups_of: GroupsOf, settings: DeepSpeedInferenceConfig) -> None:
     """Give the linear layers of `model` packed weights, in place; one whole weight at a time is in memory beside them.
 
     Raises:
@@ -103,20 +134,19 @@ def quantize(model: nn.Module, groups_of: GroupsOf, config: WeightQuantConfig) -
     for path, module in list(model.named_modules()):
         is_transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
         is_divided = isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        bits = config.output_num_bits if module is head else config.num_bits
+        bits = _bits(settings, module is head)
         if bits is None or not (is_divided or type(module) is nn.Linear or type(module).__name__ in _LINEARS):
             continue
         weight: Any = module.weight
-        packed = _pack(weight.t() if is_transposed else weight, groups_of(path), config, bits, path)
+        packed = _pack(weight.t() if is_transposed else weight, groups_of(path), settings, bits, path)
         if is_divided:
             module.pack(packed)
-            module.weight = nn.Parameter(packed.data, requires_grad=False)
         else:
             bias: Any = module.bias
-            model.set_submodule(path, PackedLinear(packed, bias))
+            model.set_submodule(path, PackedLinear(packed, bias, is_transposed))
 
 
-def _pack(weight: Tensor, num_groups: int, config: WeightQuantConfig, bits: int, path: str) -> PackedWeight:
+def _pack(weight: Tensor, num_groups: int, settings: DeepSpeedInferenceConfig, bits: int, path: str) -> PackedWeight:
     rows, cols = weight.shape
     per_row = -(-num_groups // rows)
     if cols % per_row:
@@ -125,6 +155,7 @@ def _pack(weight: Tensor, num_groups: int, config: WeightQuantConfig, bits: int,
             f"{per_row} per row do not divide {cols}; give a multiple of {rows} times a divisor of {cols}, or 1"
         )
     try:
-        return pack_weight(weight.contiguous(), bits, cols // per_row, config.q_type == "symmetric")
+        symmetric = settings.quant.weight.q_type == "symmetric"
+        return pack_weight(weight.contiguous(), bits, cols // per_row, symmetric, floating=settings.dtype != "int8")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -6,7 +6,8 @@ weights keep them. Y = X A with A = [A_1, A_2] is column-parallel, with X = [X_1
 Shape legend: I input features, O output features of the whole layer, i and o those of this rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from deepspeed.errors import StateError
-from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear
+from deepspeed.ops.quantizer.packed import PackedWeight, packed_linear, unpack_weight
 from deepspeed.parallel.sharded_params import whole_shape
 from deepspeed.tensor_parallel.cross_entropy import check_tokens
 from deepspeed.tensor_parallel.ranks import TensorRanks, gather_last_dim, sum_gradient, sum_over
@@ -25,15 +26,19 @@ from deepspeed.tensor_parallel.sequence_ranks import scatter_sum
 class MayBePacked(Module):
     """A linear layer whose weight may be packed, for inference: then the packed weight moves with the layer.
 
-    State dicts have no form for it, so they are refused: without its scales a weight is not the model's.
+    State dicts have no form for it, so they are refused: without its scales a weight is not the model's. Within
+    `widened` they have the numbers that it stands for.
     """
 
     weight: Tensor
+    transposed: bool = False  # the weight is [in, out], and packed as [out, in]
     packed: PackedWeight | None = None  # that takes the weight's place
+    _widens_to: torch.dtype | None = None
 
     def pack(self, packed: PackedWeight) -> None:
-        """Compute with `packed` from now on."""
+        """Compute with `packed` from now on; a parameter `weight` is its bytes then, with its marks."""
         self.packed = packed
+        self._show(packed)
         self.register_state_dict_pre_hook(_refuse_packed)
         self.register_load_state_dict_pre_hook(_refuse_packed)
 
@@ -43,17 +48,41 @@ class MayBePacked(Module):
             device = fn(self.packed.scales).device
             if device != self.packed.scales.device:
                 self.packed = self.packed.to(device)
-                if isinstance(self.weight, Parameter):
-                    self.weight = Parameter(self.packed.data, requires_grad=False)
+                self._show(self.packed)
         return self
+
+    def _show(self, packed: PackedWeight) -> None:
+        former = self._parameters.get("weight")
+        if former is not None:
+            self.weight = Parameter(packed.data, requires_grad=False)
+            vars(self.weight).update(vars(former))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.packed is not None and self._widens_to is not None:
+            weight = unpack_weight(self.packed, self._widens_to)
+            destination[f"{prefix}weight"] = weight.t().contiguous() if self.transposed else weight
+
+
+@contextmanager
+def widened(module: Module, dtype: torch.dtype) -> Iterator[None]:
+    """State dicts of `module` have packed weights as numbers of `dtype`, under the plain names, within this context."""
+    layers = [each for each in module.modules() if isinstance(each, MayBePacked) and each.packed is not None]
+    for layer in layers:
+        layer._widens_to = dtype
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._widens_to = None
 
 
 def _refuse_packed(layer: Any, state: object, *_: object) -> None:
-    if layer.packed is not None:
+    if layer.packed is not None and layer._widens_to is None:
         verb, advice = ("load_state_dict", "load the weights") if isinstance(state, dict) else ("state_dict", "save it")
         raise StateError(
-            f"{verb}: found a weight of {layer.packed.shape} that dtype int8 packed into {layer.packed.bits} bits, for "
-            f"which a state dict has no place; {advice} before init_inference packs the model"
+            f"{verb}: found a weight of {layer.packed.shape} that init_inference packed into {layer.packed.bits} bits, "
+            f"for which a state dict has no place; {advice} before init_inference packs the model"
         )
 
 

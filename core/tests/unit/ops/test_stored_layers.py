@@ -12,11 +12,14 @@ from deepspeed.ops.quantizer.layers import await_values, store_layers
 from torch import nn
 
 ROWS, COLS, GROUP = 24, 32, 8
+FLOATING = "floating"  # in the place of `symmetric`
 FORMS = [(bits, dim, symmetric) for bits in (8, 4) for dim in (1, 0) for symmetric in (True, False)]
+FORMS += [(bits, dim, FLOATING) for bits in (8, 6) for dim in (1, 0)]
 
 
 def section(bits=8, dim=1, symmetric=False, group=GROUP):
-    return GroupWiseQuantConfig(num_bits=bits, group_size=group, group_dim=dim, symmetric=symmetric)
+    kind = {"floating": True} if symmetric == FLOATING else {"symmetric": symmetric}
+    return GroupWiseQuantConfig(num_bits=bits, group_size=group, group_dim=dim, **kind)
 
 
 def grouped(weight, dim):
@@ -24,10 +27,14 @@ def grouped(weight, dim):
     return (weight if dim == 1 else weight.t()).reshape(-1, GROUP)
 
 
-def half_a_scale(weight, bits, dim, symmetric):
+def bound_of(weight, bits, dim, symmetric):
     """How far each element of the stored weight may be from the weight's, by plain torch."""
     groups = grouped(weight.float(), dim)
-    if symmetric:
+    if symmetric == FLOATING:
+        largest, relative, below = {8: (448, 2**-4, 2**-10), 6: (28, 2**-3, 2**-5)}[bits]
+        least = below * groups.abs().amax(1, keepdim=True) / largest
+        scale = 2 * torch.maximum(relative * groups.abs(), least)
+    elif symmetric:
         scale = groups.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
     else:
         scale = (groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True)) / (2**bits - 1)
@@ -45,7 +52,7 @@ def stored(layer, *form):
 def test_a_linear_computes_with_the_weight_that_is_stored(bits, dim, symmetric, dtype):
     plain = nn.Linear(COLS, ROWS, dtype=dtype)
     layer = stored(copy.deepcopy(plain), bits, dim, symmetric)
-    bound = half_a_scale(plain.weight.detach(), bits, dim, symmetric)
+    bound = bound_of(plain.weight.detach(), bits, dim, symmetric)
     assert torch.equal(layer.dequantized(), layer.dequantized(torch.float32).to(dtype))
     off = (layer.dequantized(torch.float32) - plain.weight.float()).abs()
     assert bool((off <= bound * 1.001 + 1e-6).all())
@@ -98,7 +105,7 @@ def test_a_state_dict_brings_the_stored_weight_back_bit_for_bit(assign):
     assert torch.equal(other(x), saved(x))
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         nn.Linear(COLS, ROWS).load_state_dict(saved.state_dict())
-    for differs in ({"bits": 8}, {"symmetric": True}, {"dim": 0}, {"group": 16}):
+    for differs in ({"bits": 8}, {"symmetric": True}, {"dim": 0}, {"group": 16}, {"bits": 8, "symmetric": FLOATING}):
         layer = nn.Linear(COLS, ROWS)
         store_layers([("layer", layer, section(**{"bits": 4, **differs}), "key")])
         with pytest.raises(

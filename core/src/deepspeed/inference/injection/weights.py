@@ -167,7 +167,8 @@ def _fused_packed(linears: Sequence[Any]) -> PackedWeight | None:
     found = [each for each in packed if each is not None]
     if not found:
         return None
-    if len(found) < len(packed) or len({(each.bits, each.group_size, each.zeros is None) for each in found}) > 1:
+    ways = {(each.bits, each.floating, each.group_size, each.zeros is None) for each in found}
+    if len(found) < len(packed) or len(ways) > 1:
         raise ConfigError("its linears have weights that are packed in different ways")
     if len(found) == 1:
         return found[0]

@@ -121,6 +121,8 @@ def _layer_of(block: FusedBlock) -> DecoderLayer | None:
         return None
     if not all(isinstance(each, FusedLinear) for each in linears):  # a divided one sums over its ranks
         return None
+    if any(each.packed is not None and each.packed.floating for each in linears if isinstance(each, FusedLinear)):
+        return None
     if len({(norm.centered, norm.eps) for norm in norms}) > 1 or any(norm.module.weight is None for norm in norms):
         return None
 

@@ -33,6 +33,14 @@ from deepspeed.inference.quantized import dtype_of
 from deepspeed.inference.v2.paged_cache import CachedSequence, LayerShape, PagedCache, RaggedBatch
 from deepspeed.zero.on_device import OnDevice
 
+# quantization_mode -> keys of init_inference
+_PACKED: dict[str, dict[str, Any]] = {
+    "int8": {"dtype": torch.int8},
+    "int4": {"dtype": torch.int8, "quant": {"weight": {"num_bits": 4}}},
+    "fp8": {"dtype": "fp8"},
+    "fp6": {"dtype": "fp6"},
+    "wf6af16": {"dtype": "fp6"},
+}
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest sequence of a forward
 
 
@@ -417,7 +425,7 @@ def _initialized(model: nn.Module, config: RaggedInferenceEngineConfig, **keys: 
     mode = config.quantization.quantization_mode
     keys["dtype"] = dtype_of(model)
     if mode is not None:
-        keys |= {"dtype": torch.int8, "quant": {"weight": {"num_bits": {"int8": 8, "int4": 4}[mode]}}}
+        keys |= _PACKED[mode]
     tp_size = _tp_size(config)
     if tp_size > 1:
         keys["tensor_parallel"] = {"tp_size": tp_size}

@@ -1,13 +1,14 @@
-"""Layers whose weight is stored in 8 or 4 bits, in one parameter: `deepspeed.inference.quantization.layers`.
+"""Layers whose weight is stored in 8, 6 or 4 bits, in one parameter: `deepspeed.inference.quantization.layers`.
 
 A layer becomes one of these in place (`store_layers`), so that the model, its hooks and whoever refers to the layer
 keep it. Its `weight` is then one int8 tensor, 1-D, which ZeRO shards and gathers, `to` moves and a state dict saves
 like any other; B bytes:
 
-    header   8 x int32: a mark, whether there are values, bits, group size, group dim, symmetric, rows, columns
+    header   8 x int32: a mark, whether there are values, bits, group size, group dim, kind, rows, columns;
+             kind: 0 asymmetric, 1 symmetric, 2 floating
     scales   fp32, one per group
     zeros    fp32, one per group; none where symmetric
-    data     the integers, as `packed.py` has them; filled up to a multiple of 16 bytes
+    data     the numbers, as `packed.py` has them; filled up to a multiple of 16 bytes
 
 `packed.py` cuts groups along the last dimension, so with group dim 0 what is packed is the transposed weight. An
 ordinary layer refuses such a weight for its shape. A stored one takes an ordinary weight from a state dict too, and
@@ -17,7 +18,7 @@ packs it: a layer made inside `zero.Init` or `QuantizationContext` has no values
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.nn import Parameter
 from deepspeed.config.inference import GroupWiseQuantConfig
 from deepspeed.config.intake import parse_section
 from deepspeed.errors import ConfigError, StateError
-from deepspeed.ops.quantizer.packed import PackedWeight, pack_weight, packed_linear, unpack_weight
+from deepspeed.ops.quantizer.packed import PackedWeight, check_bits, pack_weight, packed_linear, unit_of, unpack_weight
 
 _MARK = 0x51775344  # "DSwQ"
 _HEADER_BYTES = 32
@@ -42,10 +43,11 @@ class StoredForm:
 
     Fields:
         shape: of the weight, in the order that its layer has.
-        bits: 8 or 4.
+        bits: 8 or 4; 8 or 6 where floating.
         group_size: elements that share a scale.
         group_dim: dimension along which a group lies.
         symmetric: whether groups have no minimum.
+        floating: e4m3 or e3m2; symmetric.
     """
 
     shape: tuple[int, int]
@@ -53,6 +55,7 @@ class StoredForm:
     group_size: int
     group_dim: int
     symmetric: bool
+    floating: bool = False
 
     @classmethod
     def of(cls, shape: torch.Size, config: GroupWiseQuantConfig, key: str, where: str) -> "StoredForm":
@@ -61,11 +64,15 @@ class StoredForm:
         Raises:
             ConfigError: groups do not fit the weight; names the key, the layer and the sizes that fit.
         """
+        try:
+            check_bits(config.num_bits, config.floating)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.num_bits: {error}") from None
         rows, cols = shape
         length, size = shape[config.group_dim], config.group_size
-        step = 8 // config.num_bits
+        step = unit_of(config.num_bits, config.floating)
         if length % size or size % step:
-            even = " and be even, as a byte holds two" if step > 1 else ""
+            even = {2: " and be even, as a byte holds two", 4: " and by 4, as three bytes hold four"}.get(step, "")
             fits = [each for each in range(step, length + 1, step) if length % each == 0]
             near = sorted(fits, key=lambda each: abs(math.log(each / size)))[:3]
             advice = f"for example {', '.join(map(str, sorted(near)))}" if near else "which no size does"
@@ -74,7 +81,8 @@ class StoredForm:
                 f"{config.group_dim} it must divide {length}{even}; {advice}, or leave the layer out by a pattern of "
                 "weight_quantization.post_init_quant"
             )
-        return cls((rows, cols), config.num_bits, size, config.group_dim, config.symmetric)
+        symmetric = config.symmetric or config.floating
+        return cls((rows, cols), config.num_bits, size, config.group_dim, symmetric, config.floating)
 
     @property
     def packed_shape(self) -> tuple[int, int]:
@@ -104,7 +112,7 @@ class StoredForm:
     def pack(self, weight: Tensor) -> Tensor:
         """The stored form of a weight."""
         matrix = weight.detach() if self.group_dim == 1 else weight.detach().t().contiguous()
-        packed = pack_weight(matrix.contiguous(), self.bits, self.group_size, self.symmetric)
+        packed = pack_weight(matrix.contiguous(), self.bits, self.group_size, self.symmetric, floating=self.floating)
         stored_B = self.empty(weight.device)
         self._write_header(stored_B, has_values=True)
         view = self.view(stored_B)
@@ -125,7 +133,7 @@ class StoredForm:
         zeros = None if self.symmetric else stored_B[ends[1] : ends[2]].view(torch.float32).view(of_groups)
         start = ends[1] if self.symmetric else ends[2]
         data = stored_B[start : start + rows * cols * self.bits // 8].view(rows, cols * self.bits // 8)
-        return PackedWeight(data, scales, zeros, self.bits, self.group_size, (rows, cols))
+        return PackedWeight(data, scales, zeros, self.bits, self.group_size, (rows, cols), self.floating)
 
     def unpack(self, stored_B: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight, in the order of its layer."""
@@ -137,7 +145,7 @@ class StoredForm:
         header = stored_B.detach()[:_HEADER_BYTES].cpu().clone().view(torch.int32).tolist()
         if stored_B.numel() < _HEADER_BYTES or header[0] != _MARK:
             return "it is no weight that deepspeed.inference.quantization stored"
-        names = ("num_bits", "group_size", "group_dim", "symmetric", "rows", "columns")
+        names = ("num_bits", "group_size", "group_dim", "kind", "rows", "columns")
         wanted = self._header(has_values=True)[2:]
         differ = [
             f"{name} {found} instead of {asked}"
@@ -151,7 +159,8 @@ class StoredForm:
         return bool(stored_B.detach()[:_HEADER_BYTES].cpu().clone().view(torch.int32)[_HAS_VALUES].item())
 
     def _header(self, has_values: bool) -> list[int]:
-        return [_MARK, int(has_values), self.bits, self.group_size, self.group_dim, int(self.symmetric), *self.shape]
+        kind = 2 if self.floating else int(self.symmetric)
+        return [_MARK, int(has_values), self.bits, self.group_size, self.group_dim, kind, *self.shape]
 
     def _write_header(self, stored_B: Tensor, has_values: bool) -> None:
         header = torch.tensor(self._header(has_values), dtype=torch.int32).view(torch.int8)
@@ -213,7 +222,11 @@ class StoredLayer(nn.Module):
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight that the layer computes with, in `dtype`; default: the type that it had."""
         self._packed()
-        return self.form.unpack(self.weight, dtype or self.dtype)
+        return self.values(dtype=dtype)
+
+    def values(self, stored_B: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The numbers that a stored weight stands for: this layer's, or `stored_B`, gathered."""
+        return self.form.unpack(self.weight if stored_B is None else stored_B, dtype or self.dtype).contiguous()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredLayer":
         super()._apply(fn, recurse)
@@ -269,7 +282,7 @@ class StoredLayer(nn.Module):
 
     def extra_repr(self) -> str:
         form = self.form
-        kind = "symmetric" if form.symmetric else "asymmetric"
+        kind = "floating" if form.floating else "symmetric" if form.symmetric else "asymmetric"
         return f"{form.shape[0]} x {form.shape[1]}, {form.bits} bits, {kind}, groups of {form.group_size}"
 
 
@@ -327,7 +340,7 @@ class QuantizedEmbedding(StoredLayer, nn.Embedding):
             return torch.empty((*input.shape, self.form.shape[1]), dtype=self.dtype, device=input.device)
         zeros = None if packed.zeros is None else packed.zeros[rows]
         shape = (rows.numel(), packed.shape[1])
-        found = PackedWeight(packed.data[rows], packed.scales[rows], zeros, packed.bits, packed.group_size, shape)
+        found = replace(packed, data=packed.data[rows], scales=packed.scales[rows], zeros=zeros, shape=shape)
         return unpack_weight(found, self.dtype).view(*input.shape, shape[1])
 
 

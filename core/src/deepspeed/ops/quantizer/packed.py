@@ -1,4 +1,4 @@
-"""Weights of linear layers in int8 or int4, and the product with them: 1 or 1/2 byte per weight, and scales.
+"""Weights of linear layers in int8, int4, fp8 or fp6, and the product with them: 1/2 to 1 byte per weight, and scales.
 
 A weight (out, in) is cut along `in` into groups of `group_size` elements, each quantized as `groups.py` has it:
 
@@ -8,6 +8,9 @@ A weight (out, in) is cut along `in` into groups of `group_size` elements, each 
               one, both in two's complement
     scales    fp32 (out, in / group_size)
     zeros     fp32, of the same shape; None where symmetric
+
+Floating ones are e4m3 with 8 bits and e3m2 with 6, as `floats.py` has them, in bytes of the same kind: (out, in) or
+(out, 3 in / 4), symmetric. They save memory; no kernel reads them, so that each product widens its weight.
 
 Rows are whole, so that a weight is divided over ranks along `out`, and along `in` between groups, by slicing the three.
 Source of the scheme: B. Jacob et al., arXiv 1712.05877; groups along `in`: E. Frantar et al., arXiv 2210.17323.
@@ -22,12 +25,15 @@ from torch import Tensor
 
 from deepspeed.errors import ConfigError, counted
 from deepspeed.ops.operators import FLOATS, operator_for
+from deepspeed.ops.quantizer.floats import E3M2, E4M3, FloatFormat, dequantize_floats, quantize_floats
 from deepspeed.ops.quantizer.groups import PACKED_BITS, dequantize, quantize
 
 OP = "inference_core_ops"
 # Rows of x up to which a kernel reads the packed weight itself. For more the weight is widened once, and torch's
 # product, which is bound by arithmetic then, runs over it.
 MOST_ROWS = 16
+# bits -> format of a floating weight
+FLOATING: dict[int, FloatFormat] = {8: E4M3, 6: E3M2}
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,10 @@ class PackedWeight:
         data: int8 (out, in * bits / 8).
         scales: fp32 (out, in / group_size).
         zeros: fp32 as scales, or None: symmetric.
-        bits: 8 or 4.
+        bits: 8 or 4; 8 or 6 where floating.
         group_size: consecutive elements of a row that share a scale.
         shape: (out, in).
+        floating: e4m3 or e3m2, not integers.
 
     Raises:
         ConfigError: a tensor has not the dtype or shape that the others ask for.
@@ -52,11 +59,12 @@ class PackedWeight:
     bits: int
     group_size: int
     shape: tuple[int, int]
+    floating: bool = False
 
     def __post_init__(self) -> None:
-        _check_bits(self.bits)
+        check_bits(self.bits, self.floating)
         rows, cols = self.shape
-        _check_group(self.group_size, cols, self.bits)
+        _check_group(self.group_size, cols, self.bits, self.floating)
         of_groups = (rows, cols // self.group_size if cols else 0)
         wanted = {"data": (self.data, torch.int8, (rows, cols * self.bits // 8))}
         wanted["scales"] = (self.scales, torch.float32, of_groups)
@@ -99,7 +107,7 @@ class PackedWeight:
             zeros = None if self.zeros is None else self.zeros[start : start + length].contiguous()
             return replace(self, data=data, scales=scales, zeros=zeros, shape=(length, cols))
         whole_row = self.group_size == cols
-        step = 8 // self.bits if whole_row else self.group_size
+        step = unit_of(self.bits, self.floating) if whole_row else self.group_size
         if start % step or length % step:
             raise ConfigError(
                 f"dim 1: found [{start}, {start + length}), but the weight has groups of "
@@ -110,17 +118,20 @@ class PackedWeight:
         scales = self.scales[:, first : first + count].contiguous()
         zeros = None if self.zeros is None else self.zeros[:, first : first + count].contiguous()
         group_size = length if whole_row else self.group_size
-        return PackedWeight(data, scales, zeros, self.bits, group_size, (rows, length))
+        return PackedWeight(data, scales, zeros, self.bits, group_size, (rows, length), self.floating)
 
 
-def pack_weight(weight: Tensor, bits: int = 8, group_size: int = 0, symmetric: bool = True) -> PackedWeight:
+def pack_weight(
+    weight: Tensor, bits: int = 8, group_size: int = 0, symmetric: bool = True, *, floating: bool = False
+) -> PackedWeight:
     """`weight` in few bits. Called once per layer, when its weight has been loaded. No gradient.
 
     Args:
         weight: (out, in), floating, as `torch.nn.Linear` has it.
-        bits: 8 or 4.
-        group_size: elements of a row that share a scale, a divisor of `in`, even with 4 bits; 0: the whole row.
+        bits: 8 or 4; 8 or 6 where floating.
+        group_size: elements of a row that share a scale, a divisor of `in` that fills whole bytes; 0: the whole row.
         symmetric: q = 0 is 0; False: from the minimum to the maximum of each group, which costs 4 bytes more per group.
+        floating: e4m3 or e3m2; symmetric.
 
     Raises:
         ConfigError: an argument does not fit; the message names the group sizes that would.
@@ -131,13 +142,19 @@ def pack_weight(weight: Tensor, bits: int = 8, group_size: int = 0, symmetric: b
     """
     if weight.dim() != 2:
         raise ConfigError(f"weight: found shape {tuple(weight.shape)}, but it must be (out, in)")
-    _check_bits(bits)
+    check_bits(bits, floating)
+    if floating and not symmetric:
+        raise ConfigError("symmetric: found False, but floating weights have no minimum; leave it out")
     rows, cols = weight.shape
     size = group_size or cols
-    _check_group(size, cols, bits)
+    _check_group(size, cols, bits, floating)
     num_groups = rows * cols // size if cols else 0
     if not num_groups:
         raise ConfigError(f"weight: found shape {(rows, cols)}, but a weight without elements cannot be packed")
+    if floating:
+        data, scales = quantize_floats(weight, num_groups, FLOATING[bits])
+        data = data.view(torch.int8).reshape(rows, cols * bits // 8)
+        return PackedWeight(data, scales.reshape(rows, cols // size), None, bits, size, (rows, cols), True)
     q, params = quantize(weight, num_groups, bits, symmetric)
     data = q.reshape(rows, cols * bits // 8)
     scales = params[:, 0].reshape(rows, cols // size).contiguous()
@@ -149,7 +166,8 @@ def unpack_weight(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> T
     """The weight (out, in) again, rounded to `dtype` from fp32.
 
     |w - w'| <= scale / 2 with the scale of its group, up to the rounding of fp32 and of `dtype`; scale is
-    max|w| / (2^(bits-1) - 1) of the group, or (max - min) / (2^bits - 1) where asymmetric.
+    max|w| / (2^(bits-1) - 1) of the group, or (max - min) / (2^bits - 1) where asymmetric. Floating: |w - w'| is at
+    most 2^-4 |w| with 8 bits and 2^-3 |w| with 6, or 2^-10 and 2^-5 of a scale where that is more.
 
     >>> weight = torch.tensor([[7.0, -7.0, 0.4, 1.0]])
     >>> unpack_weight(pack_weight(weight, bits=4))
@@ -157,6 +175,9 @@ def unpack_weight(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> T
     """
     rows, cols = packed.shape
     params = packed.scales.reshape(-1, 1)
+    if packed.floating:
+        q = packed.data.reshape(params.shape[0], -1).view(torch.uint8)
+        return dequantize_floats(q, params, FLOATING[packed.bits], dtype).view(rows, cols)
     if packed.zeros is not None:
         params = torch.cat((params, packed.zeros.reshape(-1, 1)), 1)
     q = packed.data.reshape(params.shape[0], packed.group_size * packed.bits // 8)
@@ -200,7 +221,7 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -
 
 def packed_kernel(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Callable[..., Tensor] | None:
     """The operator that `packed_linear` calls for tensors like these, or None."""
-    if x.numel() > MOST_ROWS * packed.shape[1]:
+    if packed.floating or x.numel() > MOST_ROWS * packed.shape[1]:
         return None
     return operator_for(OP, "packed_linear", x, packed.scales, packed.zeros, bias)
 
@@ -210,19 +231,27 @@ def packed_linear_reference(x: Tensor, packed: PackedWeight, bias: Tensor | None
     return F.linear(x, unpack_weight(packed, x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def _check_bits(bits: int) -> None:
-    if bits not in PACKED_BITS:
-        raise ConfigError(f"bits: found {bits}, but it must be 8 or 4")
+def unit_of(bits: int, floating: bool) -> int:
+    """Elements that fill whole bytes together."""
+    return FLOATING[bits].unit if floating else 8 // bits
 
 
-def _check_group(group_size: int, cols: int, bits: int) -> None:
-    step = 8 // bits
+def check_bits(bits: int, floating: bool) -> None:
+    """A weight can have so many."""
+    if bits not in (FLOATING if floating else PACKED_BITS):
+        raise ConfigError(f"bits: found {bits}, but it must be {'8 or 6 where floating' if floating else '8 or 4'}")
+
+
+def _check_group(group_size: int, cols: int, bits: int, floating: bool) -> None:
+    step = unit_of(bits, floating)
     if group_size >= 1 and cols % group_size == 0 and group_size % step == 0:
         return
     fits = [size for size in (32, 64, 128, 256, cols) if size and cols % size == 0 and size % step == 0]
     advice = f"for example {', '.join(map(str, sorted(set(fits))))}" if fits else "which has none: leave it unquantized"
-    even = ", even, because a byte holds two" if bits == 4 else ""
+    filled = {2: ", even, because a byte holds two", 4: ", a multiple of 4, because three bytes hold four"}.get(
+        step, ""
+    )
     raise ConfigError(
-        f"group_size: found {group_size}, but with {bits} bits it must divide the {cols} columns of the weight{even}; "
-        f"{advice}"
+        f"group_size: found {group_size}, but with {bits} bits it must divide the {cols} columns of the weight{filled};"
+        f" {advice}"
     )

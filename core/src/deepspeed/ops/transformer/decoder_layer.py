@@ -96,6 +96,8 @@ class DecoderLayer:
         bits = {each.bits for each in packed}
         if len(bits) > 1:
             raise ConfigError(f"linear layers: found weights of {sorted(bits)} bits, but they must be of one width")
+        if any(each.floating for each in packed):
+            raise ConfigError("linear layers: found a floating packed weight, which no kernel reads; pack integers")
         if self.norm_mlp is None and not self.parallel:
             raise ConfigError("norm_mlp: found None, but it must be given where the halves are not parallel")
         norms = (self.norm_attention, self.norm_mlp, self.norm_query, self.norm_key)
