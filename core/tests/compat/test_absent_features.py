@@ -19,8 +19,6 @@ DOCUMENTED = """
     deepspeed.compression.compress:init_compression
     deepspeed.compression.compress:redundancy_clean
     deepspeed.elasticity:compute_elastic_config
-    deepspeed.linear:LoRAConfig
-    deepspeed.linear:OptimizedLinear
     deepspeed.module_inject.auto_tp:AutoTP
     deepspeed.module_inject:replace_transformer_layer
     deepspeed.ops.sparse_attention:SparseSelfAttention
@@ -62,18 +60,18 @@ def test_importing_all_of_them_loads_no_torch():
 
 
 def test_a_class_can_be_asked_about_and_subclassed():
-    from deepspeed.linear import OptimizedLinear
+    from deepspeed.profiling.flops_profiler import FlopsProfiler
 
     model = torch.nn.Linear(2, 2)
-    assert not isinstance(model, OptimizedLinear)
-    assert not issubclass(torch.nn.Linear, OptimizedLinear)
-    assert isinstance(OptimizedLinear, type)
+    assert not isinstance(model, FlopsProfiler)
+    assert not issubclass(torch.nn.Linear, FlopsProfiler)
+    assert isinstance(FlopsProfiler, type)
 
-    class Mine(OptimizedLinear, torch.nn.Module):
+    class Mine(FlopsProfiler, torch.nn.Module):
         pass
 
     with pytest.raises(
-        ConfigError, match=r"deepspeed\.linear.*OptimizedLinear: deepspeed.linear is not in this version"
+        ConfigError, match=r"deepspeed\.profiling.*FlopsProfiler: the flops profiler is not in this version"
     ):
         Mine(8)
 

@@ -49,7 +49,7 @@ FEATURES = {
     "ZenFlow": Feature("ZenFlow", 'set "offload_optimizer": {"device": "cpu"}'),
     "kernel injection": Feature("replacement of a model's layers", "use the model as it is"),
     "layer drop": Feature("progressive layer drop", "drop layers in the model's own forward"),
-    "LoRA": Feature("deepspeed.linear", "use torch.nn.Linear, or peft for LoRA"),
+    "LoRA": Feature("a part of deepspeed.linear", "use deepspeed.linear.OptimizedLinear"),
     "Nebula": Feature("the Nebula service", 'set "nebula": {"enabled": true}, which saves asynchronously to a folder'),
     "nvme": Feature(
         "the classes that swap tensors", 'set "offload_optimizer" or "offload_param" to {"device": "nvme", ...}'

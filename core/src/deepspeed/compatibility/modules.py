@@ -77,19 +77,6 @@ MODULES = {
         functions="compute_elastic_config ensure_immutable_elastic_config get_compatible_gpus",
         forwards={"config.elastic": "elasticity_enabled is_torch_elastic_compatible"},
     ),
-    "linear": _absent(
-        "LoRA",
-        forwards={
-            "linear.config": "LoRAConfig QuantizationConfig",
-            "linear.context_manager": "Init init_lora",
-            "linear.optimized_linear": "OptimizedLinear LoRAOptimizedLinear",
-            "linear.quantization": "QuantizedLinear QuantizedParameter",
-        },
-    ),
-    "linear.config": _absent("LoRA", "LoRAConfig QuantizationConfig"),
-    "linear.context_manager": _absent("LoRA", "Init", "init_lora"),
-    "linear.optimized_linear": _absent("LoRA", "OptimizedLinear LoRAOptimizedLinear"),
-    "linear.quantization": _absent("LoRA", "QuantizedLinear QuantizedParameter"),
     "model_implementations": _absent(
         "kernel injection",
         forwards={

@@ -92,8 +92,10 @@ class InferenceEngine(ModuleWrapper):
                 ties its weight to the embedding, which is not.
             CheckpointError: another rank failed; names it and its reason.
         """
-        head = self.module.get_output_embeddings() if hasattr(self.module, "get_output_embeddings") else None
-        if getattr(head, "packed", None) is not None and getattr(self.module.config, "tie_word_embeddings", False):
+        get_head: Any = getattr(self.module, "get_output_embeddings", None)
+        config: Any = getattr(self.module, "config", None)
+        head = None if get_head is None else get_head()
+        if getattr(head, "packed", None) is not None and getattr(config, "tie_word_embeddings", False):
             raise ConfigError(
                 "export: found an output layer in few bits, whose weight the model shares with its embedding; a file "
                 "has one of them: leave quant.weight.output_num_bits out"
