@@ -82,6 +82,17 @@ def shown(value: str) -> str:
     return repr(value) if len(value) <= _SHOWN_LENGTH else f"{value[:_SHOWN_LENGTH]!r}... ({len(value)} characters)"
 
 
+def stated(variable: str) -> str:
+    """An environment variable and its value, for a message: as a shell takes it where that is short and printable.
+
+    >>> os.environ["DS_EXAMPLE"] = "one\ntwo"
+    >>> stated("DS_EXAMPLE"), os.environ.pop("DS_EXAMPLE")
+    ("DS_EXAMPLE='one\\ntwo'", 'one\ntwo')
+    """
+    value = os.environ.get(variable, "").strip()
+    return f"{variable}={value if value.isprintable() and len(value) <= _SHOWN_LENGTH else shown(value)}"
+
+
 def environment_int(
     variable: str,
     default: int | None = None,
@@ -95,7 +106,8 @@ def environment_int(
 
     Args:
         variable: its name.
-        default: of a variable that is empty or not set; None: such a one is refused too.
+        default: of a variable that is not set; None: such a one is refused. An empty one is refused in any case: with
+            `export RANK=$NOT_SET` in its script every process would be rank 0.
         least, most: what is allowed.
         error: what is raised.
         environment: that of this process.
@@ -103,9 +115,11 @@ def environment_int(
     Raises:
         DeepSpeedError: names the variable and shows its value.
     """
-    text = (os.environ if environment is None else environment).get(variable, "")
-    if default is not None and not text.strip():
-        return default
+    text = (os.environ if environment is None else environment).get(variable)
+    if text is None:
+        if default is not None:
+            return default
+        raise error(f"the environment variable {variable} is not set; set it to an integer")
     if re.fullmatch(r"\s*[+-]?[0-9]{1,10}\s*", text) and least <= int(text) <= most:
         return int(text)
     limits = f"from {least} to {most}" if most < _INT32_MAX else f"of at least {least}"

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from deepspeed.errors import ConfigError, environment_int
+from deepspeed.errors import ConfigError, either, environment_int, stated
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -33,20 +33,6 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
         return sys.stderr
 
 
-def _create_logger() -> logging.Logger:
-    logger = logging.getLogger("DeepSpeed")
-    logger.propagate = False
-    level = os.environ.get("DS_LOG_LEVEL", "WARNING").upper()
-    logger.setLevel(level if level in LEVELS else "WARNING")
-    handler = _StderrHandler()
-    handler.setFormatter(_RankFormatter("[%(asctime)s] [%(levelname)s] [rank %(rank)s] %(message)s"))
-    logger.addHandler(handler)
-    return logger
-
-
-logger = _create_logger()
-
-
 def own_rank() -> int:
     """The global rank that the environment gives; 0 where it gives none or no number, which `init_distributed` refuses
     with the reason."""
@@ -54,6 +40,27 @@ def own_rank() -> int:
         return environment_int("RANK", 0)
     except ConfigError:
         return 0
+
+
+def _create_logger() -> logging.Logger:
+    logger = logging.getLogger("DeepSpeed")
+    logger.propagate = False
+    level = environment_level()
+    logger.setLevel(level if level in LEVELS else "WARNING")
+    handler = _StderrHandler()
+    handler.setFormatter(_RankFormatter("[%(asctime)s] [%(levelname)s] [rank %(rank)s] %(message)s"))
+    logger.addHandler(handler)
+    if level not in LEVELS and own_rank() == 0:
+        logger.warning(f"{stated('DS_LOG_LEVEL')}: found no level of that name; taking WARNING. Use {either(LEVELS)}")
+    return logger
+
+
+def environment_level() -> str:
+    """The level that `DS_LOG_LEVEL` names, in capitals; WARNING where it is empty or not set."""
+    return os.environ.get("DS_LOG_LEVEL", "").strip().upper() or "WARNING"
+
+
+logger = _create_logger()
 
 
 def _speaks(ranks: Sequence[int] | None) -> bool:

@@ -90,7 +90,7 @@ def report_to_launcher() -> None:
     fd, _, inode = address.partition(":")
     if fd.isdecimal() and inode.isdecimal() and len(fd) < 10 and len(inode) < 20 and _is_pipe(int(fd), int(inode)):
         sys.excepthook = _Hook(int(fd), int(inode), sys.excepthook)
-    elif sys.excepthook is sys.__excepthook__ and os.environ.get("DS_LOG_LEVEL", "").upper() != "DEBUG":
+    elif sys.excepthook is sys.__excepthook__ and os.environ.get("DS_LOG_LEVEL", "").strip().upper() != "DEBUG":
         sys.excepthook = _print_uncaught
 
 

@@ -2,6 +2,9 @@
 
 import contextlib
 import copy
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -93,18 +96,34 @@ def test_a_parameter_made_of_the_data_of_a_sharded_one():
         assert found == pytest.approx(losses, rel=1e-5)
 
 
-def copy_module(built_in_init: bool) -> None:
+def pickled(module: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+def saved(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    assert file.tell() < 20_000  # the whole weights, and not the buffers that they were gathered in
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def copy_module(built_in_init: bool, copied: Callable[[nn.Module], Any]) -> None:
     """As an exponential moving average begins."""
     with Init(config_dict_or_path=CONFIG, enabled=built_in_init):
         net = create_net()
     engine = None if built_in_init else create_engine(net, 0)
-    with pytest.raises(StateError, match=r"weight of shape \(16, 8\) is sharded, so its copy would be empty"):
-        copy.deepcopy(net)
+    told = (
+        r"weight of shape \(16, 8\) is sharded, so its copy would be empty; .* inside deepspeed.zero.GatheredParameters"
+    )
+    with pytest.raises(StateError, match=told):
+        copied(net)
     with GatheredParameters(net.parameters()):
-        twin = copy.deepcopy(net)
+        twin = copied(net)
     expected = create_net()(torch.ones(1, 8))
     torch.testing.assert_close(twin(torch.ones(1, 8)), expected, rtol=0, atol=0)
     assert not any(name.startswith("ds_") for param in twin.parameters() for name in vars(param))
+    assert built_in_init or not list(twin.ds_external_parameters())  # as libraries list them
     second = create_engine(twin, 0)  # a copy is a module like any other
     losses = [train(second) for _ in range(2)]
     engine = engine or create_engine(net, 0)
@@ -112,8 +131,9 @@ def copy_module(built_in_init: bool) -> None:
 
 
 @pytest.mark.parametrize("built_in_init", [True, False])
-def test_a_copy_of_a_module_is_whole_or_refused(built_in_init):
-    run_ranks(2, copy_module, built_in_init)
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+def test_a_copy_of_a_module_is_whole_or_refused(built_in_init, copied):
+    run_ranks(2, copy_module, built_in_init, copied)
 
 
 def assign_data() -> None:

@@ -84,7 +84,16 @@ def test_a_root_logger_with_handlers_does_not_repeat_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("level", "wanted"), [(None, "WARNING"), ("debug", "DEBUG"), ("ERROR", "ERROR"), ("nonsense", "WARNING")]
+    ("level", "wanted"),
+    [
+        (None, "WARNING"),
+        ("debug", "DEBUG"),
+        ("ERROR", "ERROR"),
+        ("nonsense", "WARNING"),
+        ("", "WARNING"),
+        (" debug ", "DEBUG"),
+        ("a\x1b[31m", "WARNING"),
+    ],
 )
 def test_the_level_of_the_environment(level, wanted):
     environment = {name: value for name, value in os.environ.items() if name != "DS_LOG_LEVEL"}
@@ -93,3 +102,6 @@ def test_the_level_of_the_environment(level, wanted):
     script = "import logging; from deepspeed.log import logger; print(logging.getLevelName(logger.level))"
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == wanted
+    told = "found no level of that name; taking WARNING. Use DEBUG, INFO, WARNING, ERROR or CRITICAL"
+    assert (told in done.stderr) is (level is not None and level.strip().upper() not in ("", *log.LEVELS))
+    assert "\x1b" not in done.stderr

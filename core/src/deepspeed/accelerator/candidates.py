@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deepspeed.accelerator.current import PLAIN, SET_BY_HAND, VARIABLE, Choice
+from deepspeed.errors import stated
 from deepspeed.plugins import Offer, plugin_manager
 
 State = Literal["available", "absent", "broken", "blocked"]
@@ -118,8 +119,7 @@ def _rule_above_offers(choice: Choice | None) -> str | None:
     """What decides before any offer is compared, or None."""
     if choice is not None and _set_by_hand(choice):
         return "set_accelerator"
-    named = os.environ.get(VARIABLE, "").strip()
-    return f"{VARIABLE}={named}" if named else None
+    return stated(VARIABLE) if os.environ.get(VARIABLE, "").strip() else None
 
 
 def _set_by_hand(choice: Choice) -> bool:

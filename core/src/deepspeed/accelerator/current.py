@@ -18,7 +18,7 @@ from deepspeed._installation import pip_install
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.plain import PlainAccelerator
 from deepspeed.accelerator.wrapped import as_accelerator
-from deepspeed.errors import PluginError
+from deepspeed.errors import PluginError, stated
 from deepspeed.log import logger, warn_once
 from deepspeed.plugins import Offer, plugin_manager
 from deepspeed.plugins.admission import ACCELERATOR_VARIABLE, PLAIN
@@ -207,12 +207,12 @@ def _by_name(name: str) -> Choice:
         manager.load(name)
         offer = manager.probe(name)
         if offer.available:
-            return _from_plugin(offer, f"{VARIABLE}={name}")
+            return _from_plugin(offer, stated(VARIABLE))
     except PluginError as error:
         is_broken = name in manager.names() and not manager.refusal(name)
-        raise PluginError(f"{VARIABLE}={name}: {error}{f'; {_TRACEBACK}' if is_broken else ''}") from None
+        raise PluginError(f"{stated(VARIABLE)}: {error}{f'; {_TRACEBACK}' if is_broken else ''}") from None
     raise PluginError(
-        f"{VARIABLE}={name}: that accelerator cannot be used here: {offer.reason}; "
+        f"{stated(VARIABLE)}: that accelerator cannot be used here: {offer.reason}; "
         f"unset {VARIABLE} to choose another{f'; {_TRACEBACK}' if manager.failure(name) else ''}"
     )
 

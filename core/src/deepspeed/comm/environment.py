@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deepspeed.errors import CommError, counted, environment_int, shown
+from deepspeed.errors import CommError, counted, environment_int, shown, stated
 from deepspeed.log import warn_once
 
 # rank, size and local rank under the names of Open MPI, MVAPICH, and MPICH with Intel MPI
@@ -108,7 +108,7 @@ def _from_launcher(env: Mapping[str, str], default_port: int, has_init_method: b
         required += ["MASTER_ADDR", "MASTER_PORT"]
     missing = [name for name in required if name not in env]
     if missing:
-        present = ", ".join(f"{name}={env[name]}" for name in required if name in env)
+        present = ", ".join(stated(name) for name in required if name in env)
         raise _half_set(source, present, missing)
     rank = _integer(env, "RANK")
     addr = _address(env) or _LOCALHOST
@@ -121,7 +121,7 @@ def _from_mpi(env: Mapping[str, str], default_port: int) -> Placement | None:
         if rank_key not in env or (rank_key == "PMI_RANK" and "SLURM_PROCID" in env):
             continue
         if size_key not in env:
-            raise _half_set(name, f"{rank_key}={env[rank_key]}", [size_key])
+            raise _half_set(name, stated(rank_key), [size_key])
         rank, world_size = _integer(env, rank_key), _size(env, size_key)
         if local_key in env:
             local_rank = _integer(env, local_key)
@@ -159,7 +159,7 @@ def _from_slurm(env: Mapping[str, str], default_port: int) -> Placement | None:
         return None
     size_key = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     if size_key not in env:
-        raise _half_set("Slurm", f"SLURM_PROCID={env['SLURM_PROCID']}", ["SLURM_NTASKS"])
+        raise _half_set("Slurm", stated("SLURM_PROCID"), ["SLURM_NTASKS"])
     world_size = _size(env, size_key)
     if world_size == 1:
         return None

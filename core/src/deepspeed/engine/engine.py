@@ -8,7 +8,7 @@ step      -> what the schedule says: at a boundary sharding.reduce and the step 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
 from deepspeed.precision.dtype_hint import add_dtype_hint
 from deepspeed.zero.offload.moved_states import offload_states, reload_states
+from deepspeed.zero.optimizer import not_copied
 from deepspeed.zero.released_hint import add_released_hint
 
 if TYPE_CHECKING:
@@ -196,6 +197,14 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         begin_use()
         self._training.step(lr_kwargs)
         self.checkpointer.raise_failure()  # after the step, which the peers make too
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_copied(
+            self,
+            "call engine.save_checkpoint(folder) to train on later, engine.save_16bit_model(folder) for the weights "
+            "alone, or copy engine.module, at stage 3 inside "
+            "deepspeed.zero.GatheredParameters(engine.module.parameters())",
+        )
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
         """Print a table of one forward and its parts, as far as `wall_clock_breakdown` measures them.

@@ -22,6 +22,7 @@ from deepspeed.inference.generate import StaticGeneration
 from deepspeed.inference.graphs import graphed
 from deepspeed.tensor_parallel.layers import widened
 from deepspeed.tensor_parallel.ranks import same_random_numbers
+from deepspeed.zero.optimizer import not_copied
 
 
 @absent_members("inference.engine:InferenceEngine")
@@ -48,6 +49,11 @@ class InferenceEngine(ModuleWrapper):
         self._dtype = dtype
         self._times: _ForwardTimes | None = None
         self.eval()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.mp_group is not None:
+            raise not_copied(self, "call engine.export(folder), which writes the whole weights")
+        return super().__reduce_ex__(protocol)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -19,6 +19,7 @@ from deepspeed.errors import ConfigError, DeepSpeedError, counted
 from deepspeed.launcher.console import write_console
 from deepspeed.launcher.pid_file import pid_file
 from deepspeed.launcher.plan import LaunchPlan
+from deepspeed.log import environment_level
 
 if TYPE_CHECKING:
     from deepspeed.launcher.node_agent import RankCommand
@@ -58,7 +59,7 @@ def run_node(plan: LaunchPlan, script: str, script_args: Sequence[str]) -> int:
     rendezvous = NodeRendezvous(
         plan.master_addr, choose_port(plan.master_port), None if plan.master_port else find_free_port
     )
-    is_debug = os.environ.get("DS_LOG_LEVEL", "").upper() == "DEBUG"
+    is_debug = environment_level() == "DEBUG"
     output = OutputReader(plan.log_dir, plan.log_only, collect_uncaught=not is_debug)
     agent = NodeAgent(commands, rendezvous, output)
     if "LOGLEVEL" not in os.environ:  # the agent's remarks on signals would stand between the user and the cause

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
-from deepspeed.errors import ConfigError, OpUnavailable
+from deepspeed.errors import ConfigError, OpUnavailable, stated
 from deepspeed.log import log_dist, warn_once
 from deepspeed.ops.documented import OPS
 from deepspeed.ops.implementations import (
@@ -275,7 +275,7 @@ def _best(op: str, load: bool) -> _Found:
     """The first place whose builder works here, and loads if `load` is True."""
     class_name = builder_name(op)
     if _is_disabled(op):
-        disabled = ("environment", f"disabled by {VARIABLE}={os.environ.get(VARIABLE, '')}")
+        disabled = ("environment", f"disabled by {stated(VARIABLE)}")
         return _Found(None, Resolution(op, None, "reference", (disabled,)))
     rejected: list[tuple[str, str]] = []
     failed: list[tuple[str, str]] = []

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from deepspeed._installation import pip_install
-from deepspeed.errors import PluginError
+from deepspeed.errors import PluginError, stated
 from deepspeed.plugins import hookspecs
 
 ACCELERATOR_VARIABLE = "DS_ACCELERATOR"
@@ -112,7 +112,7 @@ def _remedy(wanted: Any) -> str:
 def _autoloads() -> bool:
     value = os.environ.get(AUTOLOAD_VARIABLE, "").strip()
     if value not in ("", "0", "1"):
-        raise PluginError(f"{AUTOLOAD_VARIABLE}={value}: 0 (load only plugins that are named) or 1 is expected")
+        raise PluginError(f"{stated(AUTOLOAD_VARIABLE)}: 0 (load only plugins that are named) or 1 is expected")
     return value != "0"
 
 

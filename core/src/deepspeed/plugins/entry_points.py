@@ -10,7 +10,7 @@ from typing import Any
 import importlib_metadata
 
 from deepspeed._installation import pip_install
-from deepspeed.errors import PluginError, counted
+from deepspeed.errors import PluginError, counted, shown
 from deepspeed.plugins.admission import PLAIN
 from deepspeed.plugins.probing import IMPORT_TIMEOUT_VARIABLE, call_with_limit, is_being_imported
 
@@ -70,7 +70,7 @@ def one_line(error: BaseException) -> str:
 
 def _missing(name: str, group: str, installed: list[str]) -> str:
     """The message for a name that no installed package announces."""
-    found = f"no {KINDS[group]} named {name!r} is installed; installed: {', '.join(installed) or 'none'}; "
+    found = f"no {KINDS[group]} named {shown(name)} is installed; installed: {', '.join(installed) or 'none'}; "
     to_install = _own_extensions() if group == ACCELERATORS else {}
     if name in to_install:
         return f"{found}{pip_install(to_install[name])}"

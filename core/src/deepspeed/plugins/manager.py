@@ -18,7 +18,7 @@ from typing import Any
 
 import pluggy
 
-from deepspeed.errors import PluginError
+from deepspeed.errors import PluginError, shown, stated
 from deepspeed.log import logger, warn_once
 from deepspeed.plugins import hookspecs
 from deepspeed.plugins.admission import BLOCK_VARIABLE, NAMES_VARIABLE, blocked, check_api, named, refusal
@@ -353,7 +353,7 @@ class PluginManager:
                         self.activate(name, FEATURES)
                 except PluginError as error:
                     if name in asked_for:
-                        raise PluginError(f"{NAMES_VARIABLE}={os.environ[NAMES_VARIABLE]}: {error}") from error
+                        raise PluginError(f"{stated(NAMES_VARIABLE)}: {error}") from error
                     logger.warning(f"{error}; going on without it")
             self._warn_of_idle_blocks()
             self._features_loaded = True
@@ -364,7 +364,7 @@ class PluginManager:
             installed = {*self.names(ACCELERATORS), *self.names(FEATURES)}
             if idle := sorted(names - installed):
                 warn_once(
-                    f"{BLOCK_VARIABLE}={os.environ[BLOCK_VARIABLE]}: nothing installed is named {', '.join(idle)}; "
+                    f"{stated(BLOCK_VARIABLE)}: nothing installed is named {', '.join(map(shown, idle))}; "
                     f"installed: {', '.join(sorted(installed)) or 'none'}"
                 )
 

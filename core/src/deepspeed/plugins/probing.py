@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.errors import DeepSpeedError, PluginError
+from deepspeed.errors import DeepSpeedError, PluginError, stated
 
 TIMEOUT_VARIABLE = "DS_PROBE_TIMEOUT"
 DEFAULT_TIMEOUT_S = 10.0
@@ -60,15 +60,15 @@ def timeout_s(
     Raises:
         PluginError: the variable holds no positive number.
     """
-    stated = os.environ.get(variable, "").strip()
-    if not stated:
+    value = os.environ.get(variable, "").strip()
+    if not value:
         return default_s
     try:
-        seconds = float(stated)
+        seconds = float(value)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise error(f"{variable}={stated}: it must be a number of seconds above 0")
+        raise error(f"{stated(variable)}: it must be a number of seconds above 0")
     return seconds
 
 

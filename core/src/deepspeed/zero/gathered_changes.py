@@ -24,9 +24,8 @@ from deepspeed.comm.values import all_gather_values
 from deepspeed.errors import StateError, counted
 from deepspeed.zero.agreement import named_ranks
 from deepspeed.zero.managed import num_writes
+from deepspeed.zero.param_marks import KEPT
 from deepspeed.zero.param_unit import ParamUnit, is_same
-
-_KEPT = "_ds_kept_value"  # attribute of a small parameter that a context holds
 
 
 class GatheredChanges:
@@ -41,7 +40,7 @@ class GatheredChanges:
         outermost = [(unit, gathers) for unit, gathers in held if unit.num_contexts == 1 and unit.is_sharded]
         self._units = [(unit, unit.num_changes) for unit, _ in outermost]
         self._gathered = {unit for unit, gathers in outermost if gathers}
-        self._small = [_KeptValue(param) for param in small if _KEPT not in vars(param)]
+        self._small = [_KeptValue(param) for param in small if KEPT not in vars(param)]
 
     def refuse(self) -> None:
         """Raise if parameters were changed. A collective, unless the context has gathered nothing.
@@ -84,7 +83,7 @@ class _KeptValue:
         self._value = self._home.clone()
         self._version = param._version
         self._num_writes = num_writes()
-        vars(param)[_KEPT] = self
+        vars(param)[KEPT] = self
 
     def was_written(self) -> bool:
         """Whether an engine wrote weights meanwhile."""
@@ -98,7 +97,7 @@ class _KeptValue:
         return not is_same(self.param.data, self._value)
 
     def close(self, *, keeps: bool) -> None:
-        vars(self.param).pop(_KEPT, None)
+        vars(self.param).pop(KEPT, None)
         if not keeps and not self.was_written():
             self.param.data = self._home
             self._home.copy_(self._value)

@@ -24,7 +24,6 @@ gathered, and counts as one of the reading module's own from then on. `register_
 
 import weakref
 from collections.abc import Iterator, Mapping
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +77,7 @@ class ModuleHooks:
     def _register_deepspeed_module(self, module: Module, num_modules: int = 0) -> None:
         """Put the hooks on `module` and all modules below it; libraries take them off and put them back."""
         for each in module.modules():
-            each.ds_external_parameters = MethodType(_external_parameters, each)  # type: ignore[assignment]
+            each.ds_external_parameters = _ExternalParameters(each)  # type: ignore[assignment]
         if not any(unit.is_sharded for unit in self.param_coordinator.units):
             return
         for each in module.modules():
@@ -299,9 +298,16 @@ def _own_params(module: Module) -> Iterator[Parameter]:
     return (param for param in module._parameters.values() if param is not None)
 
 
-def _external_parameters(module: Module) -> Iterator[tuple[str, Parameter]]:
-    """(name, parameter) of what the module's forward reads besides its own parameters."""
-    return ((f"external_{param.ds_id}", param) for param in module.__dict__.get(EXTERNAL, ()))  # type: ignore[attr-defined]
+class _ExternalParameters:
+    """`module.ds_external_parameters`. A method that was pickled would be looked up in the class of the module."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def __call__(self) -> Iterator[tuple[str, Parameter]]:
+        """(name, parameter) of what the module's forward reads besides its own parameters."""
+        params = self._module.__dict__.get(EXTERNAL, ())
+        return ((f"external_{param.ds_id}", param) for param in params)  # type: ignore[attr-defined]
 
 
 def _is_plain(output: Any) -> bool:

@@ -5,7 +5,7 @@ It has the face of a torch optimizer (schedulers and libraries read and write `p
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,6 +16,13 @@ from deepspeed.errors import StateError
 from deepspeed.zero.offload.moved_states import offload_states, reload_states
 from deepspeed.zero.strategy import Sharding
 from deepspeed.zero.whole_state_dict import is_called_by_collective
+
+
+def not_copied(found: object, way: str) -> StateError:
+    """For an object of this run, of which none of pickle, torch.save and copy makes another; `way`: what to do."""
+    return StateError(
+        f"pickle, torch.save and copy: found a {type(found).__name__}, which belongs to the ranks of this run; {way}"
+    )
 
 
 class DeepSpeedOptimizer(Optimizer):
@@ -134,6 +141,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self._sharding.load_state_dict(state_dict)
         if "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_copied(self, "call engine.save_checkpoint(folder), or take its state_dict()")
 
     def __getattr__(self, name: str) -> Any:
         if "optimizer" not in self.__dict__:  # a copy or an unpickled one that is not built yet

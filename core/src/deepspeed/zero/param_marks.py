@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from deepspeed.zero.param_unit import ParamUnit
 
 _ids = itertools.count()
+#: attribute of a small parameter that a context holds; see `gathered_changes.py`
+KEPT = "_ds_kept_value"
 
 
 def reset_ids() -> None:
@@ -30,7 +32,6 @@ def mark(param: Parameter, unit: "ParamUnit", index: int) -> None:
     """Give a parameter of a unit its attributes."""
     _set(param, unit.ranks, ds_unit=unit, ds_index=index, ds_tensor=unit.shard_of(index), ds_shape=unit.shapes[index])
     param.ds_status = unit.status  # type: ignore[attr-defined]
-    param.__deepcopy__ = MethodType(_deepcopy, param)  # type: ignore[method-assign]
     param.set_ = MethodType(_set_memory, param)  # type: ignore[assignment]
 
 
@@ -63,6 +64,8 @@ def _set(param: Parameter, ranks: GroupBackend, **attributes: Any) -> None:
         "all_gather": MethodType(_all_gather, param),
         "partition": MethodType(_partition, param),
         "ds_summary": MethodType(_summary, param),
+        "__deepcopy__": MethodType(_deepcopy, param),
+        "__reduce_ex__": MethodType(_reduce, param),
     }
     for name, value in {**common, **attributes}.items():
         setattr(param, name, value)
@@ -71,7 +74,8 @@ def _set(param: Parameter, ranks: GroupBackend, **attributes: Any) -> None:
 _MARKS = (
     "ds_unit", "ds_index", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist",
     "ds_active_sub_modules", "ds_process_group", "ds_world_size", "partition_numel", "all_gather", "partition",
-    "ds_name", "ds_checks_values", "ds_summary", "ds_z3_leaf_module", "__deepcopy__", "set_",
+    "ds_name", "ds_checks_values", "ds_summary", "ds_z3_leaf_module", "__deepcopy__",
+    "__reduce_ex__", "set_",
 )  # fmt: skip
 
 
@@ -115,14 +119,31 @@ def _deepcopy(param: Any, memo: dict[int, Any]) -> Parameter:
     Raises:
         StateError: if `param` is not whole: the copy would be empty.
     """
+    _require_whole(param, "copy.deepcopy")
     copied: Parameter = Parameter.__deepcopy__(param, memo)
-    if copied.shape != param.ds_shape:
-        raise StateError(
-            f"copy.deepcopy: the parameter {param.ds_unit.names[param.ds_index]} of shape {tuple(param.ds_shape)} is "
-            "sharded, so its copy would be empty; copy the module inside "
-            "deepspeed.zero.GatheredParameters(module.parameters()), where the copy is a plain, whole module"
-        )
     return copied
+
+
+def _reduce(param: Any, protocol: int) -> Any:
+    """What is pickled: a plain parameter, which owns its memory.
+
+    Raises:
+        StateError: if `param` is not whole: what is read again would be empty.
+    """
+    _require_whole(param, "pickle and torch.save")
+    plain = Parameter(param.detach().clone(), param.requires_grad)
+    plain.__dict__.update({name: value for name, value in vars(param).items() if name not in (*_MARKS, KEPT)})
+    return plain.__reduce_ex__(protocol)
+
+
+def _require_whole(param: Any, asked: str) -> None:
+    if param.shape != param.ds_shape:
+        raise StateError(
+            f"{asked}: the parameter {param.ds_unit.names[param.ds_index]} of shape {tuple(param.ds_shape)} is "
+            "sharded, so its copy would be empty; copy or save the module inside "
+            "deepspeed.zero.GatheredParameters(module.parameters()), where the copy is a plain, whole module, or call "
+            "engine.save_16bit_model(folder), which writes the whole weights"
+        )
 
 
 def _summary(param: Any, **_: Any) -> dict[str, Any]:

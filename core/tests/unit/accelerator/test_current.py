@@ -337,3 +337,15 @@ def test_an_extension_of_this_project_that_is_not_installed_is_named(shelf, monk
     monkeypatch.setenv("DS_ACCELERATOR", name)
     with pytest.raises(PluginError, match=f"DS_ACCELERATOR={name}: no accelerator named '{name}' .*{remedy}"):
         get_accelerator()
+
+
+@pytest.mark.usefixtures("shelf")
+@pytest.mark.parametrize("value", ["a\x1b[31mb", "one\ntwo", "\u202egpu", "x" * 5000])
+def test_a_hostile_name_is_shown_as_text(monkeypatch, value):
+    monkeypatch.setenv("DS_ACCELERATOR", value)
+    with pytest.raises(PluginError) as caught:
+        get_accelerator()
+    told = str(caught.value)
+    assert told.startswith(f"DS_ACCELERATOR={value[:60]!r}")
+    assert told.isprintable()
+    assert len(told) < 800

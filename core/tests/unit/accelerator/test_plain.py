@@ -35,6 +35,9 @@ def test_device_index_follows_the_launcher_until_it_is_set(plain, monkeypatch):
     assert plain.current_device() == 0
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert plain.current_device() == 3
+    monkeypatch.setenv("LOCAL_RANK", "")
+    with pytest.raises(ConfigError, match="LOCAL_RANK must be an integer of at least -1, found ''"):
+        plain.current_device()
     plain.set_device(1)
     assert plain.current_device() == 1
     with pytest.raises(ConfigError, match="-1 is no device index"):

@@ -71,6 +71,7 @@ def test_which_one(claim, count, rank, args, index):
     [
         (2, 2, {}, r"LOCAL_RANK=2: this process sees 2 devices of 'meta'.*its own by GANG_VISIBLE_DEVICES"),
         (0, 0, {}, r"LOCAL_RANK=0: device_count\(\) of 'meta' is 0; check the driver, .*\(GANG_VISIBLE_DEVICES\)"),
+        (2, "", {}, "LOCAL_RANK must be an integer of at least 0, found ''"),
         (2, "one", {}, "LOCAL_RANK must be an integer of at least 0, found 'one'"),
         (1, 0, {"device_rank": 3}, r"args.device_rank=3: this process sees 1 device of"),
     ],

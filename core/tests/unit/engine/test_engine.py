@@ -1,6 +1,9 @@
 """The engine around one module: passing on, counting, refusing, printing, letting go."""
 
+import copy
+import io
 import logging
+import pickle
 import re
 from contextlib import nullcontext
 
@@ -433,6 +436,20 @@ def test_the_start_line_says_the_clipping(make_engine, lines, keys, says):
     make_engine(Net(), **keys)
     (line,) = [text for _, text in lines if text.startswith("deepspeed ")]
     assert line.endswith(says)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda value: torch.save(value, io.BytesIO())]
+)
+def test_an_engine_and_its_optimizer_are_not_copied(make_engine, stage, copied):
+    engine = make_engine(Net(), zero_optimization={"stage": stage})
+    with pytest.raises(StateError, match=r"^pickle, torch\.save and copy: found a DeepSpeedEngine.*save_checkpoint"):
+        copied(engine)
+    copied(engine.module)
+    if stage > 0:  # else it is a plain one
+        with pytest.raises(StateError, match=r"^pickle, torch\.save and copy: found a ZeroOptimizer.*save_checkpoint"):
+            copied(engine.optimizer)
 
 
 WRONG_CALLS = {

@@ -154,7 +154,7 @@ def test_a_blocked_name_that_nothing_has_is_warned_about_once(monkeypatch):
     manager = make_manager(Entry("a", make_plugin("a")), features=[Entry("f", make_module(ds_step_end=hears([])))])
     for _ in range(2):
         manager.hook.ds_step_end(stats=1)
-    assert told == ["DS_PLUGINS_BLOCK=a,nosuch: nothing installed is named nosuch; installed: a, f"]
+    assert told == ["DS_PLUGINS_BLOCK=a,nosuch: nothing installed is named 'nosuch'; installed: a, f"]
 
 
 def test_probe_is_asked_once():

@@ -28,6 +28,20 @@ def connect_job(unwilling):
     return connected() is not None
 
 
+def misspelt_job():
+    os.environ["DS_COMM_DIRECT"] = "off\x1b[31m"
+    with pytest.raises(CommError) as caught:
+        connected()
+    return str(caught.value)
+
+
+def test_a_word_that_is_neither_0_nor_1_is_refused():
+    for told in run_ranks(2, misspelt_job):
+        assert told.startswith("DS_COMM_DIRECT='off")
+        assert told.endswith(": 0 (ranks send messages) or 1 (they read each other's memory) is expected")
+        assert told.isprintable()
+
+
 def stranger_job():
     """Rank 1 gives the number of another process: as of one on another machine, its board is not found there."""
     with pytest.MonkeyPatch.context() as patch:

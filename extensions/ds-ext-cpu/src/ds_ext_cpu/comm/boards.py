@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as torch_dist
 from deepspeed.comm.failure import PeerFailed
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, stated
 from deepspeed.log import logger
 from torch.distributed import ProcessGroup
 
@@ -35,6 +35,7 @@ _TEXT_BYTES = 256
 NOTHING_MORE = 2**62
 _LATER = 2**63 - 1
 #: what the slot of a nonce announces, of which no collective is made
+_VARIABLE = "DS_COMM_DIRECT"
 _NONCE = (0, 0)
 
 
@@ -237,11 +238,14 @@ def meet(group: ProcessGroup) -> Meeting | None:
     """Exchange boards, if every rank of `group` can read the memory of every other. Called by all ranks together.
 
     `DS_COMM_DIRECT=0` on any of them says no.
+
+    Raises:
+        CommError: the variable is something else than 0 or 1.
     """
+    wanted = _is_wanted() and is_supported()  # first: an error of it comes before peers wait
     rank, world_size = torch_dist.get_rank(group), torch_dist.get_world_size(group)
     board, nonce = Board(), secrets.randbits(60)
     board.announce(nonce, board.address, _NONCE)
-    wanted = os.environ.get("DS_COMM_DIRECT", "1") != "0" and is_supported()
     mine = torch.tensor(_Facts(wanted, os.getpid(), board.address, nonce), device="cpu")
     told = [torch.empty_like(mine) for _ in range(world_size)]
     torch_dist.all_gather(told, mine, group=group)
@@ -252,7 +256,7 @@ def meet(group: ProcessGroup) -> Meeting | None:
         if other != rank
     }
     refusals = [f"rank {peer.rank} does not ask for it or cannot" for r, peer in peers.items() if not facts[r].may_read]
-    refusals += [] if wanted else [f"DS_COMM_DIRECT={os.environ.get('DS_COMM_DIRECT')} on {platform.machine()}"]
+    refusals += [] if wanted else [f"{stated(_VARIABLE)} on {platform.machine()}"]
     refusals += filter(None, (_blindness(peer, facts[r]) for r, peer in peers.items() if not refusals))
     agreed = torch.tensor(int(not refusals), device="cpu")
     torch_dist.all_reduce(agreed, op=torch_dist.ReduceOp.MIN, group=group)
@@ -261,6 +265,15 @@ def meet(group: ProcessGroup) -> Meeting | None:
         logger.debug("ranks do not read each other's memory, but send: %s", reason)
         return None
     return Meeting(board, peers, first_epoch=epoch_of(facts[0].nonce) + 1)
+
+
+def _is_wanted() -> bool:
+    value = os.environ.get(_VARIABLE, "").strip()
+    if value not in ("", "0", "1"):
+        raise CommError(
+            f"{stated(_VARIABLE)}: 0 (ranks send messages) or 1 (they read each other's memory) is expected"
+        )
+    return value != "0"
 
 
 def _blindness(peer: Peer, facts: _Facts) -> str | None:
