@@ -45,8 +45,9 @@ struct Fp32Products {
     }
 };
 
-// Rows of x whose sums are in registers at once, with 16 sums where there are 32 registers, 8 where there are 16.
-constexpr int64_t kMostAtOnce = Vec::kSize < 16 ? 4 : 8;
+// Rows of x whose sums are in registers at once, with 16 sums where there are 32 registers, 8 where there are 16. With
+// twice the rows and half the outputs x would be loaded twice as often, and of wide layers leave the first cache.
+constexpr int64_t kMostAtOnce = 4;
 
 DS_CPU_INLINE int64_t rows_at_once(const LinearArgs& args) {
     return args.padded_rows < kMostAtOnce ? args.padded_rows : kMostAtOnce;
@@ -171,27 +172,29 @@ DS_CPU_INLINE void add_products(const typename P::Register (*weights)[2], const 
 template <typename P, typename W>
 constexpr int64_t kBytes = P::kBlock / Weight<W>::kPerElement * static_cast<int64_t>(sizeof(W));
 
-// One block of kOuts rows of the weight; `row_bytes` from one to the next.
-template <typename P, typename W, int kOuts>
+// One block of kOuts rows of the weight, `row_bytes` from one to the next; kAsked of them are asked for `ahead`.
+template <typename P, typename W, int kOuts, int kAsked>
 DS_CPU_INLINE void load_weights(const uint8_t* at, int64_t row_bytes, int64_t ahead,
                                 typename P::Register (*weights)[2]) {
 #pragma GCC unroll 4
     for (int out = 0; out < kOuts; ++out) {
         const uint8_t* from = at + out * row_bytes;
 #pragma GCC unroll 2
-        for (int64_t line = 0; line < kBytes<P, W>; line += 64) __builtin_prefetch(from + ahead + line, 0, 2);
+        for (int64_t line = 0; line < kBytes<P, W> && out < kAsked; line += 64) {
+            __builtin_prefetch(from + ahead + line, 0, 2);
+        }
         P::load_weights(reinterpret_cast<const W*>(from), weights[out]);
     }
 }
 
 // Sums over one group: the registers of a tile, kept there by loops that are unrolled whole.
-template <typename P, typename W, int kOuts, int kRows>
-DS_CPU_INLINE void sum_group(const LinearArgs& args, const uint8_t* weight, const typename P::X* x,
+template <typename P, typename W, int kOuts, int kRows, int kAsked>
+DS_CPU_INLINE void sum_group(const LinearArgs& args, const uint8_t* weight, const typename P::X* x, int64_t ahead,
                              Vec (*totals)[kRows]) {
     constexpr int kSums = kChains<kOuts, kRows>;
     constexpr int64_t kOneBlock = kBytes<P, W>;
     constexpr int64_t kStep = kRows * P::kBlock;
-    const int64_t row_bytes = args.groups * args.group_bytes, ahead = args.prefetch_bytes;
+    const int64_t row_bytes = args.groups * args.group_bytes;
     const int64_t whole = args.group_bytes / kOneBlock, left = args.group_bytes % kOneBlock;
     typename P::Register weights[kOuts][2];
     Vec sums[kOuts][kRows][kSums];
@@ -206,14 +209,14 @@ DS_CPU_INLINE void sum_group(const LinearArgs& args, const uint8_t* weight, cons
     int64_t block = 0;
     if constexpr (kSums == 4) {
         for (; block + 2 <= whole; block += 2) {
-            load_weights<P, W, kOuts>(weight + block * kOneBlock, row_bytes, ahead, weights);
+            load_weights<P, W, kOuts, kAsked>(weight + block * kOneBlock, row_bytes, ahead, weights);
             add_products<P, kOuts, kRows>(weights, x + block * kStep, sums);
-            load_weights<P, W, kOuts>(weight + (block + 1) * kOneBlock, row_bytes, ahead, weights);
+            load_weights<P, W, kOuts, kAsked>(weight + (block + 1) * kOneBlock, row_bytes, ahead, weights);
             add_products<P, kOuts, kRows, 2>(weights, x + (block + 1) * kStep, sums);
         }
     }
     for (; block < whole; ++block) {
-        load_weights<P, W, kOuts>(weight + block * kOneBlock, row_bytes, ahead, weights);
+        load_weights<P, W, kOuts, kAsked>(weight + block * kOneBlock, row_bytes, ahead, weights);
         add_products<P, kOuts, kRows>(weights, x + block * kStep, sums);
     }
     if (left > 0) {
@@ -221,7 +224,7 @@ DS_CPU_INLINE void sum_group(const LinearArgs& args, const uint8_t* weight, cons
         for (int out = 0; out < kOuts; ++out) {
             std::memcpy(last + out * kOneBlock, weight + out * row_bytes + whole * kOneBlock, left);
         }
-        load_weights<P, W, kOuts>(last, kOneBlock, 0, weights);
+        load_weights<P, W, kOuts, 0>(last, kOneBlock, 0, weights);
         add_products<P, kOuts, kRows>(weights, x + whole * kStep, sums);
     }
 #pragma GCC unroll 4
@@ -253,9 +256,11 @@ static void add_zeros(const LinearArgs& args, int64_t out, int64_t row, float (*
     }
 }
 
-// kOuts outputs, from `out` on, of kRows rows of x, from `row` on.
-template <typename P, typename W, int kOuts, int kRows>
-DS_CPU_INLINE void linear_tile(const LinearArgs& args, int64_t out, int64_t row) {
+// kOuts outputs, from `out` on, of kRows rows of x, from `row` on; of a later tile kAsked outputs are asked for, from
+// `asked` on.
+template <typename P, typename W, int kOuts, int kRows, int kAsked>
+DS_CPU_INLINE void linear_tile(const LinearArgs& args, int64_t out, int64_t row, int64_t asked) {
+    const int64_t ahead = args.prefetch_bytes + asked * args.groups * args.group_bytes;
     const uint8_t* weight = args.weight + out * args.groups * args.group_bytes;
     const auto* x = reinterpret_cast<const typename P::X*>(args.copy) + row * args.groups * args.group_stride;
     Vec totals[kOuts][kRows];
@@ -268,8 +273,8 @@ DS_CPU_INLINE void linear_tile(const LinearArgs& args, int64_t out, int64_t row)
         }
         for (int64_t group = 0; group < args.groups; ++group) {
             Vec sums[kOuts][kRows];
-            sum_group<P, W, kOuts, kRows>(args, weight + group * args.group_bytes,
-                                          x + group * args.group_stride * kRows, sums);
+            sum_group<P, W, kOuts, kRows, kAsked>(args, weight + group * args.group_bytes,
+                                                  x + group * args.group_stride * kRows, ahead, sums);
             const float* scales = args.scales + out * args.groups + group;
 #pragma GCC unroll 4
             for (int o = 0; o < kOuts; ++o) {
@@ -280,7 +285,7 @@ DS_CPU_INLINE void linear_tile(const LinearArgs& args, int64_t out, int64_t row)
         }
         if (args.zeros != nullptr) add_zeros<kOuts, kRows>(args, out, row, offsets);
     } else {
-        sum_group<P, W, kOuts, kRows>(args, weight, x, totals);
+        sum_group<P, W, kOuts, kRows, kAsked>(args, weight, x, ahead, totals);
     }
     float results[kOuts][kRows];
 #pragma GCC unroll 4
@@ -301,32 +306,43 @@ DS_CPU_INLINE void linear_tile(const LinearArgs& args, int64_t out, int64_t row)
     }
 }
 
-template <typename P, typename W, int kOuts, int kRows>
+// Where the rows of x take several passes over a tile, each asks for a part of the later one: all at once, they would
+// wait for one another in the first pass, and memory would rest in the others.
+constexpr int asked_in_a_pass(int outs, int passes) { return outs > passes ? outs / passes : 1; }
+
+template <typename P, typename W, int kOuts, int kRows, int kPasses = 1>
 static void linear_tiles(const LinearArgs& given, int64_t first, int64_t last) {
     LinearArgs args = given;
     // one row of a weight after the other is one long stream
     args.prefetch_bytes = kOuts == 1 ? kPrefetchBytes : prefetch_bytes(kOuts * args.groups * args.group_bytes);
+    constexpr int kAsked = asked_in_a_pass(kOuts, kPasses);
     int64_t out = first;
     for (; out + kOuts <= last; out += kOuts) {
-        for (int64_t row = 0; row < args.padded_rows; row += kRows) linear_tile<P, W, kOuts, kRows>(args, out, row);
+        for (int64_t pass = 0; pass < kPasses; ++pass) {
+            linear_tile<P, W, kOuts, kRows, kAsked>(args, out, pass * kRows, pass * kAsked % kOuts);
+        }
     }
     for (; out < last; ++out) {
-        for (int64_t row = 0; row < args.padded_rows; row += kRows) linear_tile<P, W, 1, kRows>(args, out, row);
+        for (int64_t row = 0; row < args.padded_rows; row += kRows) linear_tile<P, W, 1, kRows, 1>(args, out, row, 0);
     }
 }
 
 // Outputs [first, last).
 template <typename P, typename W>
 DS_CPU_INLINE void linear_outs_of(const LinearArgs& args, int64_t first, int64_t last) {
-    if (args.padded_rows == 1) {
-        // int4 is bound by its unpacking, which shares loads of x; the others by one stream of memory
-        linear_tiles<P, W, Weight<W>::kPerElement == 2 ? 4 : 1, 1>(args, first, last);
-    } else if (args.padded_rows == 2) {
-        linear_tiles<P, W, 4, 2>(args, first, last);
-    } else if (kMostAtOnce == 4 || args.padded_rows == 4) {
-        linear_tiles<P, W, kMostAtOnce == 4 ? 2 : 4, 4>(args, first, last);
-    } else {
-        linear_tiles<P, W, 2, kMostAtOnce>(args, first, last);
+    constexpr int kOuts = Vec::kSize < 16 ? 2 : 4;
+    switch (args.padded_rows) {
+        case 1:
+            // int4 is bound by its unpacking, which shares loads of x; the others by one stream of memory
+            return linear_tiles<P, W, Weight<W>::kPerElement == 2 ? 4 : 1, 1>(args, first, last);
+        case 2:
+            return linear_tiles<P, W, 4, 2>(args, first, last);
+        case 4:
+            return linear_tiles<P, W, kOuts, 4>(args, first, last);
+        case 8:
+            return linear_tiles<P, W, kOuts, 4, 2>(args, first, last);
+        default:
+            return linear_tiles<P, W, kOuts, 4, 4>(args, first, last);
     }
 }
 

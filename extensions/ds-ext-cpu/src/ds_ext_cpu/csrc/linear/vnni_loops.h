@@ -151,13 +151,15 @@ DS_CPU_INLINE void store_four(Bf16* to, __m128 values) {
                      _mm_cvtepi32_epi16(_mm_mask_mov_epi32(rounded, is_nan, quiet_nan)));
 }
 
-// kOuts outputs, from `out` on, of kRows rows of x, from `row` on.
-template <typename W, int kOuts, int kRows>
-DS_CPU_INLINE void vnni_tile(const LinearArgs& args, int64_t out, int64_t row) {
+// kOuts outputs, from `out` on, of kRows rows of x, from `row` on; of a later tile kAsked outputs are asked for, from
+// `asked` on.
+template <typename W, int kOuts, int kRows, int kAsked>
+DS_CPU_INLINE void vnni_tile(const LinearArgs& args, int64_t out, int64_t row, int64_t asked) {
     const IntegerCopy copy = integer_copy(args);
     const int64_t row_bytes = args.groups * args.group_bytes, step = args.groups * 2 * args.group_stride;
     const int64_t whole = args.group_bytes / kBytesAtOnce, left = args.group_bytes % kBytesAtOnce;
     constexpr int64_t kStep = 2 * kNumbersAtOnce<W>;
+    const uint8_t* ahead = args.weight + (out + asked) * row_bytes + args.prefetch_bytes;
     Vec totals[kOuts][kRows];
     float offsets[kOuts][kRows] = {};
     __m512i weights[kOuts];
@@ -180,8 +182,11 @@ DS_CPU_INLINE void vnni_tile(const LinearArgs& args, int64_t out, int64_t row) {
 #pragma GCC unroll 4
             for (int o = 0; o < kOuts; ++o) {
                 const uint8_t* from = weight + o * row_bytes + block * kBytesAtOnce;
-                __builtin_prefetch(from + args.prefetch_bytes, 0, 2);
                 weights[o] = _mm512_loadu_si512(from);
+            }
+#pragma GCC unroll 4
+            for (int o = 0; o < kAsked; ++o) {
+                __builtin_prefetch(ahead + o * row_bytes + group * args.group_bytes + block * kBytesAtOnce, 0, 2);
             }
             add_integers<W, kOuts, kRows>(weights, x + block * kStep, step, high, low);
         }
@@ -237,16 +242,19 @@ DS_CPU_INLINE void vnni_tile(const LinearArgs& args, int64_t out, int64_t row) {
     }
 }
 
-template <typename W, int kOuts, int kRows>
+template <typename W, int kOuts, int kRows, int kPasses>
 static void vnni_tiles(const LinearArgs& given, int64_t first, int64_t last) {
     LinearArgs args = given;
     args.prefetch_bytes = prefetch_bytes(kOuts * args.groups * args.group_bytes);
+    constexpr int kAsked = asked_in_a_pass(kOuts, kPasses);
     int64_t out = first;
     for (; out + kOuts <= last; out += kOuts) {
-        for (int64_t row = 0; row < args.padded_rows; row += kRows) vnni_tile<W, kOuts, kRows>(args, out, row);
+        for (int64_t pass = 0; pass < kPasses; ++pass) {
+            vnni_tile<W, kOuts, kRows, kAsked>(args, out, pass * kRows, pass * kAsked % kOuts);
+        }
     }
     for (; out < last; ++out) {
-        for (int64_t row = 0; row < args.padded_rows; row += kRows) vnni_tile<W, 1, kRows>(args, out, row);
+        for (int64_t row = 0; row < args.padded_rows; row += kRows) vnni_tile<W, 1, kRows, 0>(args, out, row, 0);
     }
 }
 
@@ -254,9 +262,16 @@ static void vnni_tiles(const LinearArgs& given, int64_t first, int64_t last) {
 template <typename W>
 void linear_outs_vnni(const LinearArgs& args, int64_t first, int64_t last) {
     // four outputs share their last steps; rows of x are read again from the first cache
-    if (args.padded_rows == 1) {
-        vnni_tiles<W, 4, 1>(args, first, last);
-    } else {
-        vnni_tiles<W, 4, 2>(args, first, last);
+    switch (args.padded_rows) {
+        case 1:
+            return vnni_tiles<W, 4, 1, 1>(args, first, last);
+        case 2:
+            return vnni_tiles<W, 4, 2, 1>(args, first, last);
+        case 4:
+            return vnni_tiles<W, 4, 2, 2>(args, first, last);
+        case 8:
+            return vnni_tiles<W, 4, 2, 4>(args, first, last);
+        default:
+            return vnni_tiles<W, 4, 2, 8>(args, first, last);
     }
 }
