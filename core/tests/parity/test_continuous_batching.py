@@ -31,6 +31,8 @@ _GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positi
 _FALCON = {"hidden_size": 32, "vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4}
 _NEO = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {**_GROUPED, "head_dim": 8}),
+    "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 4}),
     "gpt2": ("GPT2", _GPT2),
     "gpt-neo, local": ("GPTNeo", {**_NEO, "window_size": 5, "attention_types": [[["global", "local"], 1]]}),
     "gpt-j": ("GPTJ", {**_GPT2, "rotary_dim": 4}),
@@ -386,6 +388,12 @@ def test_a_key_that_is_not_there_names_the_nearest() -> None:
         InferenceEngineV2(make_model(), {"state_manager": {"max_raged_batch_size": 3}})
     with pytest.raises(ConfigError, match="offload"):
         InferenceEngineV2(make_model(), {"state_manager": {"offload": True}})
+
+
+def test_capped_scores_are_refused() -> None:
+    config = transformers.Gemma2Config(**_GROUPED, head_dim=8)
+    with pytest.raises(ConfigError, match="attn_logit_softcapping and final_logit_softcapping .*; use init_inference"):
+        InferenceEngineV2(transformers.Gemma2ForCausalLM(config), settings())
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4", "fp8", "fp6", "wf6af16"])

@@ -22,7 +22,7 @@ make_model, padded_batch = _SHARED["make_model"], _SHARED["padded_batch"]
 add_adapter, add_hook, replace_mlp = (_SHARED[name] for name in ("add_adapter", "add_hook", "replace_mlp"))
 
 SERVED = [name for name in FAMILIES if name not in ("bloom", "falcon with alibi")]
-_IN_EVERY_RUN = ("gpt2", "gpt-j", "opt, norm after", "llama", "mistral", "falcon")
+_IN_EVERY_RUN = ("gpt2", "gpt-j", "opt, norm after", "llama", "mistral", "gemma", "mixtral", "falcon")
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ LLAMA = {
 }
 NEOX = {name: value for name, value in LLAMA.items() if name not in ("num_key_value_heads", "head_dim")}
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64}
+EXPERTS = {"num_local_experts": 4, "intermediate_size": 40}  # transformers asks for rows of whole 16 bytes
 FAMILIES = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
     "gpt_neo": (
@@ -46,6 +47,8 @@ FAMILIES = {
     "mistral": ("MistralConfig", "MistralForCausalLM", {**LLAMA, "sliding_window": 4}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", LLAMA),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", LLAMA),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {**LLAMA, "head_dim": 8}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**LLAMA, **EXPERTS}),
     "phi": ("PhiConfig", "PhiForCausalLM", LLAMA),
     "falcon": ("FalconConfig", "FalconForCausalLM", {**NEOX, "multi_query": True, "bias": True}),
     "bert": ("BertConfig", "BertForMaskedLM", NEOX),
@@ -116,7 +119,7 @@ def family_job(name, tp, sections=None):
 
 IN_EVERY_RUN = {
     *(("gpt2", 2), ("gpt_neo", 2), ("gptj", 2), ("gpt_neox", 3), ("opt", 2), ("bloom", 3), ("llama", 3)),
-    *(("phi", 2), ("falcon", 2), ("bert", 3), ("distilbert", 2), ("t5", 2)),
+    *(("gemma", 2), ("mixtral", 2), ("phi", 2), ("falcon", 2), ("bert", 3), ("distilbert", 2), ("t5", 2)),
 }
 
 

@@ -29,6 +29,7 @@ _SIZES = {
 }
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}
+_CAPPED = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sliding_window": 5}
 _FALCON = {"hidden_size": 32, "vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 
 
@@ -79,6 +80,14 @@ FAMILIES = {
     ),
     "llama, biases": Family("LlamaForCausalLM", "LlamaConfig", {**_SIZES, "attention_bias": True, "mlp_bias": True}),
     "mistral": Family("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 5}),
+    "gemma": Family("GemmaForCausalLM", "GemmaConfig", {**_GROUPED, "head_dim": 8}),
+    "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", {**_GROUPED, **_CAPPED, "head_dim": 8}),
+    "gemma2, no caps": Family(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**_GROUPED, "head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, "num_local_experts": 4}),
     "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**_GROUPED, "head_dim": 8}),
     "phi": Family("PhiForCausalLM", "PhiConfig", _SIZES),
@@ -126,14 +135,14 @@ def largest_difference(found: Tensor, wanted: Tensor, mask: Tensor) -> float:
     return float((found - wanted)[mask.bool()].abs().max()) if found.dim() == 3 else float((found - wanted).abs().max())
 
 
-_EAGER_ONLY = ("gpt-neo", "gpt-j", "bloom")
+_EAGER_ONLY = ("gpt-neo", "gpt-j", "bloom", "gemma2", "gemma2, no caps")
 
 
 @pytest.mark.parametrize(
     ("name", "attention"),
     swept(
         [(name, kind) for name in FAMILIES for kind in ("sdpa", "eager") if kind == "eager" or name not in _EAGER_ONLY],
-        lambda name, kind: kind == "sdpa" or name in ("gpt-neo", "gpt-j", "bloom", "mistral"),
+        lambda name, kind: kind == "sdpa" or name in (*_EAGER_ONLY, "mistral"),
     ),
 )
 def test_logits_and_tokens_are_those_of_the_plain_model(name: str, attention: str) -> None:
@@ -401,9 +410,22 @@ _DIVIDED = (
     "gpt-neo",
     "gpt-j",
     "opt",
+    "gemma",
+    "gemma2",
+    "mixtral",
     "bert",
 )
-_IN_EVERY_RUN = {("llama", 2), ("gpt2", 3), ("bloom", 3), ("falcon", 2), ("bert", 3)}
+_IN_EVERY_RUN = {
+    ("gemma", 2),
+    ("gemma2", 2),
+    ("mixtral", 2),
+    ("mixtral", 3),
+    ("llama", 2),
+    ("gpt2", 3),
+    ("bloom", 3),
+    ("falcon", 2),
+    ("bert", 3),
+}
 
 
 @pytest.mark.parametrize(

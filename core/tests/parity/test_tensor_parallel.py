@@ -48,6 +48,11 @@ FAMILIES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", LLAMA),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**LLAMA, "num_key_value_heads": 2}),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {**LLAMA, "num_key_value_heads": 1, "pad_token_id": 0}),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**LLAMA, "num_key_value_heads": 2, "num_local_experts": 4, "intermediate_size": 40},
+    ),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", NEOX),
     "opt": (
@@ -186,7 +191,16 @@ def family_job(name, tp, checkpoints=False, **section):
     return worst, divided
 
 
-IN_EVERY_RUN = {("llama", 2), ("gpt2", 3), ("bloom", 2), ("falcon", 3), ("t5", 2), ("bert", 3), ("qwen3", 3)}
+IN_EVERY_RUN = {
+    ("llama", 2),
+    ("gpt2", 3),
+    ("bloom", 2),
+    ("falcon", 3),
+    ("t5", 2),
+    ("bert", 3),
+    ("qwen3", 3),
+    ("mixtral", 2),
+}
 
 
 @pytest.mark.parametrize(

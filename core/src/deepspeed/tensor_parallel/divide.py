@@ -5,6 +5,7 @@ group's first rank. Nothing is changed if a layout does not fit.
 """
 
 import copy
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from deepspeed.parallel.expert_params import EXPERT_PREFIX, expert_group_of
 from deepspeed.parallel.model_part import part_held
 from deepspeed.parallel.sharded_params import can_reshard, is_sharded, reshard, whole_shape
 from deepspeed.tensor_parallel.cuts import Cut, cut_dim, hold_part
+from deepspeed.tensor_parallel.experts import EXPERTS_GRAIN, divide_experts, inner_features
 from deepspeed.tensor_parallel.inputs import check_first_inputs, cut_inputs_of_all_heads
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from deepspeed.tensor_parallel.marks import mark_params, remember_parts, remember_sums
@@ -161,10 +163,11 @@ def _find(
     shares: list[HeadShare] = []
     if plan.heads is not None and any(rule.along is not Along.FEATURES for _, _, rule in matched):
         shares = share_heads(*plan.heads(model.config), num_ranks, f"the attention of {type(model).__name__}")
-    cut = partial(cut_dim, shares=shares, num_ranks=num_ranks, grain=grain)
+    cut = partial(cut_dim, shares=shares, num_ranks=num_ranks)
     divisions = []
     for path, module, rule in matched:
-        cuts = [] if rule.weight == Replicate() else cut(rule, _dim_size(module, rule, path), path)
+        grain_here = math.lcm(grain, EXPERTS_GRAIN) if rule.experts else grain
+        cuts = [] if rule.weight == Replicate() else cut(rule, _dim_size(module, rule, path), path, grain=grain_here)
         divisions.append(_Division(path, module, rule, cuts))
     return divisions
 
@@ -172,6 +175,8 @@ def _find(
 def _dim_size(module: nn.Module, rule: Rule, path: str) -> int:
     """Elements of the whole weight along the divided dim."""
     assert isinstance(rule.weight, Shard)
+    if rule.experts:
+        return inner_features(module, path)
     if type(module) is nn.Embedding:
         return whole_shape(module.weight)[rule.weight.dim]
     return whole_shape(_weight(module, path))[_dim_of(module, rule)]
@@ -243,6 +248,9 @@ def _divide(model: nn.Module, each: _Division, ranks: TensorRanks) -> None:
     if rule.sums_gradient:
         remember_sums(module, None)
     if not each.cuts:
+        return
+    if rule.experts:
+        divide_experts(module, each.cuts, each.path, ranks)
         return
     cut = each.cuts[ranks.rank]
     weight, bias = module.weight, getattr(module, "bias", None)

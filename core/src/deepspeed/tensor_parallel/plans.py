@@ -37,6 +37,7 @@ class Rule:
         along: what lies along that dim.
         blocks: of features only: sizes of what was fused, each of which is divided by itself, or how many equal ones.
         gathers: the output of a column-parallel layer is made whole.
+        experts: the module is experts of transformers whose weights are one tensor each, divided along inner features.
         sums_gradient: a whole parameter between divided layers, of whose gradient each rank has a part.
     """
 
@@ -45,6 +46,7 @@ class Rule:
     along: Along = Along.FEATURES
     blocks: int | tuple[int, ...] = 1
     gathers: bool = False
+    experts: bool = False
     sums_gradient: bool = False
 
     def matches(self, path: str) -> bool:
@@ -126,12 +128,16 @@ def _attention(prefix: str, query: str, keys: str, output: str) -> tuple[Rule, .
 
 
 _NORMS_OF_HEADS = partial_gradient("self_attn.q_norm self_attn.k_norm self_attn.q_layernorm self_attn.k_layernorm")
-_LLAMA = (
+_LLAMA_ATTENTION = (
     *_attention("self_attn.", "q_proj", "k_proj v_proj", "self_attn.o_proj"),
     *_NORMS_OF_HEADS,
+)
+_LLAMA = (
+    *_LLAMA_ATTENTION,
     *column("mlp.gate_proj mlp.up_proj"),
     *row("mlp.down_proj"),
 )
+_MIXTRAL = (*_LLAMA_ATTENTION, *column("mlp.experts", experts=True))
 _PHI = (
     *_attention("self_attn.", "q_proj", "k_proj v_proj", "self_attn.dense"),
     *_NORMS_OF_HEADS,
@@ -199,6 +205,7 @@ PLANS: Mapping[str, Callable[[Any], TensorPlan]] = {
         name: _table(name, _LLAMA, stack="layers")
         for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
     },
+    "mixtral": _table("mixtral", _MIXTRAL),
     "phi": _table("phi", _PHI, stack="layers"),
     "phi3": _table("phi3", _PHI3, stack="layers", counts_in_config=True),
     "gpt2": _table("gpt2", _GPT2),

@@ -81,13 +81,25 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), -1)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, is_causal: bool) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool,
+    softcap: float | None = None,
+) -> Tensor:
     """softmax(scale q k^T + mask) v, as [B, T, H D].
 
     Args:
         query: [B, H, T, D]. key, value: [B, G, S, D].
         mask: added, or bool (True: seen), [B or 1, H or 1, T, S]; None: all, or where `is_causal` those not after it.
+        softcap: c, with which scores s before the mask are c tanh(s / c); no kernel does that.
     """
+    if softcap is not None:
+        return _capped(query, key, value, mask, scale, is_causal, softcap)
     num_new = query.shape[2]
     sees_all = num_new == 1 and mask is None and query.dtype in FLOATS
     if sees_all and operator_for(DECODE, "decode_attention", query, key, value) is not None:  # torch's own is next best
@@ -102,6 +114,21 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, sc
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return context.transpose(1, 2).flatten(2)
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool, softcap: float
+) -> Tensor:
+    num_heads, num_new, num_seen = query.shape[1], query.shape[2], key.shape[2]
+    key, value = (each.repeat_interleave(num_heads // each.shape[1], 1) for each in (key, value))
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
+    if mask is not None:
+        scores = scores + _added(mask, scores.dtype)
+    elif is_causal and num_new > 1:
+        later = torch.ones(num_new, num_seen, dtype=torch.bool, device=query.device).triu(num_seen - num_new + 1)
+        scores = scores.masked_fill(later, torch.finfo(scores.dtype).min)
+    context = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
     return context.transpose(1, 2).flatten(2)
 
 

@@ -21,6 +21,7 @@ from deepspeed.inference.injection.attention import (
     with_alibi,
     within_window,
 )
+from deepspeed.inference.injection.experts import FusedExperts
 from deepspeed.inference.injection.policies import InjectionPolicy
 from deepspeed.inference.injection.weights import FusedLinear, output_linear
 from deepspeed.ops.transformer import layer_norm, layer_norm_residual, rms_norm, rms_norm_residual
@@ -61,6 +62,11 @@ class FusedBlock:
             else None
             for path in (policy.norm_query, policy.norm_key)
         )
+        self.norm_attention_out, self.norm_mlp_out = (
+            norm_of(found(layer, path)) if path else None for path in (policy.norm_attention_out, policy.norm_mlp_out)
+        )
+        softcap = found(self.attention, policy.softcap) if policy.softcap else None
+        self.softcap = None if softcap is None else float(softcap)
         self.window = self._window()
         self.sliding_window = self._sliding_window()
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
@@ -72,7 +78,7 @@ class FusedBlock:
     def _make_linears(self) -> None:
         """Last, because it changes the layer: what does not fit is found before."""
         layer, policy = self.layer, self.policy
-        linears = [found(layer, path) for path in (*policy.qkv, policy.out, *policy.up, policy.down)]
+        linears = [found(layer, path) for path in (*policy.qkv, policy.out, *policy.up, policy.down) if path]
         for each in linears:
             if each._forward_hooks or each._forward_pre_hooks:
                 raise ConfigError("one of its linears has forward hooks, which a fused layer would not call")
@@ -80,8 +86,9 @@ class FusedBlock:
         self._ranks = next((each.ranks for each in linears if isinstance(each, ColumnParallelLinear)), None)
         self.qkv = FusedLinear(linears[:num_qkv])
         self.out = output_linear(linears[num_qkv])
-        self.up = FusedLinear(linears[num_qkv + 1 : num_qkv + 1 + num_up])
-        self.down = output_linear(linears[-1])
+        self.experts = FusedExperts(found(layer, policy.experts), self.activation) if policy.experts else None
+        self.up = FusedLinear(linears[num_qkv + 1 : num_qkv + 1 + num_up]) if policy.up else None
+        self.down = output_linear(linears[-1]) if policy.down else None
         self._qkv_sizes = self.qkv.sizes
         if policy.layout == "grouped":
             self._qkv_sizes = (0, self._num_groups())
@@ -166,10 +173,17 @@ class FusedBlock:
             mlp_input = normed if self.norm_mlp is None else self.norm_mlp(x)
             return attended.add_(self._mlp(mlp_input)).add_(x)
         assert self.norm_mlp is not None
+        if self.norm_attention_out is not None:
+            attended = self.norm_attention_out(attended)
         normed, total = self.norm_mlp(attended, x)
-        return self._mlp(normed).add_(total)
+        fed = self._mlp(normed)
+        return (fed if self.norm_mlp_out is None else self.norm_mlp_out(fed)).add_(total)
 
     def _mlp(self, x: Tensor) -> Tensor:
+        if self.experts is not None:
+            return self.experts(x)
+        assert self.up is not None
+        assert self.down is not None
         wide = self.up(x)
         if len(self.policy.up) == 2:
             gate, value = wide.split(self.up.sizes, -1)
@@ -204,7 +218,7 @@ class FusedBlock:
                 mask = within_window(mask, num_new, num_seen, self.window, query)
         if policy.alibi == "added" and alibi is not None:
             mask = with_alibi(mask, alibi, query.shape[0], policy.is_causal, num_new)
-        return attend(query, key, value, mask, scale=self.scale, is_causal=policy.is_causal)
+        return attend(query, key, value, mask, scale=self.scale, is_causal=policy.is_causal, softcap=self.softcap)
 
     def _per_head(self, given: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """Mask and ALiBi for this rank's heads: a divided model cuts them in hooks before the attention module."""
@@ -227,7 +241,7 @@ class FusedBlock:
     def release(self) -> None:
         """Give the layer its own forward back, and every parameter memory of its own."""
         del self.layer.forward
-        for each in (self.qkv, self.up, self.out, self.down):
+        for each in (self.qkv, self.up, self.out, self.down):  # those that it has
             if isinstance(each, FusedLinear):
                 each.release()
 
@@ -268,7 +282,8 @@ def part_of(root: nn.Module, path: str) -> Part:
 def _modules_of(layer: nn.Module, policy: InjectionPolicy) -> list[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, module) of all modules inside of `layer` that a fused block computes itself, each once."""
     paths = [*policy.qkv, policy.out, *policy.up, policy.down, policy.norm_attention, policy.norm_mlp]
-    paths += [policy.norm_query, policy.norm_key, policy.activation]
+    paths += [f"{policy.experts}.gate", f"{policy.experts}.experts"] if policy.experts else []
+    paths += [policy.norm_query, policy.norm_key, policy.activation, policy.norm_attention_out, policy.norm_mlp_out]
     modules: dict[str, tuple[nn.Module, str, nn.Module]] = {}
     for path in paths:
         parent: Any = layer
@@ -305,10 +320,15 @@ def norm_of(module: Any) -> "FusedNorm":
     if module._forward_hooks or module._forward_pre_hooks:
         raise ConfigError("one of its norms has forward hooks, which a fused layer would not call")
     if isinstance(module, nn.LayerNorm) or (
-        type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+        type(module).__name__.endswith("RMSNorm")
+        and (hasattr(module, "variance_epsilon") or type(module).__name__ in _FROM_ONE)
     ):
         return FusedNorm(module)
     raise ConfigError(f"its norm is a {type(module).__name__}; torch.nn.LayerNorm or an RMSNorm is fused")
+
+
+# RMS norms that multiply by 1 + weight, in fp32
+_FROM_ONE = ("GemmaRMSNorm", "Gemma2RMSNorm")
 
 
 class FusedNorm:
@@ -317,10 +337,17 @@ class FusedNorm:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.centered = isinstance(module, nn.LayerNorm)
-        self.eps = float(module.eps if self.centered else module.variance_epsilon)
+        self.is_from_one = type(module).__name__ in _FROM_ONE
+        self.eps = float(module.eps if self.centered or self.is_from_one else module.variance_epsilon)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """What the normed rows are multiplied with."""
+        weight: Tensor | None = self.module.weight
+        return 1 + weight.float() if self.is_from_one and weight is not None else weight
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        weight = self.module.weight
+        weight = self.weight
         if self.centered:
             bias = self.module.bias
             if residual is None:

@@ -50,6 +50,7 @@ class Decoder:
         )
         own_norm = found(model, policy.norm)
         self.norm = None if own_norm is None else norm_of(own_norm)
+        self.softcap: float | None = found(model, policy.softcap) if policy.softcap else None
         self._parts = [part_of(model, path) for path in (policy.norm, policy.rotary) if path and found(model, path)]
         self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
         self.blocks = self._found_blocks()
@@ -161,8 +162,9 @@ class DecodeStep:
             hidden = decoder.norm(hidden)
         if decoder.project_out is not None:
             hidden = decoder.project_out(hidden)
-        logits: Tensor = self._output(hidden)
-        return logits[:, -1]
+        logits: Tensor = self._output(hidden)[:, -1]
+        cap = decoder.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _through_layers(self, hidden: Tensor) -> Tensor:
         given: dict[str, Any] = {

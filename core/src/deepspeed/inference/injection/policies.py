@@ -20,6 +20,8 @@ class InjectionPolicy:
         attention: the attention module, which has `layer_index` and `head_dim`.
         qkv: the query, key and value linears, or the one that is all three; with `attention.` before them.
         out, up, down: linears after attention, of the first half of the MLP (gate and up: two), and of its second.
+        experts: the module in the place of the MLP, with `gate` and `experts` as Mixtral has them; then `up` and `down`
+            are empty. "": none.
         norm_attention, norm_mlp: norms before (placement "pre", "parallel") or after ("post") the halves of the layer.
             A parallel layer without `norm_mlp` gives both halves the same normed input.
         activation: module or function between `up` and `down`; of the gate, where there are two.
@@ -30,6 +32,8 @@ class InjectionPolicy:
         scale: attribute of the attention module or a number; "": D^-0.5.
         rotary: "halves" over `position_embeddings` (arXiv 2104.09864, as Llama lays it out), "pairs" over the table of
             sines and cosines at `rotary_table` (as GPT-J does); "": none. Partial where the table is narrower than D.
+        norm_attention_out, norm_mlp_out: norms of what a half gives, before it is added (placement "pre"); "": none.
+        softcap: attribute of the attention module: scores s are c tanh(s / c), if it is not None; "": they are not.
         norm_query, norm_key: norms of every head before the rotary embedding; absent ones are omitted.
         alibi: "added" to the scores from the argument `alibi` (arXiv 2108.12409); "in_mask": the mask has it; "": none.
         local: (attribute, value, window): layers whose attribute of the attention module has that value see only as
@@ -47,6 +51,7 @@ class InjectionPolicy:
     norm_attention: str
     norm_mlp: str
     activation: str
+    experts: str = ""
     placement: Placement = "pre"
     layout: Layout = "separate"
     head_dim: str = "head_dim"
@@ -54,6 +59,9 @@ class InjectionPolicy:
     scale: str | float = ""
     rotary: Literal["", "halves", "pairs"] = ""
     rotary_table: str = ""
+    norm_attention_out: str = ""
+    norm_mlp_out: str = ""
+    softcap: str = ""
     norm_query: str = ""
     norm_key: str = ""
     alibi: Literal["", "added", "in_mask"] = ""
@@ -176,6 +184,15 @@ _LLAMA = InjectionPolicy(
     activation="mlp.act_fn",
     rotary="halves",
 )
+_MIXTRAL = replace(_LLAMA, up=(), down="", activation="mlp.experts.act_fn", experts="mlp")
+_GEMMA2 = replace(
+    _LLAMA,
+    norm_mlp="pre_feedforward_layernorm",
+    norm_attention_out="post_attention_layernorm",
+    norm_mlp_out="post_feedforward_layernorm",
+    softcap="attn_logit_softcapping",
+    scale="scaling",
+)
 _QWEN3 = replace(_LLAMA, norm_query="self_attn.q_norm", norm_key="self_attn.k_norm")
 _PHI = replace(
     _LLAMA,
@@ -225,6 +242,9 @@ POLICIES: dict[str, tuple[InjectionPolicy, ...]] = {
     "transformers.models.distilbert.modeling_distilbert.TransformerBlock": (_DISTILBERT,),
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer": (_LLAMA,),
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": (_LLAMA,),
+    "transformers.models.gemma.modeling_gemma.GemmaDecoderLayer": (_LLAMA,),
+    "transformers.models.gemma2.modeling_gemma2.Gemma2DecoderLayer": (_GEMMA2,),
+    "transformers.models.mixtral.modeling_mixtral.MixtralDecoderLayer": (_MIXTRAL,),
     "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": (_LLAMA,),
     "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": (_QWEN3,),
     "transformers.models.phi.modeling_phi.PhiDecoderLayer": (_PHI,),
@@ -266,6 +286,7 @@ class DecoderPolicy:
         rotary: the module that gives `position_embeddings`; "": none.
         project_in, project_out: linears between the embedding and the layers, and behind the norm, where the model has
             them.
+        softcap: logits x are c tanh(x / c) with the c at this path, if it is not None; "": they are not.
         when: (path, value) that must hold.
     """
 
@@ -277,6 +298,7 @@ class DecoderPolicy:
     rotary: str = ""
     project_in: str = ""
     project_out: str = ""
+    softcap: str = ""
     when: tuple[tuple[str, Any], ...] = ()
 
 
@@ -302,6 +324,11 @@ DECODERS: dict[str, DecoderPolicy] = {
     ),
     "transformers.models.llama.modeling_llama.LlamaForCausalLM": _OF_LLAMA,
     "transformers.models.mistral.modeling_mistral.MistralForCausalLM": _OF_LLAMA,
+    "transformers.models.gemma.modeling_gemma.GemmaForCausalLM": _OF_LLAMA,
+    "transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM": replace(
+        _OF_LLAMA, softcap="config.final_logit_softcapping"
+    ),
+    "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM": _OF_LLAMA,
     "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": _OF_LLAMA,
     "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": _OF_LLAMA,
     "transformers.models.phi.modeling_phi.PhiForCausalLM": replace(_OF_LLAMA, norm="model.final_layernorm"),

@@ -117,13 +117,15 @@ def _layer_of(block: FusedBlock) -> DecoderLayer | None:
     linears = (block.qkv, block.out, block.up, block.down)
     norms = [norm for norm in (block.norm_attention, block.norm_mlp, block.norm_query, block.norm_key) if norm]
     activation, gated = _activation_name(block.activation), len(policy.up) == 2
+    if block.softcap is not None or policy.norm_attention_out:
+        return None
     if policy.placement == "post" or activation is None or (gated and activation == "relu"):
         return None
     if not all(isinstance(each, FusedLinear) for each in linears):  # a divided one sums over its ranks
         return None
     if any(each.packed is not None and each.packed.floating for each in linears if isinstance(each, FusedLinear)):
         return None
-    if len({(norm.centered, norm.eps) for norm in norms}) > 1 or any(norm.module.weight is None for norm in norms):
+    if len({(norm.centered, norm.eps) for norm in norms}) > 1 or any(norm.weight is None for norm in norms):
         return None
 
     def wide(tensor: Tensor | None) -> Tensor | None:
@@ -132,7 +134,7 @@ def _layer_of(block: FusedBlock) -> DecoderLayer | None:
     def of(norm: FusedNorm | None) -> Norm | None:
         if norm is None:
             return None
-        weight = wide(norm.module.weight)
+        weight = wide(norm.weight)
         assert weight is not None
         return Norm(weight, wide(norm.module.bias) if norm.centered else None)
 
