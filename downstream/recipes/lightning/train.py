@@ -3,10 +3,13 @@
     export PYTHONPATH=downstream/shared
     torchrun --nproc_per_node 2 train.py --stage 2 --folder out
     torchrun --nproc_per_node 2 train.py --stage 2 --folder out --resume
+    python train.py --stage 2 --folder out --resume --devices 1
+    torchrun --nproc_per_node 2 train.py --stage 2 --folder out --again
 
 Writes the loss of each step to `<folder>/result.json`. `--stage none` trains with Lightning's DDP strategy.
 """
 
+import argparse
 import json
 from typing import Any
 
@@ -54,17 +57,11 @@ def create_strategy(stage: str) -> Any:
     return DeepSpeedStrategy(stage=int(stage), process_group_backend="gloo")
 
 
-def main() -> None:
-    parser = parse(__doc__)
-    parser.add_argument("--configure-model", action="store_true", help="build it inside zero.Init (stage 3)")
-    parser.add_argument("--resume", action="store_true", help="from the checkpoint of an earlier run")
-    args = parser.parse_args()
-
-    strategy = create_strategy(args.stage)
-    trainer = pl.Trainer(
+def create_trainer(args: argparse.Namespace) -> pl.Trainer:
+    return pl.Trainer(
         accelerator="cpu" if args.stage == "none" else HostTrainerAccelerator(),
-        devices=2,
-        strategy=strategy,
+        devices=args.devices,
+        strategy=create_strategy(args.stage),
         precision="bf16-mixed" if args.bf16 else "32-true",
         max_epochs=NUM_EPOCHS,
         gradient_clip_val=1.0,
@@ -74,13 +71,33 @@ def main() -> None:
         callbacks=[ModelCheckpoint(args.folder, "{epoch}", every_n_epochs=1, save_top_k=-1)],
         default_root_dir=args.folder,
     )
+
+
+def main() -> None:
+    parser = parse(__doc__)
+    parser.add_argument("--configure-model", action="store_true", help="build it inside zero.Init (stage 3)")
+    parser.add_argument("--resume", action="store_true", help="from the checkpoint of an earlier run")
+    parser.add_argument("--devices", type=int, default=2, help="ranks; the batches of a step are the same")
+    parser.add_argument("--again", action="store_true", help="destroy the engine and train the module again")
+    args = parser.parse_args()
+
+    trainer = create_trainer(args)
     model = Counter() if args.configure_model else Counter(create_model())
-    loader = DataLoader(create_samples(NUM_STEPS * 4), batch_size=2)
+    loader = DataLoader(create_samples(NUM_STEPS * 4), batch_size=4 // args.devices)
     checkpoint = args.folder / "epoch=0.ckpt"
     trainer.fit(model, loader, ckpt_path=str(checkpoint) if args.resume else None)
-    tested = trainer.test(model, DataLoader(create_samples(8), batch_size=2), verbose=False)[0]["test_loss"]
+    result: dict[str, Any] = {"losses": model.losses}
+    if args.again:
+        if args.stage != "none":
+            trainer.strategy.deepspeed_engine.destroy()  # before a test, which has an engine of its own there
+        model.losses = []
+        trainer = create_trainer(args)
+        trainer.fit(model, loader)
+        result["again"] = model.losses
+    tests = DataLoader(create_samples(8), batch_size=2)
+    result["tested"] = trainer.test(model, tests, verbose=False)[0]["test_loss"]
     if trainer.is_global_zero:
-        (args.folder / "result.json").write_text(json.dumps({"losses": model.losses, "tested": tested}))
+        (args.folder / "result.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
