@@ -79,10 +79,8 @@ _ELASTIC = Feature("elastic training", "start a fixed number of ranks with --num
 
 # Flag of the `deepspeed` command -> its feature. These parse, and then raise.
 LAUNCHER_FLAGS = {
-    "force_multi": Feature("launching on many nodes", "omit --force_multi to run on this machine"),
     "elastic_training": _ELASTIC,
     "min_elastic_nodes": _ELASTIC,
     "max_elastic_nodes": _ELASTIC,
     "autotuning": Feature("autotuning", "omit --autotuning and set the values in the config"),
-    "venv_script": Feature("launching on many nodes", "activate the environment before calling deepspeed"),
 }

@@ -36,9 +36,11 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         ("deepspeed (launcher), one host", W, "The flags are in the page on the launcher."),
         (
             "deepspeed (launcher), several hosts",
-            N,
-            "Other hosts in a hostfile are refused unless a plugin gives the launcher; mpirun or srun may start ranks.",
+            W,
+            "By pdsh, ssh, Open MPI, MPICH, Intel MPI, MVAPICH, Slurm, or a plugin's launcher; not elastic.",
         ),
+        ("--no_ssh_check", D, "Without it every host is reached before the start, not the first one only."),
+        ("--dry_run", D, "Prints the command for each host; DeepSpeed has no such flag."),
         ("deepspeed.pt, deepspeed --version", W, "The launcher's other name, and its version."),
         ("--save_pid", W, "`/tmp/<pid>.ds`, removed at the end."),
         (

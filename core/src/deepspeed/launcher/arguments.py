@@ -6,6 +6,7 @@ Whatever is wrong raises `ConfigError` in one line that starts with the flag.
 
 import argparse
 import os
+import shlex
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ from deepspeed.compatibility import LAUNCHER_FLAGS
 from deepspeed.errors import ConfigError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-LAUNCHERS = ("pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi")
+LAUNCHERS = ("pdsh", "ssh", "openmpi", "mvapich", "slurm", "mpich", "impi")
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -31,7 +32,7 @@ def create_parser() -> argparse.ArgumentParser:
     parser = _OneLineParser(
         prog="deepspeed",
         usage="deepspeed [flags] script.py [script arguments]",
-        description="Start a training script as one process (rank) per device of this machine, and end them together.",
+        description="Start a training script as one process (rank) per device of each host, and end them together.",
         allow_abbrev=False,
     )
     _add_resource_flags(parser.add_argument_group("Which devices"))
@@ -39,11 +40,7 @@ def create_parser() -> argparse.ArgumentParser:
     _add_script_flags(parser.add_argument_group("What a rank runs"))
     _add_binding_flags(parser.add_argument_group("Cores"))
     _add_record_flags(parser.add_argument_group("What is written down"))
-    _add_multinode_flags(
-        parser.add_argument_group(
-            "Many nodes (a later feature; parsed, so that known command lines work or say why not)"
-        )
-    )
+    _add_multinode_flags(parser.add_argument_group("Many nodes"))
     other = parser.add_argument_group("Other")
     other.add_argument("--version", action="version", version=f"deepspeed {__version__}", help="print the version")
     parser.add_argument("user_script", help="the script, module (`--module`) or program (`--no_python`)")
@@ -57,14 +54,15 @@ def _add_resource_flags(group: argparse._ArgumentGroup) -> None:
         "--hostfile",
         default=None,
         metavar="FILE",
-        help=f"lines `host slots=N`; only this machine may be used for now (default: {DEFAULT_HOSTFILE} if it exists)",
+        help=f"lines `host slots=N` (default: {DEFAULT_HOSTFILE} if it exists; without a file, this machine)",
     )
     group.add_argument(
         "-i",
         "--include",
         default="",
         metavar="HOSTS",
-        help="run on these devices only: `localhost:0,1`; `@` separates hosts; a host alone means all its devices",
+        help="run on these devices only: `worker-1@worker-2:0,2`; `@` separates hosts; a host alone means all its "
+        "devices",
     )
     group.add_argument(
         "-e", "--exclude", default="", metavar="HOSTS", help="run on all devices but these; written like --include"
@@ -74,7 +72,7 @@ def _add_resource_flags(group: argparse._ArgumentGroup) -> None:
         type=_count,
         default=None,
         metavar="N",
-        help="number of nodes; only 1 for now, or as many as the hostfile has with a plugin's launcher",
+        help="run on the first N hosts of the hostfile; with --no_ssh or slurm also without a hostfile",
     )
     group.add_argument(
         "--num_gpus",
@@ -83,20 +81,26 @@ def _add_resource_flags(group: argparse._ArgumentGroup) -> None:
         type=_count,
         default=None,
         metavar="N",
-        help="number of ranks on this node (default: the accelerator's device count)",
+        help="number of ranks on each node (default: the slots of the hostfile, or the accelerator's device count)",
     )
 
 
 def _add_rendezvous_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--master_addr", default="", metavar="HOST", help="address of rank 0 (default: 127.0.0.1)")
+    group.add_argument(
+        "--master_addr",
+        default="",
+        metavar="HOST",
+        help="address of rank 0 (default: the first that `hostname -I` prints on the first host; 127.0.0.1 where "
+        "every host is this machine)",
+    )
     group.add_argument(
         "--master_port",
         type=_port,
         default=None,
         metavar="PORT",
-        help="port of rank 0 (default: 29500, or a free one when that is taken)",
+        help="port of rank 0 (default: 29500, or on one node a free one when that is taken)",
     )
-    group.add_argument("--node_rank", type=int, default=-1, metavar="N", help="rank of this node; only 0 for now")
+    group.add_argument("--node_rank", type=int, default=-1, metavar="N", help="rank of this node; with --no_ssh")
 
 
 def _add_script_flags(group: argparse._ArgumentGroup) -> None:
@@ -144,17 +148,30 @@ def _add_multinode_flags(group: argparse._ArgumentGroup) -> None:
         type=str.lower,
         default=None,
         metavar="NAME",
-        help=f"how remote nodes are reached: the name of a plugin's launcher; {', '.join(LAUNCHERS)} are known and, "
-        "unless a plugin has them, without effect on one node",
+        help=f"how other hosts are reached: {', '.join(LAUNCHERS)}, or the name of a plugin's launcher (default: pdsh, "
+        "or ssh where pdsh is not installed); without effect where this machine is the only host",
     )
     group.add_argument(
-        "--launcher_args", default="", metavar="ARGS", help="arguments for that; without effect on one node"
+        "--launcher_args", default="", metavar="ARGS", help="arguments for that, as one word that a shell would divide"
     )
-    group.add_argument("--ssh_port", type=_port, default=None, metavar="PORT", help="without effect on one node")
-    group.add_argument("--no_ssh_check", action="store_true", help="without effect on one node")
-    group.add_argument("--no_ssh", action="store_true", help="each node is started by hand; without effect on one node")
-    group.add_argument("--venv_script", default=None, metavar="FILE", help="not supported yet")
-    group.add_argument("--force_multi", action="store_true", help="not supported yet")
+    group.add_argument(
+        "--force_multi", action="store_true", help="use the launcher also where this machine is the only host"
+    )
+    group.add_argument("--ssh_port", type=_port, default=None, metavar="PORT", help="port of sshd on every host")
+    group.add_argument(
+        "--no_ssh_check", action="store_true", help="do not look whether every host can be reached before the start"
+    )
+    group.add_argument(
+        "--no_ssh",
+        action="store_true",
+        help="this command is called on every node, with --node_rank, --master_addr, and --hostfile or --num_nodes",
+    )
+    group.add_argument(
+        "--venv_script", default=None, metavar="FILE", help="a script that every host's shell reads before the start"
+    )
+    group.add_argument(
+        "--dry_run", action="store_true", help="print the exact command for each host, and start nothing"
+    )
     group.add_argument("--elastic_training", action="store_true", help="not supported yet")
     group.add_argument("--min_elastic_nodes", type=int, default=None, metavar="N", help="not supported yet")
     group.add_argument("--max_elastic_nodes", type=int, default=None, metavar="N", help="not supported yet")
@@ -183,25 +200,38 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def check_one_node(args: argparse.Namespace) -> None:
-    """Refuse what asks for other machines. Called unless a plugin's launcher starts the job.
+def check_launcher(args: argparse.Namespace) -> None:
+    """Refuse a launcher that nobody has, and flags of many nodes that contradict each other. Called unless a plugin's
+    launcher starts the job.
 
     Raises:
-        ConfigError: a flag names another node, or a launcher that nobody has.
+        ConfigError: naming the flags.
     """
     if args.launcher is not None and args.launcher not in LAUNCHERS:
         raise ConfigError(
             f"--launcher {args.launcher}: no plugin gives this launcher, and it is none of {', '.join(LAUNCHERS)}; "
-            "install the plugin (`ds_report` lists those that are), or omit the flag to run on this machine"
+            "install the plugin (`ds_report` lists those that are), or omit the flag"
         )
-    if args.num_nodes is not None and args.num_nodes > 1:
+    if args.no_ssh:
+        _check_by_hand(args)
+    elif args.node_rank not in (-1, 0):
+        raise ConfigError(f"--node_rank {args.node_rank}: is for nodes that are started by hand; add --no_ssh")
+    try:
+        shlex.split(args.launcher_args)
+    except ValueError as error:
+        raise ConfigError(f"--launcher_args {args.launcher_args}: {error}; close every quote") from error
+    if args.launcher == "slurm" and args.ssh_port is not None:
+        raise ConfigError(f"--ssh_port {args.ssh_port} and --launcher slurm exclude each other: srun uses no ssh")
+
+
+def _check_by_hand(args: argparse.Namespace) -> None:
+    if args.force_multi:
+        raise ConfigError("--no_ssh and --force_multi exclude each other: with --no_ssh there is no launcher to force")
+    if args.node_rank < -1:
+        raise ConfigError(f"--node_rank {args.node_rank}: nodes count from 0")
+    if args.num_nodes is not None and args.node_rank >= args.num_nodes:
         raise ConfigError(
-            f"--num_nodes {args.num_nodes}: this version runs on one node; launching on many is a later feature. "
-            "Use --num_nodes 1, or start one rank per process with mpirun or srun"
-        )
-    if args.node_rank not in (-1, 0):
-        raise ConfigError(
-            f"--node_rank {args.node_rank}: this version runs on one node, whose rank is 0; omit the flag"
+            f"--node_rank {args.node_rank}: with --num_nodes {args.num_nodes} the nodes are 0 to {args.num_nodes - 1}"
         )
 
 

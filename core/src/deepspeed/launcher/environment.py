@@ -2,14 +2,24 @@
 
 Lines `NAME=VALUE`, in `.deepspeed_env` in the home directory and in the working directory (which wins), or in the one
 file that `DS_ENV_FILE` names. `runner.main` applies it before the ranks start; it overrides the environment.
+`exported` says which variables travel to other hosts.
 """
 
 import os
+from collections.abc import Mapping
 
 from deepspeed.errors import ConfigError
 
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
+
+EXPORTED_PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "DS_", "DEEPSPEED_")
+
+
+def exported(environment: Mapping[str, str], from_files: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environment` that ranks on other hosts are given, and those of the files, which win."""
+    travelling = {name: value for name, value in environment.items() if name.startswith(EXPORTED_PREFIXES)}
+    return dict(sorted({**travelling, **from_files}.items()))
 
 
 def read_environment_files() -> dict[str, str]:

@@ -1,8 +1,11 @@
-"""The per-node process, which `runner.py` becomes; its arguments are PLAN SCRIPT ARGUMENTS...
+"""The per-node process, which `runner.py` becomes or starts on each host; its arguments are PLAN NODE_RANK SCRIPT
+ARGUMENTS...
 
 It asks the current accelerator for devices, writes one command per rank, lets `node_agent.py` run them, and ends with
 the report of `failure.py` if a rank failed. Exit codes: the failing rank's own, 128 + n for signal n, 2 for a wrong
-flag or an accelerator that cannot be had.
+flag or an accelerator that cannot be had. A node that is watched by `multinode/watch.py` takes its signals from stdin:
+a number per line, `stop` where another host failed; the end of stdin, when the connection or the watcher is gone, is a
+SIGTERM.
 """
 
 import logging
@@ -10,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -18,13 +22,12 @@ from deepspeed._absent import complete
 from deepspeed.errors import ConfigError, DeepSpeedError, counted
 from deepspeed.launcher.console import write_console
 from deepspeed.launcher.pid_file import pid_file
-from deepspeed.launcher.plan import LaunchPlan
+from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, LaunchPlan, NodeReport
 from deepspeed.log import environment_level
 
 if TYPE_CHECKING:
-    from deepspeed.launcher.node_agent import RankCommand
+    from deepspeed.launcher.node_agent import NodeAgent, RankCommand
 
-DEFAULT_MASTER_PORT = 29500
 USAGE_EXIT_CODE = 2
 
 
@@ -36,37 +39,46 @@ class Placement(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """`argv`: the encoded plan, the script, and the script's arguments."""
+    """`argv`: the encoded plan, the rank of this node, the script, and the script's arguments."""
     plan = LaunchPlan.decode(argv[0])
     try:
         with pid_file() if plan.save_pid else nullcontext():
-            code = run_node(plan, argv[1], argv[2:])
+            code = run_node(plan, int(argv[1]), argv[2], argv[3:])
     except DeepSpeedError as error:
-        _say(f"deepspeed: error: {error}")
-        code = USAGE_EXIT_CODE
+        code = _report(plan, NodeReport(f"deepspeed: error: {error}", USAGE_EXIT_CODE, False))
     sys.exit(code)
 
 
-def run_node(plan: LaunchPlan, script: str, script_args: Sequence[str]) -> int:
+def run_node(plan: LaunchPlan, node_rank: int, script: str, script_args: Sequence[str]) -> int:
     """Run every rank of this node to its end; the exit code for the shell."""
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.launcher.failure import describe_job, exit_code_of
-    from deepspeed.launcher.node_agent import NodeAgent, NodeRendezvous, SignalException
+    from deepspeed.launcher.failure import describe_job, exit_code_of, may_be_a_consequence
+    from deepspeed.launcher.node_agent import NodeAgent, SignalException
+    from deepspeed.launcher.nodes import NodeRendezvous
     from deepspeed.launcher.output import OutputReader
 
+    plan = plan.on_node(node_rank)
     placement = place_ranks(plan, get_accelerator())
     commands = make_commands(plan, placement, script, script_args)
+    port = choose_port(plan.master_port) if node_rank == 0 else plan.master_port or DEFAULT_MASTER_PORT
     rendezvous = NodeRendezvous(
-        plan.master_addr, choose_port(plan.master_port), None if plan.master_port else find_free_port
+        plan.master_addr,
+        port,
+        None if plan.master_port else find_free_port,
+        node_rank,
+        plan.num_nodes,
+        plan.run_id,
     )
     is_debug = environment_level() == "DEBUG"
     output = OutputReader(plan.log_dir, plan.log_only, collect_uncaught=not is_debug)
-    agent = NodeAgent(commands, rendezvous, output)
+    agent = NodeAgent(commands, rendezvous, output, is_watched=plan.is_watched)
     if "LOGLEVEL" not in os.environ:  # the agent's remarks on signals would stand between the user and the cause
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     _raise_on_signals(SignalException)
     _pass_on_signals(agent.pass_on)
+    if plan.is_watched:
+        threading.Thread(target=_take_orders, args=(agent,), daemon=True).start()
     stopped_by = None
     try:
         agent.run()
@@ -74,9 +86,13 @@ def run_node(plan: LaunchPlan, script: str, script_args: Sequence[str]) -> int:
         stopped_by = stop.sigval
     finally:
         output.finish()
+        agent.leave()
     if agent.cause is not None:
-        _say(describe_job(agent.cause, [end for end in agent.ends() if end.rank != agent.cause.rank]))
-        return exit_code_of(agent.cause.return_code)
+        text = describe_job(agent.cause, [end for end in agent.ends() if end.rank != agent.cause.rank])
+        return _report(plan, NodeReport(text, exit_code_of(agent.cause.return_code), may_be_a_consequence(agent.cause)))
+    if agent.cause_elsewhere is not None:
+        text = f"deepspeed: {agent.cause_elsewhere}; the ranks of node {node_rank} were stopped"
+        return _report(plan, NodeReport(text, agent.cause_elsewhere.exit_code, True))
     for rank, uncaught in output.unprinted():
         _say(f"deepspeed: rank {rank} raised:\n{uncaught.traceback.rstrip()}")
     return 0 if stopped_by is None else 128 + stopped_by
@@ -219,6 +235,29 @@ def _pass_on_signals(pass_on: Callable[[int], None]) -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: pass_on(number))
+
+
+def _take_orders(agent: "NodeAgent") -> None:
+    """Body of a thread: what the process that watches this node writes to stdin."""
+    unfinished = b""
+    while data := os.read(0, 4096):
+        *orders, unfinished = (unfinished + data).split(b"\n")
+        for order in orders:
+            if order != b"stop":
+                os.kill(os.getpid(), int(order))
+            elif not agent.end_elsewhere():
+                os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _report(plan: LaunchPlan, report: NodeReport) -> int:
+    """Print why this node failed, or tell the process that watches the nodes; the exit code."""
+    if plan.is_watched:
+        sys.stdout.flush()
+        write_console(2, report.lines().encode())
+    else:
+        _say(report.text)
+    return report.exit_code
 
 
 def _say(text: str) -> None:

@@ -9,6 +9,7 @@ failure, `_shutdown` always. What is our own, and why:
   peer, which has to tear down first: `_find_cause` then waits for the peer;
 - peers get `FAILURE_GRACE_S` instead of 30 s, so that a failed job ends in seconds;
 - ranks that still run are told that one has ended (`comm/ended.py`), for which they would wait;
+- with several nodes a failure on one ends the ranks of all (`nodes.py`);
 - a rank's whole process group ends with it, and the kernel ends the ranks if this process is killed.
 """
 
@@ -23,7 +24,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -33,12 +33,12 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousInfo
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from deepspeed.comm.ended import note_end
-from deepspeed.errors import ConfigError, first_line
-from deepspeed.launcher.failure import RankEnd, may_be_a_consequence
+from deepspeed.errors import ConfigError
+from deepspeed.launcher.failure import RankEnd, exit_code_of, may_be_a_consequence
+from deepspeed.launcher.nodes import NodeFailure, NodePeers
 from deepspeed.launcher.output import OutputReader, RankPipes
 from deepspeed.uncaught import PIPE_VARIABLE
 
@@ -51,7 +51,7 @@ INTERRUPT_STEPS = ((signal.SIGINT, 3.0), (signal.SIGTERM, 3.0))
 TERMINATE_STEPS = ((signal.SIGTERM, 30.0),)
 _REPORT_INTERVAL_S = 0.1  # how often a look is taken for a report, which comes before its rank ends
 _MONITOR_INTERVAL_S = 0.001  # the agent insists on a sleep between two calls; the waiting is done in _monitor_workers
-_RENDEZVOUS_TIMEOUT_S = 900
+_ELSEWHERE = -1  # among the local ranks that ended: another node failed
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -63,30 +63,20 @@ class RankCommand(NamedTuple):
     cores: Sequence[int] | None
 
 
-class NodeRendezvous(StaticTCPRendezvous):
-    """One node meets itself: a store on `master_port`, or on a free port if that is taken and nobody asked for it."""
-
-    def __init__(self, master_addr: str, master_port: int, find_free_port: Callable[[], int] | None) -> None:
-        super().__init__(master_addr, master_port, 0, 1, f"deepspeed-{os.getpid()}", _RENDEZVOUS_TIMEOUT_S)
-        self._find_free_port = find_free_port
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        try:
-            return super().next_rendezvous()
-        except DistNetworkError as error:
-            if self._find_free_port is None:
-                raise ConfigError(
-                    f"--master_addr {self.master_addr} --master_port {self.master_port}: cannot listen there "
-                    f"({first_line(error)}); give another port, or omit --master_port to get a free one"
-                ) from error
-            self.master_port = self._find_free_port()
-            return super().next_rendezvous()
-
-
 class NodeAgent(SimpleElasticAgent):
-    """Runs the ranks of this node. After a run that failed, `cause` is the end of the rank to blame."""
+    """Runs the ranks of this node.
 
-    def __init__(self, commands: Sequence[RankCommand], rendezvous: StaticTCPRendezvous, output: OutputReader) -> None:
+    After a run that failed, `cause` is the end of the rank to blame, or `cause_elsewhere` the failure of another node.
+    `is_watched`: stdin is not for the ranks, and whoever ends this node ends the others.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[RankCommand],
+        rendezvous: RendezvousHandler,
+        output: OutputReader,
+        is_watched: bool = False,
+    ) -> None:
         spec = WorkerSpec(
             role="default",
             local_world_size=len(commands),
@@ -97,6 +87,9 @@ class NodeAgent(SimpleElasticAgent):
         )
         super().__init__(spec)
         self.cause: RankEnd | None = None
+        self.cause_elsewhere: NodeFailure | None = None
+        self._peers: NodePeers | None = None
+        self._is_watched = is_watched
         self._commands = commands
         self._output = output
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -109,13 +102,19 @@ class NodeAgent(SimpleElasticAgent):
             environment = {**os.environ, **_rank_environment(worker_group, worker), **command.environment}
             pipes = self._output.open_rank(worker.global_rank)
             try:
-                self._processes[worker.local_rank] = _start(command, environment, pipes)
+                self._processes[worker.local_rank] = _start(
+                    command, environment, pipes, subprocess.DEVNULL if self._is_watched else None
+                )
             finally:
                 pipes.close()
         self._running = set(self._processes)
         self._output.start()
         for local_rank, process in self._processes.items():
             threading.Thread(target=self._watch, args=(local_rank, process), daemon=True).start()
+        if worker_group.group_world_size > 1:
+            assert worker_group.store is not None
+            self._peers = NodePeers(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
+            self._peers.watch(lambda: self._ended.put(_ELSEWHERE))
         return {local_rank: process.pid for local_rank, process in self._processes.items()}
 
     def _watch(self, local_rank: int, process: "subprocess.Popen[bytes]") -> None:
@@ -132,10 +131,15 @@ class NodeAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         local_rank = self._ended.get()
+        if local_rank == _ELSEWHERE:
+            return self._blame_elsewhere()
         self._running.discard(local_rank)
         process = self._processes[local_rank]
         if _peek(process) != 0:
-            self._blame(self._find_cause(local_rank))
+            local_rank = self._find_cause(local_rank)
+            if local_rank == _ELSEWHERE:
+                return self._blame_elsewhere()
+            self._blame(local_rank)
             assert self.cause is not None
             failure = ProcessFailure(local_rank, self.cause.pid, self.cause.return_code, error_file="")
             return RunResult(state=WorkerState.FAILED, failures={self.cause.rank: failure})
@@ -150,12 +154,14 @@ class NodeAgent(SimpleElasticAgent):
         """The local rank to blame: `first`, which failed, unless its failure may be a peer's.
 
         Then it is the next one with a reason of its own, that ends within `CAUSE_GRACE_S` or has reported an uncaught
-        exception; `first` if there is none.
+        exception, or `_ELSEWHERE` if another node tells of such a one; `first` if there is none.
         """
         if not may_be_a_consequence(self._end_of(first)):
             return first
         deadline = time.monotonic() + CAUSE_GRACE_S
-        while self._running and time.monotonic() < deadline:
+        while (self._running or self._peers is not None) and time.monotonic() < deadline:
+            if self._peers is not None and any(not failure.is_consequence for failure in self._peers.failures()):
+                return _ELSEWHERE
             for local_rank in [*self._running, *self._next_end(_REPORT_INTERVAL_S)]:
                 end = self._end_of(local_rank)
                 if (end.return_code != 0 or end.uncaught is not None) and not may_be_a_consequence(end):
@@ -168,15 +174,48 @@ class NodeAgent(SimpleElasticAgent):
             local_rank = self._ended.get(timeout=seconds)
         except queue.Empty:
             return []
+        if local_rank == _ELSEWHERE:
+            return []
         self._running.discard(local_rank)
         process = self._processes[local_rank]
         if _peek(process) == 0:
             process.wait()
         return [local_rank]
 
+    def _blame_elsewhere(self) -> RunResult:
+        """Stop the ranks of this node because another one failed."""
+        found = self._peers.cause() if self._peers is not None else None
+        stopped_by = 0 if found is None else found.stopped_by
+        self._end_ranks(_steps_after(stopped_by) if stopped_by else ((signal.SIGTERM, FAILURE_GRACE_S),))
+        found = found if self._peers is None else self._peers.cause()  # a better one may have come
+        self.cause_elsewhere = found or NodeFailure(0, None, 1, True, "the process that watches the nodes ended them")
+        return RunResult(state=WorkerState.FAILED)
+
+    def end_elsewhere(self) -> bool:
+        """End the ranks because another node has failed; False if none runs. Called in any thread."""
+        is_running = bool(self._processes) and self._worker_group.state != WorkerState.SUCCEEDED
+        if is_running:
+            self._ended.put(_ELSEWHERE)
+        return is_running
+
+    def _exit_barrier(self) -> None:
+        """torch's would wait for the other nodes for five minutes, and for those that fail, too."""
+        if self._peers is not None and self._worker_group.group_rank == 0:
+            self._peers.wait_for_others()
+            self.cause_elsewhere = self._peers.cause()
+
+    def leave(self) -> None:
+        """Take leave of the other nodes; after the run, however it ended."""
+        if self._peers is not None:
+            self._peers.leave(failed=self._worker_group.state != WorkerState.SUCCEEDED or bool(self.cause_elsewhere))
+
     def _blame(self, local_rank: int) -> None:
         """Stop the job because of this rank."""
         stopped = local_rank in self._running
+        if self._peers is not None:
+            end = self._end_of(local_rank)
+            failure = (exit_code_of(end.return_code) or 1, may_be_a_consequence(end), end.last_words)
+            self._peers.post(NodeFailure(self._worker_group.group_rank, end.rank, *failure))
         self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
         end = self._end_of(local_rank)
         # our SIGTERM in its teardown is not how an uncaught exception ends a process
@@ -211,7 +250,10 @@ class NodeAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         """torch passes timeouts that differ between its versions; ours are the steps above."""
-        self._end_ranks(INTERRUPT_STEPS if death_sig == signal.SIGINT else TERMINATE_STEPS)
+        if self._running and self._peers is not None and not self._is_watched:
+            node_rank = self._worker_group.group_rank
+            self._peers.post(NodeFailure(node_rank, None, 128 + death_sig, False, "", int(death_sig)))
+        self._end_ranks(_steps_after(death_sig))
 
     def _end_ranks(self, steps: Sequence[tuple[signal.Signals, float]]) -> None:
         """End every rank that still runs, and the process groups of all that did not end well. Idempotent."""
@@ -235,6 +277,11 @@ class NodeAgent(SimpleElasticAgent):
                 self._running.discard(self._ended.get(timeout=left))
             except queue.Empty:
                 return
+
+
+def _steps_after(number: int) -> tuple[tuple[signal.Signals, float], ...]:
+    """How the ranks are ended when the launcher gets this signal."""
+    return INTERRUPT_STEPS if number == signal.SIGINT else TERMINATE_STEPS
 
 
 def _rank_environment(group: WorkerGroup, worker: Any) -> dict[str, str]:
@@ -262,13 +309,16 @@ def _rank_environment(group: WorkerGroup, worker: Any) -> dict[str, str]:
     }
 
 
-def _start(command: RankCommand, environment: dict[str, str], pipes: RankPipes) -> "subprocess.Popen[bytes]":
+def _start(
+    command: RankCommand, environment: dict[str, str], pipes: RankPipes, stdin: int | None
+) -> "subprocess.Popen[bytes]":
     if pipes.uncaught is not None:
         environment = {**environment, PIPE_VARIABLE: f"{pipes.uncaught}:{os.fstat(pipes.uncaught).st_ino}"}
     try:
         return subprocess.Popen(
             list(command.arguments),
             env=environment,
+            stdin=stdin,
             stdout=pipes.stdout,
             stderr=pipes.stderr,
             pass_fds=() if pipes.uncaught is None else (pipes.uncaught,),

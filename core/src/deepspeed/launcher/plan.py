@@ -1,12 +1,25 @@
-"""What the first process (`runner.py`) tells the per-node process (`launch.py`), as one word of a command line.
+"""What the first process (`runner.py`) and the per-node process (`launch.py`) tell each other.
 
-The word is URL-safe base64 of JSON, so that it passes unharmed through any shell between the two.
+`LaunchPlan` goes down, as one word of a command line: URL-safe base64 of JSON, which passes unharmed through any shell
+between the two. `NodeReport` comes back from a node that is watched (`multinode/watch.py`), as marked lines on stderr.
 """
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+DEFAULT_MASTER_PORT = 29500
+# `python -m` would look for every module in the working directory first: a user's `random.py` is not for this process.
+# Under PYTHONSAFEPATH Python puts no folder there, and the first entry is another.
+NODE_PROCESS = (
+    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
+    "from deepspeed.launcher.launch import start; start()"
+)
+_PIECE_CHARS = 1000  # of a report per line: lines this short stay whole in any pipe
+# pdsh puts the host before each line
+_PIECE = re.compile(rb"^(?:(?P<host>\S+): )?\x1e(?P<sign>[+.])(?P<piece>[\w=-]*)\r?\n?$")
 
 
 class LaunchPlan(NamedTuple):
@@ -30,6 +43,23 @@ class LaunchPlan(NamedTuple):
     log_dir: str | None = None
     log_only: bool = False
     save_pid: bool = False
+    num_nodes: int = 1
+    slots_of_nodes: Sequence[Sequence[int]] | None = None
+    run_id: str = "deepspeed"
+    is_watched: bool = False
+
+    def on_node(self, node_rank: int) -> "LaunchPlan":
+        """The plan with the slots of one node."""
+        if self.slots_of_nodes is None:
+            return self
+        return self.with_slots(self.slots_of_nodes[node_rank if len(self.slots_of_nodes) > 1 else 0])
+
+    def with_slots(self, slots: Sequence[int]) -> "LaunchPlan":
+        """The plan with these slots of a hostfile, in ascending order."""
+        count = slots[-1] + 1
+        return self._replace(
+            num_ranks=None, exclude=None, num_slots=count, include=None if len(slots) == count else slots
+        )
 
     def encode(self) -> str:
         return _encode(self._asdict())
@@ -37,6 +67,53 @@ class LaunchPlan(NamedTuple):
     @classmethod
     def decode(cls, word: str) -> "LaunchPlan":
         return cls(**json.loads(base64.urlsafe_b64decode(word)))
+
+
+class NodeReport(NamedTuple):
+    """The last words of a node that failed, for the process that watches it.
+
+    Args:
+        text: what a user is to read last.
+        exit_code: for the shell.
+        is_consequence: whether another node may be to blame.
+    """
+
+    text: str
+    exit_code: int
+    is_consequence: bool
+
+    def lines(self) -> str:
+        """The report as lines that `ReportReader` recognizes."""
+        word = _encode(self._asdict())
+        pieces = [word[start : start + _PIECE_CHARS] for start in range(0, len(word), _PIECE_CHARS)]
+        signs = "+" * (len(pieces) - 1) + "."
+        return "".join(f"\x1e{sign}{piece}\n" for sign, piece in zip(signs, pieces, strict=True))
+
+
+class ReportReader:
+    """Collects the reports of nodes from the lines of their stderr."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[str, NodeReport]] = []  # host and report, in the order in which they came
+        self._pieces: dict[str, bytes] = {}
+
+    def take(self, host: str, line: bytes) -> bool:
+        """Whether `line` is a part of a report; `host` wrote it, or the one that pdsh put before it."""
+        match = _PIECE.match(line)
+        if match is None:
+            return False
+        host = match["host"].decode() if match["host"] else host
+        word = self._pieces.pop(host, b"") + match["piece"]
+        if match["sign"] == b"+":
+            self._pieces[host] = word
+        else:
+            self.reports.append((host, NodeReport(**json.loads(base64.urlsafe_b64decode(word)))))
+        return True
+
+    def cause(self) -> tuple[str, NodeReport] | None:
+        """The report to print: the first that blames nobody else, else the first."""
+        own = [entry for entry in self.reports if not entry[1].is_consequence]
+        return next(iter(own or self.reports), None)
 
 
 def encode_world_info(world_info: Mapping[str, Any]) -> str:

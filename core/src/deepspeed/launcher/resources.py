@@ -81,9 +81,28 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
 
 
 def is_local(host: str) -> bool:
-    """Whether `host` is this machine, by name alone: no name service is asked, for that could hang."""
+    """Whether `host` is this machine: its name, or an address of its own. No name service is asked: that could hang."""
     name = os.uname().nodename
-    return host in {"localhost", "127.0.0.1", "::1", name, name.split(".")[0]}
+    return host in {"localhost", name, name.split(".")[0]} or _is_own_address(host)
+
+
+def _is_own_address(host: str) -> bool:
+    import ipaddress  # late: costs start-up time, and most hosts have names
+    import socket
+
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    if address.is_loopback:
+        return True
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+        return True
 
 
 def _listed(slots: list[int]) -> str:

@@ -1,26 +1,37 @@
-"""The `deepspeed` command: parse, validate, and become the per-node process, or the command of a plugin's launcher.
+"""The `deepspeed` command: parse, validate, and become the per-node process, or start the job on many hosts.
 
-This process loads no torch: a wrong command line answers in milliseconds. It ends by `execv` of
-Python with `deepspeed.launcher.launch`, so the pid that the shell knows is the one that runs the ranks, and a signal to
-it needs no forwarding. Read `launch.py` next.
+This process loads no torch: a wrong command line answers in milliseconds. On one machine it ends by `execv` of Python
+with `deepspeed.launcher.launch`, so the pid that the shell knows is the one that runs the ranks, and a signal to it
+needs no forwarding. With other hosts it goes on in `multinode/start.py`. Read `launch.py` next.
 """
 
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from deepspeed._absent import complete
 from deepspeed.errors import ConfigError, DeepSpeedError
-from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, check_one_node, parse_arguments
+from deepspeed.launcher.arguments import check_launcher, parse_arguments
 from deepspeed.launcher.environment import (
     DEEPSPEED_ENVIRONMENT_NAME,
     DEEPSPEED_ENVIRONMENT_PATHS,
     read_environment_files,
 )
 from deepspeed.launcher.hostfile import fetch_hostfile
-from deepspeed.launcher.plan import LaunchPlan, encode_world_info
+from deepspeed.launcher.launch import choose_port
+from deepspeed.launcher.multinode.start import (
+    choose_hosts,
+    find_address,
+    find_runner,
+    make_commands,
+    make_runner,
+    runner_class,
+    start,
+)
+from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, NODE_PROCESS, LaunchPlan, encode_world_info
 from deepspeed.launcher.resources import is_local, parse_inclusion_exclusion, parse_node_list, parse_resource_filter
 
 TYPE_CHECKING = False
@@ -37,12 +48,6 @@ __all__ = [
     "parse_resource_filter",
 ]
 
-# `python -m` would look for every module in the working directory first: a user's `random.py` is not for this process.
-# Under PYTHONSAFEPATH Python puts no folder there, and the first entry is another.
-_NODE_PROCESS = (
-    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
-    "from deepspeed.launcher.launch import start; start()"
-)
 USAGE_EXIT_CODE = 2  # what argparse and most commands exit with when the command line is wrong
 
 
@@ -59,49 +64,93 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def _launch(argv: Sequence[str]) -> NoReturn:
     arguments = parse_arguments(argv)
+    kind = None
     if arguments.launcher is not None:
-        from deepspeed.launcher.multinode import find_runner  # late: plugins cost start-up time
-
         kind = find_runner(arguments.launcher)
-        if kind is not None:
-            _become_launcher(kind, arguments)
-    plan = make_plan(arguments)
+    if kind is None:
+        check_launcher(arguments)
+    hosts = choose_hosts(arguments)
     os.environ.update(read_environment_files())
+    if kind is not None:
+        _start_many(kind, arguments, hosts)
+    if arguments.no_ssh:
+        _become_node(make_plan_by_hand(arguments, hosts), max(arguments.node_rank, 0), arguments)
+    if is_many(arguments, hosts):
+        _start_many(None, arguments, hosts)
+    _become_node(make_plan(arguments, hosts), 0, arguments)
+
+
+def is_many(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> bool:
+    """Whether a launcher is needed: there is another host than this machine, or --force_multi.
+
+    Raises:
+        ConfigError: other hosts are asked for, and nothing names them.
+    """
+    if hosts:
+        return args.force_multi or len(hosts) > 1 or not is_local(next(iter(hosts)))
+    if args.launcher == "slurm" and (args.force_multi or (args.num_nodes or 1) > 1):
+        return True
+    if (args.num_nodes or 1) > 1:
+        raise ConfigError(
+            f"--num_nodes {args.num_nodes}: needs the names of the hosts; give a --hostfile, or call the command on "
+            "each node by --no_ssh and --node_rank, or use --num_nodes 1"
+        )
+    if args.force_multi:
+        raise ConfigError(
+            "--force_multi: needs the names of the hosts; give a --hostfile, `localhost slots=N` is enough"
+        )
+    return False
+
+
+def _become_node(plan: LaunchPlan, node_rank: int, args: "argparse.Namespace") -> NoReturn:
+    command = [sys.executable, "-c", NODE_PROCESS, plan.encode(), str(node_rank), args.user_script, *args.user_args]
+    if args.dry_run:
+        _show({"localhost": command})
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before the ranks start: end quietly, without a traceback
-    command = [sys.executable, "-c", _NODE_PROCESS, plan.encode(), arguments.user_script, *arguments.user_args]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 - an argument list, no shell
 
 
-def _become_launcher(kind: Any, args: "argparse.Namespace") -> NoReturn:
-    """Run the command that the plugin's launcher writes, in place of this process."""
-    from deepspeed.launcher.multinode import make_command
+def _start_many(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> NoReturn:
+    """Start the job by a plugin's launcher, or by one of ours where `kind` is None."""
+    environment = os.environ
+    if kind is None:
+        kind = runner_class(args.launcher)
+        if hosts and args.launcher != "slurm":
+            args.master_addr = find_address(args, hosts, environment)
+            if args.master_port is None and all(is_local(host) for host in hosts):
+                args.master_port = choose_port(None)  # as on one node: a free one where 29500 is taken
+    elif not hosts and (args.include or args.exclude):
+        flag = "--include" if args.include else "--exclude"
+        raise ConfigError(f"{flag}: needs the hosts to choose from; give a --hostfile")
+    runner = make_runner(kind, args, hosts)
+    if args.dry_run:
+        _show(make_commands(runner, environment, hosts))
+    start(runner, environment, hosts)
 
-    os.environ.update(read_environment_files())
-    command = make_command(kind, args, os.environ)
+
+def _show(commands: Mapping[str, Sequence[str]]) -> NoReturn:
+    """The answer to --dry_run."""
+    for host, command in commands.items():
+        print(f"{host}: {shlex.join(command)}")  # noqa: T201 - the command's answer, not a log line
     sys.stdout.flush()
-    try:
-        os.execvp(command[0], command)  # noqa: S606 - an argument list, no shell
-    except OSError as error:
-        raise ConfigError(
-            f"--launcher {args.launcher}: cannot run {command[0]} ({error.strerror}); install it, or check PATH"
-        ) from error
+    sys.exit(0)
 
 
-def make_plan(args: "argparse.Namespace") -> LaunchPlan:
-    """The command line and the hostfile as one plan for this node.
+def make_plan(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> LaunchPlan:
+    """The command line as one plan for this machine alone.
+
+    Args:
+        hosts: by the hostfile, this machine; empty without one.
 
     Raises:
-        ConfigError: the flags or the hostfile ask for another machine.
+        ConfigError: a filter names another machine.
     """
-    check_one_node(args)
-    num_slots = _slots_of_hostfile(args)
-    return LaunchPlan(
+    plan = LaunchPlan(
         num_ranks=args.num_gpus,
-        include=_local_slots(args.include, "--include"),
-        exclude=_local_slots(args.exclude, "--exclude"),
-        num_slots=num_slots,
+        include=None if hosts else _local_slots(args.include, "--include"),
+        exclude=None if hosts else _local_slots(args.exclude, "--exclude"),
         master_addr=args.master_addr or "127.0.0.1",
         master_port=args.master_port,
         module=args.module,
@@ -113,25 +162,35 @@ def make_plan(args: "argparse.Namespace") -> LaunchPlan:
         log_only=args.enable_each_rank_log is not None,
         save_pid=args.save_pid,
     )
+    return plan.with_slots(next(iter(hosts.values()))) if hosts else plan
 
 
-def _slots_of_hostfile(args: "argparse.Namespace") -> int | None:
-    path = args.hostfile
-    if path is None:
-        if not os.path.isfile(DEFAULT_HOSTFILE):
-            return None
-        path = DEFAULT_HOSTFILE
-    hosts = fetch_hostfile(path)
-    if hosts is None:
-        return None
-    remote = [host for host in hosts if not is_local(host)]
-    one_node = args.num_nodes == 1 or args.include or args.exclude
-    if remote and not (one_node and len(remote) < len(hosts)):
+def make_plan_by_hand(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> LaunchPlan:
+    """The plan of --no_ssh, where a user calls this command on every node.
+
+    Raises:
+        ConfigError: it is not said which node this is, or where node 0 is.
+    """
+    num_nodes = len(hosts) or args.num_nodes or 1
+    if num_nodes > 1:
+        for flag, is_given in (("--node_rank", args.node_rank >= 0), ("--master_addr", args.master_addr)):
+            if not is_given:
+                raise ConfigError(
+                    f"--no_ssh: {flag} is missing; each of the {num_nodes} nodes is called with its own --node_rank, "
+                    "and with the address of node 0 as --master_addr"
+                )
+    if args.node_rank >= num_nodes:
         raise ConfigError(
-            f"--hostfile {path}: names {', '.join(remote)}; this version runs on this machine alone, many nodes are a "
-            "later feature. Name only localhost, or omit the hostfile"
+            f"--node_rank {args.node_rank}: the nodes are 0 to {num_nodes - 1}; a --hostfile or --num_nodes says more"
         )
-    return next(slots for host, slots in hosts.items() if is_local(host))
+    slots = list(hosts.values())
+    plan = make_plan(args, {})._replace(
+        num_nodes=num_nodes,
+        slots_of_nodes=slots or None,
+        run_id="deepspeed",
+        num_ranks=None if hosts else args.num_gpus,
+    )
+    return plan._replace(master_port=plan.master_port or DEFAULT_MASTER_PORT) if num_nodes > 1 else plan
 
 
 def _local_slots(text: str, flag: str) -> list[int] | None:
@@ -141,11 +200,8 @@ def _local_slots(text: str, flag: str) -> list[int] | None:
     nodes = parse_node_list(text, flag)
     remote = [host for host in nodes if not is_local(host)]
     if remote:
-        raise ConfigError(
-            f"{flag} {text}: {', '.join(remote)} is not this machine; launching on other hosts is a later feature. "
-            "Name only localhost, for example localhost:0,1"
-        )
-    if len(nodes) > 1:
+        raise ConfigError(f"{flag} {text}: {', '.join(remote)} is not this machine; give a --hostfile with its slots")
+    if len(nodes) > 1:  # localhost, and its name
         raise ConfigError(f"{flag} {text}: names this machine twice; list all its slots after one colon")
     (slots,) = nodes.values()
     if slots is None and flag == "--exclude":

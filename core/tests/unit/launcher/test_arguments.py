@@ -30,9 +30,9 @@ def test_every_documented_flag_parses(script):
     args = parse_arguments(
         "--num_nodes 1 --num_gpus 2 --master_addr 127.0.0.1 --master_port 1234 --node_rank 0 --no_local_rank "
         "--bind_cores_to_rank --bind_core_list 0 --log_dir logs --save_pid --launcher slurm --launcher_args=-v "
-        f"--ssh_port 22 --no_ssh_check --no_ssh {script}".split()
+        f"--no_ssh_check {script}".split()
     )
-    plan = make_plan(args)
+    plan = make_plan(args, {})
     assert (plan.num_ranks, plan.master_port, plan.no_local_rank, plan.log_dir) == (2, 1234, True, "logs")
     assert not plan.log_only
 
@@ -53,7 +53,7 @@ MALFORMED = {
     "-i worker-7:0 train.py": ("--include", "worker-7"),
     "-e localhost train.py": ("--exclude", "no device"),
     "--master_port 70000 train.py": ("--master_port", "65535"),
-    "--node_rank 1 train.py": ("--node_rank", "0"),
+    "--node_rank 1 train.py": ("--node_rank 1", "--no_ssh"),
     "--bind_cores_to_rank --bind_core_list 5-2 train.py": ("--bind_core_list", "2-5"),
     "--bind_core_list 0 train.py": ("--bind_core_list", "--bind_cores_to_rank"),
     "--log_dir a --enable_each_rank_log b train.py": ("--log_dir", "one of them"),
@@ -62,7 +62,7 @@ MALFORMED = {
     "--no_python ./train.py": ("--no_python ./train.py", "executable"),
     "--elastic_training train.py": ("--elastic_training", "is not in this version"),
     "--autotuning run train.py": ("--autotuning", "is not in this version"),
-    "--force_multi train.py": ("--force_multi", "is not in this version"),
+    "--force_multi train.py": ("--force_multi", "--hostfile"),
     "--launcher nosuch train.py": ("--launcher", "pdsh"),
     "--num_gpu 2 train.py": ("--num_gpu:", "--num_gpus"),
     "nosuch.py": ("nosuch.py", "check the path"),

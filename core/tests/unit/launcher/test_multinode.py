@@ -8,7 +8,8 @@ import sys
 import pytest
 from deepspeed.errors import ConfigError, PluginError
 from deepspeed.launcher.arguments import parse_arguments
-from deepspeed.launcher.multinode import MultiNodeRunner, choose_hosts, make_command
+from deepspeed.launcher.multinode import MultiNodeRunner
+from deepspeed.launcher.multinode.start import choose_hosts, make_commands, make_runner
 from deepspeed.launcher.plan import encode_world_info
 
 HOSTS = "worker-0 slots=2\nworker-1 slots=4\nworker-2 slots=4\n"
@@ -26,6 +27,12 @@ def parse(tmp_path, monkeypatch):
         return parse_arguments(["--launcher", "MINE", *files, *flags, "train.py", "--epochs", "3"])
 
     return arguments
+
+
+def make_command(kind, args, environment):
+    hosts = choose_hosts(args)
+    (command,) = make_commands(make_runner(kind, args, hosts), environment, hosts).values()
+    return command
 
 
 class Runner(MultiNodeRunner):
@@ -52,7 +59,7 @@ def test_hosts_by_flags(parse, flags):
 
 
 REFUSED = {
-    "--num_nodes 4": r"--num_nodes 4: the hostfile hosts has 3",
+    "--num_nodes 4": r"--num_nodes 4: the hostfile hosts has 3 hosts",
     "--num_gpus 3": r"--num_accelerators 3: worker-0 has 2 slots",
     "--include worker-9": "no host worker-9",
     "--exclude worker-0@worker-1@worker-2": "leaves no slot",
@@ -67,7 +74,7 @@ def test_hosts_that_are_not_there(parse, flags):
 
 def test_without_a_hostfile_the_launcher_knows_the_hosts(parse):
     assert choose_hosts(parse("--num_nodes", "8", hosts=False)) == {}
-    with pytest.raises(ConfigError, match="--include: needs the hosts to choose from; give a --hostfile"):
+    with pytest.raises(ConfigError, match="--include worker-0: needs the hosts to choose from; give a --hostfile"):
         choose_hosts(parse("--include", "worker-0", hosts=False))
 
 
@@ -185,9 +192,9 @@ def test_the_process_becomes_the_launchers_command(command, name):
     ("flags", "message"),
     [
         ("--launcher nosuch", "--launcher nosuch: no plugin gives this launcher, and it is none of pdsh, "),
-        ("--launcher openmpi -H hosts", "--hostfile hosts: names worker-0"),
+        ("--launcher mine -i localhost", "--include: needs the hosts to choose from"),
         ("--launcher mine --no_ssh", "--launcher mine: cannot run no such program (No such file or directory)"),
-        ("--num_nodes 2", "--num_nodes 2: this version runs on one node"),
+        ("--num_nodes 2", "--num_nodes 2: needs the names of the hosts"),
     ],
 )
 def test_what_cannot_be_started_is_one_line(command, flags, message):

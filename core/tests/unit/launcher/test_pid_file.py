@@ -9,7 +9,7 @@ import pytest
 from deepspeed.errors import ConfigError
 from deepspeed.launcher import pid_file as module
 from deepspeed.launcher.pid_file import pid_file
-from deepspeed.launcher.runner import _NODE_PROCESS
+from deepspeed.launcher.plan import NODE_PROCESS
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_place_that_cannot_be_written_is_a_config_error(folder, monkeypatch):
 
 @pytest.mark.parametrize("safe_path", ["", "1"])
 def test_the_node_process_looks_for_modules_where_the_user_said_only(tmp_path, safe_path):
-    program = _NODE_PROCESS.replace("from deepspeed.launcher.launch import start; start()", "print(*sys.path[:2])")
+    program = NODE_PROCESS.replace("from deepspeed.launcher.launch import start; start()", "print(*sys.path[:2])")
     environment = {**os.environ, "PYTHONPATH": "first", "PYTHONSAFEPATH": safe_path}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -8,10 +8,13 @@ import pytest
 from deepspeed.errors import ConfigError
 from deepspeed.launcher import environment
 from deepspeed.launcher.arguments import parse_arguments
-from deepspeed.launcher.plan import LaunchPlan
+from deepspeed.launcher.multinode.start import choose_hosts
+from deepspeed.launcher.plan import LaunchPlan, NodeReport, ReportReader
+from deepspeed.launcher.resources import is_local
 from deepspeed.launcher.runner import (
     encode_world_info,
     fetch_hostfile,
+    is_many,
     make_plan,
     parse_inclusion_exclusion,
     parse_resource_filter,
@@ -69,7 +72,20 @@ def test_hostfile(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# none\n", "slots=4\n", "a slots=\n", "a slots=x\n", "a b slots=1\n", "a slots=1\na slots=2\n"]
+    "text",
+    [
+        "",
+        "# none\n",
+        "a slots=0\n",
+        "-oProxyCommand=x slots=1\n",
+        "a[1-2] slots=1\n",
+        "a;b slots=1\n",
+        "slots=4\n",
+        "a slots=\n",
+        "a slots=x\n",
+        "a b slots=1\n",
+        "a slots=1\na slots=2\n",
+    ],
 )
 def test_hostfile_refuses(tmp_path, text):
     path = tmp_path / "hostfile"
@@ -82,31 +98,87 @@ def test_missing_hostfile_falls_back_to_this_machine(tmp_path):
     assert fetch_hostfile(str(tmp_path / "nosuch")) is None
 
 
-def plan_of(tmp_path, hosts, *flags):
-    (tmp_path / "hostfile").write_text(hosts)
-    (tmp_path / "train.py").touch()
-    return make_plan(parse_arguments(["-H", str(tmp_path / "hostfile"), *flags, str(tmp_path / "train.py")]))
+@pytest.fixture
+def arguments(tmp_path):
+    """The command line of a hostfile and flags."""
+
+    def parse(hosts, *flags):
+        (tmp_path / "hostfile").write_text(hosts)
+        (tmp_path / "train.py").touch()
+        return parse_arguments(["-H", str(tmp_path / "hostfile"), *flags, str(tmp_path / "train.py")])
+
+    return parse
 
 
-def test_local_hostfile_gives_the_number_of_slots(tmp_path):
-    assert plan_of(tmp_path, f"{os.uname().nodename} slots=3\n").num_slots == 3
+ONE_HOST = {
+    "": (3, None),
+    "--num_gpus 2": (2, None),
+    "-i localhost:2,0,2": (3, [0, 2]),
+    "-e localhost:1,1": (3, [0, 2]),
+    "-i localhost:1@localhost:0": (2, None),
+}
 
 
-def test_remote_hostfile_is_refused_unless_one_node_is_chosen(tmp_path):
-    both = "localhost slots=3\nworker-1 slots=3\n"
-    with pytest.raises(ConfigError, match="worker-1.*later feature"):
-        plan_of(tmp_path, both)
-    assert plan_of(tmp_path, both, "--num_nodes", "1").num_slots == 3
-    assert plan_of(tmp_path, both, "-i", "localhost:2,0,2").include == [0, 2]
-    assert plan_of(tmp_path, both, "-e", "localhost:1,1").exclude == [1]
-    with pytest.raises(ConfigError, match="worker-1.*later feature"):
-        plan_of(tmp_path, "worker-1 slots=3\n", "--num_nodes", "1")
+@pytest.mark.parametrize("flags", ONE_HOST)
+def test_a_hostfile_of_this_machine_gives_the_slots(arguments, flags):
+    args = arguments("localhost slots=3\n", *flags.split())
+    hosts = choose_hosts(args)
+    assert not is_many(args, hosts)
+    plan = make_plan(args, hosts)
+    assert (plan.num_slots, plan.include) == ONE_HOST[flags]
+    assert plan.num_ranks is plan.exclude is None
+
+
+WHERE = {
+    "": True,
+    "--num_nodes 1": False,
+    "-i localhost:1": False,
+    "-i worker-1": True,
+    "-e worker-1": False,
+    "-e localhost:1": True,
+    "--force_multi --num_nodes 1": True,
+}
+
+
+@pytest.mark.parametrize("flags", WHERE)
+def test_a_launcher_is_needed_for_other_hosts(arguments, flags):
+    args = arguments("localhost slots=3\nworker-1 slots=3\n", *flags.split())
+    assert is_many(args, choose_hosts(args)) == WHERE[flags]
+
+
+def test_this_machine_by_name_and_address():
+    name = os.uname().nodename
+    assert all(map(is_local, ["localhost", name, name.split(".")[0], "127.0.0.1", "127.0.0.2", "::1"]))
+    assert not any(map(is_local, ["worker-7", "192.0.2.77", "2001:db8::7"]))
 
 
 def test_plan_survives_the_command_line():
     plan = LaunchPlan(num_ranks=2, include=[0, 3], log_dir="a b/ü")
     assert LaunchPlan.decode(plan.encode()) == plan
     assert plan.encode().isascii()
+
+
+def test_each_node_finds_its_slots_in_the_plan():
+    plan = LaunchPlan.decode(LaunchPlan(num_nodes=2, slots_of_nodes=[[0, 1], [1, 3]]).encode())
+    assert (plan.on_node(0).num_slots, plan.on_node(0).include) == (2, None)
+    assert (plan.on_node(1).num_slots, plan.on_node(1).include) == (4, [1, 3])
+    assert plan._replace(slots_of_nodes=[[0, 1]]).on_node(1).num_slots == 2
+    assert LaunchPlan(num_ranks=3).on_node(0).num_ranks == 3
+
+
+def test_a_report_survives_the_way_back():
+    reports = [NodeReport("b\n" * 3000, 3, True), NodeReport("ü", 1, False)]
+    first, second = (report.lines().encode().splitlines(keepends=True) for report in reports)
+    assert len(first) > 1
+    assert max(map(len, first)) < 1100
+    reader = ReportReader()
+    assert reader.take("one", first[0])
+    assert not reader.take("one", b"another line\n")
+    assert reader.take("pdsh", b"two: " + second[0])
+    for line in first[1:]:
+        assert reader.take("one", line)
+    assert reader.reports == [("two", reports[1]), ("one", reports[0])]
+    assert reader.cause() == ("two", reports[1])
 
 
 def test_world_info_is_base64_of_json():

@@ -1,4 +1,4 @@
-"""`MultiNodeRunner`: what a plugin's hook `ds_launcher` answers with, one class per launcher."""
+"""`MultiNodeRunner`: one class per launcher, of ours or of a plugin's hook `ds_launcher`."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -13,8 +13,9 @@ class MultiNodeRunner(ABC):
     """Writes the one command that starts every rank of a job. A class with these methods need not derive from it.
 
     Order of calls, once per start: `__init__`, `backend_exists`, `validate_args`, `get_cmd`; then the process becomes
-    that command. Each rank that it starts finds its place as `init_distributed` documents: by RANK, WORLD_SIZE,
-    LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the command has to set, or by what MPI or Slurm set.
+    that command, in the environment of `command_environment`. Each rank that it starts finds its place as
+    `init_distributed` documents: by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the command has to
+    set, or by what MPI or Slurm set.
 
     Args:
         args: the command line, parsed: `user_script`, `user_args`, `module`, `no_python`, `master_addr`, `master_port`,
@@ -25,9 +26,13 @@ class MultiNodeRunner(ABC):
     Class attributes:
         flags: names of flags that this launcher honours although they concern each node, for example
             `{"bind_cores_to_rank"}`; see `PER_NODE_FLAGS`. Others of these are refused.
+        is_watched: the command starts our per-node process on each host, and the process that would become the command
+            watches it; those of `host_commands`, unless `is_one_for_all`.
     """
 
     flags: frozenset[str] = frozenset()
+    is_watched = False
+    is_one_for_all = False
 
     def __init__(self, args: "argparse.Namespace", world_info_base64: str) -> None:
         self.args = args
@@ -42,13 +47,23 @@ class MultiNodeRunner(ABC):
 
     @abstractmethod
     def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
-        """The command, program first, no shell. The process keeps the environment it has.
+        """The command, program first, no shell.
 
         Args:
             environment: of this process, with the variables of `.deepspeed_env`.
             active_resources: host -> its slots, by --hostfile, --include, --exclude, --num_nodes and --num_gpus, in the
                 order of the hostfile. Empty without a hostfile: then the launcher's own scheduler knows the hosts.
         """
+
+    def host_commands(
+        self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]]
+    ) -> dict[str, list[str]]:
+        """Host -> its command, for a launcher with one per host; else "all hosts" -> the command of `get_cmd`."""
+        return {"all hosts": self.get_cmd(environment, active_resources)}
+
+    def command_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """The environment in which the command runs."""
+        return dict(environment)
 
     def rank_command(self) -> list[str]:
         """What one rank runs: the user's program with its arguments. For use in `get_cmd`."""

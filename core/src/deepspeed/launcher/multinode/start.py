@@ -1,14 +1,17 @@
-"""From `--launcher NAME` to the command that starts the job: the plugin's class, the hosts, the checks."""
+"""From `--launcher NAME` to the commands that start the job: the class, the hosts, the checks, the start."""
 
 import os
+import sys
 from collections.abc import Mapping
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 from deepspeed.errors import ConfigError, PluginError, counted
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
 from deepspeed.launcher.hostfile import fetch_hostfile
+from deepspeed.launcher.multinode.runner import MultiNodeRunner
 from deepspeed.launcher.plan import encode_world_info
-from deepspeed.launcher.resources import parse_inclusion_exclusion
+from deepspeed.launcher.resources import is_local, parse_inclusion_exclusion, parse_node_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,11 +33,23 @@ def find_runner(name: str) -> Any | None:
     return plugin_manager().hook.ds_launcher(name=name)
 
 
-def make_command(kind: Any, args: "argparse.Namespace", environment: Mapping[str, str]) -> list[str]:
-    """The command that the launcher of the class `kind` writes for this command line.
+def runner_class(name: str | None) -> Any:
+    """Our own class for `--launcher NAME`; without a name pdsh's, or ssh's, with a line that says so, if there is none."""
+    from deepspeed.launcher.multinode import mpi, remote_shell  # late: most starts stay on one machine
+
+    if name is None:
+        if remote_shell.has_pdsh():
+            return remote_shell.PdshRunner
+        say("deepspeed: pdsh is not installed; starting by ssh (--launcher ssh says the same without this line)")
+        return remote_shell.SshRunner
+    return {"pdsh": remote_shell.PdshRunner, "ssh": remote_shell.SshRunner, **mpi.RUNNERS}[name]
+
+
+def make_runner(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> Any:
+    """An object of the launcher's class `kind`, checked.
 
     Raises:
-        ConfigError: the command line or the hostfile ask for what is not there.
+        ConfigError: the command line asks for what the launcher cannot do.
         PluginError: the plugin's class is no launcher.
     """
     where = f"--launcher {args.launcher}"
@@ -43,19 +58,88 @@ def make_command(kind: Any, args: "argparse.Namespace", environment: Mapping[str
     for attribute, flag in PER_NODE_FLAGS:
         if getattr(args, attribute) and attribute not in getattr(kind, "flags", ()):
             raise ConfigError(f"{flag}: {kind.__name__} of {where} does not do this; omit the flag")
-    hosts = choose_hosts(args)
     runner = kind(args, encode_world_info(hosts))
     if not getattr(runner, "backend_exists", lambda: True)():
         raise ConfigError(f"{where}: what {kind.__name__} needs is not installed on this machine; install it")
     getattr(runner, "validate_args", lambda: None)()
-    command = runner.get_cmd(environment, hosts)
-    if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
-        raise PluginError(f"{where}: {kind.__name__}.get_cmd returned {command!r}; a list of words is expected")
-    return command
+    return runner
+
+
+def make_commands(runner: Any, environment: Mapping[str, str], hosts: Mapping[str, list[int]]) -> dict[str, list[str]]:
+    """Host -> command, or "all hosts" -> the one command.
+
+    Raises:
+        PluginError: the plugin's class gives no command.
+    """
+    if isinstance(runner, MultiNodeRunner):
+        commands = runner.host_commands(environment, hosts)
+    else:
+        commands = {"all hosts": runner.get_cmd(environment, hosts)}
+    for command in commands.values():
+        if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
+            where = f"--launcher {runner.args.launcher}: {type(runner).__name__}.get_cmd"
+            raise PluginError(f"{where} returned {command!r}; a list of words is expected")
+    return commands
+
+
+def start(runner: Any, environment: Mapping[str, str], hosts: Mapping[str, list[int]]) -> NoReturn:
+    """Run what the launcher writes: watch it if it is one of ours, else become it.
+
+    Raises:
+        ConfigError: its program cannot be run.
+    """
+    commands = make_commands(runner, environment, hosts)
+    if isinstance(runner, MultiNodeRunner):
+        environment = runner.command_environment(environment)
+    if getattr(runner, "is_watched", False):
+        from deepspeed.launcher.multinode.watch import Watcher
+        from deepspeed.launcher.pid_file import pid_file
+
+        with pid_file() if runner.args.save_pid else nullcontext():
+            code = Watcher(commands, environment, runner.is_one_for_all).run()
+        sys.exit(code)
+    (command,) = commands.values()
+    sys.stdout.flush()
+    try:
+        os.execvpe(command[0], command, dict(environment))  # noqa: S606 - an argument list, no shell
+    except OSError as error:
+        raise ConfigError(
+            f"--launcher {runner.args.launcher}: cannot run {command[0]} ({error.strerror}); install it, or check PATH"
+        ) from error
+
+
+def find_address(args: "argparse.Namespace", hosts: Mapping[str, list[int]], environment: Mapping[str, str]) -> str:
+    """The address of the first host, for all others; on the way, every host is reached once unless --no_ssh_check.
+
+    Raises:
+        ConfigError: a host cannot be reached, or the first one has no address.
+    """
+    from deepspeed.launcher.multinode.remote_shell import reach_hosts
+
+    first = next(iter(hosts))
+    are_here = all(is_local(host) for host in hosts)
+    asked = list(hosts)
+    if args.no_ssh_check:
+        asked = [] if args.master_addr or are_here else [first]
+    answers = reach_hosts(args, asked, environment) if asked else {}
+    if args.master_addr:
+        return str(args.master_addr)
+    if are_here:
+        return "127.0.0.1"
+    address = next(iter(answers[first].split()), None)
+    if address is None:
+        raise ConfigError(f"{first}: `hostname -I` there prints no address; give --master_addr")
+    return address
+
+
+def say(line: str) -> None:
+    """A line for the user, before the start."""
+    print(line, file=sys.stderr)  # noqa: T201 - the command's answer, not a log line
 
 
 def choose_hosts(args: "argparse.Namespace") -> dict[str, list[int]]:
-    """Host -> slots, from the hostfile and the flags that cut it down; empty without a hostfile.
+    """Host -> slots, from the hostfile and the flags that cut it down; empty without a hostfile,
+    where --include and --exclude may name this machine only.
 
     Raises:
         ConfigError: a flag asks for more than the hostfile has, or there is none to ask.
@@ -63,16 +147,18 @@ def choose_hosts(args: "argparse.Namespace") -> dict[str, list[int]]:
     path = args.hostfile or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None)
     found = fetch_hostfile(path) if path else None
     if found is None:
-        if args.include or args.exclude:
-            flag = "--include" if args.include else "--exclude"
-            raise ConfigError(f"{flag}: needs the hosts to choose from; give a --hostfile")
+        flag, text = ("--include", args.include) if args.include else ("--exclude", args.exclude)
+        if text and not all(is_local(host) for host in parse_node_list(text, flag)):
+            raise ConfigError(f"{flag} {text}: needs the hosts to choose from; give a --hostfile")
         return {}
     hosts = parse_inclusion_exclusion(found, args.include, args.exclude)
     if not hosts:
         raise ConfigError(f"--exclude {args.exclude}: leaves no slot to run on")
     if args.num_nodes is not None:
         if args.num_nodes > len(hosts):
-            raise ConfigError(f"--num_nodes {args.num_nodes}: the hostfile {path} has {len(hosts)}; ask for those")
+            raise ConfigError(
+                f"--num_nodes {args.num_nodes}: the hostfile {path} has {counted(len(hosts), 'host')}; ask for those"
+            )
         hosts = dict(list(hosts.items())[: args.num_nodes])
     if args.num_gpus is not None:
         for host, slots in hosts.items():

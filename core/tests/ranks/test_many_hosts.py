@@ -1,0 +1,183 @@
+"""`deepspeed --hostfile` over two hosts, by a stand-in for ssh that does to words what ssh does.
+
+It joins them by spaces, gives them to `sh -c`, and passes on no variable; both hosts are this machine. No test sleeps:
+end of file on the output says that every process that held it is gone.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deepspeed.launcher.launch import find_free_port
+
+LIMIT_S = 120
+COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
+HOSTS = "127.0.0.1 slots=2\n127.0.0.2 slots=2\n"
+AWKWARD = "a b\"c'$d\n%n `e` \\ *"
+
+STAND_IN = """#!/bin/sh
+while true; do case "$1" in -p|-o|-i) shift 2;; -*) shift;; *) break;; esac; done
+host=$1; shift
+echo "$host $*" >> {log}
+case $host in gone*) echo "ssh: connect to host $host port 22: Connection refused" >&2; exit 255;; esac
+cd /
+exec env -i HOME={home} PATH=/usr/bin:/bin SSH_HOST="$host" sh -c "$*"
+"""
+
+REPORT = """
+import json, os, sys
+report = {"argv": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ)}
+with open(os.environ["RANK"] + ".json", "w") as file:
+    json.dump(report, file)
+"""
+# Each rank says who it is, in one write so that lines do not mix, and waits for ever with a child of its own.
+WAIT = """
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+os.write(1, f"ready {os.environ['RANK']} {os.getpid()} {child.pid}\\n".encode())
+"""
+
+
+@pytest.fixture
+def hosts(folder, monkeypatch):
+    """A working directory with a hostfile, and the stand-in first on PATH."""
+    (folder / "hosts").write_text(HOSTS)
+    (folder / "bin").mkdir()
+    (folder / "home").mkdir()
+    ssh = folder / "bin" / "ssh"
+    ssh.write_text(STAND_IN.format(log=folder / "ssh.log", home=folder / "home"))
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return folder
+
+
+def flags(*more):
+    return ["-H", "hosts", "--launcher", "ssh", "--master_port", str(find_free_port()), *more]
+
+
+def reports(folder, num_ranks):
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def wait_for_end(pids):
+    """Return when these processes have ended, which need not be our children."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready, _, _ = select.select([fd], [], [], LIMIT_S)
+        os.close(fd)
+        assert ready, f"process {pid} still runs"
+
+
+class Running:
+    """A launch whose ranks all wait: their pids, and those of their children, in `pids`."""
+
+    def __init__(self, script, *own, num_ranks=4):
+        Path("train.py").write_text(script)
+        self.process = subprocess.Popen(
+            [*COMMAND, *flags(*own), "train.py"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509 - no thread here
+        )
+        self.pids = {}
+        while len(self.pids) < num_ranks:
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()
+            _, ready, rank, *pids = line.split()
+            assert ready == "ready"
+            self.pids[int(rank)] = [int(pid) for pid in pids]
+
+    def end(self):
+        out, err = self.process.communicate(timeout=LIMIT_S)
+        wait_for_end(pid for pids in self.pids.values() for pid in pids)
+        return self.process.returncode, out, err
+
+
+def test_each_rank_finds_its_place_and_its_arguments(hosts, launch, monkeypatch):
+    (hosts / "train.py").write_text(REPORT)
+    (hosts / ".deepspeed_env").write_text("FROM_FILE=x 'y' \"z\"\nNCCL_WINS=file\n")
+    monkeypatch.setenv("NCCL_WINS", "shell")
+    monkeypatch.setenv("NCCL_AWKWARD", AWKWARD)
+    monkeypatch.setenv("STAYS_HERE", "1")
+    done = launch(*flags(), "train.py", AWKWARD, "--num_gpus", "9", "")
+    assert done.returncode == 0, done.stderr
+    for rank, report in enumerate(reports(hosts, 4)):
+        local_rank, node = rank % 2, rank // 2
+        env = report["env"]
+        assert report["argv"] == [f"--local_rank={local_rank}", AWKWARD, "--num_gpus", "9", ""]
+        assert report["cwd"] == str(hosts)
+        assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["LOCAL_SIZE"]) == (
+            str(rank),
+            str(local_rank),
+            "4",
+            "2",
+        )
+        assert (env["CROSS_RANK"], env["CROSS_SIZE"]) == (str(node), "2")
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert env["SSH_HOST"] == f"127.0.0.{node + 1}"
+        assert (env["NCCL_WINS"], env["NCCL_AWKWARD"], env["FROM_FILE"]) == ("file", AWKWARD, "x 'y' \"z\"")
+        assert "STAYS_HERE" not in env
+
+
+def test_a_failing_rank_ends_all_hosts_and_is_told_last(hosts):
+    (hosts / "train.py").write_text(WAIT + "if os.environ['RANK'] == '3': raise ValueError('boom')\nsignal.pause()\n")
+    running = Running(Path("train.py").read_text())
+    code, _, err = running.end()
+    assert code == 1
+    assert "deepspeed: on 127.0.0.2:" in err
+    assert err.rstrip().splitlines()[-1].endswith("ValueError: boom")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_hosts(hosts, number):
+    running = Running(WAIT + "signal.pause()\n")
+    running.process.send_signal(number)
+    code, _, _ = running.end()
+    assert code == 128 + number
+
+
+def test_no_host_stays_behind_when_the_launcher_is_killed(hosts):
+    running = Running(WAIT + "signal.pause()\n")
+    running.process.kill()
+    code, _, _ = running.end()
+    assert code == -signal.SIGKILL
+
+
+def test_a_host_that_cannot_be_reached_is_named_and_nothing_starts(hosts, launch):
+    (hosts / "hosts").write_text(HOSTS + "gone-1 slots=2\n")
+    (hosts / "train.py").write_text(REPORT)
+    done = launch(*flags(), "train.py")
+    assert done.returncode == 2
+    assert done.stderr.startswith("deepspeed: error: gone-1: cannot be reached by ssh (gone-1: ssh: connect to host")
+    assert done.stderr.count("\n") == 1
+    asked = (hosts / "ssh.log").read_text().splitlines()
+    assert sorted(asked) == ["127.0.0.1 hostname -I", "127.0.0.2 hostname -I", "gone-1 hostname -I"]
+
+
+def test_a_host_that_is_lost_at_the_start_ends_the_others(hosts, launch):
+    (hosts / "hosts").write_text(HOSTS + "gone-1 slots=2\n")
+    (hosts / "train.py").write_text(REPORT)
+    done = launch(*flags("--no_ssh_check", "--master_addr", "127.0.0.1"), "train.py")
+    assert done.returncode == 255
+    assert done.stderr.rstrip().splitlines()[-1].startswith("deepspeed: gone-1: the connection failed or was lost")
+    assert not list(hosts.glob("*.json"))
+
+
+def test_dry_run_prints_what_each_host_would_run(hosts, launch):
+    (hosts / "train.py").write_text(REPORT)
+    done = launch(*flags("--dry_run", "--no_ssh_check", "--ssh_port", "2222"), "train.py", AWKWARD)
+    assert done.returncode == 0, done.stderr
+    assert not (hosts / "ssh.log").exists()
+    assert done.stdout.startswith("127.0.0.1: ssh ")
+    assert "\n127.0.0.2: ssh " in done.stdout
+    assert done.stdout.count(" -p 2222 ") == 2
