@@ -89,6 +89,7 @@ class NodeAgent(SimpleElasticAgent):
         self.cause: RankEnd | None = None
         self.cause_elsewhere: NodeFailure | None = None
         self._peers: NodePeers | None = None
+        self._node_rank = 0
         self._is_watched = is_watched
         self._commands = commands
         self._output = output
@@ -111,9 +112,13 @@ class NodeAgent(SimpleElasticAgent):
         self._output.start()
         for local_rank, process in self._processes.items():
             threading.Thread(target=self._watch, args=(local_rank, process), daemon=True).start()
-        if worker_group.group_world_size > 1:
-            assert worker_group.store is not None
-            self._peers = NodePeers(worker_group.store, worker_group.group_rank, worker_group.group_world_size)
+        num_nodes, node_rank = worker_group.group_world_size, worker_group.group_rank
+        assert worker_group.store is not None
+        assert num_nodes is not None
+        assert node_rank is not None
+        self._node_rank = node_rank
+        if num_nodes > 1:
+            self._peers = NodePeers(worker_group.store, node_rank, num_nodes)
             self._peers.watch(lambda: self._ended.put(_ELSEWHERE))
         return {local_rank: process.pid for local_rank, process in self._processes.items()}
 
@@ -200,7 +205,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _exit_barrier(self) -> None:
         """torch's would wait for the other nodes for five minutes, and for those that fail, too."""
-        if self._peers is not None and self._worker_group.group_rank == 0:
+        if self._peers is not None and self._node_rank == 0:
             self._peers.wait_for_others()
             self.cause_elsewhere = self._peers.cause()
 
@@ -215,7 +220,7 @@ class NodeAgent(SimpleElasticAgent):
         if self._peers is not None:
             end = self._end_of(local_rank)
             failure = (exit_code_of(end.return_code) or 1, may_be_a_consequence(end), end.last_words)
-            self._peers.post(NodeFailure(self._worker_group.group_rank, end.rank, *failure))
+            self._peers.post(NodeFailure(self._node_rank, end.rank, *failure))
         self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
         end = self._end_of(local_rank)
         # our SIGTERM in its teardown is not how an uncaught exception ends a process
@@ -251,8 +256,7 @@ class NodeAgent(SimpleElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         """torch passes timeouts that differ between its versions; ours are the steps above."""
         if self._running and self._peers is not None and not self._is_watched:
-            node_rank = self._worker_group.group_rank
-            self._peers.post(NodeFailure(node_rank, None, 128 + death_sig, False, "", int(death_sig)))
+            self._peers.post(NodeFailure(self._node_rank, None, 128 + death_sig, False, "", int(death_sig)))
         self._end_ranks(_steps_after(death_sig))
 
     def _end_ranks(self, steps: Sequence[tuple[signal.Signals, float]]) -> None:

@@ -223,9 +223,9 @@ class NodePeers:
 
     def failures(self) -> list[NodeFailure]:
         """Of other nodes, in the order in which they were posted."""
-        noted = self._ask(lambda store: store.get("nodes/failed") if store.check(["nodes/failed"]) else b"") or b""
+        noted = self._get("nodes/failed") or b""
         nodes = [node for node in map(int, noted.split()) if node != self._node_rank]
-        texts = [self._ask(lambda store, node=node: store.get(f"nodes/{node}/failure")) for node in nodes]
+        texts = [self._get(f"nodes/{node}/failure") for node in nodes]
         found = [NodeFailure(**json.loads(text)) for text in texts if text is not None]
         return found or ([] if self._lost is None else [self._lost])
 
@@ -254,6 +254,10 @@ class NodePeers:
         """Whether the other nodes have left; `here` is 1 once this one has."""
         left = self._ask(lambda store: store.add("nodes/left", 0))
         return left is None or left >= self._num_nodes - 1 + here
+
+    def _get(self, key: str) -> Any:
+        """The value of a key; None if it has none."""
+        return self._ask(lambda store: store.get(key) if store.check([key]) else None)
 
     def _ask(self, question: Callable[[Store], Any]) -> Any:
         """The store's answer; None once it does not answer, for then node 0 is gone."""

@@ -4,8 +4,8 @@
     deepspeed --launcher mine --hostfile hosts --num_nodes 4 train.py
 
 Called by `launcher/runner.py` in a process without torch. May import what the launcher may, and no torch. Read next:
-`runner.py` (the contract), `start.py` (the hosts, the checks, the start), then `remote_shell.py` and `watch.py` (ssh, pdsh),
-`mpi.py`.
+`runner.py` (the contract), `start.py` (the hosts, the checks, the start), then `remote_shell.py` and `watch.py` for ssh
+and pdsh, `mpi.py` for the others.
 """
 
 from deepspeed.launcher.multinode.runner import MultiNodeRunner

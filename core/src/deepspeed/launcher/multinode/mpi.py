@@ -102,7 +102,7 @@ class OpenMPIRunner(RankStarter):
 class HydraRunner(RankStarter):
     """`mpiexec` of MPICH and what derives from it."""
 
-    programs = ("mpiexec.hydra", "mpiexec.mpich", "mpirun.mpich", "mpiexec", "mpirun")
+    programs: tuple[str, ...] = ("mpiexec.hydra", "mpiexec.mpich", "mpirun.mpich", "mpiexec", "mpirun")
 
     def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
         counts = self.counts(active_resources)

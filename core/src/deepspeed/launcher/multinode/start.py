@@ -34,7 +34,7 @@ def find_runner(name: str) -> Any | None:
 
 
 def runner_class(name: str | None) -> Any:
-    """Our own class for `--launcher NAME`; without a name pdsh's, or ssh's, with a line that says so, if there is none."""
+    """Our own class for `--launcher NAME`; without a name pdsh's, or ssh's, and a line, if there is none."""
     from deepspeed.launcher.multinode import mpi, remote_shell  # late: most starts stay on one machine
 
     if name is None:
