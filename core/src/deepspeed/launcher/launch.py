@@ -51,6 +51,9 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def run_node(plan: LaunchPlan, node_rank: int, script: str, script_args: Sequence[str]) -> int:
     """Run every rank of this node to its end; the exit code for the shell."""
+    orders = _Orders()
+    if plan.is_watched:
+        orders.start()
     from deepspeed.accelerator import get_accelerator
     from deepspeed.launcher.failure import describe_job, exit_code_of, may_be_a_consequence
     from deepspeed.launcher.node_agent import NodeAgent, SignalException
@@ -77,8 +80,7 @@ def run_node(plan: LaunchPlan, node_rank: int, script: str, script_args: Sequenc
         logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     _raise_on_signals(SignalException)
     _pass_on_signals(agent.pass_on)
-    if plan.is_watched:
-        threading.Thread(target=_take_orders, args=(agent,), daemon=True).start()
+    orders.agent = agent
     stopped_by = None
     try:
         agent.run()
@@ -237,17 +239,30 @@ def _pass_on_signals(pass_on: Callable[[int], None]) -> None:
             signal.signal(number, lambda number, frame: pass_on(number))
 
 
-def _take_orders(agent: "NodeAgent") -> None:
-    """Body of a thread: what the process that watches this node writes to stdin."""
-    unfinished = b""
-    while data := os.read(0, 4096):
-        *orders, unfinished = (unfinished + data).split(b"\n")
-        for order in orders:
-            if order != b"stop":
-                os.kill(os.getpid(), int(order))
-            elif not agent.end_elsewhere():
-                os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
+class _Orders:
+    """What the process that watches this node writes to stdin; read in a thread, from the start on.
+
+    `agent` is set once there is one. Until its ranks run, every order to end is a plain SIGTERM.
+    """
+
+    agent: "NodeAgent | None" = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="orders", daemon=True).start()
+
+    def _run(self) -> None:
+        unfinished = b""
+        while data := os.read(0, 4096):
+            *orders, unfinished = (unfinished + data).split(b"\n")
+            for order in orders:
+                self._obey(order)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _obey(self, order: bytes) -> None:
+        if order != b"stop":
+            os.kill(os.getpid(), int(order))
+        elif self.agent is None or not self.agent.end_elsewhere():
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _report(plan: LaunchPlan, report: NodeReport) -> int:
