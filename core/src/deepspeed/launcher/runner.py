@@ -21,7 +21,6 @@ from deepspeed.launcher.environment import (
     read_environment_files,
 )
 from deepspeed.launcher.hostfile import fetch_hostfile
-from deepspeed.launcher.launch import choose_port
 from deepspeed.launcher.multinode.start import (
     choose_hosts,
     find_address,
@@ -120,6 +119,8 @@ def _start_many(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[
         if hosts and args.launcher != "slurm":
             args.master_addr = find_address(args, hosts, environment)
             if args.master_port is None and all(is_local(host) for host in hosts):
+                from deepspeed.launcher.launch import choose_port  # late: logging costs start-up time
+
                 args.master_port = choose_port(None)  # as on one node: a free one where 29500 is taken
     elif not hosts and (args.include or args.exclude):
         flag = "--include" if args.include else "--exclude"
