@@ -6,6 +6,7 @@ file that `DS_ENV_FILE` names. `runner.main` applies it before the ranks start; 
 """
 
 import os
+import re
 from collections.abc import Mapping
 
 from deepspeed.errors import ConfigError
@@ -13,12 +14,13 @@ from deepspeed.errors import ConfigError
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
 
-EXPORTED_PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "DS_", "DEEPSPEED_")
+# `[A-Z]+CL_`: collective libraries, whichever the device's vendor brings
+_EXPORTED = re.compile(r"[A-Z]+CL_|PYTHON|MV2|UCX|MLFLOW|DS_|DEEPSPEED_")
 
 
 def exported(environment: Mapping[str, str], from_files: Mapping[str, str]) -> dict[str, str]:
     """The variables of `environment` that ranks on other hosts are given, and those of the files, which win."""
-    travelling = {name: value for name, value in environment.items() if name.startswith(EXPORTED_PREFIXES)}
+    travelling = {name: value for name, value in environment.items() if _EXPORTED.match(name)}
     return dict(sorted({**travelling, **from_files}.items()))
 
 
