@@ -43,6 +43,25 @@ os.write(1, f"ready {os.environ['RANK']} {os.getpid()} {child.pid}\\n".encode())
 """
 
 
+TRAIN = """
+import json, os, deepspeed, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+          "zero_optimization": {"stage": 1}}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+random = torch.Generator().manual_seed(engine.global_rank)
+losses = []
+for _ in range(3):
+    loss = engine(torch.randn(4, 8, generator=random).to(engine.device)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+with open(f"{os.environ['CROSS_SIZE']}-{os.environ['RANK']}.json", "w") as file:
+    json.dump(losses, file)
+"""
+
+
 @pytest.fixture
 def hosts(folder, monkeypatch):
     """A working directory with a hostfile, and the stand-in first on PATH."""
@@ -127,6 +146,33 @@ def test_each_rank_finds_its_place_and_its_arguments(hosts, launch, monkeypatch)
         assert env["SSH_HOST"] == f"127.0.0.{node + 1}"
         assert (env["NCCL_WINS"], env["NCCL_AWKWARD"], env["FROM_FILE"]) == ("file", AWKWARD, "x 'y' \"z\"")
         assert "STAYS_HERE" not in env
+
+
+def test_two_hosts_train_as_one(hosts, launch):
+    (hosts / "train.py").write_text(TRAIN)
+    for own in (flags(), ["--num_accelerators", "4"]):
+        done = launch(*own, "train.py")
+        assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        one, two = (json.loads((hosts / f"{num}-{rank}.json").read_text()) for num in (1, 2))
+        assert two == pytest.approx(one, rel=1e-6)
+        assert one[2] != one[0]
+
+
+def test_nodes_that_are_started_by_hand_meet_and_end_together(hosts):
+    (hosts / "train.py").write_text(
+        "import os, signal\nif os.environ['RANK'] == '3': raise ValueError('boom')\nsignal.pause()\n"
+    )
+    port = str(find_free_port())
+    own = ["--no_ssh", "--num_nodes", "2", "--num_gpus", "2", "--master_addr", "127.0.0.1", "--master_port", port]
+    nodes = [
+        subprocess.Popen([*COMMAND, *own, "--node_rank", str(node), "train.py"], stderr=subprocess.PIPE, text=True)
+        for node in range(2)
+    ]
+    errors = [node.communicate(timeout=LIMIT_S)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [1, 1]
+    assert errors[0] == "deepspeed: rank 3 on node 1 failed: ValueError: boom; the ranks of node 0 were stopped\n"
+    assert errors[1].endswith("shown above: ValueError: boom\n")
 
 
 def test_a_failing_rank_ends_all_hosts_and_is_told_last(hosts):
