@@ -222,6 +222,8 @@ def test_what_cannot_be_is_refused_with_the_way():
         ({"offload": True}, r'offload True.*"offload_param"'),
         ({"offload_ratio": 0.5}, r"offload_ratio 0.5"),
         ({"lora_r": 0}, r"lora_r: found 0"),
+        ({"lora_r": "8"}, r"lora_r: found '8', but the rank must be a whole number"),
+        ({"lora_alpha": None}, r"lora_alpha: found None; give a number"),
     ]:
         with pytest.raises(ConfigError, match=match):
             LoRAConfig(**words)

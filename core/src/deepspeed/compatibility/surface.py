@@ -37,7 +37,7 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed (launcher), several hosts",
             W,
-            "By pdsh, ssh, Open MPI, MPICH, Intel MPI, MVAPICH, Slurm, or a plugin's launcher; not elastic.",
+            "By pdsh, ssh, Open MPI, MPICH, or a plugin's; Intel MPI, MVAPICH and Slurm have not run yet; not elastic.",
         ),
         ("--no_ssh_check", D, "Without it every host is reached before the start, not the first one only."),
         ("--dry_run", D, "Prints the command for each host; DeepSpeed has no such flag."),

@@ -38,8 +38,10 @@ class LoRAConfig:
     target_mods: list[str] = field(default_factory=lambda: list(_TARGETS))
 
     def __post_init__(self) -> None:
-        if self.lora_r < 1:
-            raise ConfigError(f"LoRAConfig.lora_r: found {self.lora_r}, but the rank must be 1 or more")
+        if not isinstance(self.lora_r, int) or self.lora_r < 1:
+            raise ConfigError(f"LoRAConfig.lora_r: found {self.lora_r!r}, but the rank must be a whole number >= 1")
+        if not isinstance(self.lora_alpha, int | float):
+            raise ConfigError(f"LoRAConfig.lora_alpha: found {self.lora_alpha!r}; give a number")
         if self.base_weight_sharding != 1:
             raise ConfigError(
                 f"LoRAConfig.base_weight_sharding: found {self.base_weight_sharding}, but layers do not shard their "
