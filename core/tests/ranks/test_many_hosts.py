@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.launcher.launch import find_free_port
+from deepspeed.testing.tiers import swept
 
 LIMIT_S = 120
 COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
@@ -176,15 +177,17 @@ def test_nodes_that_are_started_by_hand_meet_and_end_together(hosts):
 
 
 def test_a_failing_rank_ends_all_hosts_and_is_told_last(hosts):
-    (hosts / "train.py").write_text(WAIT + "if os.environ['RANK'] == '3': raise ValueError('boom')\nsignal.pause()\n")
-    running = Running(Path("train.py").read_text())
+    os.mkfifo("all_are_there")
+    fails = "if os.environ['RANK'] == '3': open('all_are_there').close(); raise ValueError('boom')\n"
+    running = Running(WAIT + fails + "signal.pause()\n")
+    Path("all_are_there").write_text("")
     code, _, err = running.end()
     assert code == 1
     assert "deepspeed: on 127.0.0.2:" in err
     assert err.rstrip().splitlines()[-1].endswith("ValueError: boom")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", swept([signal.SIGINT, signal.SIGTERM], lambda number: number == signal.SIGINT))
 def test_a_signal_ends_all_hosts(hosts, number):
     running = Running(WAIT + "signal.pause()\n")
     running.process.send_signal(number)
