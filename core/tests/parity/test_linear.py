@@ -10,7 +10,7 @@ import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, StateError
 from deepspeed.linear import (
     Init,
     LoRAConfig,
@@ -216,6 +216,18 @@ def test_examples(name):
     assert not done.failed
 
 
+def test_init_ends_where_its_context_does():
+    init = Init()
+    with init:
+        with pytest.raises(StateError, match="entered already"), init:
+            pass
+        assert isinstance(nn.Linear(4, 4), LoRAOptimizedLinear)
+    assert type(nn.Linear(4, 4)) is nn.Linear
+    with init:  # one after the other is fine
+        assert isinstance(nn.Linear(4, 4), LoRAOptimizedLinear)
+    assert type(nn.Linear(4, 4)) is nn.Linear
+
+
 def test_what_cannot_be_is_refused_with_the_way():
     for words, match in [
         ({"base_weight_sharding": 2}, r'base_weight_sharding: found 2.*"zero_optimization": \{"stage": 3\}'),
@@ -223,7 +235,10 @@ def test_what_cannot_be_is_refused_with_the_way():
         ({"offload_ratio": 0.5}, r"offload_ratio 0.5"),
         ({"lora_r": 0}, r"lora_r: found 0"),
         ({"lora_r": "8"}, r"lora_r: found '8', but the rank must be a whole number"),
+        ({"lora_r": True}, r"lora_r: found True, but the rank must be a whole number"),
         ({"lora_alpha": None}, r"lora_alpha: found None; give a number"),
+        ({"target_mods": "q_proj"}, r"target_mods: found 'q_proj'; give a list of names, such as \['q_proj'\]"),
+        ({"target_mods": None}, r"target_mods: found None; give a list of names"),
     ]:
         with pytest.raises(ConfigError, match=match):
             LoRAConfig(**words)
@@ -232,6 +247,9 @@ def test_what_cannot_be_is_refused_with_the_way():
         ({"mantissa_bits": 2}, r"q_bits 8 and mantissa_bits 2"),
         ({"q_dtype": torch.int8}, r"q_dtype: found torch.int8"),
         ({"q_bits": 6, "group_size": 2}, r"group_size: found 2 for a layer of 48 inputs"),
+        ({"group_size": 0}, r"group_size: found 0, but a group has a whole number >= 1 of elements"),
+        ({"group_size": "64"}, r"group_size: found '64', but a group"),
+        ({"q_bits": [8]}, r"q_bits: found \[8\]; give a whole number"),
     ]:
         with pytest.raises(ConfigError, match=match):
             OptimizedLinear(IN, OUT, quantization_config=QuantizationConfig(**words))

@@ -1,5 +1,6 @@
 """`LoRAConfig` and `QuantizationConfig`: what `OptimizedLinear` is made by."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,10 +39,13 @@ class LoRAConfig:
     target_mods: list[str] = field(default_factory=lambda: list(_TARGETS))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.lora_r, int) or self.lora_r < 1:
+        if not _is_count(self.lora_r):
             raise ConfigError(f"LoRAConfig.lora_r: found {self.lora_r!r}, but the rank must be a whole number >= 1")
         if not isinstance(self.lora_alpha, int | float):
             raise ConfigError(f"LoRAConfig.lora_alpha: found {self.lora_alpha!r}; give a number")
+        if isinstance(self.target_mods, str) or not isinstance(self.target_mods, Iterable):
+            example = f", such as {[self.target_mods]}" if self.target_mods else ""
+            raise ConfigError(f"LoRAConfig.target_mods: found {self.target_mods!r}; give a list of names{example}")
         if self.base_weight_sharding != 1:
             raise ConfigError(
                 f"LoRAConfig.base_weight_sharding: found {self.base_weight_sharding}, but layers do not shard their "
@@ -66,12 +70,29 @@ class QuantizationConfig:
         group_size: elements that share a scale. In a layer a group lies within a row: it is the largest divisor of the
             inputs that is not more.
         q_dtype: the type of the stored bytes.
+
+    Raises:
+        ConfigError: a value is of a wrong type, or a group has no elements.
     """
 
     q_bits: int = 8
     mantissa_bits: int = 3
     group_size: int = 512
     q_dtype: Any = torch.uint8
+
+    def __post_init__(self) -> None:
+        for name in ("q_bits", "mantissa_bits"):
+            if not isinstance(getattr(self, name), int):
+                raise ConfigError(f"QuantizationConfig.{name}: found {getattr(self, name)!r}; give a whole number")
+        if not _is_count(self.group_size):
+            raise ConfigError(
+                f"QuantizationConfig.group_size: found {self.group_size!r}, but a group has a whole number >= 1 of "
+                "elements"
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def stored_as(config: QuantizationConfig, in_features: int) -> GroupWiseQuantConfig:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed._absent import complete
+from deepspeed.errors import StateError
 from deepspeed.linear.config import LoRAConfig, QuantizationConfig
 from deepspeed.linear.optimized_linear import LoRAOptimizedLinear, freeze
 
@@ -22,6 +23,9 @@ class Init(contextlib.AbstractContextManager["Init"]):
     Args:
         lora_config: default: `LoRAConfig()`.
         quant_config: None: weights keep their type.
+
+    Raises:
+        StateError: on entering, where this object is entered already.
 
     >>> import torch
     >>> with Init(LoRAConfig(lora_r=2, target_mods=["0"]), QuantizationConfig(group_size=16)):
@@ -37,6 +41,10 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._init: Any = None
 
     def __enter__(self) -> "Init":
+        if self._init is not None:
+            raise StateError(
+                "deepspeed.linear.Init: found this object entered already; make one for each with statement"
+            )
         self._init = init = nn.Linear.__init__
 
         @functools.wraps(init)
@@ -52,6 +60,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         nn.Linear.__init__ = self._init  # type: ignore[method-assign]
+        self._init = None
 
 
 def init_lora(model: nn.Module) -> None:
