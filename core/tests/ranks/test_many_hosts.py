@@ -213,6 +213,15 @@ def test_a_host_that_cannot_be_reached_is_named_and_nothing_starts(hosts, launch
     assert sorted(asked) == ["127.0.0.1 hostname -I", "127.0.0.2 hostname -I", "gone-1 hostname -I"]
 
 
+def test_without_the_check_the_first_host_is_still_asked_for_its_address(hosts, launch):
+    (hosts / "hosts").write_text("gone-1 slots=2\n" + HOSTS)
+    (hosts / "train.py").write_text(REPORT)
+    done = launch(*flags("--no_ssh_check"), "train.py")
+    assert done.returncode == 2
+    assert "and its address is asked for there; give --master_addr" in done.stderr
+    assert (hosts / "ssh.log").read_text().splitlines() == ["gone-1 hostname -I"]
+
+
 def test_a_host_that_is_lost_at_the_start_ends_the_others(hosts, launch):
     (hosts / "hosts").write_text(HOSTS + "gone-1 slots=2\n")
     (hosts / "train.py").write_text(REPORT)

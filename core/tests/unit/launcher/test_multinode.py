@@ -9,7 +9,7 @@ import pytest
 from deepspeed.errors import ConfigError, PluginError
 from deepspeed.launcher.arguments import parse_arguments
 from deepspeed.launcher.multinode import MultiNodeRunner
-from deepspeed.launcher.multinode.start import choose_hosts, make_commands, make_runner
+from deepspeed.launcher.multinode.start import choose_hosts, make_commands, make_runner, runner_class
 from deepspeed.launcher.plan import encode_world_info
 
 HOSTS = "worker-0 slots=2\nworker-1 slots=4\nworker-2 slots=4\n"
@@ -121,6 +121,13 @@ def test_a_launcher_that_cannot_start(parse):
         make_command(Absent, parse(), {})
     with pytest.raises(ConfigError, match="--ssh_port: not here"):
         make_command(Strict, parse(), {})
+
+
+def test_a_program_that_is_not_installed_is_named(parse, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, programs in {"pdsh": "pdsh", "ssh": "ssh", "slurm": "srun", "impi": "mpiexec.hydra or mpirun"}.items():
+        with pytest.raises(ConfigError, match=f"{programs} is not installed on this machine; install it"):
+            make_command(runner_class(name), parse(), {})
 
 
 @pytest.mark.parametrize("answer", [None, [], "start all", ["start", 7]])

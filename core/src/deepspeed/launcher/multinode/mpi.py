@@ -18,12 +18,7 @@ _WITH_VENV = '. "$0" && exec "$@"'  # for sh: $0 is the script, the rest is the 
 
 
 class RankStarter(MultiNodeRunner):
-    """What they have in common. `programs`: the command's names, the first that is installed is taken."""
-
-    programs: tuple[str, ...] = ()
-
-    def backend_exists(self) -> bool:
-        return any(shutil.which(name) for name in self.programs)
+    """What they have in common. Of `programs` the first that is installed is taken."""
 
     def validate_args(self) -> None:
         if self.args.ssh_port is not None and not self.ssh_port_words():

@@ -64,9 +64,7 @@ class SshRunner(RemoteShellRunner):
     """One `ssh` per host, all side by side."""
 
     is_watched = True
-
-    def backend_exists(self) -> bool:
-        return shutil.which("ssh") is not None
+    programs = ("ssh",)
 
     def host_commands(
         self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]]
@@ -92,9 +90,7 @@ class PdshRunner(RemoteShellRunner):
 
     is_watched = True
     is_one_for_all = True
-
-    def backend_exists(self) -> bool:
-        return has_pdsh()
+    programs = ("pdsh",)
 
     def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
         mark = "DEEPSPEED_NODE_RANK"
@@ -156,6 +152,10 @@ def reach_hosts(args: "argparse.Namespace", hosts: Sequence[str], environment: M
             failed[host] = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
     if failed:
         host, reason = next(iter(failed.items()))
+        if args.no_ssh_check:
+            raise ConfigError(
+                f"{host}: cannot be reached by ssh ({reason}), and its address is asked for there; give --master_addr"
+            )
         raise ConfigError(
             f"{', '.join(failed)}: cannot be reached by ssh ({host}: {reason}); nothing was started. Set up ssh "
             "without a password (`ssh-copy-id`), check --ssh_port, or start each node by --no_ssh"

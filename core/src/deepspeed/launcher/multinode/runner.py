@@ -26,11 +26,13 @@ class MultiNodeRunner(ABC):
     Class attributes:
         flags: names of flags that this launcher honours although they concern each node, for example
             `{"bind_cores_to_rank"}`; see `PER_NODE_FLAGS`. Others of these are refused.
+        programs: names of commands, of which one has to be installed here.
         is_watched: the command starts our per-node process on each host, and the process that would become the command
             watches it; those of `host_commands`, unless `is_one_for_all`.
     """
 
     flags: frozenset[str] = frozenset()
+    programs: tuple[str, ...] = ()
     is_watched = False
     is_one_for_all = False
 
@@ -39,8 +41,10 @@ class MultiNodeRunner(ABC):
         self.world_info_base64 = world_info_base64
 
     def backend_exists(self) -> bool:
-        """Whether the programs that the command needs are here."""
-        return True
+        """Whether what the command needs is here; by default one of `programs`, if there are such."""
+        import shutil  # late: costs start-up time
+
+        return not self.programs or any(shutil.which(name) for name in self.programs)
 
     def validate_args(self) -> None:  # noqa: B027 - most launchers take any command line
         """Raise `ConfigError` for a command line that this launcher cannot carry out."""

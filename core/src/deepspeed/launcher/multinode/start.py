@@ -60,7 +60,8 @@ def make_runner(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[
             raise ConfigError(f"{flag}: {kind.__name__} of {where} does not do this; omit the flag")
     runner = kind(args, encode_world_info(hosts))
     if not getattr(runner, "backend_exists", lambda: True)():
-        raise ConfigError(f"{where}: what {kind.__name__} needs is not installed on this machine; install it")
+        needed = " or ".join(getattr(kind, "programs", ())) or f"what {kind.__name__} needs"
+        raise ConfigError(f"{where}: {needed} is not installed on this machine; install it")
     getattr(runner, "validate_args", lambda: None)()
     return runner
 
