@@ -416,7 +416,18 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.init_inference",
             W,
-            "Divided over ranks, fused blocks, weights in 8 and 4 bits, checkpoints by JSON.",
+            "Divided over ranks, fused blocks, weights in 8, 6 and 4 bits, checkpoints by JSON.",
+        ),
+        (
+            "deepspeed.linear.OptimizedLinear",
+            D,
+            "`Init`, `init_lora` and the classes of layers too. Stored weights are floating, in 8 or 6 bits; stage 3 "
+            "shards and offloads them, so `base_weight_sharding` above 1 and `offload` are refused.",
+        ),
+        (
+            "deepspeed.ops.fp_quantizer.FP_Quantize",
+            W,
+            "`matmul_fp8` too; by torch's operators, on every device.",
         ),
         (
             "deepspeed.inference.quantization (weight_quantization)",
@@ -427,8 +438,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed.inference.v2.InferenceEngineV2",
             D,
-            "Made from a model of transformers or the engine of `init_inference`, for families that have fused blocks. "
-            "`flush` of what is not tracked is an error; `serialize` writes plain transformers.",
+            "Made from a model of transformers or the engine of `init_inference`, for families that have fused blocks, "
+            "but not for Gemma 2. `flush` of what is not tracked is an error; `serialize` writes plain transformers.",
         ),
         (
             "deepspeed.DeepSpeedHybridEngine",

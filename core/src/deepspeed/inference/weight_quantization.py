@@ -1,4 +1,4 @@
-"""`weight_quantization`: weights of linear and embedding layers in 8 or 4 bits, for inference, also with ZeRO-3.
+"""`weight_quantization`: weights of linear and embedding layers in 8, 6 or 4 bits, for inference, also with ZeRO-3.
 
 Two ways, as DeepSpeed documents them for ZeRO-Inference:
 
