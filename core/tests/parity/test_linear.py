@@ -228,6 +228,14 @@ def test_init_ends_where_its_context_does():
     assert type(nn.Linear(4, 4)) is nn.Linear
 
 
+def test_targets_that_no_layer_has_are_an_error():
+    with Init(LoRAConfig(lora_r=2, target_mods=["q_porj"])):
+        model = nn.ModuleDict({"q_proj": nn.Linear(4, 4), "v_proj": nn.Linear(4, 4)})
+    with pytest.raises(ConfigError, match=r"target_mods: found \['q_porj'\].*the ends are q_proj, v_proj"):
+        init_lora(model)
+    init_lora(nn.Linear(4, 4))  # no such layers: nothing to do
+
+
 def test_what_cannot_be_is_refused_with_the_way():
     for words, match in [
         ({"base_weight_sharding": 2}, r'base_weight_sharding: found 2.*"zero_optimization": \{"stage": 3\}'),

@@ -47,7 +47,10 @@ FEATURES = {
     "rollouts": Feature("generation between training steps by an engine of its own", "use deepspeed.init_inference"),
     "SuperOffload": Feature("SuperOffload", 'set "offload_optimizer": {"device": "cpu"}'),
     "ZenFlow": Feature("ZenFlow", 'set "offload_optimizer": {"device": "cpu"}'),
-    "kernel injection": Feature("replacement of a model's layers", "use the model as it is"),
+    "kernel injection": Feature(
+        "a class that replaces a model's layers",
+        "call deepspeed.init_inference(model, replace_with_kernel_inject=True)",
+    ),
     "layer drop": Feature("progressive layer drop", "drop layers in the model's own forward"),
     "LoRA": Feature("a part of deepspeed.linear", "use deepspeed.linear.OptimizedLinear"),
     "Nebula": Feature("the Nebula service", 'set "nebula": {"enabled": true}, which saves asynchronously to a folder'),
@@ -72,7 +75,10 @@ FEATURES = {
     "universal checkpoints": Feature(
         "universal checkpoints", "load_checkpoint takes checkpoints of any number of ranks and any stage as they are"
     ),
-    "weight quantization": Feature("quantized weights", "use deepspeed.ops.quantizer on single tensors"),
+    "weight quantization": Feature(
+        "a class that quantizes weights",
+        'call deepspeed.init_inference(model, dtype="int8"), or use deepspeed.inference.quantization or deepspeed.linear',
+    ),
 }
 
 _ELASTIC = Feature("elastic training", "start a fixed number of ranks with --num_accelerators")

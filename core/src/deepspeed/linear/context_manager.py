@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed._absent import complete
-from deepspeed.errors import StateError
+from deepspeed.errors import ConfigError, StateError
 from deepspeed.linear.config import LoRAConfig, QuantizationConfig
 from deepspeed.linear.optimized_linear import LoRAOptimizedLinear, freeze
 
@@ -64,16 +64,31 @@ class Init(contextlib.AbstractContextManager["Init"]):
 
 
 def init_lora(model: nn.Module) -> None:
-    """Make the adapters of the layers that `target_mods` names; the others have none. Weights are loaded before."""
-    for name, module in model.named_modules():
-        if not isinstance(module, LoRAOptimizedLinear):
-            continue
+    """Make the adapters of the layers that `target_mods` names; the others have none. Weights are loaded before.
+
+    Raises:
+        ConfigError: there are such layers, but `target_mods` names none of them, so that nothing would be trained.
+    """
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, LoRAOptimizedLinear)}
+    if layers and not any(_is_target(name, layer) for name, layer in layers.items()):
+        ends, names = (
+            next(iter(layers.values())).lora_config.target_mods,
+            sorted({each.rpartition(".")[2] for each in layers}),
+        )
+        raise ConfigError(
+            f"LoRAConfig.target_mods: found {ends}, but no layer's name ends so; the ends are {', '.join(names[:20])}"
+        )
+    for name, module in layers.items():
         for param in module.parameters(recurse=False):  # those that a checkpoint brought may be new ones
             param.requires_grad_(False)
-        if any(name == end or name.endswith(f".{end}") for end in module.lora_config.target_mods):
+        if _is_target(name, module):
             module.init_lora()
         else:
             module.disable()
+
+
+def _is_target(name: str, layer: LoRAOptimizedLinear) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in layer.lora_config.target_mods)
 
 
 complete(__name__)

@@ -177,6 +177,9 @@ def test_what_does_not_fit_is_named():
         one.quantize(x, q_mantisa_bits=4)
     with pytest.raises(ConfigError, match=r"group_size: found 32, but it must divide the 80 elements"):
         one.quantize(numbers(80))
+    for wrong, found in (("x", "str"), (torch.ones(32, dtype=torch.int32), "torch.int32")):
+        with pytest.raises(TypeError, match=f"input: found {found}; give a floating tensor"):
+            one.quantize(wrong)
     with pytest.raises(ConfigError, match=r"groups of 6 elements, but with 6 bits 4 elements"):
         quantize_floats(x, 32, E3M2)
     stored = one.quantize(x)

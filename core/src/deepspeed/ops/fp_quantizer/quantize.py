@@ -112,8 +112,12 @@ class FP_Quantize(Quantizer):
 
         Raises:
             ConfigError: the bits are of no format, or groups do not fit the tensor.
+            TypeError: `input` is no floating tensor.
         """
         form = format_of(q_bits, q_mantisa_bits)
+        if not isinstance(input, Tensor) or not input.is_floating_point():
+            found = str(input.dtype) if isinstance(input, Tensor) else type(input).__name__
+            raise TypeError(f"input: found {found}; give a floating tensor")
         if self.group_size < 1 or input.numel() % self.group_size or not input.numel():
             raise ConfigError(
                 f"group_size: found {self.group_size}, but it must divide the {counted(input.numel(), 'element')} of "
