@@ -52,6 +52,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 #: The output layer too, as llama.cpp's files have it; a scale for each row, where they have one for 32 numbers.
 INT8, INT4 = ({"weight": {"num_bits": bits, "output_num_bits": bits}} for bits in (8, 4))
+X8 = {"activation": {"num_bits": 8}}  # llama.cpp rounds to 8 bits, too
 LOGITS_BOUND = 1e-3  #: between llama.cpp and transformers, both in fp32
 Seconds = Callable[[int], float]  #: of so many tokens
 Variants = dict[str, tuple[Seconds, int]]  #: with the bytes that a token reads
@@ -75,7 +76,8 @@ def variants(plain: Any, prompt: torch.Tensor, *, compiles: bool) -> Variants:
     injected = {"replace_with_kernel_inject": True, "max_out_tokens": 512}
     for name, dtype in (("ours fp32", torch.float), ("ours bf16", torch.bfloat16)):
         made[name] = deepspeed.init_inference(copy.deepcopy(plain), dtype=dtype, **injected)
-    for name, quant in (("ours int8", INT8), ("ours int4", INT4)):
+    packed = {"ours int8": INT8, "ours int4": INT4, "ours int8, x int8": INT8 | X8, "ours int4, x int8": INT4 | X8}
+    for name, quant in packed.items():
         made[name] = deepspeed.init_inference(
             copy.deepcopy(plain).bfloat16(), dtype=torch.int8, quant=quant, **injected
         )

@@ -507,9 +507,10 @@ def test_perplexity_of_a_trained_model(single_rank):
     assert perplexity(deepspeed.init_inference(copy.deepcopy(model), dtype="fp6")) < 1.03 * exact
     assert perplexity(of_4) < 1.03 * exact
     for bits, most, weight in ((8, 1.01, {}), (4, 1.03, quant["weight"])):
-        whole = {"weight": {**weight, "num_bits": bits, "output_num_bits": bits}}
+        whole = {"weight": {**weight, "num_bits": bits, "output_num_bits": bits}, "activation": {"num_bits": 8}}
         packed = deepspeed.init_inference(copy.deepcopy(model), dtype=torch.int8, quant=whole)
         assert packed.module.lm_head.packed.bits == bits
+        assert packed.module.lm_head.packed.input_bits == 8
         assert perplexity(packed) < most * exact
 
 

@@ -199,7 +199,10 @@ def test_refuses_by_name(ops):
     refused("shape: found 4 heads and 3 of keys", shape=[4, 3, *shape[2:]])
     refused("shape: found activation 3", shape=[*shape[:8], 3, *shape[9:]])
     refused(
-        "bits: found 5", qkv=torch.ones(96, 20, dtype=torch.int8), qkv_scales=torch.ones(96, 1), shape=[*shape[:10], 5]
+        "bits: found 5",
+        qkv=torch.ones(96, 20, dtype=torch.int8),
+        qkv_scales=torch.ones(96, 1),
+        shape=[*shape[:10], 5, 16],
     )
 
 

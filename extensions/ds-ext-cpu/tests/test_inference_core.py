@@ -1,5 +1,9 @@
 """Linear layers of few rows, plain and packed, and the gated activation: the operators against exact products."""
 
+import os
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,6 +77,38 @@ def check_packed(ops, bits, cols, group_size, symmetric, dtype):
         close(packed_operator(ops, x, packed), product(x, unpack_weight(packed), None), factor=2)
 
 
+# this process multiplies bytes: the inputs of packed layers may be rounded to 8 bits
+ROUNDS = "avx512_vnni" in Path("/proc/cpuinfo").read_text() and os.environ.get("DS_CPU_ISA", "avx512") == "avx512"
+
+
+def rounded(x, group_size):
+    """x in 8 bits of the greatest number of each group."""
+    groups = x.float().unflatten(-1, (-1, group_size))
+    greatest = groups.abs().amax(-1, keepdim=True)
+    return ((groups * (127 / greatest)).round() * (greatest / 127)).flatten(-2)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("bits", "cols", "group_size"), [(8, 33, 0), (8, 384, 128), (8, 96, 32), (4, 34, 0), (4, 500, 20)]
+)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_inputs_of_8_bits(ops, bits, cols, group_size, symmetric, dtype):
+    for outs in (1, 6):
+        weight, bias = numbers(outs, cols) / cols**0.5, numbers(outs, seed=1)
+        packed = replace(pack_weight(weight, bits, group_size, symmetric), input_bits=8)
+        for rows in ROWS:
+            x = numbers(rows, cols, dtype=dtype, seed=2)
+            found = ops.packed_linear(x, *packed.arguments(bias))
+            exact, wide = product(x, unpack_weight(packed), bias), unpack_weight(packed).double()
+            bound = (rounded(x, packed.group_size) - x).abs().double() @ wide.abs().t()
+            assert ((found - exact).abs() <= bound + 2 * TOLERANCE[dtype] * (1 + exact.abs())).all()
+            if ROUNDS and dtype != torch.float16:
+                close(found, product(rounded(x, packed.group_size), unpack_weight(packed), bias), factor=2)
+            else:
+                close(found, exact, factor=2)
+
+
 def test_every_integer_is_read(ops):
     """All levels of both widths, at every place of a block."""
     for bits in (8, 4):
@@ -90,7 +126,9 @@ def test_nan_and_inf_stay_in_their_row(ops):
     weight = numbers(5, 40).abs()
     x = numbers(3, 40)
     x[1, 7], x[2, 39] = float("nan"), float("inf")
-    for found in (ops.linear(x, weight, None), packed_operator(ops, x, pack_weight(weight))):
+    packed = pack_weight(weight)
+    of_bytes = ops.packed_linear(x, *replace(packed, input_bits=8).arguments(None))
+    for found in (ops.linear(x, weight, None), packed_operator(ops, x, packed), of_bytes):
         assert found[0].isfinite().all()
         assert found[1].isnan().all()
         assert not found[2].isfinite().any()

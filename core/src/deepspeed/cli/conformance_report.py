@@ -77,15 +77,20 @@ def theme_rows(record: Record) -> list[list[str]]:
 
 
 def left_out_rows(record: Record) -> list[list[str]]:
-    """Theme, number and names of the tests that `-k` left out, in the order of the suite."""
+    """Theme, number and names of the tests that `-k` left out, in the order of the suite; cases of one test count."""
     themes: dict[str, list[str]] = {}
     for name, theme in record["left out"]:
         themes.setdefault(theme, []).append(name)
     run = {test["theme"] for test in record["tests"]}
     return [
-        [theme, str(len(names)), ", ".join(names) if theme in run else "the whole theme"]
+        [theme, str(len(names)), _named(names) if theme in run else "the whole theme"]
         for theme, names in themes.items()
     ]
+
+
+def _named(names: Iterable[str]) -> str:
+    cases = Counter(name.partition("[")[0] for name in names)
+    return ", ".join(name if count == 1 else f"{name} ({count} cases)" for name, count in cases.items())
 
 
 def skip_rows(record: Record) -> list[list[str]]:

@@ -48,8 +48,8 @@ FEATURES = {
     "SuperOffload": Feature("SuperOffload", 'set "offload_optimizer": {"device": "cpu"}'),
     "ZenFlow": Feature("ZenFlow", 'set "offload_optimizer": {"device": "cpu"}'),
     "kernel injection": Feature(
-        "a class that replaces a model's layers",
-        "call deepspeed.init_inference(model, replace_with_kernel_inject=True)",
+        "a class that replaces layers",
+        "call init_inference(model, replace_with_kernel_inject=True)",
     ),
     "layer drop": Feature("progressive layer drop", "drop layers in the model's own forward"),
     "LoRA": Feature("a part of deepspeed.linear", "use deepspeed.linear.OptimizedLinear"),
@@ -77,7 +77,7 @@ FEATURES = {
     ),
     "weight quantization": Feature(
         "a class that quantizes weights",
-        'call deepspeed.init_inference(model, dtype="int8"), or use deepspeed.inference.quantization or deepspeed.linear',
+        'call deepspeed.init_inference(model, dtype="int8"), or use deepspeed.inference.quantization',
     ),
 }
 

@@ -90,12 +90,24 @@ class WeightQuantizationConfig(Section):
     )
 
 
+class ActivationQuantConfig(Section):
+    """`quant.activation`: kernels may round what packed weights of dtype int8 are multiplied with. Acted on where the
+    section is given."""
+
+    enabled: Flag = key(True, "Kernels may round.")
+    num_bits: Literal[8, 16] = key(8, "To which inputs of a layer are rounded, anew for each token.", unit="bits")
+    q_type: Literal["symmetric"] = key("symmetric", "0 is exact.")
+    q_groups: Int = key(1, "Groups with a scale each.", support=quiet("they are those of the weight"), ge=1)
+
+
 class QuantizationConfig(Section):
     """`quant`: acted on with dtype int8, fp8 and fp6."""
 
     enabled: Flag = key(True, "Quantize, with dtype int8, fp8 and fp6.", support=quiet("dtype decides"))
     weight: WeightQuantConfig = key(WeightQuantConfig, "Of weights.")
-    activation: Free = key(dict, "Of activations.", support=quiet("the kernels choose"))
+    activation: ActivationQuantConfig | None = key(
+        None, "Of activations, with dtype int8; null: kernels round them to 16 bits at most."
+    )
     qkv: Free = key(dict, "Of attention's layers.", support=quiet("they are quantized like the others"))
 
 

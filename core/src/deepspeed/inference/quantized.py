@@ -12,6 +12,7 @@ exponent, e4m3 (r = 2^-4, a = 2^-10) or e3m2 (r = 2^-3, a = 2^-5),
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,6 +80,11 @@ def layer_groups(settings: DeepSpeedInferenceConfig) -> GroupsOf | None:
         return None
     _bits(settings, is_head=False)
     _bits(settings, is_head=True)
+    if _input_bits(settings) == 8 and settings.dtype != "int8":
+        raise ConfigError(
+            f"quant.activation: found num_bits 8 with dtype {settings.dtype!r}, whose weights are widened; leave it "
+            "out, or give dtype int8"
+        )
     if setting is None:
         return lambda path: settings.quant.weight.q_groups
     pair = setting if isinstance(setting, tuple | list) else (False, setting)
@@ -111,6 +117,12 @@ def _bits(settings: DeepSpeedInferenceConfig, is_head: bool) -> int | None:
         except ConfigError as error:
             raise ConfigError(f"quant.weight.output_num_bits: with dtype {dtype!r}: {error}") from None
     return config.output_num_bits if is_head else bits
+
+
+def _input_bits(settings: DeepSpeedInferenceConfig) -> int:
+    """To which kernels may round what a weight is multiplied with."""
+    config = settings.quant.activation
+    return 16 if config is None or not config.enabled else config.num_bits
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
@@ -156,6 +168,7 @@ def _pack(weight: Tensor, num_groups: int, settings: DeepSpeedInferenceConfig, b
         )
     try:
         symmetric = settings.quant.weight.q_type == "symmetric"
-        return pack_weight(weight.contiguous(), bits, cols // per_row, symmetric, floating=settings.dtype != "int8")
+        packed = pack_weight(weight.contiguous(), bits, cols // per_row, symmetric, floating=settings.dtype != "int8")
+        return replace(packed, input_bits=_input_bits(settings))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

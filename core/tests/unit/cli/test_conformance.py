@@ -242,6 +242,8 @@ def test_what_was_left_out_makes_it_partial_and_is_listed(record):
     verdict = "partial: 1 passed, 2 skipped, 1 expected; 3 tests were left out"
     assert conclusion(record) == verdict
     assert left_out_rows(record) == [["memory", "1", "test_b"], ["rng", "2", "the whole theme"]]
+    record["left out"] += [["test_c[1]", "memory"], ["test_c[2]", "memory"]]
+    assert left_out_rows(record)[0] == ["memory", "3", "test_b, test_c (2 cases)"]
     assert "| rng | 2 | the whole theme |" in as_markdown(record).partition("## Left out")[2]
 
 

@@ -122,7 +122,7 @@ def packed_step(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Callabl
     kernel = packed_kernel(x, packed, bias)
     if kernel is None:
         return lambda rows: packed_linear(rows, packed, bias)
-    given = packed.data, packed.scales, packed.zeros, bias, packed.bits
+    given = packed.arguments(bias)
     return lambda rows: kernel(rows, *given)
 
 

@@ -18,6 +18,7 @@ Source of the scheme: B. Jacob et al., arXiv 1712.05877; groups along `in`: E. F
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,8 @@ class PackedWeight:
         group_size: consecutive elements of a row that share a scale.
         shape: (out, in).
         floating: e4m3 or e3m2, not integers.
+        input_bits: to which a kernel may round what the weight is multiplied with: 16 or 8. 8: each number of a row is
+            off by at most 1/254 of the greatest one that shares a group of the weight.
 
     Raises:
         ConfigError: a tensor has not the dtype or shape that the others ask for.
@@ -60,9 +63,12 @@ class PackedWeight:
     group_size: int
     shape: tuple[int, int]
     floating: bool = False
+    input_bits: int = 16
 
     def __post_init__(self) -> None:
         check_bits(self.bits, self.floating)
+        if self.input_bits not in (16, 8):
+            raise ConfigError(f"input_bits: found {self.input_bits}, but it must be 16 or 8")
         rows, cols = self.shape
         _check_group(self.group_size, cols, self.bits, self.floating)
         of_groups = (rows, cols // self.group_size if cols else 0)
@@ -77,6 +83,11 @@ class PackedWeight:
                     f"{self.shape} with {self.bits} bits and groups of {self.group_size} it must be {dtype} of shape "
                     f"{shape}"
                 )
+
+    def arguments(self, bias: Tensor | None) -> tuple[Any, ...]:
+        """Of the operator, behind x."""
+        given = (self.data, self.scales, self.zeros, bias, self.bits)
+        return given if self.input_bits == 16 else (*given, self.input_bits)
 
     @property
     def num_bytes(self) -> int:
@@ -118,7 +129,8 @@ class PackedWeight:
         scales = self.scales[:, first : first + count].contiguous()
         zeros = None if self.zeros is None else self.zeros[:, first : first + count].contiguous()
         group_size = length if whole_row else self.group_size
-        return PackedWeight(data, scales, zeros, self.bits, group_size, (rows, length), self.floating)
+        shape = (rows, length)
+        return replace(self, data=data, scales=scales, zeros=zeros, group_size=group_size, shape=shape)
 
 
 def pack_weight(
@@ -189,9 +201,10 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -
 
     Up to `MOST_ROWS` rows of x a kernel reads the packed bytes; arithmetic is fp32, rounded once to x's dtype. Of x in
     bf16 it may multiply whole numbers instead, each off by at most 2^-16 of the greatest |x| that shares a scale; what
-    bf16 rounds afterwards is more. More rows, and x that requires a gradient, go to torch with the weight widened to
-    x's dtype, which is freed after it. x gets a gradient, the weight none. Operator:
-    `packed_linear(x, data, scales, zeros, bias, bits)`.
+    bf16 rounds afterwards is more. With `input_bits` 8 they are of 8 bits, also of x in fp32. More rows, and x
+    that requires a gradient, go to torch with the weight widened to x's dtype, which is freed after it. x gets a
+    gradient, the weight none. Operator:
+    `packed_linear(x, data, scales, zeros, bias, bits, input_bits=16)`, the last one given where it is 8.
 
     Args:
         x: (..., in) in fp32, bf16 or fp16.
@@ -215,7 +228,7 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -
     if bias is not None and bias.shape != (rows,):
         raise ConfigError(f"bias: found shape {tuple(bias.shape)}, but it must be ({rows},)")
     if (kernel := packed_kernel(x, packed, bias)) is not None:
-        return kernel(x, packed.data, packed.scales, packed.zeros, bias, packed.bits)
+        return kernel(x, *packed.arguments(bias))
     return packed_linear_reference(x, packed, bias)
 
 

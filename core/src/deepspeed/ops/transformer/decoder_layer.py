@@ -93,9 +93,11 @@ class DecoderLayer:
         if self.activation not in known:
             raise ConfigError(f"activation: found {self.activation!r}, but it must be one of {', '.join(known)}")
         packed = [each.weight for each in self.linears if isinstance(each.weight, PackedWeight)]
-        bits = {each.bits for each in packed}
-        if len(bits) > 1:
-            raise ConfigError(f"linear layers: found weights of {sorted(bits)} bits, but they must be of one width")
+        for what in ("bits", "input_bits"):
+            if len(found := {getattr(each, what) for each in packed}) > 1:
+                raise ConfigError(
+                    f"linear layers: found weights of {sorted(found)} {what}, but they must have the same"
+                )
         if any(each.floating for each in packed):
             raise ConfigError("linear layers: found a floating packed weight, which no kernel reads; pack integers")
         if self.norm_mlp is None and not self.parallel:
@@ -115,17 +117,17 @@ class DecoderLayer:
     def arguments(self) -> tuple[Any, ...]:
         """Of the operator, behind those of the step."""
         given: list[Any] = []
-        bits = 0
+        bits, input_bits = 0, 16
         for weight, bias in self.linears:
             if isinstance(weight, PackedWeight):
                 given += [weight.data, weight.scales, weight.zeros, bias]
-                bits = weight.bits
+                bits, input_bits = weight.bits, weight.input_bits
             else:
                 given += [weight, None, None, bias]
         for norm in (self.norm_attention, self.norm_mlp, self.norm_query, self.norm_key):
             given += [None, None] if norm is None else list(norm)
         switches = (self.layout == "by_group", self.parallel, self.centered, self.interleaved, self.gated)
-        numbers = [*map(int, switches), ACTIVATIONS[self.activation], self.window or 0, bits]
+        numbers = [*map(int, switches), ACTIVATIONS[self.activation], self.window or 0, bits, input_bits]
         return (*given, [self.heads, self.kv_heads, self.head_dim, *numbers], self.eps, self.scale)
 
     def map(self, change: Any) -> "DecoderLayer":

@@ -4,6 +4,8 @@ Each is called through its front in `deepspeed.ops` with tensors on the device: 
 within one unit in the last place.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,15 @@ from deepspeed.ops.transformer.decode_attention import decode_attention_referenc
 from deepspeed.ops.transformer.decoder_layer import decoder_layer_reference
 from deepspeed.ops.transformer.gated import gated_activation_reference
 from deepspeed.testing import requirements
-from deepspeed.testing.suite.test_tensor_kernels import _EPS, _assert_close, _random, each_dtype, each_scheme, each_size
+from deepspeed.testing.suite.test_tensor_kernels import (
+    _EPS,
+    _TOLERANCE,
+    _assert_close,
+    _random,
+    each_dtype,
+    each_scheme,
+    each_size,
+)
 
 each_row_count = pytest.mark.parametrize("rows", [1, 3, 8, 16])
 
@@ -43,6 +53,21 @@ def test_packed_linear_equals_its_reference(
     x, bias = _random(rows, 96, dtype=dtype), _random(7, seed=2)
     found = packed_linear(x.to(device), packed.to(device), bias.to(device))
     _assert_close(found, (x.float() @ unpack_weight(packed).t() + bias).to(dtype))
+
+
+@each_row_count
+@pytest.mark.parametrize(("num_bits", "group_size"), [(8, 0), (8, 32), (4, 0), (4, 32)])
+@each_dtype
+def test_packed_linear_rounds_its_input_to_8_bits_at_most(
+    device: torch.device, dtype: torch.dtype, num_bits: int, group_size: int, rows: int
+) -> None:
+    requirements.op("inference_core_ops").check()
+    packed = replace(pack_weight(_random(7, 96, seed=1) / 10, num_bits, group_size), input_bits=8)
+    x, weight = _random(rows, 96, dtype=dtype), unpack_weight(packed)
+    off = (packed_linear(x.to(device), packed.to(device)).cpu().float() - x.float() @ weight.t()).abs()
+    step = x.float().unflatten(-1, (-1, packed.group_size)).abs().amax(-1, keepdim=True) / 127
+    bound = (step / 2 * torch.ones(packed.group_size)).flatten(-2) @ weight.abs().t()
+    assert (off <= bound + 2 * _TOLERANCE[dtype]).all()
 
 
 @pytest.mark.parametrize("form", ["silu", "gelu", "gelu_tanh"])

@@ -19,13 +19,14 @@ using MaybeTensor = std::optional<Tensor>;
 // The whole numbers of the operator's argument `shape`, in this order; deepspeed/ops/transformer/decoder_layer.py has
 // the same.
 struct LayerShape {
-    int64_t heads, kv_heads, head_dim, layout, parallel, centered, interleaved, gated, activation, window, bits;
+    int64_t heads, kv_heads, head_dim, layout, parallel, centered, interleaved, gated, activation, window, bits,
+        input_bits;
 
     explicit LayerShape(const std::vector<int64_t>& numbers) {
-        if (numbers.size() != 11) refuse({kLayer, "shape"}, std::to_string(numbers.size()) + " numbers", "11");
+        if (numbers.size() != 12) refuse({kLayer, "shape"}, std::to_string(numbers.size()) + " numbers", "12");
         heads = numbers[0], kv_heads = numbers[1], head_dim = numbers[2], layout = numbers[3], parallel = numbers[4];
         centered = numbers[5], interleaved = numbers[6], gated = numbers[7], activation = numbers[8];
-        window = numbers[9], bits = numbers[10];
+        window = numbers[9], bits = numbers[10], input_bits = numbers[11];
         if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0) {
             refuse({kLayer, "shape"}, std::to_string(heads) + " heads and " + std::to_string(kv_heads) + " of keys",
                    "a multiple");
@@ -42,10 +43,11 @@ struct LayerShape {
 };
 
 static HeldWeight layer_weight(const WeightNames& names, const Tensor& weight, const MaybeTensor& scales,
-                               const MaybeTensor& zeros, const MaybeTensor& bias, int64_t bits, const Tensor& x,
-                               int64_t outs, int64_t cols) {
+                               const MaybeTensor& zeros, const MaybeTensor& bias, const LayerShape& shape,
+                               const Tensor& x, int64_t outs, int64_t cols) {
     if (!scales.has_value()) check_same_dtype({kLayer, names.weight}, weight, x, "x");
-    HeldWeight held = scales.has_value() ? HeldWeight(names, weight, *scales, zeros, bits) : HeldWeight(names, weight);
+    HeldWeight held = scales.has_value() ? HeldWeight(names, weight, *scales, zeros, shape.bits, shape.input_bits)
+                                         : HeldWeight(names, weight);
     if (held.outs() != outs || held.cols() != cols) {
         refuse({kLayer, names.weight}, shape_name(weight),
                "of " + std::to_string(outs) + " outputs and " + std::to_string(cols) + " inputs");
@@ -218,13 +220,13 @@ static Tensor decoder_layer(Tensor x, Tensor k_cache, Tensor v_cache, int64_t le
     if (up.dim() != 2) refuse({kLayer, "up"}, shape_name(up), "(out, in)");
     const int64_t wide = up.size(0), inner = shape.gated != 0 ? wide / 2 : wide;
     const HeldWeight qkv_of = layer_weight({kLayer, "qkv", "qkv_scales", "qkv_zeros", "qkv_bias"}, qkv, qkv_scales,
-                                           qkv_zeros, qkv_bias, shape.bits, x, shape.width(), cols);
+                                           qkv_zeros, qkv_bias, shape, x, shape.width(), cols);
     const HeldWeight out_of = layer_weight({kLayer, "out", "out_scales", "out_zeros", "out_bias"}, out, out_scales,
-                                           out_zeros, out_bias, shape.bits, x, cols, context);
+                                           out_zeros, out_bias, shape, x, cols, context);
     const HeldWeight up_of = layer_weight({kLayer, "up", "up_scales", "up_zeros", "up_bias"}, up, up_scales, up_zeros,
-                                          up_bias, shape.bits, x, shape.gated != 0 ? 2 * inner : inner, cols);
+                                          up_bias, shape, x, shape.gated != 0 ? 2 * inner : inner, cols);
     const HeldWeight down_of = layer_weight({kLayer, "down", "down_scales", "down_zeros", "down_bias"}, down,
-                                            down_scales, down_zeros, down_bias, shape.bits, x, cols, inner);
+                                            down_scales, down_zeros, down_bias, shape, x, cols, inner);
     const LayerNorms before{FloatRow({kLayer, "norm_attention"}, norm_attention, cols, 1.0f),
                             FloatRow({kLayer, "norm_attention_bias"}, norm_attention_bias, cols, 0.0f)};
     std::optional<LayerNorms> between;

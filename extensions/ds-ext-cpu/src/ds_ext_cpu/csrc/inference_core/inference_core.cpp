@@ -21,7 +21,9 @@
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ds_cpu, m) {
     m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-    m.def("packed_linear(Tensor x, Tensor data, Tensor scales, Tensor? zeros, Tensor? bias, int bits) -> Tensor");
+    m.def(
+        "packed_linear(Tensor x, Tensor data, Tensor scales, Tensor? zeros, Tensor? bias, int bits, "
+        "int input_bits=16) -> Tensor");
     m.def("gated_activation(Tensor gate, Tensor up, int activation) -> Tensor");
     m.def(
         "decoder_layer(Tensor x, Tensor(a!) k_cache, Tensor(b!) v_cache, int length, Tensor? starts, Tensor? cos, "

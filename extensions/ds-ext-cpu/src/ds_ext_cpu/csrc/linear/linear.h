@@ -26,15 +26,18 @@ struct LinearPass {
 // second: then the weight's reading hides them, and with more rows its widening is shared.
 constexpr int64_t kMostBf16Rows = 2;
 
-// In integers where x is bf16 and the weight is, else with bf16 products where x is bf16 and no group ends within a
-// block.
+// In integers where the weight is and x is bf16 or may be rounded to 8 bits, else with bf16 products where x is bf16
+// and no group ends within a block.
 template <typename W>
 static LinearPass linear_pass(const LinearArgs& args) {
 #if defined(DS_CPU_X86)
     if constexpr (std::is_same_v<W, Int8> || std::is_same_v<W, Int4Pair>) {
         constexpr int64_t kBlock = avx512vnni::kNumbersAtOnce<W>;
-        if (args.dtype == Dtype::kBf16 && has_byte_products()) {
-            return {&avx512vnni::prepare_linear_vnni<W>, &avx512vnni::linear_outs_vnni<W>, kBlock};
+        if (has_byte_products() && args.input_bits == 8 && args.dtype != Dtype::kFp16) {
+            return {&avx512vnni::prepare_linear_vnni<W, 1>, &avx512vnni::linear_outs_vnni<W, 1>, kBlock};
+        }
+        if (has_byte_products() && args.dtype == Dtype::kBf16) {
+            return {&avx512vnni::prepare_linear_vnni<W, 2>, &avx512vnni::linear_outs_vnni<W, 2>, kBlock};
         }
     }
     if constexpr (!std::is_same_v<W, float>) {
@@ -94,13 +97,17 @@ class HeldWeight {
     }
 
     HeldWeight(const WeightNames& names, const Tensor& data, const Tensor& scales, const std::optional<Tensor>& zeros,
-               int64_t bits)
+               int64_t bits, int64_t input_bits)
         : names_(names), bits_(bits) {
         const Argument argument{names.op, names.weight};
         check_on_host(argument, data);
         if (dtype_code(data) != aoti_torch_dtype_int8()) refuse(argument, dtype_name(dtype_code(data)), "int8");
         if (data.dim() != 2) refuse(argument, shape_name(data), "(out, bytes of a row)");
         if (bits != 8 && bits != 4) refuse({names.op, "bits"}, std::to_string(bits), "8 or 4");
+        if (input_bits != 16 && input_bits != 8) {
+            refuse({names.op, "input_bits"}, std::to_string(input_bits), "16 or 8");
+        }
+        args_.input_bits = input_bits;
         rows_ = as_contiguous(data);
         scales_ = check_of_groups({names.op, names.scales}, scales, scales);
         if (zeros.has_value()) zeros_ = check_of_groups({names.op, names.zeros}, *zeros, scales);
@@ -180,8 +187,8 @@ static Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
 }
 
 static Tensor packed_linear(Tensor x, Tensor data, Tensor scales, std::optional<Tensor> zeros,
-                            std::optional<Tensor> bias, int64_t bits) {
-    HeldWeight held({"packed_linear", "data", "scales", "zeros", "bias"}, data, scales, zeros, bits);
+                            std::optional<Tensor> bias, int64_t bits, int64_t input_bits) {
+    HeldWeight held({"packed_linear", "data", "scales", "zeros", "bias"}, data, scales, zeros, bits, input_bits);
     return run_linear("packed_linear", x, bias, &held);
 }
 

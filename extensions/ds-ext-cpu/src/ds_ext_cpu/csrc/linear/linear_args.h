@@ -24,6 +24,7 @@ struct LinearArgs {
     int64_t group_size;      // elements
     int64_t group_stride;    // of the copy of x: numbers of a group with its padding
     int64_t group_bytes;     // of the weight
+    int64_t input_bits;      // to which x may be rounded, 8; else 16
     int64_t prefetch_bytes;  // how far ahead the loop asks for the weight; its own
     Dtype dtype;             // of x and y
     const void* x;           // (rows, groups * group_size)

@@ -1,115 +1,154 @@
-// Loops of linear layers of few rows of bf16 with int8 and int4 weights, in integers. Included behind linear_loops.h in
-// a pass of its own.
+// Loops of linear layers of few rows with int8 and int4 weights, in integers. Included behind linear_loops.h in a pass
+// of its own.
 
 // [Note: x in 16 bits]
 // Of each group of a row of x the greatest |x| becomes 127 * 256, and every number the nearest whole one: off by at
 // most 2^-16 of the greatest, where bf16 rounds the result to 2^-9 of itself. q = 256 hi + lo with two signed bytes, so
 // that AVX-512's products of bytes, exact and summed in 32 bits, take the weight as it lies. They want it unsigned:
-// 128, or 8 with 4 bits, is added to every number of it and that many sums of q are taken off at the end. A number that
-// is not finite makes its group's factor NaN; a group below 1e-30 is 0.
+// 128, or 8 with 4 bits, is added to every number of it, and the sums begin with that many sums of the bytes below 0. A
+// number that is not finite makes its group's factor NaN; a group below 1e-30 is 0.
+// Where x may be rounded to 8 bits, the greatest |x| becomes 127, and q is one byte: half the products.
 
 constexpr int64_t kBytesAtOnce = 64;
 template <typename W>
 constexpr int64_t kNumbersAtOnce = kBytesAtOnce * Weight<W>::kPerElement;
+// What is added to a weight, over lanes of a sum, so that each stays small.
 template <typename W>
-constexpr float kAdded = Weight<W>::kPerElement == 1 ? 128.0f : 8.0f;
+constexpr int32_t kAddedPerLane = Weight<W>::kPerElement == 1 ? 128 / 16 : 8 / 8;
+template <typename W>
+constexpr __mmask16 kAddedLanes = Weight<W>::kPerElement == 1 ? 0xFFFF : 0xFF;
 
-// The parts of the copy of x: for each block the high bytes and the low ones, with 4 bits of the even numbers first;
-// the factor of each row and group, and what its part of the result is too large by.
+// What belongs to one row and group of x: the factor, and with what lanes of the sums of high and of low bytes begin.
+struct GroupOfX {
+    float factor;
+    int32_t high, low;
+};
+
+// The parts of the copy of x: for each block the high bytes and the low ones, if there are two, with 4 bits of the even
+// numbers first; and the groups.
 struct IntegerCopy {
     int8_t* bytes;
-    float* factors;
-    float* excess;
+    GroupOfX* groups;
 };
 
 DS_CPU_INLINE IntegerCopy integer_copy(const LinearArgs& args) {
-    float* factors = args.copy + args.padded_rows * args.groups * args.group_stride / 2;
-    return {reinterpret_cast<int8_t*>(args.copy), factors, factors + args.padded_rows * args.groups};
+    float* behind = args.copy + args.padded_rows * args.groups * args.group_stride / 2;
+    return {reinterpret_cast<int8_t*>(args.copy), reinterpret_cast<GroupOfX*>(behind)};
 }
 
-DS_CPU_INLINE __m512i load_bf16(const Bf16* x, int64_t count) {
-    if (count >= 32) return _mm512_loadu_si512(x);
-    return count <= 0 ? _mm512_setzero_si512()
-                      : _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << count) - 1), x);
+// As fp32's bits, 32 numbers of which those from `count` on are 0: the first half and the second, or with kEvenOdd
+// those at even places and at odd ones.
+template <bool kEvenOdd>
+DS_CPU_INLINE void load_bits(const Bf16* x, int64_t count, __m512i* pair) {
+    __m512i numbers = _mm512_setzero_si512();
+    if (count >= 32) {
+        numbers = _mm512_loadu_si512(x);
+    } else if (count > 0) {
+        numbers = _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << count) - 1), x);
+    }
+    if constexpr (kEvenOdd) {
+        pair[0] = _mm512_slli_epi32(numbers, 16);
+        pair[1] = _mm512_and_si512(numbers, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000u)));
+    } else {
+        pair[0] = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(numbers)), 16);
+        pair[1] = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(numbers, 1)), 16);
+    }
 }
 
-// 16 numbers, each in the high half of 32 bits, as high and low bytes; added to `sum`.
-DS_CPU_INLINE void split_bytes(__m512i numbers, __m512 inverse, int8_t* high, int8_t* low, __m512i* sum) {
+template <bool kEvenOdd>
+DS_CPU_INLINE void load_bits(const float* x, int64_t count, __m512i* pair) {
+    for (int half = 0; half < 2; ++half, count -= 16) {
+        const auto mask = static_cast<__mmask16>(count >= 16 ? 0xFFFF : count > 0 ? (1 << count) - 1 : 0);
+        pair[half] = _mm512_maskz_loadu_epi32(mask, x + 16 * half);
+    }
+    if constexpr (kEvenOdd) {
+        const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        const __m512i first = pair[0];
+        pair[0] = _mm512_permutex2var_epi32(first, even, pair[1]);
+        pair[1] = _mm512_permutex2var_epi32(first, _mm512_add_epi32(even, _mm512_set1_epi32(1)), pair[1]);
+    }
+}
+
+// 16 numbers as whole ones, in kPlanes bytes each, the low one 64 bytes behind the high one; added to `sums`.
+template <int kPlanes>
+DS_CPU_INLINE void store_whole(__m512i numbers, __m512 inverse, int8_t* to, __m512i* sums) {
     const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(numbers), inverse));
-    const __m512i top = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
-    *sum = _mm512_add_epi32(*sum, q);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(top));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8(q));
+    const __m512i top = kPlanes == 1 ? q : _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+    sums[0] = _mm512_add_epi32(sums[0], top);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(top));
+    if constexpr (kPlanes == 2) {
+        sums[1] = _mm512_add_epi32(sums[1], _mm512_sub_epi32(q, _mm512_slli_epi32(top, 8)));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 64), _mm512_cvtepi32_epi8(q));
+    }
 }
 
-DS_CPU_INLINE uint32_t greatest_bits(const Bf16* x, int64_t count) {
-    __m512i most = _mm512_setzero_si512();
-    const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
+template <typename X>
+DS_CPU_INLINE uint32_t greatest_bits(const X* x, int64_t count) {
+    __m512i most = _mm512_setzero_si512(), pair[2];
+    const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
     for (int64_t i = 0; i < count; i += 32) {
-        most = _mm512_max_epu16(most, _mm512_and_si512(load_bf16(x + i, count - i), magnitude));
+        load_bits<true>(x + i, count - i, pair);
+        for (const __m512i& half : pair) most = _mm512_max_epu32(most, _mm512_and_si512(half, magnitude));
     }
-    const __m512i high = _mm512_srli_epi32(most, 16), low = _mm512_and_si512(most, _mm512_set1_epi32(0xFFFF));
-    return static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_max_epi32(high, low)));
+    return _mm512_reduce_max_epu32(most);
 }
 
-// One group of one row. `bytes`: 2 * args.group_stride of them.
-template <typename W>
-DS_CPU_INLINE void copy_group(const Bf16* x, int64_t count, int64_t stride, int8_t* bytes, float* factor,
-                              float* excess) {
+// One group of one row. `bytes`: kPlanes * args.group_stride of them. Returns the sum of the numbers as they are then.
+template <typename X, typename W, int kPlanes>
+DS_CPU_INLINE float copy_group(const X* x, int64_t count, int64_t stride, int8_t* bytes, GroupOfX* group) {
     constexpr bool kEvenOdd = Weight<W>::kPerElement == 2;
+    constexpr float kMost = kPlanes == 2 ? 127.0f * 256.0f : 127.0f;
     const uint32_t bits = greatest_bits(x, count);
-    const float greatest = float_of(bits << 16);
-    const bool is_used = bits < 0x7F80u && greatest >= 1e-30f;
-    const __m512 inverse = _mm512_set1_ps(is_used ? 32512.0f / greatest : 0.0f);
-    *factor = bits >= 0x7F80u ? __builtin_nanf("") : is_used ? greatest / 32512.0f : 0.0f;
-    *excess = 0.0f;
+    const float greatest = float_of(bits);
+    const bool is_used = bits < 0x7F800000u && greatest >= 1e-30f;
+    const __m512 inverse = _mm512_set1_ps(is_used ? kMost / greatest : 0.0f);
+    *group = {bits >= 0x7F800000u ? __builtin_nanf("") : is_used ? greatest / kMost : 0.0f, 0, 0};
     if (!is_used) {
-        std::memset(bytes, 0, 2 * stride);
-        return;
+        std::memset(bytes, 0, kPlanes * stride);
+        return group->factor;
     }
-    __m512i sum = _mm512_setzero_si512();
+    __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, pair[2];
     for (int64_t i = 0; i < stride; i += 32) {
-        const __m512i numbers = load_bf16(x + i, count - i);
-        int8_t* block = bytes + i / kNumbersAtOnce<W> * 2 * kNumbersAtOnce<W>;
+        load_bits<kEvenOdd>(x + i, count - i, pair);
+        int8_t* block = bytes + i / kNumbersAtOnce<W> * kPlanes * kNumbersAtOnce<W>;
         const int64_t at = i % kNumbersAtOnce<W>;
-        if constexpr (kEvenOdd) {
-            const __m512i odd = _mm512_and_si512(numbers, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000u)));
-            split_bytes(_mm512_slli_epi32(numbers, 16), inverse, block + at / 2, block + 64 + at / 2, &sum);
-            split_bytes(odd, inverse, block + 128 + at / 2, block + 192 + at / 2, &sum);
-        } else {
-            for (int half = 0; half < 2; ++half) {
-                const __m256i part =
-                    half == 0 ? _mm512_castsi512_si256(numbers) : _mm512_extracti64x4_epi64(numbers, 1);
-                const __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16);
-                split_bytes(wide, inverse, block + at + 16 * half, block + 64 + at + 16 * half, &sum);
-            }
-        }
+        store_whole<kPlanes>(pair[0], inverse, block + (kEvenOdd ? at / 2 : at), sums);
+        store_whole<kPlanes>(pair[1], inverse, block + (kEvenOdd ? kPlanes * 64 + at / 2 : at + 16), sums);
     }
-    *excess = *factor * kAdded<W> * static_cast<float>(_mm512_reduce_add_epi32(sum));
+    const int32_t high = _mm512_reduce_add_epi32(sums[0]), low = _mm512_reduce_add_epi32(sums[1]);
+    group->high = -kAddedPerLane<W> * high;
+    group->low = -kAddedPerLane<W> * low;
+    return group->factor * (kPlanes == 1 ? 1.0f * high : 256.0f * high + low);
 }
 
-template <typename W>
-void prepare_linear_vnni(const LinearArgs& args) {
+template <typename X, typename W, int kPlanes>
+DS_CPU_INLINE void copy_integers(const LinearArgs& args) {
     const IntegerCopy copy = integer_copy(args);
     for (int64_t row = 0; row < args.padded_rows; ++row) {
         for (int64_t group = 0; group < args.groups; ++group) {
             const int64_t at = row * args.groups + group;
-            int8_t* bytes = copy.bytes + at * 2 * args.group_stride;
-            if (row >= args.rows) {
-                std::memset(bytes, 0, 2 * args.group_stride);
-                copy.factors[at] = copy.excess[at] = 0.0f;
-                if (args.sums != nullptr) args.sums[at] = 0.0f;
-                continue;
+            int8_t* bytes = copy.bytes + at * kPlanes * args.group_stride;
+            float sum = 0.0f;
+            if (row < args.rows) {
+                const X* x = static_cast<const X*>(args.x) + at * args.group_size;
+                sum = copy_group<X, W, kPlanes>(x, args.group_size, args.group_stride, bytes, copy.groups + at);
+            } else {
+                std::memset(bytes, 0, kPlanes * args.group_stride);
+                copy.groups[at] = {0.0f, 0, 0};
             }
-            const Bf16* x = static_cast<const Bf16*>(args.x) + at * args.group_size;
-            copy_group<W>(x, args.group_size, args.group_stride, bytes, copy.factors + at, copy.excess + at);
-            if (args.sums != nullptr) args.sums[at] = sum_of(x, args.group_size);
+            if (args.sums != nullptr) args.sums[at] = sum;
         }
     }
 }
 
+template <typename W, int kPlanes>
+void prepare_linear_vnni(const LinearArgs& args) {
+    if (args.dtype == Dtype::kBf16) return copy_integers<Bf16, W, kPlanes>(args);
+    if constexpr (kPlanes == 1) copy_integers<float, W, kPlanes>(args);
+}
+
 // Products of 64 bytes of kOuts rows of the weight with kRows rows of x; `step` bytes from one row of x to the next.
-template <typename W, int kOuts, int kRows>
+template <typename W, int kOuts, int kRows, int kPlanes>
 DS_CPU_INLINE void add_integers(const __m512i* weights, const int8_t* x, int64_t step, __m512i (*high)[kRows],
                                 __m512i (*low)[kRows]) {
     constexpr int kParts = Weight<W>::kPerElement;
@@ -129,12 +168,18 @@ DS_CPU_INLINE void add_integers(const __m512i* weights, const int8_t* x, int64_t
     for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; ++part) {
-            const int8_t* from = x + row * step + part * 128;
-            const __m512i top = _mm512_load_si512(from), rest = _mm512_load_si512(from + 64);
+            const int8_t* from = x + row * step + part * kPlanes * 64;
+            const __m512i top = _mm512_load_si512(from);
 #pragma GCC unroll 4
             for (int out = 0; out < kOuts; ++out) {
                 high[out][row] = _mm512_dpbusd_epi32(high[out][row], parts[out][part], top);
-                low[out][row] = _mm512_dpbusd_epi32(low[out][row], parts[out][part], rest);
+            }
+            if constexpr (kPlanes == 2) {
+                const __m512i rest = _mm512_load_si512(from + 64);
+#pragma GCC unroll 4
+                for (int out = 0; out < kOuts; ++out) {
+                    low[out][row] = _mm512_dpbusd_epi32(low[out][row], parts[out][part], rest);
+                }
             }
         }
     }
@@ -151,14 +196,16 @@ DS_CPU_INLINE void store_four(Bf16* to, __m128 values) {
                      _mm_cvtepi32_epi16(_mm_mask_mov_epi32(rounded, is_nan, quiet_nan)));
 }
 
+DS_CPU_INLINE void store_four(float* to, __m128 values) { _mm_storeu_ps(to, values); }
+
 // kOuts outputs, from `out` on, of kRows rows of x, from `row` on; of a later tile kAsked outputs are asked for, from
 // `asked` on.
-template <typename W, int kOuts, int kRows, int kAsked>
+template <typename X, typename W, int kOuts, int kRows, int kPlanes, int kAsked>
 DS_CPU_INLINE void vnni_tile(const LinearArgs& args, int64_t out, int64_t row, int64_t asked) {
     const IntegerCopy copy = integer_copy(args);
-    const int64_t row_bytes = args.groups * args.group_bytes, step = args.groups * 2 * args.group_stride;
+    const int64_t row_bytes = args.groups * args.group_bytes, step = args.groups * kPlanes * args.group_stride;
     const int64_t whole = args.group_bytes / kBytesAtOnce, left = args.group_bytes % kBytesAtOnce;
-    constexpr int64_t kStep = 2 * kNumbersAtOnce<W>;
+    constexpr int64_t kStep = kPlanes * kNumbersAtOnce<W>;
     const uint8_t* ahead = args.weight + (out + asked) * row_bytes + args.prefetch_bytes;
     Vec totals[kOuts][kRows];
     float offsets[kOuts][kRows] = {};
@@ -171,12 +218,15 @@ DS_CPU_INLINE void vnni_tile(const LinearArgs& args, int64_t out, int64_t row, i
     if (args.zeros != nullptr) add_zeros<kOuts, kRows>(args, out, row, offsets);
     for (int64_t group = 0; group < args.groups; ++group) {
         const uint8_t* weight = args.weight + out * row_bytes + group * args.group_bytes;
-        const int8_t* x = copy.bytes + (row * args.groups + group) * 2 * args.group_stride;
+        const int8_t* x = copy.bytes + (row * args.groups + group) * kPlanes * args.group_stride;
         __m512i high[kOuts][kRows], low[kOuts][kRows];
-#pragma GCC unroll 4
-        for (int o = 0; o < kOuts; ++o) {
+        const GroupOfX* of_x = copy.groups + row * args.groups + group;
 #pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) high[o][r] = low[o][r] = _mm512_setzero_si512();
+        for (int r = 0; r < kRows; ++r) {
+            const __m512i top = _mm512_maskz_set1_epi32(kAddedLanes<W>, of_x[r * args.groups].high);
+            const __m512i rest = _mm512_maskz_set1_epi32(kAddedLanes<W>, of_x[r * args.groups].low);
+#pragma GCC unroll 4
+            for (int o = 0; o < kOuts; ++o) high[o][r] = top, low[o][r] = rest;
         }
         for (int64_t block = 0; block < whole; ++block) {
 #pragma GCC unroll 4
@@ -188,7 +238,7 @@ DS_CPU_INLINE void vnni_tile(const LinearArgs& args, int64_t out, int64_t row, i
             for (int o = 0; o < kAsked; ++o) {
                 __builtin_prefetch(ahead + o * row_bytes + group * args.group_bytes + block * kBytesAtOnce, 0, 2);
             }
-            add_integers<W, kOuts, kRows>(weights, x + block * kStep, step, high, low);
+            add_integers<W, kOuts, kRows, kPlanes>(weights, x + block * kStep, step, high, low);
         }
         if (left > 0) {
             const auto mask = static_cast<__mmask64>((uint64_t{1} << left) - 1);
@@ -196,21 +246,19 @@ DS_CPU_INLINE void vnni_tile(const LinearArgs& args, int64_t out, int64_t row, i
             for (int o = 0; o < kOuts; ++o) {
                 weights[o] = _mm512_maskz_loadu_epi8(mask, weight + o * row_bytes + whole * kBytesAtOnce);
             }
-            add_integers<W, kOuts, kRows>(weights, x + whole * kStep, step, high, low);
+            add_integers<W, kOuts, kRows, kPlanes>(weights, x + whole * kStep, step, high, low);
         }
 #pragma GCC unroll 4
         for (int o = 0; o < kOuts; ++o) {
             const float scale = args.scales[(out + o) * args.groups + group];
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r) {
-                const Vec tops{_mm512_cvtepi32_ps(high[o][r])}, rests{_mm512_cvtepi32_ps(low[o][r])};
-                const Vec sum = fma(tops, splat(256), rests);
+                const Vec tops{_mm512_cvtepi32_ps(high[o][r])};
+                const Vec sum = kPlanes == 1 ? tops : fma(tops, splat(256), {_mm512_cvtepi32_ps(low[o][r])});
                 if (args.groups == 1) {  // is scaled once it is one number
                     totals[o][r] = sum;
                 } else {
-                    const int64_t at = (row + r) * args.groups + group;
-                    totals[o][r] = fma(sum, splat(scale * copy.factors[at]), totals[o][r]);
-                    offsets[o][r] -= scale * copy.excess[at];
+                    totals[o][r] = fma(sum * splat(of_x[r * args.groups].factor), splat(scale), totals[o][r]);
                 }
             }
         }
@@ -219,16 +267,14 @@ DS_CPU_INLINE void vnni_tile(const LinearArgs& args, int64_t out, int64_t row, i
     for (int r = 0; r < kRows; ++r) {
         if (row + r >= args.rows) break;
         float results[kOuts];
-        const float factor = args.groups == 1 ? copy.factors[row + r] : 1.0f;
-        const float excess = args.groups == 1 ? copy.excess[row + r] : 0.0f;
-        Bf16* const y = static_cast<Bf16*>(args.y) + (row + r) * args.outs + out;
+        const float factor = args.groups == 1 ? copy.groups[row + r].factor : 1.0f;
+        X* const y = static_cast<X*>(args.y) + (row + r) * args.outs + out;
         if constexpr (kOuts == 4) {
             if (args.groups == 1 && args.zeros == nullptr) {
                 const __m128 sums = sums_of_four(totals[0][r], totals[1][r], totals[2][r], totals[3][r]);
                 const __m128 scales = _mm_loadu_ps(args.scales + out);
                 const __m128 bias = args.bias == nullptr ? _mm_setzero_ps() : _mm_loadu_ps(args.bias + out);
-                const __m128 exact = _mm_fmsub_ps(sums, _mm_set1_ps(factor), _mm_set1_ps(excess));
-                store_four(y, _mm_fmadd_ps(exact, scales, bias));
+                store_four(y, _mm_fmadd_ps(_mm_mul_ps(sums, _mm_set1_ps(factor)), scales, bias));
                 continue;
             }
         }
@@ -236,42 +282,49 @@ DS_CPU_INLINE void vnni_tile(const LinearArgs& args, int64_t out, int64_t row, i
             const float scale = args.groups == 1 ? args.scales[out + o] : 1.0f;
             const float rest = offsets[o][r] + (args.bias == nullptr ? 0.0f : args.bias[out + o]);
             const float sum = _mm_cvtss_f32(sums_of_four(totals[o][r], splat(0), splat(0), splat(0)));
-            results[o] = __builtin_fmaf(__builtin_fmaf(sum, factor, -excess), scale, rest);
+            results[o] = __builtin_fmaf(sum * factor, scale, rest);
         }
-        for (int o = 0; o < kOuts; ++o) y[o] = narrow<Bf16>(results[o]);
+        for (int o = 0; o < kOuts; ++o) y[o] = narrow<X>(results[o]);
     }
 }
 
-template <typename W, int kOuts, int kRows, int kPasses>
+template <typename X, typename W, int kRows, int kPlanes, int kAsked>
 static void vnni_tiles(const LinearArgs& given, int64_t first, int64_t last) {
+    constexpr int kOuts = 4;  // share their last steps
     LinearArgs args = given;
     args.prefetch_bytes = prefetch_bytes(kOuts * args.groups * args.group_bytes);
-    constexpr int kAsked = asked_in_a_pass(kOuts, kPasses);
     int64_t out = first;
     for (; out + kOuts <= last; out += kOuts) {
-        for (int64_t pass = 0; pass < kPasses; ++pass) {
-            vnni_tile<W, kOuts, kRows, kAsked>(args, out, pass * kRows, pass * kAsked % kOuts);
+        for (int64_t row = 0, asked = 0; row < args.padded_rows; row += kRows, asked += kAsked) {
+            vnni_tile<X, W, kOuts, kRows, kPlanes, kAsked>(args, out, row, asked % kOuts);
         }
     }
     for (; out < last; ++out) {
-        for (int64_t row = 0; row < args.padded_rows; row += kRows) vnni_tile<W, 1, kRows, 0>(args, out, row, 0);
+        for (int64_t row = 0; row < args.padded_rows; row += kRows) {
+            vnni_tile<X, W, 1, kRows, kPlanes, 0>(args, out, row, 0);
+        }
     }
 }
 
-// Outputs [first, last).
-template <typename W>
-void linear_outs_vnni(const LinearArgs& args, int64_t first, int64_t last) {
-    // four outputs share their last steps; rows of x are read again from the first cache
-    switch (args.padded_rows) {
-        case 1:
-            return vnni_tiles<W, 4, 1, 1>(args, first, last);
-        case 2:
-            return vnni_tiles<W, 4, 2, 1>(args, first, last);
-        case 4:
-            return vnni_tiles<W, 4, 2, 2>(args, first, last);
-        case 8:
-            return vnni_tiles<W, 4, 2, 4>(args, first, last);
-        default:
-            return vnni_tiles<W, 4, 2, 8>(args, first, last);
+// Rows of x are read again from the first cache; sums and totals of four outputs fit the registers.
+template <typename X, typename W, int kPlanes>
+DS_CPU_INLINE void vnni_outs_of(const LinearArgs& args, int64_t first, int64_t last) {
+    if (args.padded_rows == 1) return vnni_tiles<X, W, 1, kPlanes, 4>(args, first, last);
+    if constexpr (kPlanes == 1) {
+        if (args.groups == 1 && args.padded_rows >= 4) {
+            if (args.padded_rows == 4) return vnni_tiles<X, W, 4, kPlanes, 4>(args, first, last);
+            if (args.padded_rows == 8) return vnni_tiles<X, W, 4, kPlanes, 2>(args, first, last);
+            return vnni_tiles<X, W, 4, kPlanes, 1>(args, first, last);
+        }
     }
+    if (args.padded_rows == 2) return vnni_tiles<X, W, 2, kPlanes, 4>(args, first, last);
+    if (args.padded_rows == 4) return vnni_tiles<X, W, 2, kPlanes, 2>(args, first, last);
+    vnni_tiles<X, W, 2, kPlanes, 1>(args, first, last);
+}
+
+// Outputs [first, last).
+template <typename W, int kPlanes>
+void linear_outs_vnni(const LinearArgs& args, int64_t first, int64_t last) {
+    if (args.dtype == Dtype::kBf16) return vnni_outs_of<Bf16, W, kPlanes>(args, first, last);
+    if constexpr (kPlanes == 1) vnni_outs_of<float, W, kPlanes>(args, first, last);
 }
