@@ -30,7 +30,7 @@ FEATURES = {
     "DualPipeV": Feature("the DualPipeV schedule", 'set "pipeline": {"schedule": "zero_bubble"}'),
     "Domino": Feature("Domino", "use data parallelism"),
     "eigenvalue": Feature("eigenvalue estimation", "leave eigenvalue out of the configuration"),
-    "elasticity": Feature("elasticity", "give train_batch_size and the micro-batch for the ranks at hand"),
+    "elasticity": Feature("the elastic agent", "start a fixed number of ranks with --num_accelerators"),
     "flops profiler": Feature("the flops profiler", "use torch.utils.flop_counter.FlopCounterMode"),
     "fp8 quantizer": Feature(
         "a kernel of the floating-point quantizer", "use deepspeed.ops.fp_quantizer: FP_Quantize and matmul_fp8"

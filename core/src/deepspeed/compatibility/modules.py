@@ -59,24 +59,7 @@ MODULES = {
         "compression", functions="convert_conv1d_to_linear fix_compression module_replacement recursive_getattr"
     ),
     "compression.scheduler": _absent("compression", "compression_scheduler"),
-    "elasticity": _absent(
-        "elasticity",
-        forwards={
-            "elasticity.elasticity": (
-                "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config is_torch_elastic_compatible"
-            ),
-            "elasticity.elastic_agent": "DSElasticAgent",
-        },
-    ),
-    "elasticity.config": _absent(
-        "elasticity", "ElasticityConfig", errors="ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize"
-    ),
     "elasticity.elastic_agent": _absent("elasticity", "DSElasticAgent"),
-    "elasticity.elasticity": _absent(
-        "elasticity",
-        functions="compute_elastic_config ensure_immutable_elastic_config get_compatible_gpus",
-        forwards={"config.elastic": "elasticity_enabled is_torch_elastic_compatible"},
-    ),
     "model_implementations": _absent(
         "kernel injection",
         forwards={

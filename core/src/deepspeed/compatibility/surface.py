@@ -64,7 +64,8 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
             "and the names of the `aio` section; not `--gpu`, `--use_gds`, `--multi_process`, `--sweep_config` and "
             "`--log_dir`.",
         ),
-        ("ds_bench, ds_elastic", N, "These command line tools do not exist here."),
+        ("ds_elastic", W, "`-c` and `-w`; the batch, the valid numbers of ranks and the micro-batch."),
+        ("ds_bench", N, "This command line tool does not exist here."),
     ],
     "Training": [
         ("deepspeed.DeepSpeedEngine", W, "Its methods are listed below."),

@@ -1,4 +1,4 @@
-"""Data efficiency, curriculum, compression, elasticity, autotuning, aio: known, checked, and refused when switched on.
+"""Elasticity and aio; data efficiency, curriculum, compression, autotuning, which are refused when switched on.
 
 Their inner structure is free here; the room that acts on a feature one day brings its own section.
 """
@@ -45,21 +45,27 @@ class CurriculumConfig(Section):
 
 
 class ElasticityConfig(Section):
-    """`elasticity`: batch sizes that fit many world sizes."""
+    """`elasticity`: batch sizes that fit many world sizes; `deepspeed.elasticity` chooses them."""
 
-    enabled: Flag = key(
-        False, "Choose the batch sizes.", support=refused("elasticity is not in this version; give the batch sizes")
+    enabled: Flag = key(False, "Choose the batch sizes for the ranks at hand.")
+    max_train_batch_size: Int = key(2000, "Largest global batch; has to be given.", unit="samples", ge=1)
+    micro_batch_sizes: list[int] = key([2, 4, 6], "Micro-batches to choose from; has to be given.", unit="samples")
+    min_gpus: Int = key(1, "Fewest ranks that the batch has to allow.", unit="ranks", ge=1)
+    max_gpus: Int = key(10000, "Most ranks that the batch has to allow.", unit="ranks", ge=1)
+    min_time: Int = key(
+        0, "Least time between changes.", unit="min", ge=0, support=quiet("for a scheduler; nothing waits here")
     )
-    max_train_batch_size: Int = key(2000, "Largest global batch.", unit="samples", ge=1, support=_OFF)
-    micro_batch_sizes: list[int] = key([2, 4, 6], "Micro-batches to choose from.", unit="samples", support=_OFF)
-    min_gpus: Int = key(1, "Fewest ranks.", unit="ranks", ge=1, support=_OFF)
-    max_gpus: Int = key(10000, "Most ranks.", unit="ranks", ge=1, support=_OFF)
-    min_time: Int = key(0, "Least time between changes.", unit="min", ge=0, support=_OFF)
-    version: float = key(0.2, "Version of the rule.", support=_OFF)
-    ignore_non_elastic_batch_info: Flag = key(False, "Accept batch sizes beside it.", support=_OFF)
-    prefer_larger_batch: Flag = key(True, "Prefer larger batches.", support=_OFF)
-    num_gpus_per_node: Int = key(1, "Ranks per node.", unit="ranks", ge=1, support=_OFF)
-    model_parallel_size: Int = key(1, "Model-parallel degree.", unit="ranks", ge=1, support=_OFF)
+    version: float = key(
+        0.2, "0.1: data parallelism only; 0.2: whole nodes, and a batch of its own for ranks that do not fit."
+    )
+    ignore_non_elastic_batch_info: Flag = key(
+        False, "Replace batch sizes that are given beside it; else they are an error."
+    )
+    prefer_larger_batch: Flag = key(True, "Of batches that allow as many numbers of ranks take the largest.")
+    num_gpus_per_node: Int = key(1, "Ranks per node; version 0.2.", unit="ranks", ge=1)
+    model_parallel_size: Int = key(
+        1, "Ranks that get the same samples (tensor, pipeline); version 0.2.", unit="ranks", ge=1
+    )
 
 
 class AutotuningConfig(Section):

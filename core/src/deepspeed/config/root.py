@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, PrivateAttr
 
 from deepspeed.config.activation import ActivationCheckpointingConfig
 from deepspeed.config.base import Finite, Flag, Float, Free, Int, Says, Section, key, quiet, refused, warned
-from deepspeed.config.batch import MICRO, STEPS, TRAIN, resolve_batch
+from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchTriple, resolve_batch
 from deepspeed.config.bounds import brief
 from deepspeed.config.checkpoint import CheckpointConfig, NebulaConfig
 from deepspeed.config.data import (
@@ -51,6 +51,9 @@ from deepspeed.config.redact import redacted
 from deepspeed.config.supported import check_supported, shown
 from deepspeed.config.wording import validated
 from deepspeed.config.zero import ZeroConfig
+from deepspeed.elasticity.config import ElasticityConfig as ElasticConfig
+from deepspeed.elasticity.config import ElasticityConfigError
+from deepspeed.elasticity.elasticity import choose_batch, ensure_immutable_elastic_config
 from deepspeed.errors import ConfigError
 from deepspeed.log import LEVELS, log_dist, warn_once
 
@@ -252,16 +255,35 @@ class DeepSpeedConfig(Section):
         """
         self._world_size = world_size
         sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
-        if sizes[:2] == (None, None):
+        if sizes[:2] == (None, None) and not self.elasticity.enabled:
             waiting = [name for name in (TRAIN, MICRO) if name in self._auto]
             if waiting:
                 raise ConfigError(f"{waiting[0]}: found 'auto', which only Hugging Face's Trainer or Accelerate fills; "
                                   "write a number")  # fmt: skip
         with naming_file(self._file):
-            triple = resolve_batch(*sizes, world_size)
+            triple = self._elastic_batch(world_size) if self.elasticity.enabled else resolve_batch(*sizes, world_size)
         # by __dict__, not by setattr: model_fields_set keeps to what the user wrote
         self.__dict__.update({TRAIN: triple.train, MICRO: triple.micro, STEPS: triple.steps})
         self._auto = [name for name in self._auto if name not in (TRAIN, MICRO, STEPS)]
+
+    def _elastic_batch(self, world_size: int) -> BatchTriple:
+        """The sizes that `elasticity` chooses.
+
+        Raises:
+            ElasticityError: the section is wrong, sizes are given beside it, or it does not allow that many ranks.
+        """
+        section = self.elasticity.model_dump(include=self.elasticity.model_fields_set)
+        ensure_immutable_elastic_config(section)
+        elastic = ElasticConfig(section)
+        given = [name for name in (TRAIN, MICRO, STEPS) if name in self.model_fields_set and name not in self._auto]
+        if given and not elastic.ignore_non_elastic_batch_info:
+            raise ElasticityConfigError(
+                f"{given[0]}: found {self._raw[given[0]]} beside elasticity, which chooses the batch sizes; leave it "
+                "out, or set elasticity.ignore_non_elastic_batch_info to true"
+            )
+        chosen = choose_batch(elastic, world_size * elastic.model_parallel_size)
+        assert chosen.micro is not None
+        return BatchTriple(chosen.train, chosen.micro, chosen.train // (chosen.micro * world_size))
 
     def _check_exclusions(self) -> None:
         native = [name for name in ("fp16", "bf16") if getattr(self, name).enabled]

@@ -249,9 +249,9 @@ REFUSED = {
         {**MEGATRON, "curriculum_learning": {**MEGATRON["curriculum_learning"], "enabled": True}},
         "curriculum_learning.enabled: found true, but",
     ),
-    "an elastic job": (
+    "an elastic job with a batch of its own": (
         {"elasticity": {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}, **SIZES},
-        "elasticity.enabled: found true, but",
+        "train_batch_size: found 32 beside elasticity",
     ),
     "both precisions": (
         {**SIZES, "fp16": FP16, "bf16": {"enabled": True}},

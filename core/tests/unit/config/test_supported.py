@@ -31,7 +31,6 @@ REFUSED = [
     ("optimizer.type", {"optimizer": {"type": "ZeroOneAdam"}}),
     ("amp.enabled", {"amp": {"enabled": True, "opt_level": "O2"}}),
     ("fp16.fp16_master_weights_and_grads", {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}),
-    ("elasticity.enabled", {"elasticity": ON}),
     ("autotuning.enabled", {"autotuning": ON}),
     ("sparse_attention", {"sparse_attention": {"mode": "fixed"}}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
@@ -166,7 +165,7 @@ def test_no_switch_is_ignored_in_silence(said):
         *("fp16.enabled", "bf16.enabled", "torch_autocast.enabled"),
         *("tensorboard.enabled", "wandb.enabled", "comet.enabled", "csv_monitor.enabled"),
         *("comms_logger.enabled", "timers.throughput.enabled", "nebula.enabled", "expert_parallel.enabled"),
-        "hybrid_engine.enabled",
+        *("hybrid_engine.enabled", "elasticity.enabled"),
     }
     for where, _, info in _keys(DeepSpeedConfig):
         if not where.endswith(".enabled") or where in acted:
