@@ -127,6 +127,19 @@ class Transposed(Net):
         self.block.weight = nn.Parameter(self.block.weight.detach().t())
 
 
+class Spectral(Net):
+    """A complex filter of frequencies."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x_BI):
+        x = torch.tanh(self.first(x_BI)) * self.gain
+        x = torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH)
+        return self.last(torch.tanh(self.extra(torch.tanh(self.block(x)))))
+
+
 class TwoDtypes(Net):
     def __init__(self):
         super().__init__()
@@ -319,6 +332,8 @@ CASES = {
     "frozen parameters": Case(Frozen),
     "a zero-sized parameter": Case(ZeroSized),
     "a parameter that is not contiguous": Case(Transposed),
+    "complex parameters": Case(Spectral, by_client=True),
+    "complex parameters, accumulated": Case(Spectral, accumulation=2, keys={"gradient_clipping": 0.05}),
     "own rates": Case(parameters=groups_with_own_rates),
     "two dtypes": Case(TwoDtypes, by_client=True),
     "a subset of the parameters": Case(parameters=without_extra),
@@ -469,7 +484,8 @@ def train_engine(case, stage, is_offloaded):
 
 
 def weights(net):
-    return {name: param.detach().double().clone() for name, param in net.named_parameters()}
+    real = {name: torch.view_as_real(param) if param.is_complex() else param for name, param in net.named_parameters()}
+    return {name: param.detach().double().clone() for name, param in real.items()}
 
 
 def case_job(name, *place):

@@ -243,3 +243,29 @@ def train_moved(stage: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_a_parameter_may_move_in_the_model_or_leave_it(stage):
     run_ranks(1, train_moved, stage)
+
+
+def train_replaced(stage: int, is_given: bool) -> None:
+    net = create_net()
+    engine = create_engine(net, stage, stage3_param_persistence_threshold=0)
+    engine.backward(engine(BATCHES[0]).square().mean())
+    engine.step()
+    net[2] = head = nn.Linear(6, 2)  # a new head, as `resize_token_embeddings` makes it
+    if is_given:
+        engine.optimizer.add_param_group({"params": list(head.parameters())})
+        before = head.bias.detach().clone()
+    engine.backward(engine(BATCHES[1]).square().mean())
+    if is_given:
+        engine.step()
+        with deepspeed.zero.GatheredParameters(list(head.parameters())):
+            assert not torch.equal(head.bias, before)
+    else:
+        with pytest.raises(StateError, match=r"parameter 2\.weight: found another Parameter .*add_param_group"):
+            engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_module_that_was_replaced_is_not_left_untrained(stage, is_given):
+    run_ranks(2, train_replaced, stage, is_given)

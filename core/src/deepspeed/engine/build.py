@@ -4,6 +4,7 @@ It and `sharding.py` alone read the root of the configuration.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -159,6 +160,7 @@ def _initialize(
     if settings.log_level is not None:
         log.logger.setLevel(settings.log_level)
     settings.check_supported()
+    _refuse_wrapped(model, settings.zero_optimization.stage)
     if optimizer is not None:
         _leave_unclipped(settings)
     _start_communication(dist_init_required, distributed_port)
@@ -289,6 +291,28 @@ def _initialize(
         log.report(settings.describe())
     notify("ds_engine_ready", engine=engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _refuse_wrapped(model: torch.nn.Module, stage: int) -> None:
+    """Two that average gradients take them from one another, so that weights are wrong. TorchScript's modules have
+    parameters that no other object can be put in place of."""
+    kinds: tuple[type, ...] = (torch.nn.parallel.DistributedDataParallel,)
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        kinds += (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    for name, module in model.named_modules():
+        where = f"{name!r} of the model" if name else "the model"
+        scripted = module.parameters() if isinstance(module, torch.jit.ScriptModule) else ()
+        if any(param.requires_grad or stage == 3 for param in scripted):
+            raise ConfigError(
+                f"initialize: {where} was made by torch.jit, whose parameters the engine cannot hold; pass the module "
+                "that was scripted or traced, and call engine.compile() for speed"
+            )
+        if isinstance(module, kinds):
+            kind = next(cls.__name__ for cls in type(module).__mro__ if cls in kinds)
+            raise ConfigError(
+                f"initialize: {where} is a {kind}, which averages gradients over the ranks, as the engine does; pass "
+                "the module inside it, before it is wrapped"
+            )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -264,7 +264,14 @@ class Holding:
 
     def _refuse_attached(self, index: int, params: Sequence[Parameter]) -> None:
         attached = {id(param) for param in self.params}
+        own: set[int] = set()
         for param in params:
+            if id(param) in own:
+                raise ConfigError(
+                    f"optimizer.param_groups[{index}]: a parameter of shape {tuple(shape_of(param))} is in it twice; "
+                    "give each parameter once"
+                )
+            own.add(id(param))
             if id(param) in attached:
                 raise ConfigError(
                     f"optimizer.param_groups[{index}]: a parameter of shape {tuple(param.shape)} is in two groups; put "

@@ -17,14 +17,28 @@ kind of change, in C: about 0.1 us each.
 
 from collections.abc import Callable, Sequence
 from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 
 from deepspeed.errors import StateError
 from deepspeed.zero.flat_group import FlatGroup
 from deepspeed.zero.managed import manager_of
+
+
+class _Place(NamedTuple):
+    owner: Module
+    name: str  # under which the owner has the parameter
+    path: str  # of the parameter in the model
+
+
+class _Link(NamedTuple):
+    children: dict[str, Module | None]  # of a module
+    name: str
+    child: Module
 
 
 class OutsideChanges:
@@ -41,9 +55,10 @@ class OutsideChanges:
         self._name_of = name_of
         self._groups = list(groups)
         own = {id(param): param for group in groups for param in group.params}
-        places = {id(param): place for param, place in _places_in(module) if id(param) in own}
+        places = {key: place for key, place in _places_in(module).items() if key in own}
         self._params = [own[key] for key in places]
-        self._places = list(places.values())  # the module and the name under which it has the parameter
+        self._places = list(places.values())
+        self._links = _links_in(module)
         homes = [pair for group in groups for pair in group.homes()]
         self._placed = [param for param, _ in homes]
         self._homes = [home for _, home in homes]
@@ -80,8 +95,9 @@ class OutsideChanges:
         Raises:
             StateError: names a parameter that was replaced by another one, or whose value has another shape or dtype.
         """
-        found = [module._parameters.get(name) for module, name in self._places]
-        if not all(map(is_, found, self._params)):
+        found = [place.owner._parameters.get(place.name) for place in self._places]
+        children = [link.children.get(link.name) for link in self._links]
+        if not (all(map(is_, found, self._params)) and all(map(is_, children, [link.child for link in self._links]))):
             self.refuse_converted()
             self._follow(found)
         if not all(map(Tensor.is_set_to, self._placed, self._homes)):
@@ -118,8 +134,8 @@ class OutsideChanges:
             StateError: names a parameter that has another dtype than the engine trains, or is on the meta device; from
                 the exception that is being handled.
         """
-        for param, (module, name), (dtype, device) in zip(self._params, self._places, self._forms, strict=True):
-            found = module._parameters.get(name)
+        for param, place, (dtype, device) in zip(self._params, self._places, self._forms, strict=True):
+            found = place.owner._parameters.get(place.name)
             if found is None or ((found.dtype, found.device) == (dtype, device)):
                 continue
             if found.is_meta or (found is param and found.numel() > 0):
@@ -142,20 +158,23 @@ class OutsideChanges:
         Raises:
             StateError: another parameter is in the place of one of them, so that nobody would train it.
         """
-        now = {id(param): place for param, place in _places_in(self._module)}
-        for param, other in zip(self._params, found, strict=True):
-            is_gone = id(param) not in now
-            if is_gone and other is not None and other.requires_grad and manager_of(other) is None:
+        now, named = _places_in(self._module), dict(self._module.named_parameters())
+        for param, place, other in zip(self._params, self._places, found, strict=True):
+            if id(param) in now:
+                continue
+            others = (other, named.get(place.path))  # in the same module, or in a module in its place
+            if any(each is not None and each.requires_grad and manager_of(each) is None for each in others):
                 raise StateError(
                     f"parameter {self._name_of(param)}: found another Parameter in its place since initialize(), as "
-                    "load_state_dict(assign=True) puts it there. The optimizer does not have it, so it would not be "
-                    "trained; load without assign=True, copy values with param.data.copy_(value), or give the new "
-                    "parameter to engine.optimizer.add_param_group"
+                    "load_state_dict(assign=True) or a new module puts it there. The optimizer does not have it, so it "
+                    "would not be trained; load without assign=True, copy values with param.data.copy_(value), or give "
+                    "the new parameter to engine.optimizer.add_param_group"
                 )
         forms = zip(self._params, self._forms, strict=True)
         self._forms = [form for param, form in forms if id(param) in now]
         self._params = [param for param in self._params if id(param) in now]
         self._places = [now[id(param)] for param in self._params]
+        self._links = _links_in(self._module)
 
 
 def _conversion(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:
@@ -178,11 +197,22 @@ def _conversion(name: str, found: Tensor, dtype: torch.dtype, device: torch.devi
     )
 
 
-def _places_in(module: Module) -> list[tuple[Parameter, tuple[Module, str]]]:
-    """Every parameter with the first module that has it, and its name there."""
-    places: dict[int, tuple[Parameter, tuple[Module, str]]] = {}
-    for each in module.modules():
+def _places_in(module: Module) -> dict[int, _Place]:
+    """By the id of a parameter the first module that has it."""
+    places: dict[int, _Place] = {}
+    for path, each in module.named_modules():
         for name, param in each._parameters.items():
             if param is not None:
-                places.setdefault(id(param), (param, (each, name)))
-    return list(places.values())
+                places.setdefault(id(param), _Place(each, name, f"{path}.{name}" if path else name))
+    return places
+
+
+def _links_in(module: Module) -> list[_Link]:
+    """Which module is where, so that another one in its place is seen."""
+    return [
+        _Link(each._modules, name, child)
+        for each in module.modules()
+        if not isinstance(each, ScriptModule)  # its children stay
+        for name, child in each._modules.items()
+        if child is not None
+    ]

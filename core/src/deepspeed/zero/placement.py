@@ -208,6 +208,8 @@ def read(norms: Sequence[Tensor]) -> list[float]:
 
 def exact_norm(gradients: Tensor) -> Tensor:
     """L2 norm, 0-D on their device; of few elements on the host in fp64, so that no cut changes it."""
+    if gradients.is_complex():
+        gradients = torch.view_as_real(gradients)
     if gradients.numel() <= 2**16 and gradients.device.type == "cpu":  # some devices lack fp64
         return torch.linalg.vector_norm(gradients, dtype=torch.float64)
     return tensor_norm(gradients)

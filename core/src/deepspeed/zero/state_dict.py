@@ -126,6 +126,12 @@ def check(sharding: Stateful, saved: dict[str, Any], *, with_states: bool) -> No
     Raises:
         CheckpointError: says what was found; nothing was changed.
     """
+    if lacking := [key for key in (masters_key(sharding.stage), "base_optimizer_state") if key not in saved]:
+        raise CheckpointError(
+            f"optimizer state: found the keys {', '.join(map(str, saved)) or 'none'}, and no {lacking[0]!r}, which has "
+            f"this rank's part at zero_optimization.stage {sharding.stage}; load what state_dict() of the engine's "
+            "optimizer gave at this stage, or call engine.load_checkpoint(folder)"
+        )
     masters = saved[masters_key(sharding.stage)]
     optimizer = sharding.optimizer
     base = saved["base_optimizer_state"]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from deepspeed.errors import StateError, counted
 from deepspeed.ops.reference_optimizer import OnePass, ReferenceOptimizer
 from deepspeed.zero.flat_group import ParamShard
 from deepspeed.zero.gradient_norm import Scalar
@@ -64,6 +65,7 @@ class OptimizerUpdate:
         self._placements = list({id(batch.placement): batch.placement for batch in batches}.values())
         turns = any(placement.fetches for placement in self._placements)
         self._orders = [batches, turned_around(batches)] if turns else [batches]
+        self._num_groups = len(optimizer.param_groups)
         self._num_steps = 0
         self._used = used
         self._used_before: list[bool] = []  # in the last step
@@ -79,6 +81,12 @@ class OptimizerUpdate:
         through all the others each time.
         """
         groups = self._optimizer.param_groups
+        if len(groups) != self._num_groups:
+            raise StateError(
+                f"optimizer.param_groups: found {counted(len(groups), 'group')}, and the engine has "
+                f"{self._num_groups}; leave the list as it is: to train a group no more, set its lr to 0 or its "
+                "parameters' requires_grad to False, and to add one call engine.optimizer.add_param_group"
+            )
         all_params = [group["params"] for group in groups]
         widened: Tensor | None = None
         if self._used != self._used_before:

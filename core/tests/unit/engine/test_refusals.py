@@ -47,6 +47,61 @@ def test_parameters_of_another_model(single_rank, make_engine):
         make_engine(torch.nn.Linear(2, 1), arguments={"optimizer": optimizer})
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_module_that_reduces_gradients_itself(single_rank, make_engine, stage):
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)))
+    with pytest.raises(ConfigError, match=r"'1' of the model is a DistributedDataParallel, .*; pass the module inside"):
+        make_engine(net, optimizer=ADAM, zero_optimization={"stage": stage})
+    with pytest.raises(ConfigError, match=r"the model is a DistributedDataParallel, .*; pass the module inside"):
+        make_engine(net[1], optimizer=ADAM, zero_optimization={"stage": stage})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("stage", range(4))
+def test_a_module_of_torchscript(single_rank, make_engine, stage):
+    torch.manual_seed(0)
+    keys = {"optimizer": ADAM, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    scripted = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(ConfigError, match=r"'1' of the model was made by torch\.jit, .*; pass the module that was"):
+        make_engine(torch.nn.Sequential(torch.nn.Linear(2, 2), scripted), **keys)
+    without = torch.jit.trace(torch.nn.Sequential(torch.nn.Tanh()), torch.ones(1, 2))
+    engine = make_engine(torch.nn.Sequential(torch.nn.Linear(2, 2), without), **keys)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("stage", range(4))
+def test_a_parameter_twice_in_a_group(single_rank, make_engine, stage):
+    net = torch.nn.Linear(2, 1)
+    arguments = {"model_parameters": [*net.parameters(), net.weight]}
+    with pytest.raises(ConfigError, match=r"param_groups\[0\]: a parameter of shape \(1, 2\) is in it twice; give"):
+        make_engine(net, arguments=arguments, optimizer=ADAM, zero_optimization={"stage": stage})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_state_of_torch_s_optimizer(single_rank, make_engine, stage):
+    net = torch.nn.Linear(2, 1)
+    state = torch.optim.AdamW(net.parameters()).state_dict()
+    engine = make_engine(net, optimizer=ADAM, zero_optimization={"stage": stage})
+    for given, found in ((state, "state, param_groups"), ({}, "none")):
+        with pytest.raises(CheckpointError, match=rf"^optimizer state: found the keys {found}, and .*state_dict\(\)"):
+            engine.optimizer.load_state_dict(given)
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_group_that_was_taken_out_of_the_optimizer(single_rank, make_engine, stage):
+    net = torch.nn.Linear(2, 1)
+    groups = [{"params": [net.weight]}, {"params": [net.bias]}]
+    arguments = {"model_parameters": groups}
+    engine = make_engine(net, arguments=arguments, optimizer=ADAM, zero_optimization={"stage": stage})
+    del engine.optimizer.param_groups[1]
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    with pytest.raises(StateError, match=r"param_groups: found 1 group, .* 2; .* set its lr to 0"):
+        engine.step()
+
+
 def test_a_second_backward_past_the_outputs(single_rank, make_engine):
     engine = make_engine(torch.nn.Linear(2, 1), optimizer=ADAM)
     engine(torch.ones(1, 2)).sum().backward()
