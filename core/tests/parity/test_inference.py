@@ -146,6 +146,24 @@ def test_two_models_of_two_ranks():
     run_ranks(4, replicas_job)
 
 
+def halves_job(name):
+    """How often the operator of layers is called, which tokens come of it, and those of the plain model."""
+    plain = create(name)
+    engine = deepspeed.init_inference(
+        copy.deepcopy(plain), replace_with_kernel_inject=True, mp_size=2, dtype=torch.float
+    )
+    with torch.profiler.profile(acc_events=True) as profile:
+        found = tokens_of(engine, do_sample=False)
+    assert torch.equal(found, tokens_of(plain, do_sample=False))
+    return {event.key: event.count for event in profile.key_averages()}.get("ds_cpu::decoder_layer", 0)
+
+
+@pytest.mark.parametrize(("name", "calls"), [("llama", 2), ("gptj", 1)])
+def test_a_layer_is_a_call_for_each_sum_over_the_ranks(name, calls):
+    layers = create(name).config.num_hidden_layers
+    assert run_ranks(2, halves_job, name) == [calls * layers * (NEW - 1)] * 2
+
+
 INJECTED = {("gpt2", 1), ("llama", 2), ("gpt_neo", 2), ("bert", 1)}
 
 

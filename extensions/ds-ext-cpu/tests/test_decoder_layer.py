@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from deepspeed.errors import ConfigError
 from deepspeed.ops import registry
 from deepspeed.ops.quantizer import pack_weight
 from deepspeed.ops.transformer import DecoderLayer, Linear, Norm, decoder_layer
@@ -154,6 +155,38 @@ def test_without_a_rotary_embedding(ops):
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("words", [{}, {"centered": True, "bias": True, "gated": False, "activation": "gelu"}], ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_the_halves_of_a_layer(ops, words, dtype):
+    layer = of_dtype(layer_of(**words), dtype)
+    x, keys, values, length, cos, sin = step_of(layer, 3, dtype)
+    whole = ops.decoder_layer(x, keys.clone(), values.clone(), length, None, cos, sin, *layer.arguments)
+    halfway = check_part(ops, replace(layer, part="attention"), x, keys, values, length, cos, sin)
+    found = check_part(ops, replace(layer, part="mlp"), halfway, keys, values, length, cos, sin)
+    torch.testing.assert_close(found, whole, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for part, given in (("attention", x), ("mlp", halfway)):
+        without = replace(layer, part=part, adds_input=False)
+        check_part(ops, without, given, keys, values, length, cos, sin)
+    without = replace(layer, parallel=True, adds_input=False)
+    check_part(ops, without, x, keys, values, length, cos, sin)
+
+
+def check_part(ops, layer, x, keys, values, length, cos, sin):
+    wanted = decoder_layer_reference(x, keys.clone(), values.clone(), length, layer, None, cos, sin)
+    found = ops.decoder_layer(x, keys, values, length, None, cos, sin, *layer.arguments)
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE[x.dtype], atol=TOLERANCE[x.dtype])
+    return found
+
+
+def test_a_part_that_a_layer_has_not_is_refused():
+    with pytest.raises(
+        ConfigError, match="part: found 'mlp', but a layer has the parts whole, .* a parallel one whole"
+    ):
+        layer_of(parallel=True, part="mlp")
+    with pytest.raises(ConfigError, match="adds_input: found False, but a whole layer in order needs its input twice"):
+        layer_of(adds_input=False)
+
+
 def test_more_threads_give_the_same(ops):
     layer = packed(layer_of(), 8, 0, symmetric=True)
     x, keys, values, length, cos, sin = step_of(layer, 4, torch.float32, length=700, max_tokens=701)
@@ -197,12 +230,14 @@ def test_refuses_by_name(ops):
     refused("norm_key: found one norm", norm_query=torch.ones(12))
     refused("shape: found 3 numbers", shape=shape[:3])
     refused("shape: found 4 heads and 3 of keys", shape=[4, 3, *shape[2:]])
+    refused("shape: found part 3, but it must be 0 to 2", shape=[*shape[:12], 3, 1])
+    refused("shape: found part 1, but it must be 0", shape=[*shape[:4], 1, *shape[5:12], 1, 1])
     refused("shape: found activation 3", shape=[*shape[:8], 3, *shape[9:]])
     refused(
         "bits: found 5",
         qkv=torch.ones(96, 20, dtype=torch.int8),
         qkv_scales=torch.ones(96, 1),
-        shape=[*shape[:10], 5, 16],
+        shape=[*shape[:10], 5, *shape[11:]],
     )
 
 

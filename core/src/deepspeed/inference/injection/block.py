@@ -28,7 +28,11 @@ from deepspeed.ops.transformer import layer_norm, layer_norm_residual, rms_norm,
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear
 
 _CACHES = ("past_key_values", "layer_past")
-_OBSERVERS = ("transformers.utils.output_capturing", "deepspeed.inference.engine")
+# modules of hooks that need not be called for each token
+_OBSERVERS = (
+    *("transformers.utils.output_capturing", "deepspeed.inference.engine"),
+    *("deepspeed.tensor_parallel.divide", "deepspeed.tensor_parallel.inputs"),
+)
 
 
 class FusedBlock:
@@ -83,7 +87,7 @@ class FusedBlock:
             if each._forward_hooks or each._forward_pre_hooks:
                 raise ConfigError("one of its linears has forward hooks, which a fused layer would not call")
         num_qkv, num_up = len(policy.qkv), len(policy.up)
-        self._ranks = next((each.ranks for each in linears if isinstance(each, ColumnParallelLinear)), None)
+        self.ranks = next((each.ranks for each in linears if isinstance(each, ColumnParallelLinear)), None)
         self.qkv = FusedLinear(linears[:num_qkv])
         self.out = output_linear(linears[num_qkv])
         self.experts = FusedExperts(found(layer, policy.experts), self.activation) if policy.experts else None
@@ -157,7 +161,7 @@ class FusedBlock:
 
     def is_whole(self) -> bool:
         """Whether the layer is in evaluation mode, and no part of it was replaced or got hooks since."""
-        if self.layer.training or (self._ranks is not None and self._ranks.sequence_is_divided):
+        if self.layer.training or (self.ranks is not None and self.ranks.sequence_is_divided):
             return False
         return all(part.is_as_it_was() for part in self._parts)
 
@@ -223,7 +227,7 @@ class FusedBlock:
     def _per_head(self, given: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """Mask and ALiBi for this rank's heads: a divided model cuts them in hooks before the attention module."""
         mask, alibi = given.get("attention_mask"), given.get("alibi")
-        if alibi is None or self._ranks is None:
+        if alibi is None or self.ranks is None:
             return mask, alibi
         kwargs: dict[str, Any] = {"attention_mask": mask, "alibi": alibi}
         for hook in self.attention._forward_pre_hooks.values():
@@ -241,8 +245,8 @@ class FusedBlock:
     def release(self) -> None:
         """Give the layer its own forward back, and every parameter memory of its own."""
         del self.layer.forward
-        for each in (self.qkv, self.up, self.out, self.down):  # those that it has
-            if isinstance(each, FusedLinear):
+        for each in (self.qkv, self.up, self.out, self.down):
+            if each is not None:
                 each.release()
 
 
@@ -266,8 +270,8 @@ class Part:
 
 
 def num_hooks(module: nn.Module) -> int:
-    """But for those that change nothing: transformers' that capture attention weights, which are left in place, and the
-    engine's that measure times."""
+    """But for those that change nothing: transformers' that capture attention weights, which are left in place, the
+    engine's that measure times, and a divided model's around its forward."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return sum(getattr(hook, "__module__", "") not in _OBSERVERS for hook in hooks)
 

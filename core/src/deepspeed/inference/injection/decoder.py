@@ -7,6 +7,7 @@ Shape legend: B sequences, S tokens with those of the cache, R numbers of a head
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from deepspeed.inference.injection.policies import DECODERS
 from deepspeed.inference.injection.weights import OutputLayer, packed_step
 from deepspeed.inference.injection.whole_layers import WholeLayers
 from deepspeed.inference.quantized import PackedLinear
+from deepspeed.ops.transformer.linear import linear_kernel
+from deepspeed.tensor_parallel.layers import ColumnParallelLinear
+from deepspeed.tensor_parallel.ranks import gather_last_dim
 
 # Kinds of rotary embedding whose angles depend on the position alone, not on the length of the sequence.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -113,6 +117,20 @@ class Decoder:
         return self._tables[key]
 
 
+def _gathered(output: ColumnParallelLinear, rows: Tensor) -> Callable[[Tensor], Tensor]:
+    """The product of a divided output layer for inputs like `rows`, and its ranks' parts side by side."""
+    weight, bias, packed = output.weight, output.bias, output.packed
+    if packed is not None:
+        product = packed_step(rows, packed, bias)
+    elif (kernel := linear_kernel(rows, weight, bias)) is not None:
+        product = partial(kernel, weight=weight, bias=bias)
+    else:
+        return output
+    if not output.gathered_sizes:
+        return product
+    return lambda hidden: gather_last_dim(product(hidden), output.gathered_sizes, output.ranks)
+
+
 class DecodeStep:
     """Call it with the newest token of each sequence; see `Decoder.start`."""
 
@@ -141,6 +159,9 @@ class DecodeStep:
         if own is None and type(output) is PackedLinear:
             rows = like.new_empty(len(self._positions), 1, output.in_features)
             return packed_step(rows, output.packed, output.bias)
+        if own is None and type(output) is ColumnParallelLinear and not output.transposed:
+            rows = like.new_empty(len(self._positions), 1, output.in_features)
+            return _gathered(output, rows)
         return output
 
     def __call__(self, tokens: Tensor) -> Tensor:

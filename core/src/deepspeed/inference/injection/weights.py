@@ -17,6 +17,7 @@ from deepspeed.ops.quantizer.packed import PackedWeight, packed_kernel, packed_l
 from deepspeed.ops.transformer import Linear, linear
 from deepspeed.ops.transformer.linear import linear_kernel
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from deepspeed.tensor_parallel.ranks import sum_over
 
 
 class FusedLinear:
@@ -151,9 +152,33 @@ class OutputLayer:
         del self.linear.forward
 
 
-def output_linear(linear: nn.Module) -> "FusedLinear | nn.Module":
-    """A linear that ends a half of a layer: a row-parallel one sums over its ranks, so it is called itself."""
-    return linear if isinstance(linear, RowParallelLinear) else FusedLinear([linear])
+class FusedRowLinear(FusedLinear):
+    """This rank's part of a row-parallel layer; a call sums over the ranks, and adds the bias then.
+
+    Args:
+        linear: the divided layer.
+    """
+
+    def __init__(self, linear: RowParallelLinear) -> None:
+        super().__init__([linear])
+        self._ranks, self._added = linear.ranks, linear
+
+    def _fused_bias(self) -> None:
+        return None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O], equal on all ranks."""
+        total, bias = sum_over(super().__call__(x), self._ranks), self._added.bias
+        return total if bias is None else total + bias
+
+    def as_linear(self, wide: Callable[[Tensor | None], Tensor | None]) -> Linear:
+        """The part of this rank; of the bias, all on the first one."""
+        return super().as_linear(wide)._replace(bias=wide(self._added.bias) if self._ranks.rank == 0 else None)
+
+
+def output_linear(linear: nn.Module) -> FusedLinear:
+    """A linear that ends a half of a layer."""
+    return FusedRowLinear(linear) if isinstance(linear, RowParallelLinear) else FusedLinear([linear])
 
 
 def _packed(linear: Any) -> PackedWeight | None:
@@ -196,6 +221,8 @@ def _is_transposed(linear: nn.Module) -> bool:
     if isinstance(linear, ColumnParallelLinear):
         if linear.gathered_sizes:
             raise ConfigError("its linear is divided, and its output gathered")
+        return linear.transposed
+    if isinstance(linear, RowParallelLinear):
         return linear.transposed
     if isinstance(linear, nn.Linear) and not isinstance(linear, StoredLayer):
         return False

@@ -1,9 +1,11 @@
 """All layers of a decoder by one call each, where the accelerator has the kernel: `WholeLayers`.
 
+A divided layer is a call for each half, and a sum over the ranks behind it, to which the first rank adds the residual.
 Made for one generation from the fused blocks, over their weights and the buffers of the cache; holds no weight itself
 but fp32 copies of norms and biases. Shape legend: B sequences, C features, R numbers of a head that turn.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,25 +13,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed.inference.injection.block import FusedBlock, FusedNorm, found
-from deepspeed.inference.injection.weights import FusedLinear
 from deepspeed.ops.quantizer import PackedWeight
 from deepspeed.ops.transformer import DecoderLayer, Norm
 from deepspeed.ops.transformer.decoder_layer import decoder_layer_operator
+from deepspeed.tensor_parallel.ranks import TensorRanks
 
 
 class WholeLayers:
-    """All layers, one call of `decoder_layer` for each, over the buffers of the cache."""
+    """All layers, one call of `decoder_layer` for each or for each half, over the buffers of the cache."""
 
     def __init__(
         self,
         kernel: Any,
-        layers: list[DecoderLayer],
+        layers: list[list[DecoderLayer]],
         buffers: list[tuple[Tensor, Tensor]],
         tables: list[tuple[Tensor, Tensor] | None],
         starts: Tensor | None,
+        ranks: TensorRanks | None,
     ) -> None:
-        self._kernel, self._starts = kernel, starts
-        self._layers = [(*both, layer.arguments) for both, layer in zip(buffers, layers, strict=True)]
+        self._kernel, self._starts, self._ranks = kernel, starts, ranks
+        self._layers = [
+            (*both, [part.arguments for part in parts]) for both, parts in zip(buffers, layers, strict=True)
+        ]
         self._tables = tables
 
     @classmethod
@@ -60,19 +65,33 @@ class WholeLayers:
             return None
         shared = _half_table(table)
         tables = [_table_of_layer(block, dtype) if block.policy.rotary == "pairs" else shared for block in blocks]
-        return cls(kernel, layers, buffers, tables, starts)
+        ranks = blocks[0].ranks
+        return cls(kernel, [_parts_of(layer, ranks) for layer in layers], buffers, tables, starts, ranks)
 
     def __call__(self, x: Tensor, length: int, positions: Tensor) -> Tensor:
         """(B, C) -> (B, C), of the tokens that become number `length` in the cache."""
         known: tuple[Tensor, Tensor] | None = None
         cos: Tensor | None = None
         sin: Tensor | None = None
-        for (keys, values, arguments), table in zip(self._layers, self._tables, strict=True):
+        for (keys, values, parts), table in zip(self._layers, self._tables, strict=True):
             if table is not known and table is not None:
                 known = table
                 cos, sin = (each.index_select(0, positions) for each in table)
-            x = self._kernel(x, keys, values, length, self._starts, cos, sin, *arguments)
+            for arguments in parts:
+                x = self._kernel(x, keys, values, length, self._starts, cos, sin, *arguments)
+                if self._ranks is not None:
+                    x = self._ranks.sum_in_place(x)
         return x
+
+
+def _parts_of(layer: DecoderLayer, ranks: TensorRanks | None) -> list[DecoderLayer]:
+    """What is computed between two sums over the ranks."""
+    if ranks is None:
+        return [layer]
+    is_first = ranks.rank == 0
+    if layer.parallel:
+        return [replace(layer, adds_input=is_first)]
+    return [replace(layer, part="attention", adds_input=is_first), replace(layer, part="mlp", adds_input=is_first)]
 
 
 def _fits(weight: Tensor | PackedWeight, dtype: torch.dtype) -> bool:
@@ -121,9 +140,7 @@ def _layer_of(block: FusedBlock) -> DecoderLayer | None:
         return None
     if policy.placement == "post" or activation is None or (gated and activation == "relu"):
         return None
-    if not all(isinstance(each, FusedLinear) for each in linears):  # a divided one sums over its ranks
-        return None
-    if any(each.packed is not None and each.packed.floating for each in linears if isinstance(each, FusedLinear)):
+    if any(each is None or (each.packed is not None and each.packed.floating) for each in linears):
         return None
     if len({(norm.centered, norm.eps) for norm in norms}) > 1 or any(norm.weight is None for norm in norms):
         return None
@@ -140,7 +157,7 @@ def _layer_of(block: FusedBlock) -> DecoderLayer | None:
 
     before = of(block.norm_attention)
     assert before is not None
-    qkv, out, up, down = (each.as_linear(wide) for each in linears if isinstance(each, FusedLinear))
+    qkv, out, up, down = (each.as_linear(wide) for each in linears if each is not None)
     width = sum(block.qkv.sizes) // block.head_dim
     return DecoderLayer(
         *(qkv, out, up, down),

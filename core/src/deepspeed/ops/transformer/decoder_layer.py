@@ -6,6 +6,9 @@
     parallel:     y = (a + mlp(norm(x))) + x                    the two norms are one where there is no `norm_mlp`
     mlp(h):       activation(h w_up^T) w_down^T, or of gate and up: (activation(gate) * up) w_down^T
 
+Where the layer is divided over ranks (arXiv 1909.08053, section 3), each half is a call with the rank's heads and
+columns, and the sum over the ranks of what they return is t, then y; one of them adds x or t.
+
 Norms, rotary embedding, attention and products as in the files beside this; every one of them is fp32 arithmetic,
 rounded once to x's dtype. Shape legend: B sequences, C features, D numbers of a head, R of them turn.
 """
@@ -30,6 +33,7 @@ OP = "inference_core_ops"
 MOST_ROWS = 16  #: sequences that a kernel takes
 # name -> the operator's number; the last one is not a gate's
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+PARTS = ("whole", "attention", "mlp")  #: by the operator's number
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -61,10 +65,12 @@ class DecoderLayer:
         centered: norms are layer norms, else RMS norms.
         interleaved: which elements the rotary embedding pairs, see `rotary.py`.
         window: tokens that a query sees, itself among them; None: all before it.
+        part: "attention" is x + a, "mlp" is x + mlp(norm_mlp(x)), of a layer in order.
+        adds_input: False leaves x out of the result, of a part or of a parallel layer.
 
     Raises:
-        ConfigError: packed weights have different bits, a norm is missing, or has a bias that it cannot have, or
-            a word is not known.
+        ConfigError: packed weights have different bits, a norm is missing, or has a bias that it cannot have, a word is
+            not known, or the layer has no such part.
     """
 
     qkv: Linear
@@ -87,6 +93,8 @@ class DecoderLayer:
     window: int | None = None
     norm_query: Norm | None = None
     norm_key: Norm | None = None
+    part: Literal["whole", "attention", "mlp"] = "whole"
+    adds_input: bool = True
 
     def __post_init__(self) -> None:
         known = [name for name in ACTIVATIONS if not (self.gated and name == "relu")]
@@ -105,6 +113,12 @@ class DecoderLayer:
         norms = (self.norm_attention, self.norm_mlp, self.norm_query, self.norm_key)
         if not self.centered and any(norm is not None and norm.bias is not None for norm in norms):
             raise ConfigError("norms: found a bias, but an RMS norm has none; give centered=True for layer norms")
+        if self.part not in PARTS or (self.parallel and self.part != "whole"):
+            raise ConfigError(
+                f"part: found {self.part!r}, but a layer has the parts {', '.join(PARTS)}, a parallel one whole"
+            )
+        if not self.adds_input and not self.parallel and self.part == "whole":
+            raise ConfigError("adds_input: found False, but a whole layer in order needs its input twice; give part")
         if (self.norm_query is None) != (self.norm_key is None):
             raise ConfigError("norm_query, norm_key: found one of them, but they must be given together")
 
@@ -128,6 +142,7 @@ class DecoderLayer:
             given += [None, None] if norm is None else list(norm)
         switches = (self.layout == "by_group", self.parallel, self.centered, self.interleaved, self.gated)
         numbers = [*map(int, switches), ACTIVATIONS[self.activation], self.window or 0, bits, input_bits]
+        numbers += [PARTS.index(self.part), int(self.adds_input)]
         return (*given, [self.heads, self.kv_heads, self.head_dim, *numbers], self.eps, self.scale)
 
     def map(self, change: Any) -> "DecoderLayer":
@@ -194,6 +209,10 @@ def decoder_layer_reference(
     sin: Tensor | None = None,
 ) -> Tensor:
     """`decoder_layer` in torch; what kernels are compared with."""
+    residual = x if layer.adds_input else torch.zeros_like(x)
+    if layer.part == "mlp":
+        assert layer.norm_mlp is not None
+        return _mlp(_normed(x, layer.norm_mlp, layer), layer) + residual
     normed = _normed(x, layer.norm_attention, layer)
     query, key, value = _heads_of(_product(normed, layer.qkv), layer)
     if layer.norm_query is not None and layer.norm_key is not None:
@@ -214,7 +233,9 @@ def decoder_layer_reference(
     attended = _product(torch.cat(rows), layer.out)
     if layer.parallel:
         halfway = normed if layer.norm_mlp is None else _normed(x, layer.norm_mlp, layer)
-        return (attended + _mlp(halfway, layer)) + x
+        return (attended + _mlp(halfway, layer)) + residual
+    if layer.part == "attention":
+        return attended + residual
     assert layer.norm_mlp is not None
     total = attended + x
     return _mlp(_normed(total, layer.norm_mlp, layer), layer) + total

@@ -19,14 +19,19 @@ using MaybeTensor = std::optional<Tensor>;
 // The whole numbers of the operator's argument `shape`, in this order; deepspeed/ops/transformer/decoder_layer.py has
 // the same.
 struct LayerShape {
+    enum Part : int64_t { kWhole, kAttention, kMlp };
     int64_t heads, kv_heads, head_dim, layout, parallel, centered, interleaved, gated, activation, window, bits,
-        input_bits;
+        input_bits, part, adds_input;
 
     explicit LayerShape(const std::vector<int64_t>& numbers) {
-        if (numbers.size() != 12) refuse({kLayer, "shape"}, std::to_string(numbers.size()) + " numbers", "12");
+        if (numbers.size() != 14) refuse({kLayer, "shape"}, std::to_string(numbers.size()) + " numbers", "14");
         heads = numbers[0], kv_heads = numbers[1], head_dim = numbers[2], layout = numbers[3], parallel = numbers[4];
         centered = numbers[5], interleaved = numbers[6], gated = numbers[7], activation = numbers[8];
-        window = numbers[9], bits = numbers[10], input_bits = numbers[11];
+        window = numbers[9], bits = numbers[10], input_bits = numbers[11], part = numbers[12];
+        adds_input = numbers[13];
+        if (part < kWhole || part > (parallel != 0 ? kWhole : kMlp)) {
+            refuse({kLayer, "shape"}, "part " + std::to_string(part), parallel != 0 ? "0" : "0 to 2");
+        }
         if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0) {
             refuse({kLayer, "shape"}, std::to_string(heads) + " heads and " + std::to_string(kv_heads) + " of keys",
                    "a multiple");
@@ -256,6 +261,33 @@ static Tensor decoder_layer(Tensor x, Tensor k_cache, Tensor v_cache, int64_t le
          *both = buffers.take(wide), *narrowed = buffers.take(inner), *second = buffers.take(cols);
     const float small = static_cast<float>(eps);
     const bool centered = shape.centered != 0;
+    const auto add = DS_CPU_BY_DTYPE(dtype, add_all);
+    const auto finish = [&](const void* output) {
+        if (shape.adds_input != 0) {
+            add(output, from.data_ptr(), rows * cols, result.data_ptr());
+        } else {
+            std::memcpy(result.data_ptr(), output, rows * cols * element);
+        }
+        return result;
+    };
+    const auto mlp_into = [&](const void* input, void* output) {
+        up_of.compute(dtype, input, rows, both);
+        const ActivationArgs activation{.cols = inner,
+                                        .gated = shape.gated != 0,
+                                        .form = static_cast<Activation>(shape.activation),
+                                        .wide = both,
+                                        .out = narrowed};
+        const auto activate = DS_CPU_BY_DTYPE(dtype, activate_blocks);
+        const int64_t blocks = rows * ((inner + kGatedBlock - 1) / kGatedBlock);
+        parallel_for(blocks, kGrainElements / kGatedBlock,
+                     [&](int64_t begin, int64_t end) { activate(activation, begin, end); });
+        down_of.compute(dtype, narrowed, rows, output);
+    };
+    if (shape.part == LayerShape::kMlp) {
+        norm_into(dtype, *between, centered, small, rows, cols, from.data_ptr(), nullptr, nullptr, normed);
+        mlp_into(normed, second);
+        return finish(second);
+    }
     norm_into(dtype, before, centered, small, rows, cols, from.data_ptr(), nullptr, nullptr, normed);
     qkv_of.compute(dtype, normed, rows, product);
     const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim;
@@ -293,33 +325,19 @@ static Tensor decoder_layer(Tensor x, Tensor k_cache, Tensor v_cache, int64_t le
     DS_CPU_BY_DTYPE(dtype, place_heads)(heads, 0, rows);
     attend_to_cache(shape, dtype, keys, values, firsts, length, static_cast<float>(scale), queries, attended);
     out_of.compute(dtype, attended, rows, added);
-    const auto add = DS_CPU_BY_DTYPE(dtype, add_all);
-    const void* mlp_input = normed;
+    if (shape.part == LayerShape::kAttention) return finish(added);
     if (shape.parallel == 0) {
-        norm_into(dtype, *between, centered, small, rows, cols, added, from.data_ptr(), total, second);
-        mlp_input = second;
-    } else if (between.has_value()) {
-        norm_into(dtype, *between, centered, small, rows, cols, from.data_ptr(), nullptr, nullptr, second);
-        mlp_input = second;
-    }
-    up_of.compute(dtype, mlp_input, rows, both);
-    const ActivationArgs activation{.cols = inner,
-                                    .gated = shape.gated != 0,
-                                    .form = static_cast<Activation>(shape.activation),
-                                    .wide = both,
-                                    .out = narrowed};
-    const auto activate = DS_CPU_BY_DTYPE(dtype, activate_blocks);
-    const int64_t blocks = rows * ((inner + kGatedBlock - 1) / kGatedBlock);
-    parallel_for(blocks, kGrainElements / kGatedBlock,
-                 [&](int64_t begin, int64_t end) { activate(activation, begin, end); });
-    down_of.compute(dtype, narrowed, rows, second);
-    if (shape.parallel == 0) {
+        norm_into(dtype, *between, centered, small, rows, cols, added, from.data_ptr(), total, normed);
+        mlp_into(normed, second);
         add(second, total, rows * cols, result.data_ptr());
-    } else {
-        add(added, second, rows * cols, total);
-        add(total, from.data_ptr(), rows * cols, result.data_ptr());
+        return result;
     }
-    return result;
+    if (between.has_value()) {
+        norm_into(dtype, *between, centered, small, rows, cols, from.data_ptr(), nullptr, nullptr, normed);
+    }
+    mlp_into(normed, second);
+    add(added, second, rows * cols, total);
+    return finish(total);
 }
 
 }  // namespace ds_cpu
