@@ -58,7 +58,8 @@ def _first_complaint(path: str, model: type[Section], error: ValidationError) ->
     if first["type"] == "missing":
         return f"{where}: is missing; write {allowed(info)}"
     hint = "; write it without quotes" if _is_quoted(first["input"]) and _takes_number(info) else ""
-    return f"{where}: found {brief(redacted(first['input'], where))}; allowed: {allowed(info)}{hint}"
+    value = first["input"] if hint else redacted(first["input"], where)  # a number in quotes is no secret
+    return f"{where}: found {brief(value)}; allowed: {allowed(info)}{hint}"
 
 
 def _is_quoted(value: object) -> bool:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from deepspeed.errors import ConfigError
+
 
 class RepeatingLoader:
     """Starts the wrapped loader again when it is exhausted.
@@ -34,6 +36,30 @@ class RepeatingLoader:
                 return next(self._iterator)
             except StopIteration:
                 raise ValueError("RepeatingLoader: found a loader without a single batch") from None
+
+
+def check_data(asked: str, dataset: Any, collate_fn: Any, *, is_sampled: bool = False) -> None:
+    """Refuse what a loader cannot be made of.
+
+    Args:
+        asked: what the user called, and its argument.
+        dataset: the argument.
+        collate_fn: beside it; None for torch's.
+        is_sampled: whether a sampler is given, which knows the length.
+
+    Raises:
+        ConfigError: says what was found.
+    """
+    found = f"{asked} is {type(dataset).__name__}"
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(f"{found}; give its dataset, or go through the loader in the script itself")
+    is_map_style = hasattr(dataset, "__getitem__") and (is_sampled or hasattr(dataset, "__len__"))
+    if isinstance(dataset, str | bytes) or not (is_map_style or isinstance(dataset, IterableDataset)):
+        raise ConfigError(
+            f"{found}; give a dataset with __len__ and __getitem__, or an IterableDataset of torch.utils.data"
+        )
+    if collate_fn is not None and not callable(collate_fn):
+        raise ConfigError(f"collate_fn is {type(collate_fn).__name__}; give a function that makes a batch of samples")
 
 
 class DeepSpeedDataLoader:

@@ -20,6 +20,7 @@ from deepspeed.comm.together import together
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.precision import torch_dtype
 from deepspeed.config.read import ConfigSource
+from deepspeed.data.loader import check_data
 from deepspeed.engine.accessors import read_answers
 from deepspeed.engine.device import check_dtypes, claim_device, local_rank
 from deepspeed.engine.engine import DeepSpeedEngine
@@ -72,7 +73,7 @@ from deepspeed.tensor_parallel.entry import divide_expert, divide_over, prepare_
 from deepspeed.uncaught import report_to_launcher
 from deepspeed.zero.agreement import check_same
 from deepspeed.zero.leaf_modules import mark_configured
-from deepspeed.zero.managed import refuse_managed, refuse_meta, refuse_sharded
+from deepspeed.zero.managed import refuse_managed, refuse_meta, refuse_sharded, refuse_unshaped
 from deepspeed.zero.offload.policy import asks_for_host, choose_placement
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param_unit import unit_of
@@ -154,7 +155,10 @@ def _initialize(
             ", by name: the first argument is args, so write model=model" if isinstance(args, torch.nn.Module) else ""
         )
         raise ConfigError(f"initialize: model is {type(model).__name__}; pass a torch.nn.Module{by_name}")
+    refuse_unshaped(chain(model.named_parameters(), model.named_buffers()), "initialize")
     refuse_meta(chain(model.named_parameters(), model.named_buffers()), "initialize")
+    if training_data is not None:
+        check_data("initialize: training_data", training_data, collate_fn)
     source = _config_source(args, config, config_params)
     settings = DeepSpeedConfig(source, batch_required=False)
     if settings.log_level is not None:

@@ -21,6 +21,7 @@ from deepspeed.comm.give_up import begin_use
 from deepspeed.compatibility import FEATURES
 from deepspeed.config.enums import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.data import DeepSpeedDataLoader
+from deepspeed.data.loader import check_data
 from deepspeed.engine import export
 from deepspeed.engine.accessors import with_accessors
 from deepspeed.engine.observers import Observers
@@ -355,14 +356,19 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
 
         Args:
             route: "train" shuffles; "eval" and "predict" keep the order.
+
+        Raises:
+            ConfigError: for what is no dataset.
         """
+        collate_fn = collate_fn or self.collate_fn
+        check_data("deepspeed_io: dataset", dataset, collate_fn, is_sampled=data_sampler is not None)
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self._micro_batch_size,
             num_replicas=self.mesh.size("dp"),
             rank=self.mesh.rank("dp"),
             pin_memory=pin_memory and self.device.type != "cpu",
-            collate_fn=collate_fn or self.collate_fn,
+            collate_fn=collate_fn,
             num_workers=num_local_io_workers,
             data_sampler=data_sampler,
             shuffle=route == "train",

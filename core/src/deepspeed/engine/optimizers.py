@@ -170,7 +170,18 @@ def choose_scheduler(section: SchedulerConfig | None, given: SchedulerLike | Non
                 f"scheduler: {type(scheduler).__name__}, which initialize() was given, is used in place of the "
                 f"config's {section.type}"
             )
-        return scheduler
+        return _checked(scheduler, given)
     if section is None or section.type is None or optimizer is None:
         return None
     return create_scheduler(section.type, section.params, optimizer)
+
+
+def _checked(scheduler: Any, given: Any) -> Any:
+    if callable(getattr(scheduler, "step", None)):
+        return scheduler
+    found = "is" if scheduler is given else "gave"
+    raise ConfigError(
+        f"initialize: lr_scheduler {found} {type(scheduler).__name__}; wanted a schedule with step(), as of "
+        "torch.optim.lr_scheduler, or a callable that makes one of the optimizer. A schedule by name stands in the "
+        'configuration ("scheduler")'
+    )

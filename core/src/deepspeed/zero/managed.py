@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from deepspeed.errors import ConfigError, counted
@@ -87,6 +88,24 @@ def refuse_managed(module: torch.nn.Module, optimizer: Optimizer | None, model_d
         raise ConfigError(
             f"initialize: asked for a model in {model_dtype}, and another engine trains the parameter {name!r} in "
             f"{param.dtype}; use the same precision for both, or call destroy() on that engine first"
+        )
+
+
+def refuse_unshaped(named: Iterable[tuple[str, Tensor]], asked: str) -> None:
+    """Refuse what torch's lazy layers have before their first forward.
+
+    Args:
+        named: parameters and buffers, with their names.
+        asked: what the user called.
+
+    Raises:
+        ConfigError: names one of them.
+    """
+    name = next((name for name, tensor in named if is_lazy(tensor)), None)
+    if name is not None:
+        raise ConfigError(
+            f"{asked}: found {name!r}, without a shape: a lazy layer learns it in its first forward; call the model "
+            "once with a batch, under torch.no_grad(), before"
         )
 
 

@@ -96,3 +96,9 @@ def test_no_error_shows_a_secret(written):
     with pytest.raises(ConfigError) as raised:
         DeepSpeedConfig(written if isinstance(written, str) else {"train_batch_size": 1, **written}).check_supported()
     assert SECRET not in str(raised.value)
+
+
+def test_a_number_that_was_written_as_text_is_shown():
+    """Under a key that takes numbers, however it is called, no secret can stand."""
+    with pytest.raises(ConfigError, match=r"hybrid_engine.max_out_tokens: found '512'; allowed: .* without quotes"):
+        DeepSpeedConfig({"train_batch_size": 1, "hybrid_engine": {"max_out_tokens": "512"}})

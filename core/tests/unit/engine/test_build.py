@@ -214,6 +214,39 @@ def test_the_arguments_of_a_script():
     assert (args.deepspeed, args.deepspeed_config) == (True, "x.json")
 
 
+@pytest.mark.parametrize("given", ["cosine", 3, {"type": "WarmupLR"}, lambda optimizer: None])
+def test_what_is_no_schedule(given):
+    with pytest.raises(ConfigError, match=r"initialize: lr_scheduler (is|gave) \w+; wanted .* step\(\)"):
+        deepspeed.initialize(model=nn.Linear(4, 2), lr_scheduler=given, config=SGD)
+
+
+@pytest.mark.parametrize("given", [3, "data.json", iter([1, 2])])
+def test_what_is_no_dataset(given):
+    with pytest.raises(ConfigError, match=r"training_data is \w+; give a dataset with __len__ and __getitem__, or an"):
+        deepspeed.initialize(model=nn.Linear(4, 2), training_data=given, config=SGD)
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 2), config=SGD)
+    with pytest.raises(ConfigError, match=r"deepspeed_io: dataset is \w+"):
+        engine.deepspeed_io(given)
+
+
+def test_a_loader_in_the_place_of_a_dataset():
+    loader = torch.utils.data.DataLoader([1, 2])
+    with pytest.raises(ConfigError, match="training_data is DataLoader; give its dataset, or go through the loader in"):
+        deepspeed.initialize(model=nn.Linear(4, 2), training_data=loader, config=SGD)
+
+
+def test_what_collates_nothing():
+    with pytest.raises(ConfigError, match="collate_fn is str; give a function that makes a batch"):
+        deepspeed.initialize(model=nn.Linear(4, 2), training_data=[1, 2], collate_fn="pad", config=SGD)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_lazy_layer_before_its_first_forward(stage):
+    model = nn.Sequential(nn.Linear(4, 2), nn.LazyLinear(3))
+    with pytest.raises(ConfigError, match=r"'1.weight', without a shape.* call the model once"):
+        deepspeed.initialize(model=model, config={**SGD, "zero_optimization": {"stage": stage}})
+
+
 def test_a_missing_file_names_itself():
     with pytest.raises(ConfigError, match="no_such_file.json"):
         deepspeed.initialize(model=nn.Linear(4, 2), config="no_such_file.json")
