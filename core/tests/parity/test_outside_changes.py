@@ -178,7 +178,7 @@ CONVERSIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
 }
 
 
-def convert(stage: int, dtype: str, more: dict[str, Any]) -> None:
+def convert(stage: int, dtype: str, more: dict[str, Any], converts_inputs: bool = False) -> None:
     """Convert the module after `initialize`: before a forward, and between backward and step."""
     own = torch.bfloat16 if dtype == "bf16" else torch.float32
     for name, (change, said) in CONVERSIONS.items():
@@ -191,7 +191,10 @@ def convert(stage: int, dtype: str, more: dict[str, Any]) -> None:
                 for number in range(2):
                     if number == 0 and not is_late:
                         change(net)
-                    engine.backward(engine(BATCHES[0].to(own)).float().square().mean())
+                    given = (
+                        net[0].weight.dtype if converts_inputs and not is_late and not net[0].weight.is_meta else own
+                    )
+                    engine.backward(engine(BATCHES[0].to(given)).float().square().mean())
                     if number == 0 and is_late:
                         change(net)
                     engine.step()
@@ -219,6 +222,11 @@ def convert(stage: int, dtype: str, more: dict[str, Any]) -> None:
 )
 def test_a_conversion_after_initialize_names_the_key(stage, dtype, more):
     run_ranks(1, convert, stage, dtype, more)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_conversion_of_the_module_and_its_inputs_names_the_key(stage):
+    run_ranks(1, convert, stage, "fp32", {}, True)
 
 
 class Half(nn.Module):

@@ -90,6 +90,12 @@ class DeepSpeedDataLoader:
         seed: int = 0,
     ) -> None:
         if data_sampler is None and not isinstance(dataset, IterableDataset):
+            if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+                raise ConfigError(
+                    f"DeepSpeedDataLoader: the dataset is {type(dataset).__name__}, which has no length or no samples "
+                    "by number, so that ranks cannot share it; pass a list, a torch.utils.data.Dataset, or an "
+                    "IterableDataset that gives each rank its own samples"
+                )
             data_sampler = DistributedSampler(
                 dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
             )

@@ -226,10 +226,14 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
         or engine.precision.model_dtype
         or torch.float32
     ),
+    "data_parallel_group": lambda engine: engine.mesh.group("dp"),
     "dp_world_size": lambda engine: engine.mesh.size("dp"),
     "global_rank": lambda engine: comm.get_rank(),
     "local_rank": lambda engine: engine._arguments.get("local_rank", 0),
     "mp_world_size": lambda engine: engine.mesh.size("tp"),
+    "seq_data_parallel_group": lambda engine: engine.mesh.gradient_group(),
+    "seq_dp_world_size": lambda engine: engine.mesh.size("dp", "sp"),
+    "sequence_parallel_size": lambda engine: engine.mesh.size("sp"),
     "seq_parallel_group": lambda engine: engine.mesh.group("sp") if engine.mesh.size("sp") > 1 else None,
     "has_moe_layers": lambda engine: has_moe_layers(engine.module)[0],
     "num_experts": lambda engine: [layer.num_experts for layer in moe_layers(engine.module)],

@@ -148,7 +148,14 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def __getattr__(self, name: str) -> Any:
         if "optimizer" not in self.__dict__:  # a copy or an unpickled one that is not built yet
             raise AttributeError(name)
-        return getattr(self.__dict__["optimizer"], name)
+        own = self.__dict__["optimizer"]
+        if hasattr(own, name):
+            return getattr(own, name)
+        raise AttributeError(
+            f"neither the engine's optimizer nor the {type(own).__name__} in it has {name!r} "
+            f"(zero_optimization.stage is {self._sharding.stage}). Weights, states and gradients are had by parameter: "
+            "deepspeed.utils.safe_get_full_fp32_param, safe_get_full_optimizer_state and safe_get_full_grad"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("param_groups", "state", "defaults"):

@@ -28,4 +28,8 @@ class Stage0(Sharding):
 
     def _after_reduce(self) -> None:
         if self.average_factor == 1.0:
-            self._shown.show(self.groups, self.buckets, self._used_anywhere)
+            try:
+                self._shown.show(self.groups, self.buckets, self._used_anywhere)
+            except RuntimeError:  # torch: a gradient of another dtype than the parameter's
+                self.refuse_converted()
+                raise

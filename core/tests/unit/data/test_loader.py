@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.errors import ConfigError
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 
@@ -70,6 +71,14 @@ def test_a_sampler_of_the_users_is_used_as_it_is():
 def test_an_iterable_dataset_shards_itself():
     loader = DeepSpeedDataLoader(Stream(), 2, num_replicas=2, rank=1)
     assert samples(loader) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dataset", [(number for number in range(4)), {1, 2}])
+def test_a_dataset_that_ranks_cannot_share(dataset):
+    with pytest.raises(
+        ConfigError, match=r"the dataset is (generator|set), which has no length or no samples by number"
+    ):
+        DeepSpeedDataLoader(dataset, 2, num_replicas=2, rank=0)
 
 
 def test_collate():

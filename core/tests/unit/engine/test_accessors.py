@@ -265,6 +265,7 @@ def test_attributes(make_engine, monkeypatch):
         "client_lr_scheduler": None,
         "client_optimizer": None,
         "communication_data_type": torch.float32,
+        "data_parallel_group": engine.mesh.group("dp"),
         "dp_world_size": 1,
         "global_rank": 0,
         "has_moe_layers": False,
@@ -274,6 +275,9 @@ def test_attributes(make_engine, monkeypatch):
         "num_experts": [],
         "pipeline_parallelism": False,
         "seq_parallel_group": None,
+        "seq_data_parallel_group": engine.mesh.group("dp", "sp"),
+        "seq_dp_world_size": 1,
+        "sequence_parallel_size": 1,
         "training_data": data,
         "world_size": 1,
     }

@@ -53,6 +53,14 @@ def test_step_and_zero_grad_are_the_engines(engine):
     assert not torch.equal(engine.module.weight, before)
 
 
+def test_what_it_lacks_is_not_blamed_on_the_optimizer_in_it(engine):
+    assert not hasattr(engine.optimizer, "bit16_groups")
+    with pytest.raises(
+        AttributeError, match=r"^neither the engine's optimizer nor the .* in it has 'bit16_groups' .*safe"
+    ):
+        engine.optimizer.bit16_groups
+
+
 def test_a_closure_is_refused(engine):
     with pytest.raises(ValueError, match="found a closure"):
         engine.optimizer.step(lambda: 1.0)
