@@ -18,7 +18,6 @@ DOCUMENTED = """
     deepspeed.checkpoint:DeepSpeedCheckpoint
     deepspeed.compression.compress:init_compression
     deepspeed.compression.compress:redundancy_clean
-    deepspeed.elasticity:DSElasticAgent
     deepspeed.module_inject.auto_tp:AutoTP
     deepspeed.module_inject:replace_transformer_layer
     deepspeed.ops.sparse_attention:SparseSelfAttention

@@ -11,6 +11,16 @@ from torch.distributed import TCPStore
 
 #: for a rank to end; a loaded machine needs a part of it
 LIMIT_S = 100
+HOSTS = "127.0.0.1 slots=2\n127.0.0.2 slots=2\n"
+# Joins the words by spaces, gives them to `sh -c` and passes on no variable, as ssh does; both hosts are this machine.
+STAND_IN = """#!/bin/sh
+while true; do case "$1" in -p|-o|-i) shift 2;; -*) shift;; *) break;; esac; done
+host=$1; shift
+echo "$host $*" >> {log}
+case $host in gone*) echo "ssh: connect to host $host port 22: Connection refused" >&2; exit 255;; esac
+cd /
+exec env -i HOME={home} PATH=/usr/bin:/bin SSH_HOST="$host" sh -c "$*"
+"""
 
 
 def connects():
@@ -27,6 +37,20 @@ def folder(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "DS_ENV_FILE"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
+
+
+@pytest.fixture
+def hosts(folder, monkeypatch):
+    """A working directory with a hostfile, and the stand-in first on PATH."""
+    (folder / "hosts").write_text(HOSTS)
+    (folder / "bin").mkdir()
+    (folder / "home").mkdir()
+    ssh = folder / "bin" / "ssh"
+    ssh.write_text(STAND_IN.format(log=folder / "ssh.log", home=folder / "home"))
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return folder
 
 
 @pytest.fixture(scope="session")

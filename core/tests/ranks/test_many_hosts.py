@@ -1,7 +1,6 @@
-"""`deepspeed --hostfile` over two hosts, by a stand-in for ssh that does to words what ssh does.
+"""`deepspeed --hostfile` over two hosts, by the stand-in for ssh of conftest.py.
 
-It joins them by spaces, gives them to `sh -c`, and passes on no variable; both hosts are this machine. No test sleeps:
-end of file on the output says that every process that held it is gone.
+No test sleeps: end of file on the output says that every process that held it is gone.
 """
 
 import json
@@ -17,18 +16,9 @@ from deepspeed.launcher.launch import find_free_port
 from deepspeed.testing.tiers import swept
 
 LIMIT_S = 120
-COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
 HOSTS = "127.0.0.1 slots=2\n127.0.0.2 slots=2\n"
+COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
 AWKWARD = "a b\"c'$d\n%n `e` \\ *"
-
-STAND_IN = """#!/bin/sh
-while true; do case "$1" in -p|-o|-i) shift 2;; -*) shift;; *) break;; esac; done
-host=$1; shift
-echo "$host $*" >> {log}
-case $host in gone*) echo "ssh: connect to host $host port 22: Connection refused" >&2; exit 255;; esac
-cd /
-exec env -i HOME={home} PATH=/usr/bin:/bin SSH_HOST="$host" sh -c "$*"
-"""
 
 REPORT = """
 import json, os, sys
@@ -61,20 +51,6 @@ for _ in range(3):
 with open(f"{os.environ['CROSS_SIZE']}-{os.environ['RANK']}.json", "w") as file:
     json.dump(losses, file)
 """
-
-
-@pytest.fixture
-def hosts(folder, monkeypatch):
-    """A working directory with a hostfile, and the stand-in first on PATH."""
-    (folder / "hosts").write_text(HOSTS)
-    (folder / "bin").mkdir()
-    (folder / "home").mkdir()
-    ssh = folder / "bin" / "ssh"
-    ssh.write_text(STAND_IN.format(log=folder / "ssh.log", home=folder / "home"))
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    return folder
 
 
 def flags(*more):

@@ -81,12 +81,7 @@ FEATURES = {
     ),
 }
 
-_ELASTIC = Feature("elastic training", "start a fixed number of ranks with --num_accelerators")
-
 # Flag of the `deepspeed` command -> its feature. These parse, and then raise.
 LAUNCHER_FLAGS = {
-    "elastic_training": _ELASTIC,
-    "min_elastic_nodes": _ELASTIC,
-    "max_elastic_nodes": _ELASTIC,
     "autotuning": Feature("autotuning", "omit --autotuning and set the values in the config"),
 }

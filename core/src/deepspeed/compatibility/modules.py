@@ -59,7 +59,6 @@ MODULES = {
         "compression", functions="convert_conv1d_to_linear fix_compression module_replacement recursive_getattr"
     ),
     "compression.scheduler": _absent("compression", "compression_scheduler"),
-    "elasticity.elastic_agent": _absent("elasticity", "DSElasticAgent"),
     "model_implementations": _absent(
         "kernel injection",
         forwards={

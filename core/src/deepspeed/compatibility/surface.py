@@ -37,7 +37,12 @@ _AREAS: dict[str, list[tuple[str, State, str]]] = {
         (
             "deepspeed (launcher), several hosts",
             W,
-            "By pdsh, ssh, Open MPI, MPICH, or a plugin's; Intel MPI, MVAPICH and Slurm have not run yet; not elastic.",
+            "By pdsh, ssh, Open MPI, MPICH, or a plugin's; Intel MPI, MVAPICH and Slurm have not run yet.",
+        ),
+        (
+            "--elastic_training, --min_elastic_nodes, --max_elastic_nodes",
+            D,
+            "By ssh, or by --no_ssh on each host; `--max_restarts` is ours. DeepSpeed starts each host by pdsh.",
         ),
         ("--no_ssh_check", D, "Without it every host is reached before the start, not the first one only."),
         ("--dry_run", D, "Prints the command for each host; DeepSpeed has no such flag."),

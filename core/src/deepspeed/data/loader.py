@@ -1,11 +1,12 @@
 """The training data loader of `initialize(training_data=...)`, and one that never ends."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, counted
 
 
 class RepeatingLoader:
@@ -27,7 +28,7 @@ class RepeatingLoader:
         try:
             return next(self._iterator)
         except StopIteration:
-            self._epoch += 1
+            self._epoch = max(self._epoch, getattr(self.loader, "epoch", 0)) + 1
             sampler = getattr(self.loader, "sampler", None) or getattr(self.loader, "data_sampler", None)
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self._epoch)
@@ -102,18 +103,46 @@ class DeepSpeedDataLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.data_sampler = data_sampler
-        self.dataloader = DataLoader(
-            dataset,
-            batch_size=batch_size,
-            sampler=data_sampler,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            drop_last=drop_last,
-        )
+        self.epoch = 0
+        self._num_replicas = num_replicas
+        self._num_seen = 0  # samples of this rank that the next iteration leaves out
+        self._options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "collate_fn": collate_fn,
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "drop_last": drop_last,
+        }
+        self.dataloader = DataLoader(dataset, sampler=data_sampler, **self._options)
+
+    def resume(self, num_samples: int) -> None:
+        """Let the next iteration begin after the samples that were trained on, by however many ranks.
+
+        Call it after `load_checkpoint`, before the first batch: `loader.resume(engine.global_samples)`. Samples are in
+        the same global batches for every number of ranks as long as the global batch is the same.
+
+        Args:
+            num_samples: since the beginning, of all ranks and epochs.
+
+        Raises:
+            ConfigError: the dataset is iterable, or its samples do not divide into whole batches of all ranks.
+        """
+        if self.data_sampler is None:
+            raise ConfigError("resume: an iterable dataset decides by itself where it begins; have it leave them out")
+        size, step = len(self.dataset), self.batch_size * self._num_replicas  # type: ignore[arg-type]
+        if size % step or num_samples % step:
+            raise ConfigError(
+                f"resume: asked for {num_samples} of {size} samples, which are not whole batches of "
+                f"{counted(self._num_replicas, 'rank')} x {self.batch_size} samples; let the dataset be a multiple of "
+                "the global batch"
+            )
+        epoch, offset = divmod(num_samples, size)
+        self.set_epoch(epoch)
+        self._num_seen = offset // self._num_replicas
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle differently in each epoch."""
+        self.epoch = epoch
         if isinstance(self.data_sampler, DistributedSampler):
             self.data_sampler.set_epoch(epoch)
 
@@ -121,4 +150,22 @@ class DeepSpeedDataLoader:
         return len(self.dataloader)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.dataloader)
+        if not self._num_seen:
+            return iter(self.dataloader)
+        assert self.data_sampler is not None
+        rest, self._num_seen = _Rest(self.data_sampler, self._num_seen), 0
+        return iter(DataLoader(self.dataset, sampler=rest, **self._options))
+
+
+class _Rest(Sampler[Any]):
+    """What a sampler gives after its first samples."""
+
+    def __init__(self, sampler: Sampler[Any], num_left_out: int) -> None:
+        self._sampler = sampler
+        self._num_left_out = num_left_out
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._sampler), self._num_left_out, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler) - self._num_left_out  # type: ignore[arg-type]

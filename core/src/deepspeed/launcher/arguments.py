@@ -13,8 +13,10 @@ from typing import NoReturn
 from deepspeed._version import __version__
 from deepspeed.compatibility import LAUNCHER_FLAGS
 from deepspeed.errors import ConfigError
+from deepspeed.launcher.plan import ElasticLimits
 
 DEFAULT_HOSTFILE = "/job/hostfile"
+DEFAULT_MAX_RESTARTS = 3
 LAUNCHERS = ("pdsh", "ssh", "openmpi", "mvapich", "slurm", "mpich", "impi")
 
 
@@ -172,9 +174,34 @@ def _add_multinode_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dry_run", action="store_true", help="print the exact command for each host, and start nothing"
     )
-    group.add_argument("--elastic_training", action="store_true", help="not supported yet")
-    group.add_argument("--min_elastic_nodes", type=int, default=None, metavar="N", help="not supported yet")
-    group.add_argument("--max_elastic_nodes", type=int, default=None, metavar="N", help="not supported yet")
+    group.add_argument(
+        "--elastic_training",
+        action="store_true",
+        help="go on when a rank fails, or a node is lost or comes: the ranks are started again on the nodes there are",
+    )
+    group.add_argument(
+        "--min_elastic_nodes",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="with fewer nodes wait for more (default: 1); needs --elastic_training",
+    )
+    group.add_argument(
+        "--max_elastic_nodes",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="nodes beyond that are spares (default: the hosts of the hostfile, --num_nodes, or 1); needs "
+        "--elastic_training",
+    )
+    group.add_argument(
+        "--max_restarts",
+        type=_restarts,
+        default=None,
+        metavar="N",
+        help="how often ranks are started again because one failed; nodes that are lost or come do not count "
+        f"(default: {DEFAULT_MAX_RESTARTS}); needs --elastic_training",
+    )
     group.add_argument("--autotuning", choices=("tune", "run"), default=None, help="not supported yet")
 
 
@@ -194,6 +221,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         if getattr(args, name) not in (None, False):
             raise ConfigError(feature.explain(f"--{name}"))
     _check_resources(args)
+    _check_elastic(args)
     _check_binding(args)
     _check_logs(args)
     _check_script(args)
@@ -224,15 +252,52 @@ def check_launcher(args: argparse.Namespace) -> None:
         raise ConfigError(f"--ssh_port {args.ssh_port} and --launcher slurm exclude each other: srun uses no ssh")
 
 
+def elastic_limits(args: argparse.Namespace, num_nodes: int) -> ElasticLimits:
+    """What --elastic_training asks for.
+
+    Args:
+        num_nodes: that the job starts with.
+
+    Raises:
+        ConfigError: more are needed than may take part.
+    """
+    if not args.elastic_training:
+        return ElasticLimits()
+    least, most = args.min_elastic_nodes or 1, args.max_elastic_nodes or num_nodes
+    if least > most:
+        raise ConfigError(
+            f"--min_elastic_nodes {least}: the job starts with {num_nodes}; give --max_elastic_nodes, or fewer"
+        )
+    restarts = DEFAULT_MAX_RESTARTS if args.max_restarts is None else args.max_restarts
+    return ElasticLimits(least, most, restarts)
+
+
 def _check_by_hand(args: argparse.Namespace) -> None:
     if args.force_multi:
         raise ConfigError("--no_ssh and --force_multi exclude each other: with --no_ssh there is no launcher to force")
     if args.node_rank < -1:
         raise ConfigError(f"--node_rank {args.node_rank}: nodes count from 0")
-    if args.num_nodes is not None and args.node_rank >= args.num_nodes:
+    if args.num_nodes is not None and args.node_rank >= args.num_nodes and not args.elastic_training:
         raise ConfigError(
             f"--node_rank {args.node_rank}: with --num_nodes {args.num_nodes} the nodes are 0 to {args.num_nodes - 1}"
         )
+
+
+def _check_elastic(args: argparse.Namespace) -> None:
+    for flag in ("min_elastic_nodes", "max_elastic_nodes", "max_restarts"):
+        value = getattr(args, flag)
+        if value is not None and not args.elastic_training:
+            raise ConfigError(f"--{flag} {value}: is for a job that goes on with other nodes; add --elastic_training")
+    if not args.elastic_training:
+        return
+    if args.launcher not in (None, "ssh"):
+        raise ConfigError(
+            f"--elastic_training and --launcher {args.launcher} exclude each other: a node that is lost has to be "
+            "noticed by itself; use --launcher ssh, or start each node by --no_ssh"
+        )
+    least, most = args.min_elastic_nodes or 1, args.max_elastic_nodes
+    if most is not None and most < least:
+        raise ConfigError(f"--max_elastic_nodes {most}: is less than --min_elastic_nodes ({least}); make it larger")
 
 
 def _check_resources(args: argparse.Namespace) -> None:
@@ -306,6 +371,12 @@ def _count(text: str) -> int | None:
             f"found {text!r}; give a whole number of 1 or more, or omit the flag to use all"
         )
     return None if number == -1 else number
+
+
+def _restarts(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"found {text!r}; give a whole number of 0 or more")
+    return int(text)
 
 
 def _port(text: str) -> int:

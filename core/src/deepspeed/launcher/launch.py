@@ -22,11 +22,12 @@ from deepspeed._absent import complete
 from deepspeed.errors import ConfigError, DeepSpeedError, counted
 from deepspeed.launcher.console import write_console
 from deepspeed.launcher.pid_file import pid_file
-from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, LaunchPlan, NodeReport
+from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, LaunchPlan, NodeFailure, NodeReport
 from deepspeed.log import environment_level
 
 if TYPE_CHECKING:
     from deepspeed.launcher.node_agent import NodeAgent, RankCommand
+    from deepspeed.launcher.output import OutputReader
 
 USAGE_EXIT_CODE = 2
 
@@ -55,14 +56,22 @@ def run_node(plan: LaunchPlan, node_rank: int, script: str, script_args: Sequenc
     if plan.is_watched:
         orders.start()
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.launcher.failure import describe_job, exit_code_of, may_be_a_consequence
-    from deepspeed.launcher.node_agent import NodeAgent, SignalException
-    from deepspeed.launcher.nodes import NodeRendezvous
-    from deepspeed.launcher.output import OutputReader
 
     plan = plan.on_node(node_rank)
     placement = place_ranks(plan, get_accelerator())
     commands = make_commands(plan, placement, script, script_args)
+    if "LOGLEVEL" not in os.environ:  # the agent's remarks on signals would stand between the user and the cause
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
+    return (_run_elastic if plan.is_elastic else _run_fixed)(plan, node_rank, commands, orders)
+
+
+def _run_fixed(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]", orders: "_Orders") -> int:
+    """Run the ranks of a node whose job ends with the first failure."""
+    from deepspeed.launcher.failure import describe_job, exit_code_of, may_be_a_consequence
+    from deepspeed.launcher.node_agent import NodeAgent
+    from deepspeed.launcher.nodes import NodeRendezvous
+
     port = choose_port(plan.master_port) if node_rank == 0 else plan.master_port or DEFAULT_MASTER_PORT
     rendezvous = NodeRendezvous(
         plan.master_addr,
@@ -72,23 +81,9 @@ def run_node(plan: LaunchPlan, node_rank: int, script: str, script_args: Sequenc
         plan.num_nodes,
         plan.run_id,
     )
-    is_debug = environment_level() == "DEBUG"
-    output = OutputReader(plan.log_dir, plan.log_only, collect_uncaught=not is_debug)
+    output = _make_output(plan)
     agent = NodeAgent(commands, rendezvous, output, is_watched=plan.is_watched)
-    if "LOGLEVEL" not in os.environ:  # the agent's remarks on signals would stand between the user and the cause
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
-    _raise_on_signals(SignalException)
-    _pass_on_signals(agent.pass_on)
-    orders.agent = agent
-    stopped_by = None
-    try:
-        agent.run()
-    except SignalException as stop:
-        stopped_by = stop.sigval
-    finally:
-        output.finish()
-        agent.leave()
+    stopped_by = _run_agent(agent, orders, output.finish)
     if agent.cause is not None:
         text = describe_job(agent.cause, [end for end in agent.ends() if end.rank != agent.cause.rank])
         return _report(plan, NodeReport(text, exit_code_of(agent.cause.return_code), may_be_a_consequence(agent.cause)))
@@ -98,6 +93,64 @@ def run_node(plan: LaunchPlan, node_rank: int, script: str, script_args: Sequenc
     for rank, uncaught in output.unprinted():
         _say(f"deepspeed: rank {rank} raised:\n{uncaught.traceback.rstrip()}")
     return 0 if stopped_by is None else 128 + stopped_by
+
+
+def _run_elastic(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]", orders: "_Orders") -> int:
+    """Run the ranks of a node whose job goes on when nodes are lost. Node 0 keeps the list, unless it is watched."""
+    from deepspeed.launcher.elastic import ElasticAgent, ElasticRendezvous, NodeLink
+    from deepspeed.launcher.membership import Coordinator
+
+    coordinator, port = None, plan.master_port or DEFAULT_MASTER_PORT
+    if node_rank == 0 and not plan.is_watched:
+        port = choose_port(plan.master_port)
+        limits = (plan.min_nodes, plan.max_nodes, plan.max_restarts, plan.num_nodes)
+        coordinator = Coordinator(port, plan.run_id, *limits, lambda line: _say(f"deepspeed: {line}"))
+        coordinator.start()
+    name = f"node {node_rank} ({socket.gethostname()})" if node_rank >= 0 else socket.gethostname()
+    hello = {"run_id": plan.run_id, "name": name, "node_rank": node_rank, "num_ranks": len(commands)}
+    link = NodeLink(plan.master_addr, port, hello)
+    rendezvous = ElasticRendezvous(link, plan.run_id)
+    watched = (plan.max_restarts, plan.is_watched)
+    agent = ElasticAgent(commands, rendezvous, link, lambda: _make_output(plan), _say, *watched)
+    try:
+        stopped_by = _run_agent(agent, orders, agent.finish_output)
+    finally:
+        if coordinator is not None:
+            coordinator.finish()
+    if stopped_by is not None:
+        return 128 + stopped_by
+    end = link.end
+    assert end is not None, "the agent runs until the job has ended, or a signal"
+    if end["exit_code"] == 0:
+        return 0
+    if end["is_blamed"]:
+        return _report(plan, NodeReport(agent.describe(), int(end["exit_code"]), False))
+    words = NodeFailure(**end["failure"]) if end["failure"] else "the process that keeps the list of nodes is gone"
+    text = f"deepspeed: {words}; the ranks of {name} were stopped"
+    return _report(plan, NodeReport(text, int(end["exit_code"]), True))
+
+
+def _make_output(plan: LaunchPlan) -> "OutputReader":
+    from deepspeed.launcher.output import OutputReader
+
+    return OutputReader(plan.log_dir, plan.log_only, collect_uncaught=environment_level() != "DEBUG")
+
+
+def _run_agent(agent: "NodeAgent", orders: "_Orders", finish_output: Callable[[], None]) -> int | None:
+    """Run the agent to its end; the signal that ended it, if one did."""
+    from deepspeed.launcher.node_agent import SignalException
+
+    _raise_on_signals(SignalException)
+    _pass_on_signals(agent.pass_on)
+    orders.agent = agent
+    try:
+        agent.run()
+    except SignalException as stop:
+        return int(stop.sigval)
+    finally:
+        finish_output()
+        agent.leave()
+    return None
 
 
 def place_ranks(plan: LaunchPlan, accelerator: Any) -> Placement:

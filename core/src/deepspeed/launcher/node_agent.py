@@ -38,8 +38,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from deepspeed.comm.ended import note_end
 from deepspeed.errors import ConfigError
 from deepspeed.launcher.failure import RankEnd, exit_code_of, may_be_a_consequence
-from deepspeed.launcher.nodes import NodeFailure, NodePeers
+from deepspeed.launcher.nodes import NodePeers
 from deepspeed.launcher.output import OutputReader, RankPipes
+from deepspeed.launcher.plan import NodeFailure
 from deepspeed.uncaught import PIPE_VARIABLE
 
 FAILURE_GRACE_S = 5.0  # SIGTERM, this long, SIGKILL: for the peers of a rank that failed
@@ -51,7 +52,7 @@ INTERRUPT_STEPS = ((signal.SIGINT, 3.0), (signal.SIGTERM, 3.0))
 TERMINATE_STEPS = ((signal.SIGTERM, 30.0),)
 _REPORT_INTERVAL_S = 0.1  # how often a look is taken for a report, which comes before its rank ends
 _MONITOR_INTERVAL_S = 0.001  # the agent insists on a sleep between two calls; the waiting is done in _monitor_workers
-_ELSEWHERE = -1  # among the local ranks that ended: another node failed
+ELSEWHERE = -1  # among the local ranks that ended: another node failed
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -67,7 +68,8 @@ class NodeAgent(SimpleElasticAgent):
     """Runs the ranks of this node.
 
     After a run that failed, `cause` is the end of the rank to blame, or `cause_elsewhere` the failure of another node.
-    `is_watched`: stdin is not for the ranks, and whoever ends this node ends the others.
+    `is_watched`: stdin is not for the ranks, and whoever ends this node ends the others. `max_restarts`: how often
+    torch forms the ranks again.
     """
 
     def __init__(
@@ -76,13 +78,14 @@ class NodeAgent(SimpleElasticAgent):
         rendezvous: RendezvousHandler,
         output: OutputReader,
         is_watched: bool = False,
+        max_restarts: int = 0,
     ) -> None:
         spec = WorkerSpec(
             role="default",
             local_world_size=len(commands),
             rdzv_handler=rendezvous,
             entrypoint=commands[0].arguments[0],
-            max_restarts=0,
+            max_restarts=max_restarts,
             monitor_interval=_MONITOR_INTERVAL_S,
         )
         super().__init__(spec)
@@ -100,7 +103,7 @@ class NodeAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker in worker_group.workers:
             command = self._commands[worker.local_rank]
-            environment = {**os.environ, **_rank_environment(worker_group, worker), **command.environment}
+            environment = {**os.environ, **self._rank_environment(worker_group, worker), **command.environment}
             pipes = self._output.open_rank(worker.global_rank)
             try:
                 self._processes[worker.local_rank] = _start(
@@ -111,38 +114,33 @@ class NodeAgent(SimpleElasticAgent):
         self._running = set(self._processes)
         self._output.start()
         for local_rank, process in self._processes.items():
-            threading.Thread(target=self._watch, args=(local_rank, process), daemon=True).start()
-        num_nodes, node_rank = worker_group.group_world_size, worker_group.group_rank
-        assert worker_group.store is not None
-        assert num_nodes is not None
-        assert node_rank is not None
-        self._node_rank = node_rank
-        if num_nodes > 1:
-            self._peers = NodePeers(worker_group.store, node_rank, num_nodes)
-            self._peers.watch(lambda: self._ended.put(_ELSEWHERE))
+            threading.Thread(target=_watch, args=(local_rank, process, self._ended), daemon=True).start()
+        assert worker_group.group_rank is not None
+        self._node_rank = worker_group.group_rank
+        self._meet_peers(worker_group)
         return {local_rank: process.pid for local_rank, process in self._processes.items()}
 
-    def _watch(self, local_rank: int, process: "subprocess.Popen[bytes]") -> None:
-        """Body of one thread per rank: report its end. The process stays unreaped, so that its group's number stays
-        taken."""
-        if hasattr(os, "waitid"):
-            try:
-                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            except ChildProcessError:  # `_end_ranks` killed and reaped it meanwhile; nobody waits for this report
-                return
-        else:
-            process.wait()
-        self._ended.put(local_rank)
+    def _rank_environment(self, worker_group: WorkerGroup, worker: Any) -> dict[str, str]:
+        return rank_environment(worker_group, worker)
+
+    def _meet_peers(self, worker_group: WorkerGroup) -> None:
+        """From now on hear of the failures of other nodes."""
+        num_nodes = worker_group.group_world_size
+        assert worker_group.store is not None
+        assert num_nodes is not None
+        if num_nodes > 1:
+            self._peers = NodePeers(worker_group.store, self._node_rank, num_nodes)
+            self._peers.watch(lambda: self._ended.put(ELSEWHERE))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         local_rank = self._ended.get()
-        if local_rank == _ELSEWHERE:
+        if local_rank == ELSEWHERE:
             return self._blame_elsewhere()
         self._running.discard(local_rank)
         process = self._processes[local_rank]
         if _peek(process) != 0:
             local_rank = self._find_cause(local_rank)
-            if local_rank == _ELSEWHERE:
+            if local_rank == ELSEWHERE:
                 return self._blame_elsewhere()
             self._blame(local_rank)
             assert self.cause is not None
@@ -159,19 +157,28 @@ class NodeAgent(SimpleElasticAgent):
         """The local rank to blame: `first`, which failed, unless its failure may be a peer's.
 
         Then it is the next one with a reason of its own, that ends within `CAUSE_GRACE_S` or has reported an uncaught
-        exception, or `_ELSEWHERE` if another node tells of such a one; `first` if there is none.
+        exception, or `ELSEWHERE` if another node tells of such a one; `first` if there is none.
         """
         if not may_be_a_consequence(self._end_of(first)):
             return first
         deadline = time.monotonic() + CAUSE_GRACE_S
         while (self._running or self._peers is not None) and time.monotonic() < deadline:
-            if self._peers is not None and any(not failure.is_consequence for failure in self._peers.failures()):
-                return _ELSEWHERE
+            if self._has_cause_elsewhere():
+                return ELSEWHERE
             for local_rank in [*self._running, *self._next_end(_REPORT_INTERVAL_S)]:
                 end = self._end_of(local_rank)
                 if (end.return_code != 0 or end.uncaught is not None) and not may_be_a_consequence(end):
                     return local_rank
         return first
+
+    def _has_cause_elsewhere(self) -> bool:
+        """Whether another node tells of a failure that blames nobody else."""
+        return self._peers is not None and any(not failure.is_consequence for failure in self._peers.failures())
+
+    def _tell(self, failure: NodeFailure) -> None:
+        """Tell the other nodes why this one ends its ranks."""
+        if self._peers is not None:
+            self._peers.post(failure)
 
     def _next_end(self, seconds: float) -> list[int]:
         """The next local rank to end; none if none does in time."""
@@ -179,7 +186,7 @@ class NodeAgent(SimpleElasticAgent):
             local_rank = self._ended.get(timeout=seconds)
         except queue.Empty:
             return []
-        if local_rank == _ELSEWHERE:
+        if local_rank == ELSEWHERE:
             return []
         self._running.discard(local_rank)
         process = self._processes[local_rank]
@@ -200,7 +207,7 @@ class NodeAgent(SimpleElasticAgent):
         """End the ranks because another node has failed; False if none runs. Called in any thread."""
         is_running = bool(self._processes) and self._worker_group.state != WorkerState.SUCCEEDED
         if is_running:
-            self._ended.put(_ELSEWHERE)
+            self._ended.put(ELSEWHERE)
         return is_running
 
     def _exit_barrier(self) -> None:
@@ -217,10 +224,9 @@ class NodeAgent(SimpleElasticAgent):
     def _blame(self, local_rank: int) -> None:
         """Stop the job because of this rank."""
         stopped = local_rank in self._running
-        if self._peers is not None:
-            end = self._end_of(local_rank)
-            failure = (exit_code_of(end.return_code) or 1, may_be_a_consequence(end), end.last_words)
-            self._peers.post(NodeFailure(self._node_rank, end.rank, *failure))
+        end = self._end_of(local_rank)
+        failure = (exit_code_of(end.return_code) or 1, may_be_a_consequence(end), end.last_words)
+        self._tell(NodeFailure(self._node_rank, end.rank, *failure))
         self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
         end = self._end_of(local_rank)
         # our SIGTERM in its teardown is not how an uncaught exception ends a process
@@ -255,8 +261,8 @@ class NodeAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         """torch passes timeouts that differ between its versions; ours are the steps above."""
-        if self._running and self._peers is not None and not self._is_watched:
-            self._peers.post(NodeFailure(self._node_rank, None, 128 + death_sig, False, "", int(death_sig)))
+        if self._running and not self._is_watched:
+            self._tell(NodeFailure(self._node_rank, None, 128 + death_sig, False, "", int(death_sig)))
         self._end_ranks(_steps_after(death_sig))
 
     def _end_ranks(self, steps: Sequence[tuple[signal.Signals, float]]) -> None:
@@ -283,12 +289,25 @@ class NodeAgent(SimpleElasticAgent):
                 return
 
 
+def _watch(local_rank: int, process: "subprocess.Popen[bytes]", ended: "queue.SimpleQueue[int]") -> None:
+    """Body of one thread per rank: report its end. The process stays unreaped, so that its group's number stays
+    taken."""
+    if hasattr(os, "waitid"):
+        try:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # `_end_ranks` killed and reaped it meanwhile; nobody waits for this report
+            return
+    else:
+        process.wait()
+    ended.put(local_rank)
+
+
 def _steps_after(number: int) -> tuple[tuple[signal.Signals, float], ...]:
     """How the ranks are ended when the launcher gets this signal."""
     return INTERRUPT_STEPS if number == signal.SIGINT else TERMINATE_STEPS
 
 
-def _rank_environment(group: WorkerGroup, worker: Any) -> dict[str, str]:
+def rank_environment(group: WorkerGroup, worker: Any) -> dict[str, str]:
     """What torchrun gives a rank, and the names that DeepSpeed's launcher adds."""
     spec = group.spec
     return {

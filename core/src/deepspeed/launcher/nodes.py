@@ -6,18 +6,18 @@ node 0 until the others have ended. Nothing here blocks in a library for long: a
 """
 
 import json
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from deepspeed.errors import ConfigError, counted, first_line
+from deepspeed.launcher.plan import NodeFailure
 from deepspeed.log import logger
 
 MEETING_TIMEOUT_S = 900.0
@@ -159,32 +159,6 @@ class NodeRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-class NodeFailure(NamedTuple):
-    """Why a node ended its ranks, for the other nodes.
-
-    Args:
-        node_rank: of that node.
-        rank: that failed there; None where it is not known.
-        exit_code: for the shell.
-        is_consequence: whether the failure may be another rank's fault.
-        words: the exception, or what is known instead.
-        stopped_by: the signal by which that node was told to end; 0 for none.
-    """
-
-    node_rank: int
-    rank: int | None
-    exit_code: int
-    is_consequence: bool
-    words: str
-    stopped_by: int = 0
-
-    def __str__(self) -> str:
-        who = f"node {self.node_rank}" if self.rank is None else f"rank {self.rank} on node {self.node_rank}"
-        if self.stopped_by:
-            return f"{who} was told to end ({signal.Signals(self.stopped_by).name})"
-        return f"{who} failed{f': {self.words}' if self.words else ''}"
 
 
 class NodePeers:

@@ -7,6 +7,7 @@ between the two. `NodeReport` comes back from a node that is watched (`multinode
 import base64
 import json
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,14 @@ NODE_PROCESS = (
 _PIECE_CHARS = 1000  # of a report per line: lines this short stay whole in any pipe
 # pdsh puts the host before each line
 _PIECE = re.compile(rb"^(?:(?P<host>\S+): )?\x1e(?P<sign>[+.])(?P<piece>[\w=-]*)\r?\n?$")
+
+
+class ElasticLimits(NamedTuple):
+    """Of a job that goes on when nodes are lost; `min_nodes` is 0 for one that does not."""
+
+    min_nodes: int = 0
+    max_nodes: int = 0
+    max_restarts: int = 0
 
 
 class LaunchPlan(NamedTuple):
@@ -47,6 +56,18 @@ class LaunchPlan(NamedTuple):
     slots_of_nodes: Sequence[Sequence[int]] | None = None
     run_id: str = "deepspeed"
     is_watched: bool = False
+    min_nodes: int = 0
+    max_nodes: int = 0
+    max_restarts: int = 0
+
+    def with_limits(self, limits: ElasticLimits) -> "LaunchPlan":
+        """The plan of a job with these limits."""
+        return self._replace(**limits._asdict())
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job goes on when nodes are lost, with `min_nodes` to `max_nodes`."""
+        return self.min_nodes > 0
 
     def on_node(self, node_rank: int) -> "LaunchPlan":
         """The plan with the slots of one node."""
@@ -88,6 +109,32 @@ class NodeReport(NamedTuple):
         pieces = [word[start : start + _PIECE_CHARS] for start in range(0, len(word), _PIECE_CHARS)]
         signs = "+" * (len(pieces) - 1) + "."
         return "".join(f"\x1e{sign}{piece}\n" for sign, piece in zip(signs, pieces, strict=True))
+
+
+class NodeFailure(NamedTuple):
+    """Why a node ended its ranks, for the other nodes (`nodes.py`, `membership.py`).
+
+    Args:
+        node_rank: of that node.
+        rank: that failed there; None where it is not known.
+        exit_code: for the shell.
+        is_consequence: whether the failure may be another rank's fault.
+        words: the exception, or what is known instead.
+        stopped_by: the signal by which that node was told to end; 0 for none.
+    """
+
+    node_rank: int
+    rank: int | None
+    exit_code: int
+    is_consequence: bool
+    words: str
+    stopped_by: int = 0
+
+    def __str__(self) -> str:
+        who = f"node {self.node_rank}" if self.rank is None else f"rank {self.rank} on node {self.node_rank}"
+        if self.stopped_by:
+            return f"{who} was told to end ({signal.Signals(self.stopped_by).name})"
+        return f"{who} failed{f': {self.words}' if self.words else ''}"
 
 
 class ReportReader:

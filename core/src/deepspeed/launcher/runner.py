@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from deepspeed._absent import complete
 from deepspeed.errors import ConfigError, DeepSpeedError
-from deepspeed.launcher.arguments import check_launcher, parse_arguments
+from deepspeed.launcher.arguments import check_launcher, elastic_limits, parse_arguments
 from deepspeed.launcher.environment import (
     DEEPSPEED_ENVIRONMENT_NAME,
     DEEPSPEED_ENVIRONMENT_PATHS,
@@ -24,6 +24,7 @@ from deepspeed.launcher.hostfile import fetch_hostfile
 from deepspeed.launcher.multinode.start import (
     choose_hosts,
     find_address,
+    find_own_address,
     find_runner,
     make_commands,
     make_runner,
@@ -76,7 +77,13 @@ def _launch(argv: Sequence[str]) -> NoReturn:
         _become_node(make_plan_by_hand(arguments, hosts), max(arguments.node_rank, 0), arguments)
     if is_many(arguments, hosts):
         _start_many(None, arguments, hosts)
-    _become_node(make_plan(arguments, hosts), 0, arguments)
+    plan = make_plan(arguments, hosts).with_limits(elastic_limits(arguments, 1))
+    if plan.max_nodes > 1:
+        raise ConfigError(
+            f"--max_elastic_nodes {plan.max_nodes}: needs the hosts; give a --hostfile, or call the command on each "
+            "host by --no_ssh, --node_rank and --master_addr"
+        )
+    _become_node(plan, 0, arguments)
 
 
 def is_many(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> bool:
@@ -115,9 +122,12 @@ def _start_many(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[
     """Start the job by a plugin's launcher, or by one of ours where `kind` is None."""
     environment = os.environ
     if kind is None:
-        kind = runner_class(args.launcher)
+        kind = runner_class("ssh" if args.elastic_training else args.launcher)
         if hosts and args.launcher != "slurm":
+            asked_address = args.master_addr
             args.master_addr = find_address(args, hosts, environment)
+            if args.elastic_training:
+                args.master_addr = find_own_address(asked_address, hosts)
             if args.master_port is None and all(is_local(host) for host in hosts):
                 from deepspeed.launcher.launch import choose_port  # late: logging costs start-up time
 
@@ -128,7 +138,7 @@ def _start_many(kind: Any, args: "argparse.Namespace", hosts: Mapping[str, list[
     runner = make_runner(kind, args, hosts)
     if args.dry_run:
         _show(make_commands(runner, environment, hosts))
-    start(runner, environment, hosts)
+    start(runner, environment, hosts, elastic_limits(args, len(hosts)))
 
 
 def _show(commands: Mapping[str, Sequence[str]]) -> NoReturn:
@@ -173,25 +183,33 @@ def make_plan_by_hand(args: "argparse.Namespace", hosts: Mapping[str, list[int]]
         ConfigError: it is not said which node this is, or where node 0 is.
     """
     num_nodes = len(hosts) or args.num_nodes or 1
-    if num_nodes > 1:
+    limits = elastic_limits(args, num_nodes)
+    if args.elastic_training and not hosts and args.num_nodes is None:
+        num_nodes = limits.max_nodes
+    is_many = max(num_nodes, limits.max_nodes) > 1
+    if is_many:
         for flag, is_given in (("--node_rank", args.node_rank >= 0), ("--master_addr", args.master_addr)):
             if not is_given:
                 raise ConfigError(
-                    f"--no_ssh: {flag} is missing; each of the {num_nodes} nodes is called with its own --node_rank, "
+                    f"--no_ssh: {flag} is missing; each of the nodes is called with its own --node_rank, "
                     "and with the address of node 0 as --master_addr"
                 )
-    if args.node_rank >= num_nodes:
+    if args.node_rank >= (len(hosts) or num_nodes) and (hosts or not args.elastic_training):
         raise ConfigError(
             f"--node_rank {args.node_rank}: the nodes are 0 to {num_nodes - 1}; a --hostfile or --num_nodes says more"
         )
     slots = list(hosts.values())
-    plan = make_plan(args, {})._replace(
-        num_nodes=num_nodes,
-        slots_of_nodes=slots or None,
-        run_id="deepspeed",
-        num_ranks=None if hosts else args.num_gpus,
+    plan = (
+        make_plan(args, {})
+        ._replace(
+            num_nodes=num_nodes,
+            slots_of_nodes=slots or None,
+            run_id="deepspeed",
+            num_ranks=None if hosts else args.num_gpus,
+        )
+        .with_limits(limits)
     )
-    return plan._replace(master_port=plan.master_port or DEFAULT_MASTER_PORT) if num_nodes > 1 else plan
+    return plan._replace(master_port=plan.master_port or DEFAULT_MASTER_PORT) if is_many else plan
 
 
 def _local_slots(text: str, flag: str) -> list[int] | None:

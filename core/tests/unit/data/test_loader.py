@@ -81,6 +81,33 @@ def test_a_dataset_that_ranks_cannot_share(dataset):
         DeepSpeedDataLoader(dataset, 2, num_replicas=2, rank=0)
 
 
+def test_a_job_resumes_with_other_ranks_where_it_was():
+    """Two epochs of 24 samples, global batches of 12: each time with another number of ranks."""
+
+    def batches(world_size, num_samples, count):
+        loaders = [
+            DeepSpeedDataLoader(Numbers(24), 2, num_replicas=world_size, rank=rank) for rank in range(world_size)
+        ]
+        for loader in loaders:
+            loader.resume(num_samples)
+        ranks = [RepeatingLoader(loader) for loader in loaders]
+        steps = 12 // (2 * world_size)
+        return [sorted(int(n) for rank in ranks for _ in range(steps) for n in next(rank)) for _ in range(count)]
+
+    unbroken = batches(1, 0, 4)
+    assert sorted(unbroken[0] + unbroken[1]) == sorted(unbroken[2] + unbroken[3]) == list(range(24))
+    assert unbroken[0] != unbroken[2]
+    assert batches(2, 0, 1) + batches(3, 12, 1) + batches(1, 24, 1) + batches(6, 36, 1) == unbroken
+    assert batches(3, 12, 3) == unbroken[1:]
+
+
+def test_a_resume_that_cannot_be_exact_is_refused():
+    with pytest.raises(ConfigError, match="asked for 4 of 7 samples, which are not whole batches of 1 rank x 4"):
+        DeepSpeedDataLoader(Numbers(7), 4, num_replicas=1, rank=0).resume(4)
+    with pytest.raises(ConfigError, match="resume: an iterable dataset decides by itself"):
+        DeepSpeedDataLoader(Stream(), 2, num_replicas=2, rank=1).resume(4)
+
+
 def test_collate():
     loader = DeepSpeedDataLoader(Numbers(2), 2, num_replicas=1, rank=0, shuffle=False, collate_fn=tuple)
     assert list(loader) == [(0, 1)]

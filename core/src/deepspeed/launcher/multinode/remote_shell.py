@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from deepspeed.errors import ConfigError
+from deepspeed.launcher.arguments import elastic_limits
 from deepspeed.launcher.environment import exported, read_environment_files
 from deepspeed.launcher.multinode.runner import MultiNodeRunner
 from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, NODE_PROCESS, LaunchPlan
@@ -48,9 +49,11 @@ class RemoteShellRunner(MultiNodeRunner):
             log_only=args.enable_each_rank_log is not None,
             num_nodes=len(slots),
             slots_of_nodes=slots[:1] if all(each == slots[0] for each in slots) else slots,
-            run_id=f"deepspeed-{os.getpid()}",
+            run_id="deepspeed"
+            if args.elastic_training
+            else f"deepspeed-{os.getpid()}",  # a node that comes later tells the same
             is_watched=True,
-        )
+        ).with_limits(elastic_limits(args, len(slots)))
         variables = [f"{name}={value}" for name, value in exported(environment, read_environment_files()).items()]
         node = [sys.executable, "-c", NODE_PROCESS, plan.encode(), node_rank, args.user_script, *args.user_args]
         steps = [f"cd {shlex.quote(os.getcwd())}"]

@@ -10,7 +10,7 @@ from deepspeed.errors import ConfigError, PluginError, counted
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
 from deepspeed.launcher.hostfile import fetch_hostfile
 from deepspeed.launcher.multinode.runner import MultiNodeRunner
-from deepspeed.launcher.plan import encode_world_info
+from deepspeed.launcher.plan import DEFAULT_MASTER_PORT, ElasticLimits, encode_world_info
 from deepspeed.launcher.resources import is_local, parse_inclusion_exclusion, parse_node_list
 
 TYPE_CHECKING = False
@@ -83,8 +83,10 @@ def make_commands(runner: Any, environment: Mapping[str, str], hosts: Mapping[st
     return commands
 
 
-def start(runner: Any, environment: Mapping[str, str], hosts: Mapping[str, list[int]]) -> NoReturn:
-    """Run what the launcher writes: watch it if it is one of ours, else become it.
+def start(
+    runner: Any, environment: Mapping[str, str], hosts: Mapping[str, list[int]], limits: ElasticLimits
+) -> NoReturn:
+    """Run what the launcher writes: watch it if it is one of ours, else become it. `limits`: of an elastic job.
 
     Raises:
         ConfigError: its program cannot be run.
@@ -96,8 +98,14 @@ def start(runner: Any, environment: Mapping[str, str], hosts: Mapping[str, list[
         from deepspeed.launcher.multinode.watch import Watcher
         from deepspeed.launcher.pid_file import pid_file
 
+        coordinator = None
+        if limits.min_nodes:
+            from deepspeed.launcher.membership import Coordinator
+
+            port = runner.args.master_port or DEFAULT_MASTER_PORT
+            coordinator = Coordinator(port, "deepspeed", *limits, len(hosts), lambda line: say(f"deepspeed: {line}"))
         with pid_file() if runner.args.save_pid else nullcontext():
-            code = Watcher(commands, environment, runner.is_one_for_all).run()
+            code = Watcher(commands, environment, runner.is_one_for_all, coordinator).run()
         sys.exit(code)
     (command,) = commands.values()
     sys.stdout.flush()
@@ -131,6 +139,34 @@ def find_address(args: "argparse.Namespace", hosts: Mapping[str, list[int]], env
     if address is None:
         raise ConfigError(f"{first}: `hostname -I` there prints no address; give --master_addr")
     return address
+
+
+def find_own_address(asked: str, hosts: Mapping[str, list[int]]) -> str:
+    """The address of this machine for the hosts of an elastic job, whose list of nodes is kept here.
+
+    Args:
+        asked: --master_addr; "" without it.
+        hosts: of the job.
+
+    Raises:
+        ConfigError: this machine does not know the first host by its name.
+    """
+    if asked:
+        return asked
+    there = next((host for host in hosts if not is_local(host)), None)
+    if there is None:
+        return "127.0.0.1"
+    import socket  # late: most starts need none
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((there, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"{there}: ssh knows this host, and the network does not ({error.strerror}); give the address of this "
+            "machine as --master_addr"
+        ) from error
 
 
 def say(line: str) -> None:

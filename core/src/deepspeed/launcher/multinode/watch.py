@@ -16,6 +16,7 @@ from typing import Any
 
 from deepspeed.errors import ConfigError
 from deepspeed.launcher.console import write_console
+from deepspeed.launcher.membership import Coordinator
 from deepspeed.launcher.plan import ReportReader
 
 _CHUNK_BYTES = 65536
@@ -62,11 +63,17 @@ class Watcher:
         commands: host -> command; or one command for all hosts, under any name.
         environment: of the commands.
         is_one_for_all: whether that one command puts the host before each line, as pdsh does, and passes on no stdin.
+        coordinator: of an elastic job, which goes on when hosts end.
     """
 
     def __init__(
-        self, commands: Mapping[str, Sequence[str]], environment: Mapping[str, str], is_one_for_all: bool
+        self,
+        commands: Mapping[str, Sequence[str]],
+        environment: Mapping[str, str],
+        is_one_for_all: bool,
+        coordinator: Coordinator | None = None,
     ) -> None:
+        self._coordinator = coordinator
         self._commands = commands
         self._environment = environment
         self._is_one_for_all = is_one_for_all
@@ -86,6 +93,8 @@ class Watcher:
         self._selector.register(wake_read, selectors.EVENT_READ, None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self._take_signals()
+        if self._coordinator is not None:
+            self._coordinator.start()
         try:
             for name, command in self._commands.items():
                 self._start(name, command)
@@ -95,6 +104,11 @@ class Watcher:
             signal.set_wakeup_fd(-1)
             for host in self._running:
                 host.process.kill()
+        if self._coordinator is not None:
+            verdict = self._coordinator.verdict  # before the end, which is one, too
+            self._coordinator.finish()
+            if verdict is not None and verdict.exit_code == 0:
+                return 0
         return self._last_words()
 
     def _start(self, name: str, command: Sequence[str]) -> None:
@@ -160,6 +174,8 @@ class Watcher:
     def _pass_on(self, number: int) -> None:
         ends = number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if ends:
+            if self._coordinator is not None:
+                self._coordinator.stop()
             self._failed.append(("", 128 + number))
             self._is_stopped = True
             self._deadline = time.monotonic() + _KILL_AFTER_S
@@ -181,6 +197,10 @@ class Watcher:
         self._failed.append((host.name, 128 - code if code < 0 else code))
         if self._is_stopped:
             return
+        if self._coordinator is not None:
+            self._coordinator.expect(len(self._running))
+            if self._coordinator.verdict is None:
+                return
         blames_another = any(name == host.name and report.is_consequence for name, report in self._reader.reports)
         if blames_another:
             self._deadline = self._deadline or time.monotonic() + _STOP_AFTER_S

@@ -1,0 +1,323 @@
+"""A node of an elastic job: torch's elastic agent, which forms its ranks again when `membership.py` says so.
+
+`NodeLink` is the connection to the process that keeps the list of nodes. `ElasticRendezvous` gives the agent its place
+in each round, and a store that the round's first node opens, so that no round depends on a node that was lost.
+`ElasticAgent` is `NodeAgent` for several rounds: a failure, here or on another node, ends the ranks, and torch's loop
+asks for the next round. What a rank wrote belongs to its round.
+"""
+
+import json
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError, PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.rendezvous import (
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from deepspeed.errors import ConfigError, first_line
+from deepspeed.launcher.failure import describe_job
+from deepspeed.launcher.membership import MEETING_TIMEOUT_S, Message, keep_alive
+from deepspeed.launcher.node_agent import ELSEWHERE, FAILURE_GRACE_S, NodeAgent, RankCommand, rank_environment
+from deepspeed.launcher.output import OutputReader
+from deepspeed.launcher.plan import NodeFailure
+
+_CONNECT_S = 5.0
+_RETRY_S = 0.2
+_STORE_TIMEOUT_S = 60.0
+_ANY_NUMBER = 1_000_000  # of restarts for torch: `membership.py` counts them
+_CHUNK_BYTES = 65536
+_GONE = {"kind": "end", "exit_code": 1, "failure": None, "is_blamed": False}
+
+
+class NodeLink:
+    """The connection of this node.
+
+    Args:
+        address, port: of the process that keeps the list.
+        hello: what it is told first: run_id, name, node_rank, num_ranks.
+
+    Raises:
+        ConfigError: nobody answers there for 15 minutes.
+    """
+
+    def __init__(self, address: str, port: int, hello: Message) -> None:
+        self._address, self._port = address, port
+        self._socket = self._connect()
+        self.own_address = str(self._socket.getsockname()[0])  # by which the others reach this node
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.end: Message | None = None  # how the job ended, once that is known
+        self.notify: Callable[[], None] = lambda: None  # called in a thread when there is a message
+        self.send({"kind": "hello", **hello})
+        self._thread = threading.Thread(target=self._run, name="node-link", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """Say something; nothing where the connection is gone, for that is in the inbox."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Take leave."""
+        with suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+    def _connect(self) -> socket.socket:
+        deadline = time.monotonic() + MEETING_TIMEOUT_S
+        while True:
+            try:
+                connection = socket.create_connection((self._address, self._port), _CONNECT_S)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"nobody answers at {self._address}:{self._port} ({first_line(error)}); check that the job "
+                        "runs, --master_addr and --master_port, and that the port is open to this host"
+                    ) from error
+                time.sleep(_RETRY_S)
+                continue
+            connection.settimeout(None)
+            keep_alive(connection)
+            return connection
+
+    def _run(self) -> None:
+        unfinished = b""
+        while data := self._receive():
+            *lines, unfinished = (unfinished + data).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+        if self.end is None:
+            self._take(_GONE)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(_CHUNK_BYTES)
+        except OSError:
+            return b""
+
+    def _take(self, message: Message) -> None:
+        if message["kind"] == "end":
+            self.end = message
+        self.inbox.put(message)
+        self.notify()
+
+
+class ElasticRendezvous(RendezvousHandler):
+    """Gives torch's agent the place of this node in each round, until the job has ended.
+
+    Args:
+        link: to the process that keeps the list.
+        run_id: of the job.
+    """
+
+    def __init__(self, link: NodeLink, run_id: str) -> None:
+        self.round = -1
+        self.counts: list[int] = []  # ranks of each node, in their order
+        self._link = link
+        self._run_id = run_id
+        self._store: TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for a place in the next round.
+
+        Raises:
+            RendezvousGracefulExitError: the job has ended.
+        """
+        self._store = None
+        while True:
+            self._link.send({"kind": "ready", "round": self.round})
+            message = self._link.inbox.get()
+            if message["kind"] == "round":
+                self.round, self.counts = message["round"], message["counts"]
+                address = self._open(message) if message["place"] == 0 else self._connect(message)
+                if address is not None:
+                    assert self._store is not None
+                    store = PrefixStore(self._run_id, self._store)
+                    where = RendezvousStoreInfo(*address)
+                    return RendezvousInfo(store, message["place"], len(self.counts), where)
+            elif message["kind"] == "refused":
+                raise ConfigError(f"--master_addr: {message['words']}; check --master_port")
+            elif message["kind"] == "end":
+                raise RendezvousGracefulExitError("the job has ended")
+
+    def _open(self, message: Message) -> tuple[str, int]:
+        """Open the store of the round, and tell the others where."""
+        self._store = TCPStore(self._link.own_address, 0, None, True, timedelta(seconds=_STORE_TIMEOUT_S), False)
+        address = (self._link.own_address, int(self._store.port))
+        self._link.send({"kind": "store", "round": message["round"], "address": address})
+        return address
+
+    def _connect(self, message: Message) -> tuple[str, int] | None:
+        """Join the store of the round's first node; None where the round ends before that."""
+        told = self._link.inbox.get()
+        if told["kind"] != "store" or told["round"] != message["round"]:
+            if told["kind"] == "end":
+                self._link.inbox.put(told)
+            return None
+        address, port = told["address"]
+        try:
+            self._store = TCPStore(address, port, None, False, timedelta(seconds=_STORE_TIMEOUT_S), False)
+        except (DistNetworkError, RuntimeError) as error:
+            words = f"the store at {address}:{port} does not answer ({first_line(error)})"
+            failure = NodeFailure(message["place"], None, 1, True, words)
+            self._link.send(_failed(message["round"], failure, is_final=False))
+            return None
+        return address, port
+
+    def get_backend(self) -> str:
+        return "deepspeed-elastic"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return self._link.end is not None
+
+    def set_closed(self) -> None:
+        """Only the process that keeps the list ends the job."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0  # a node that waits has the round ended by a message
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
+
+
+class ElasticAgent(NodeAgent):
+    """Runs the ranks of this node, round after round.
+
+    Args:
+        commands: of each local rank.
+        rendezvous: of this node.
+        link: that of the rendezvous.
+        make_output: makes the reader of a round.
+        say: shows a text to the user.
+        max_restarts: for the ranks' environment.
+        is_watched: see `NodeAgent`.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[RankCommand],
+        rendezvous: ElasticRendezvous,
+        link: NodeLink,
+        make_output: Callable[[], OutputReader],
+        say: Callable[[str], None],
+        max_restarts: int,
+        is_watched: bool,
+    ) -> None:
+        super().__init__(commands, rendezvous, make_output(), is_watched, _ANY_NUMBER)
+        self._rendezvous_handler = rendezvous
+        self._link = link
+        self._make_output = make_output
+        self._say = say
+        self._max_restarts = max_restarts
+
+    def finish_output(self) -> None:
+        """Read what the ranks of the last round wrote."""
+        self._output.finish()
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """torch's asks the store for the numbers, and waits for a node that may be lost; the round has told them."""
+        counts = self._rendezvous_handler.counts
+        first, total = sum(counts[:group_rank]), sum(counts)
+        return [
+            Worker(
+                local_rank=each,
+                global_rank=first + each,
+                role_rank=first + each,
+                world_size=total,
+                role_world_size=total,
+            )
+            for each in range(spec.local_world_size)
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._processes:
+            self._output.finish()
+            if self.cause is not None:
+                self._say(self.describe())
+            self._output = self._make_output()
+            self._processes, self.cause = {}, None
+        self._ended = queue.SimpleQueue()
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous_handler.round)  # also for `note_end`
+        return super()._start_workers(worker_group)
+
+    def describe(self) -> str:
+        """The report on the rank that failed."""
+        assert self.cause is not None
+        return describe_job(self.cause, [end for end in self.ends() if end.rank != self.cause.rank])
+
+    def _rank_environment(self, worker_group: WorkerGroup, worker: Any) -> dict[str, str]:
+        return {
+            **rank_environment(worker_group, worker),
+            "TORCHELASTIC_RESTART_COUNT": str(self._rendezvous_handler.round),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
+        }
+
+    def _meet_peers(self, worker_group: WorkerGroup) -> None:
+        ended = self._ended
+        self._link.notify = lambda: ended.put(ELSEWHERE)
+        if not self._link.inbox.empty():  # it came before there was somebody to notify
+            ended.put(ELSEWHERE)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state != WorkerState.SUCCEEDED:
+            return result
+        self._link.send({"kind": "done", "round": self._rendezvous_handler.round})
+        while self._link.inbox.empty():
+            self._ended.get()
+        # the end is success; else other nodes need this one again, or what it has saved
+        succeeded = self._link.end is not None and self._link.end["exit_code"] == 0
+        return result if succeeded else RunResult(state=WorkerState.UNHEALTHY)
+
+    def _has_cause_elsewhere(self) -> bool:
+        return not self._link.inbox.empty()
+
+    def _blame_elsewhere(self) -> RunResult:
+        if self._link.inbox.empty():
+            return RunResult(state=WorkerState.HEALTHY)
+        self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
+        return RunResult(state=WorkerState.UNHEALTHY)
+
+    def _tell(self, failure: NodeFailure) -> None:
+        if failure.stopped_by:  # this node leaves; the end of its connection says so
+            return
+        uncaught = None if failure.rank is None else self._output.uncaught(failure.rank)
+        is_final = uncaught is not None and uncaught.is_config_error
+        self._link.send(_failed(self._rendezvous_handler.round, failure, is_final))
+
+    def _exit_barrier(self) -> None:
+        """`_monitor_workers` has waited for the others."""
+
+    def leave(self) -> None:
+        """Take leave of the other nodes; after the run, however it ended."""
+        self._link.notify = lambda: None
+        self._link.close()
+
+
+def _failed(number: int, failure: NodeFailure, is_final: bool) -> Message:
+    return {"kind": "failed", "round": number, "failure": failure._asdict(), "is_final": is_final}

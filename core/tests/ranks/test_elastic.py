@@ -1,0 +1,169 @@
+"""A job that loses ranks and hosts, and takes hosts in: `deepspeed --elastic_training`, with real kills.
+
+Hosts are this machine, by the stand-in for ssh of conftest.py. No test sleeps: what a rank waits for is what the test
+is about, or a fifo; end of file on the output says that every process that held it is gone.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.launcher.launch import find_free_port
+from deepspeed.testing.tiers import swept
+
+LIMIT_S = 240
+COMMAND = [sys.executable, "-c", "from deepspeed.launcher.runner import main; main()"]
+STEPS, BATCH = 8, 8
+
+# Trains on 64 samples, each once; saves after each step without waiting for the disk. What it saw of a step and its
+# loss stand in a file of the process. `trouble(step)` is of the test.
+TRAIN = f"""
+import json, os, signal, sys
+import deepspeed, torch
+from pathlib import Path
+TROUBLE
+round_number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+first_round = round_number == 0
+torch.manual_seed(0)
+x, y = torch.randn({STEPS * BATCH}, 4), torch.randn({STEPS * BATCH}, 1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+config = {{
+    "optimizer": {{"type": "Adam", "params": {{"lr": 0.01}}}}, "zero_optimization": {{"stage": 1}},
+    "gradient_clipping": 0.0, "checkpoint": {{"async_save": True}}, **json.loads(sys.argv[-1]),
+}}
+data = torch.utils.data.TensorDataset(x, y, torch.arange({STEPS * BATCH}))
+engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=data)
+assert engine.train_batch_size() == {BATCH}
+engine.load_checkpoint("saved")
+loader.resume(engine.global_samples)
+batches = iter(loader)
+out = open(f"{{os.getpid()}}.jsonl", "a")
+while engine.global_steps < {STEPS}:
+    step, ids, losses = engine.global_steps, [], []
+    trouble(step)
+    for _ in range(engine.gradient_accumulation_steps()):
+        x, y, number = next(batches)
+        loss = (engine(x) - y).square().mean()
+        engine.backward(loss)
+        engine.step()
+        ids += number.tolist()
+        losses.append(loss.item())
+    record = {{"round": round_number, "world": torch.distributed.get_world_size(), "step": step}}
+    record |= {{"ids": ids, "losses": losses}}
+    out.write(json.dumps(record) + "\\n")
+    out.flush()
+    engine.save_checkpoint("saved")
+engine.destroy()
+"""
+FIXED = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 2}
+ELASTIC = {
+    "elasticity": {
+        "enabled": True,
+        "max_train_batch_size": BATCH,
+        "micro_batch_sizes": [2],
+        "max_gpus": 4,
+        "version": 0.1,
+    }
+}
+
+
+def write_script(trouble):
+    Path("train.py").write_text(TRAIN.replace("TROUBLE", trouble))
+
+
+def start(*words, **options):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.Popen([*COMMAND, "--elastic_training", *words], **pipes)
+
+
+def unbroken_losses():
+    """Of each step, by plain torch on whole batches; the order is that of the sampler for one rank."""
+    torch.manual_seed(0)
+    x, y = torch.randn(STEPS * BATCH, 4), torch.randn(STEPS * BATCH, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    sampler = torch.utils.data.DistributedSampler(range(STEPS * BATCH), num_replicas=1, rank=0, seed=0)
+    losses = []
+    for batch in torch.tensor(list(sampler)).split(BATCH):
+        loss = (model(x[batch]) - y[batch]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def check_training():
+    """The losses are those of an unbroken run, and each sample counts once; the number of ranks of each round."""
+    records = [json.loads(line) for file in Path().glob("*.jsonl") for line in file.read_text().splitlines()]
+    found, seen = [], []
+    for step in range(STEPS):
+        of_step = [record for record in records if record["step"] == step]
+        last = max(record["round"] for record in of_step)
+        counted = [record for record in of_step if record["round"] == last]  # earlier ones were lost with a host
+        assert len(counted) == counted[0]["world"]
+        losses = [loss for record in counted for loss in record["losses"]]
+        found.append(sum(losses) / len(losses))
+        seen += [number for record in counted for number in record["ids"]]
+    assert found == pytest.approx(unbroken_losses(), rel=1e-5)
+    assert sorted(seen) == list(range(STEPS * BATCH))
+    return {record["round"]: record["world"] for record in records}
+
+
+def is_free(port):
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", port))
+    return True
+
+
+KILL_A_HOST = """
+def trouble(step):
+    if first_round and step == 3 and os.environ["SSH_HOST"] == "{host}":
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+    if step == 5 and not first_round and os.environ["WORLD_SIZE"] == "1":
+        os.write(1, b"alone\\n")
+        signal.pause()
+"""
+
+
+@pytest.mark.parametrize("host", swept(["127.0.0.1", "127.0.0.2"], lambda host: host == "127.0.0.1"))
+def test_a_host_is_killed_and_another_comes_later(hosts, host):
+    (hosts / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    write_script(KILL_A_HOST.format(host=host))
+    port = find_free_port()
+    where = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+    limits = ["--min_elastic_nodes", "1", "--max_elastic_nodes", "2", "--max_restarts", "0"]
+    job = start("-H", "hosts", *where, *limits, "train.py", json.dumps(ELASTIC))
+    line = job.stdout.readline()
+    assert line.endswith("alone\n"), job.communicate()
+    late = start("--no_ssh", *where, "--node_rank", "7", "--num_gpus", "1", "train.py", json.dumps(ELASTIC))
+    _, errors = job.communicate(timeout=LIMIT_S)
+    late_errors = late.communicate(timeout=LIMIT_S)[1]
+    assert (job.returncode, late.returncode) == (0, 0), errors + late_errors
+    assert "is lost; the ranks of 1 other node form again" in errors
+    assert "has come; the ranks form again with it" in errors
+    assert check_training() == {0: 2, 1: 1, 2: 2}
+    assert is_free(port)
+
+
+KILL_A_RANK = """
+def trouble(step):
+    if first_round and step == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_is_killed_and_the_job_goes_on(folder):
+    write_script(KILL_A_RANK)
+    job = start("--num_gpus", "2", "train.py", json.dumps(FIXED))
+    _, errors = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, errors
+    assert "2 ranks on 1 node go on; restart 1 of 3\n" in errors
+    assert "was killed by SIGKILL; the other ranks were stopped." in errors
+    assert check_training() == {0: 2, 1: 2}
