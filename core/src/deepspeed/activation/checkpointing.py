@@ -33,7 +33,7 @@ from deepspeed.activation.rng import (
 )
 from deepspeed.comm.backend import GroupBackend
 from deepspeed.config import DeepSpeedConfig, read_config
-from deepspeed.errors import ConfigError
+from deepspeed.errors import ConfigError, whole_number
 from deepspeed.log import report
 from deepspeed.parallel.running import RunningModel, running, running_model
 
@@ -92,7 +92,7 @@ def configure(
         profile: log the time of each block's forward and of its recomputation.
 
     Raises:
-        ConfigError: for `contiguous_checkpointing` without `num_checkpoints`.
+        ConfigError: for `contiguous_checkpointing` without `num_checkpoints`, and one that is no such number.
     """
     global _settings
     section = _section(deepspeed_config)
@@ -108,6 +108,8 @@ def configure(
         argument: getattr(section, key, None) if asked[argument] is None else asked[argument]
         for argument, key in _KEYS.items()
     }
+    if found["num_checkpoints"] is not None:
+        whole_number("deepspeed.checkpointing.configure: num_checkpoints", found["num_checkpoints"], least=0)
     if found["contiguous_checkpointing"] and not found["num_checkpoints"]:
         raise ConfigError(
             "deepspeed.checkpointing.configure: contiguous_checkpointing (activation_checkpointing."

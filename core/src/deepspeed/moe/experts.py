@@ -94,9 +94,16 @@ def make_experts(source: ExpertSource, num_experts: int, held: range) -> list[nn
                 "function that makes it, such as lambda: Expert(...)"
             )
         return [copy.deepcopy(source) for _ in held]
+    if not callable(source):
+        raise ConfigError(
+            f"MoE: expert is {type(source).__name__}; give a module, of which copies are made, or a function "
+            "that makes one, such as lambda: Expert(...)"
+        )
     made: list[nn.Module] = []
     for index in range(num_experts):
         expert = source()
+        if not isinstance(expert, nn.Module):
+            raise ConfigError(f"MoE: expert gave {type(expert).__name__}; give a module, or a function that makes one")
         if index in held:
             made.append(expert)
     return made

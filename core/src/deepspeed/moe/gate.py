@@ -18,6 +18,7 @@ Shape legend: T tokens, E experts, K choices of a token (k), H hidden size.
 
 import math
 from dataclasses import dataclass
+from typing import SupportsFloat, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -92,17 +93,18 @@ class TopKGate(nn.Module):
         z_loss_coefficient: float = 0.0,
     ) -> None:
         super().__init__()
-        if not 1 <= k <= num_experts:
-            raise ConfigError(f"MoE: found k {k} with num_experts {num_experts}; give a k from 1 to {num_experts}")
+        if not isinstance(k, SupportsIndex) or not 1 <= k <= num_experts:
+            raise ConfigError(f"MoE: found k {k!r} with num_experts {num_experts}; give a k from 1 to {num_experts}")
         if noisy_gate_policy not in NOISE_POLICIES:
             raise ConfigError(
                 f"MoE: found noisy_gate_policy {noisy_gate_policy!r}; give one of "
                 f"{', '.join(map(repr, NOISE_POLICIES))}"
             )
-        if min(capacity_factor, eval_capacity_factor) <= 0:
+        factors = capacity_factor, eval_capacity_factor
+        if not all(isinstance(each, SupportsFloat) and each > 0 for each in factors):
             raise ConfigError(
-                f"MoE: found capacity_factor {capacity_factor} and eval_capacity_factor {eval_capacity_factor}; give "
-                "positive numbers, or drop_tokens=False for no limit"
+                f"MoE: found capacity_factor {capacity_factor!r} and eval_capacity_factor {eval_capacity_factor!r}; "
+                "give positive numbers, or drop_tokens=False for no limit"
             )
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.num_experts = num_experts

@@ -354,6 +354,11 @@ def _check_functions(**given: Any) -> None:
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
     world_size = dist.get_world_group().size()
+    if topology is not None and not isinstance(topology, ProcessTopology):
+        raise ConfigError(
+            f"PipelineModule: topology is {type(topology).__name__}; give a ProcessTopology, such as "
+            "PipeDataParallelTopology(num_pp=2, num_dp=1), or num_stages alone"
+        )
     if topology is not None:
         check_world(topology, world_size)
         if num_stages not in (None, topology.get_dim("pipe")):

@@ -131,6 +131,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
         self._undo = contextlib.ExitStack()
         if not enabled:
             return
+        _check_arguments(module, dtype, mpu)
         source = config_dict_or_path if config_dict_or_path is not None else config
         settings = None if source is None else DeepSpeedConfig(read_config(source), batch_required=False)
         self._check(settings)
@@ -299,3 +300,13 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
         undo.callback(delattr, owner, name)
     else:
         undo.callback(setattr, owner, name, former)
+
+
+def _check_arguments(module: Any, dtype: Any, mpu: Any) -> None:
+    if module is not None and not isinstance(module, Module):
+        found = module.__name__ if isinstance(module, type) else type(module).__name__
+        raise ConfigError(f"zero.Init: module is {found}; give a module that was built, or leave it out")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"zero.Init: dtype is {dtype!r}; give a torch.dtype, such as torch.bfloat16")
+    if mpu is not None and not callable(getattr(mpu, "get_data_parallel_group", None)):
+        raise ConfigError(f"zero.Init: mpu is {mpu!r}; give an object with get_data_parallel_group()")

@@ -257,6 +257,8 @@ def _scatter(param: Parameter, value: Tensor, asked: str, name: str, pick: _Pick
     """Copy this rank's fragments of `value` to the tensors `name`, which `pick` gives."""
     note_write()
     sharding, group, index = _managed(param, asked)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{asked}: found {type(value).__name__}, wanted a tensor of the parameter's shape")
     if value.shape != shape_of(param):
         raise ValueError(
             f"{asked}: found a value of shape {tuple(value.shape)}, the parameter has {tuple(shape_of(param))}"

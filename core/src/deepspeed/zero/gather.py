@@ -146,7 +146,8 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
 
 def _listed(params: Any) -> list[Any]:
     """The parameters of an argument `params`."""
-    listed = [params] if isinstance(params, (torch.Tensor, Module, str)) or params is None else list(params)
+    is_one = isinstance(params, (torch.Tensor, Module, str)) or not isinstance(params, Iterable)
+    listed = [params] if is_one else list(params)
     listed = [each for each in listed if each is not None]
     if other := [each for each in listed if not isinstance(each, torch.Tensor)]:
         raise TypeError(

@@ -112,6 +112,8 @@ def _mark_named(
 def _mark(model: Module, classes: Sequence[type[Module] | str], flag: bool, raise_if_not_found: bool) -> list[Module]:
     if isinstance(classes, str) or not isinstance(classes, Sequence):
         raise TypeError(f"leaf_module_classes: found {type(classes).__name__}, wanted a list of classes or names")
+    if (other := next((each for each in classes if not isinstance(each, type | str)), None)) is not None:
+        raise TypeError(f"leaf_module_classes: found {other!r} in it, wanted classes or their names")
     found = [module for module in model.modules() if any(_is_of(module, each) for each in classes)]
     if raise_if_not_found:
         missing = [each for each in classes if not any(_is_of(module, each) for module in found)]

@@ -272,6 +272,13 @@ def test_a_buffer_needs_a_size():
     assert not checkpointing.is_configured()
 
 
+@pytest.mark.parametrize("number", ["two", -1, 1.5, True])
+def test_a_number_of_checkpoints_is_one(number):
+    with pytest.raises(ConfigError, match=rf"num_checkpoints: asked for {number!r}, allowed is an integer of"):
+        checkpointing.configure(None, num_checkpoints=number)
+    assert not checkpointing.is_configured()
+
+
 def test_an_mpu_without_tensor_parallelism_is_refused_when_it_is_needed():
     checkpointing.configure(object(), partition_activations=True)
     with pytest.raises(ConfigError, match="mpu_ is object, which has none of get_tensor_model_parallel_group"):

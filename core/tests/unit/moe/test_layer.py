@@ -139,6 +139,12 @@ def test_arguments_that_do_not_fit(message, arguments):
         MoE(WIDTH, nn.Linear(WIDTH, WIDTH), **arguments)
 
 
+@pytest.mark.parametrize(("found", "expert"), [("NoneType", None), ("int", lambda: 3)])
+def test_what_is_no_expert(found, expert):
+    with pytest.raises(ConfigError, match=f"MoE: expert (is|gave) {found}.*; give a module"):
+        MoE(WIDTH, expert, num_experts=2)
+
+
 def test_tutel_is_a_warning(monkeypatch):
     said = []
     monkeypatch.setattr(layer_module, "warn_once", said.append)

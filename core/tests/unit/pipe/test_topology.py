@@ -1,6 +1,8 @@
 """Grids of ranks: DeepSpeed's topologies, and the layout of a mesh that they give."""
 
+import deepspeed
 import pytest
+import torch
 from deepspeed.errors import ConfigError
 from deepspeed.pipe.topology import (
     PipeDataParallelTopology,
@@ -53,6 +55,11 @@ def test_wrong_places_are_refused():
         topology.filter_match(depth=0)
     with pytest.raises(ConfigError, match=r"sizes \[2\]"):
         ProcessTopology(["a", "b"], [2])
+
+
+def test_what_is_no_topology(single_rank):
+    with pytest.raises(ConfigError, match="PipelineModule: topology is int; give a ProcessTopology, such as PipeData"):
+        deepspeed.PipelineModule(layers=[torch.nn.ReLU()], topology=2)
 
 
 def test_the_layout_has_every_rank_where_the_topology_has_it():

@@ -79,12 +79,27 @@ def test_a_bias_that_is_none_is_passed_over():
         (lambda net: net.children(), "Linear"),
         (lambda net: net.named_parameters(), "tuple"),
         (lambda net: dict(net.named_parameters()), "str"),
+        (lambda net: 3, "int"),
     ],
 )
 def test_what_is_no_parameter_is_refused(params, found):
     """It would be passed over in silence, and the parameters stay empty."""
     with pytest.raises(TypeError, match=rf"^GatheredParameters: found {found}, wanted a parameter or an iter"):
         deepspeed.zero.GatheredParameters(params(nn.Sequential(nn.Linear(3, 2))))
+
+
+@pytest.mark.parametrize(
+    ("argument", "found", "wanted"),
+    [
+        ("module", "Linear", "a module that was built"),
+        ("dtype", "bf16", "a torch.dtype"),
+        ("mpu", "3", r"an object with get_data_parallel_group\(\)"),
+    ],
+)
+def test_init_names_an_argument_of_a_wrong_type(argument, found, wanted, single_rank):
+    given = {"Linear": nn.Linear, "3": 3}.get(found, found)
+    with pytest.raises(ConfigError, match=rf"zero.Init: {argument} is .*{found}.*; give {wanted}"):
+        deepspeed.zero.Init(**{argument: given})
 
 
 def test_an_exception_inside_passes_through():

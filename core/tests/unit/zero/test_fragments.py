@@ -76,6 +76,11 @@ def test_the_optimizers_state(engine):
     assert safe_get_full_optimizer_state(weight, "exp_avg").abs().sum() == 0
 
 
+def test_what_is_no_tensor(engine):
+    with pytest.raises(TypeError, match="safe_set_full_fp32_param: found list, wanted a tensor"):
+        safe_set_full_fp32_param(engine.module.weight, [1.0, 2.0])
+
+
 def test_a_parameter_that_nobody_manages(engine):
     alone = nn.Parameter(torch.ones(2))
     assert safe_get_full_fp32_param(alone) is None

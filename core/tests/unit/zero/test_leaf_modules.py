@@ -56,6 +56,11 @@ def test_the_classes_come_in_a_list(wrong):
         set_z3_leaf_modules(make(), wrong)
 
 
+def test_what_is_no_class():
+    with pytest.raises(TypeError, match="leaf_module_classes: found 3 in it, wanted classes or their names"):
+        set_z3_leaf_modules(make(), [3])
+
+
 def test_marks_by_name_and_by_suffix():
     model = torch.nn.ModuleDict(
         {"a": torch.nn.ModuleDict({"experts": torch.nn.Linear(1, 1)}), "b": torch.nn.Linear(1, 1)}
