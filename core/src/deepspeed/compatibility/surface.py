@@ -11,7 +11,11 @@ W, D, N = State.WORKS, State.DIFFERS, State.NOT_YET
 _AREAS: dict[str, list[tuple[str, State, str]]] = {
     "Setup and launcher": [
         ("deepspeed.initialize", D, "Models that divide themselves need `mpu`."),
-        ("deepspeed.init_distributed", W, "gloo and the accelerator's library; MPI discovery with the extra `mpi`."),
+        (
+            "deepspeed.init_distributed",
+            W,
+            "gloo, the accelerator's library, those of extensions; MPI discovery with the extra `mpi`.",
+        ),
         ("deepspeed.add_config_arguments", W, "`--deepspeed`, `--deepspeed_config`."),
         ("deepspeed.add_tuning_arguments", W, "The arguments of the learning rate schedules."),
         (

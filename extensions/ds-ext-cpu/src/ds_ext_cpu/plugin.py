@@ -46,7 +46,11 @@ def ds_op_builders() -> Mapping[str, type]:
 
 @hookimpl
 def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "GroupBackend | None":
-    """gloo's groups: ranks of one machine read each other's memory."""
+    """gloo's groups: ranks of one machine read each other's memory. `ccl` is registered with torch."""
+    if group is None and "ccl" in (entry.rpartition(":")[2] for entry in name.split(",")):
+        from ds_ext_cpu.comm.ccl import register
+
+        register()
     if name != "gloo" or group is None:
         return None
     from ds_ext_cpu.comm import ReadingGroup

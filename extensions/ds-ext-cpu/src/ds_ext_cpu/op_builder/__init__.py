@@ -25,6 +25,7 @@ _MODULES = {
     "InferenceCoreBuilder": "inference_core",
     "RaggedOpsBuilder": "ragged",
     "AsyncIOBuilder": "async_io",
+    "CCLCommBuilder": "comm",
 }
 
 

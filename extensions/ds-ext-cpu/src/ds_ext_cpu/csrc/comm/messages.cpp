@@ -1,0 +1,229 @@
+#include "comm/messages.h"
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+
+namespace ds_cpu::comm {
+namespace {
+
+constexpr int kLooks = 400;
+constexpr int64_t kLookNs = 100'000'000, kIdleNs = 5'000'000'000;
+
+constexpr uint32_t value(OfferState state) { return static_cast<uint32_t>(state); }
+
+}  // namespace
+
+Messages::Messages(Group& group) : group_(group), thread_([this] { run(); }) {}
+
+void Messages::start(Message message) {
+    {
+        const std::lock_guard lock(mutex_);
+        arrived_.push_back(std::move(message));
+    }
+    ring(group_.rank);
+}
+
+void Messages::stop() {
+    {
+        const std::lock_guard lock(mutex_);
+        is_stopped_ = true;
+    }
+    ring(group_.rank);
+    if (thread_.joinable()) thread_.join();
+}
+
+void Messages::ring(int peer) {
+    Cell& cell = group_.cell(peer);
+    cell.bell.fetch_add(1);
+    wake_sleepers(cell.bell, cell.bell_sleepers);
+}
+
+void Messages::run() {
+    Cell& own = group_.cell(group_.rank);
+    int num_looks = 0;
+    int64_t looked = now_ns();
+    while (true) {
+        const uint32_t seen = own.bell.load();
+        {
+            const std::lock_guard lock(mutex_);
+            open_.splice(open_.end(), arrived_);
+            if (is_stopped_) break;
+        }
+        try {
+            if (!open_.empty() && !group_.is_open()) {
+                Wait wait(nullptr, 0);
+                wait.text = described(open_.front());
+                group_.check_open(wait);
+            }
+            if (now_ns() > looked + kLookNs) {
+                look_at_peers();
+                looked = now_ns();
+            }
+            if (advance()) {
+                num_looks = 0;
+            } else if (!open_.empty() && num_looks < kLooks) {
+                ++num_looks;
+                pause();
+            } else {
+                sleep_on(own.bell, own.bell_sleepers, seen, open_.empty() ? kIdleNs : kLookNs);
+                num_looks = 0;
+            }
+        } catch (const Failure& failure) {
+            fail_all(failure.what());
+        }
+    }
+    fail_all(group_.called(group_.rank) + " left the group");
+}
+
+void Messages::fail_all(const std::string& text) {
+    passing_ = nullptr;
+    Open failed;
+    failed.swap(open_);
+    {
+        const std::lock_guard lock(mutex_);
+        failed.splice(failed.end(), arrived_);
+    }
+    for (Message& message : failed) message.done(&text);
+}
+
+// Each message as far as it goes; whether any moved.
+bool Messages::advance() {
+    bool has_moved = false;
+    for (auto place = open_.begin(); place != open_.end();) {
+        has_moved |= place->is_sent ? send(*place) : receive(*place);
+        place = place->is_over ? open_.erase(place) : std::next(place);
+    }
+    return has_moved;
+}
+
+// Of the messages that have no slot yet: those between two ranks are offered in the order of issue, and taken so where
+// they have the same tag.
+bool Messages::is_first(const Message& message) const {
+    for (const Message& other : open_) {
+        if (&other == &message) return true;
+        const bool is_same = other.is_sent == message.is_sent && other.peer == message.peer;
+        if (is_same && other.offer == nullptr && (message.is_sent || other.tag == message.tag)) return false;
+    }
+    return true;
+}
+
+void Messages::finish(Message& message) {
+    message.is_over = true;
+    message.done(nullptr);
+}
+
+size_t Messages::in_chunk(const Message& message) const {
+    return std::min<uint64_t>(group_.layout.chunk_bytes,
+                              message.num_bytes - message.chunks * uint64_t{group_.layout.chunk_bytes});
+}
+
+bool Messages::send(Message& message) {
+    if (message.offer == nullptr) {
+        if (!is_first(message)) return false;
+        Offer* const offers = group_.offers(group_.rank, message.peer);
+        Offer* const end = offers + offers_per_pair(group_.size);
+        Offer* const offer = std::find_if(offers, end, [](const Offer& slot) {
+            return slot.state.load(std::memory_order_relaxed) == value(OfferState::kFree);
+        });
+        if (offer == end) return false;
+        offer->tag = message.tag;
+        offer->number = ++number_;
+        offer->num_bytes = message.num_bytes;
+        offer->address = reinterpret_cast<uint64_t>(message.data);
+        offer->filled.store(0, std::memory_order_relaxed);
+        offer->taken.store(0, std::memory_order_relaxed);
+        offer->state.store(value(OfferState::kOffered), std::memory_order_release);
+        message.offer = offer;
+        ring(message.peer);
+        return true;
+    }
+    Offer& offer = *message.offer;
+    const uint32_t state = offer.state.load(std::memory_order_acquire);
+    if (state == value(OfferState::kDone)) {
+        if (passing_ == &message) passing_ = nullptr;
+        offer.state.store(value(OfferState::kFree), std::memory_order_relaxed);
+        finish(message);
+        return true;
+    }
+    if (state != value(OfferState::kGranted) || (passing_ != nullptr && passing_ != &message)) return false;
+    passing_ = &message;
+    bool has_moved = false;
+    while (message.chunks * uint64_t{group_.layout.chunk_bytes} < message.num_bytes &&
+           message.chunks - offer.taken.load(std::memory_order_acquire) < kChunks) {
+        const size_t start = message.chunks * group_.layout.chunk_bytes;
+        std::memcpy(group_.chunk(group_.rank, message.chunks), message.data + start, in_chunk(message));
+        offer.filled.store(++message.chunks, std::memory_order_release);
+        ring(message.peer);
+        has_moved = true;
+    }
+    return has_moved;
+}
+
+bool Messages::receive(Message& message) {
+    bool has_moved = false;
+    if (message.offer == nullptr) {
+        if (!is_first(message)) return false;
+        Offer* const offers = group_.offers(message.peer, group_.rank);
+        for (Offer* offer = offers; offer != offers + offers_per_pair(group_.size); ++offer) {
+            if (offer->state.load(std::memory_order_acquire) != value(OfferState::kOffered)) continue;
+            if (offer->tag != message.tag) continue;
+            if (message.offer == nullptr || offer->number < message.offer->number) message.offer = offer;
+        }
+        if (message.offer == nullptr) return false;
+        Offer& offer = *message.offer;
+        if (offer.num_bytes != message.num_bytes) {
+            group_.fail(group_.called(group_.rank) + " receives a message of " + std::to_string(message.num_bytes) +
+                        " bytes with tag " + std::to_string(message.tag) + " from " + group_.called(message.peer) +
+                        ", which sends one of " + std::to_string(offer.num_bytes) +
+                        "; give both tensors of the same size and dtype");
+        }
+        if (group_.reads || message.num_bytes == 0) {
+            if (message.num_bytes > 0) {
+                Wait wait(nullptr, message.limit_ns);
+                wait.text = described(message);
+                group_.read(message.peer, offer.address, message.data, message.num_bytes, wait);
+            }
+            offer.state.store(value(OfferState::kDone), std::memory_order_release);
+            ring(message.peer);
+            finish(message);
+            return true;
+        }
+        offer.state.store(value(OfferState::kGranted), std::memory_order_release);
+        ring(message.peer);
+        has_moved = true;
+    }
+    Offer& offer = *message.offer;
+    while (message.chunks < offer.filled.load(std::memory_order_acquire)) {
+        const size_t start = message.chunks * group_.layout.chunk_bytes;
+        std::memcpy(message.data + start, group_.chunk(message.peer, message.chunks), in_chunk(message));
+        offer.taken.store(++message.chunks, std::memory_order_release);
+        has_moved = true;
+        if (message.chunks * uint64_t{group_.layout.chunk_bytes} >= message.num_bytes) {
+            offer.state.store(value(OfferState::kDone), std::memory_order_release);
+            ring(message.peer);
+            finish(message);
+            return true;
+        }
+        ring(message.peer);
+    }
+    return has_moved;
+}
+
+std::string Messages::described(const Message& message) const {
+    return (message.is_sent ? "sending " : "receiving ") + std::to_string(message.num_bytes) + " bytes with tag " +
+           std::to_string(message.tag) + (message.is_sent ? " to " : " from ") + group_.called(message.peer);
+}
+
+void Messages::look_at_peers() {
+    for (const Message& message : open_) {
+        group_.check_alive(message.peer, described(message));
+        if (now_ns() > message.deadline) {
+            group_.fail(group_.called(group_.rank) + " waited " + Group::seconds(message.limit_ns) +
+                        " (the timeout) in " + described(message) + ", whose process lives; does that rank " +
+                        (message.is_sent ? "receive" : "send") + " it, with this tag?");
+        }
+    }
+}
+
+}  // namespace ds_cpu::comm

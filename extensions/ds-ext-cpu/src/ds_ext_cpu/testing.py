@@ -1,0 +1,40 @@
+"""For tests: groups of `ccl` in the warm ranks of `deepspeed.testing.distributed`."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import torch.distributed as torch_dist
+
+from ds_ext_cpu.comm import ccl
+
+TRANSPORTS = ("read", "shm")
+_LONG = timedelta(seconds=60)
+
+
+@contextlib.contextmanager
+def ccl_group(
+    transport: str = "", timeout: timedelta = _LONG, ranks: Sequence[int] | None = None
+) -> Iterator[torch_dist.ProcessGroup]:
+    """A group of this library, beside the gloo group that the ranks have. All ranks enter and leave together."""
+    os.environ["DS_CCL_TRANSPORT"] = transport
+    ccl.register()
+    group = torch_dist.new_group(ranks, timeout=timeout, backend="ccl")
+    try:
+        yield group
+        torch_dist.barrier()  # over gloo
+    finally:
+        if isinstance(group, torch_dist.ProcessGroup):
+            torch_dist.destroy_process_group(group)
+
+
+def raised_by(call: Callable[[], object]) -> str:
+    """The text of what `call` raises; all ranks have raised when this returns."""
+    try:
+        call()
+        text = ""
+    except torch_dist.DistError as error:
+        text = str(error)
+    torch_dist.barrier()  # over gloo
+    return text
