@@ -6,7 +6,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
-from deepspeed.errors import CheckpointError, StateError
+from deepspeed.errors import CheckpointError, CommError, StateError
 from deepspeed.testing.distributed import run_ranks
 from deepspeed.testing.engines import make_engine
 
@@ -126,3 +126,36 @@ def test_weights_of_two_steps_are_not_saved(tmp_path, place):
     swap = tmp_path / "swap"
     swap.mkdir()
     run_ranks(2, fail_in_an_update, str(tmp_path), on_disk(str(swap)) if place == "nvme" else {})
+
+
+def fail_in_an_update_and_go_on(folder, stage):
+    engine = create_engine(stage, stage3_param_persistence_threshold=0)
+    engine.save_checkpoint(folder)
+    step = engine.basic_optimizer.step
+    if engine.global_rank == 0:
+
+        def fail(*args, **kwargs):
+            raise MemoryError("planted")
+
+        engine.basic_optimizer.step = fail
+    failures = []
+    for _ in range(4):
+        try:
+            train_step(engine)
+        except (MemoryError, StateError, CommError) as error:
+            failures.append(type(error))
+    engine.basic_optimizer.step = step
+    engine.load_checkpoint(folder)
+    train_step(engine)
+    weights = engine._consolidated_16bit_state_dict()
+    engine.destroy()
+    return failures, weights
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_peers_of_a_rank_whose_update_failed_do_not_wait_for_it(tmp_path, stage):
+    """It refuses every later step, which peers begin: their own update may have been made."""
+    (own, weights), (peers, others) = run_ranks(2, fail_in_an_update_and_go_on, str(tmp_path), stage, timeout_s=40)
+    assert own == [MemoryError, StateError, StateError, StateError]
+    assert len(peers) >= 3
+    assert all(torch.equal(weights[name], others[name]) for name in weights)

@@ -95,6 +95,21 @@ def unheard() -> PeerFailed | None:
     return _consequence(cause)
 
 
+def note_broken(name: str, text: str) -> None:
+    """States of `name`, the same on all ranks, are not of one step any more, as `text` says of this rank."""
+    text = f"rank {torch_dist.get_rank()}: {text}" if torch_dist.is_initialized() else text
+    _ask(lambda store: store.compare_set(_broken(name), "", text))
+
+
+def broken(name: str) -> str:
+    """What the first rank has noted of `name`; "" where none has."""
+    return _ask(lambda store: store.get(_broken(name)) if store.check([_broken(name)]) else b"")
+
+
+def _broken(name: str) -> str:
+    return f"deepspeed/broken/{name}"
+
+
 def _told_cause(number: int) -> str:
     key = _told(number)
     return _ask(lambda store: store.get(key) if store.check([key]) else b"")

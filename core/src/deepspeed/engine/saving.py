@@ -279,7 +279,7 @@ class Saving:
             sharding.broken_by = f"load_checkpoint failed before all was restored ({first_line(error)})"
             raise
         if with_states or not state.has_optimizer:
-            sharding.broken_by = None
+            sharding.restored()
         return loaded.path, loaded.client_state
 
 

@@ -3,6 +3,7 @@
 What it holds is in `holding.py`, what a step does with it in `strategy.py`; the form of a state is `state_dict.py`'s.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
@@ -11,15 +12,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from deepspeed.comm import failure
 from deepspeed.comm.backend import GroupBackend, Work
 from deepspeed.comm.give_up import give_up
-from deepspeed.errors import StateError
+from deepspeed.errors import StateError, first_line
 from deepspeed.zero import managed, named_states
 from deepspeed.zero import state_dict as states
 from deepspeed.zero.holding import Holding, ShardingOptions
 from deepspeed.zero.offload.moved_states import MovedStates
 from deepspeed.zero.outside_changes import OutsideChanges
 from deepspeed.zero.param_unit import ParamUnit
+
+#: of those made in this process; ranks make them in the same order
+_numbers = itertools.count()
 
 
 class Stateful(Holding):
@@ -32,6 +37,8 @@ class Stateful(Holding):
         self.wait_for_copy: Callable[[], None] = lambda: None
         self.outside_changes: OutsideChanges | None = None  # of the attached parameters
         self.broken_by: str | None = None  # what failed and left weights of two steps, or of two checkpoints
+        self._number, self._num_restored = next(_numbers), 0
+        self._num_told = failure.num_told()
 
     # ---- what a stage decides -----------------------------------------------------------------------------------
 
@@ -160,11 +167,30 @@ class Stateful(Holding):
                 names the call to make.
         """
         self.require_unmoved(asked, weights_only=weights_only)
+        if self.broken_by is None and self._num_told != failure.num_told():
+            self._num_told = failure.num_told()
+            self.broken_by = failure.broken(self._name) or None
         if self.broken_by is not None:
             raise StateError(
-                f"{asked}: {self.broken_by}, so weights of this rank may be of two steps; load a checkpoint with the "
-                "optimizer's states, on all ranks, or make a new engine"
+                f"{asked}: {self.broken_by}, so weights may be of two steps; load a checkpoint with the optimizer's "
+                "states, on all ranks, or make a new engine"
             )
+
+    @property
+    def _name(self) -> str:
+        """Of these states since they were last restored."""
+        return f"{self._number}/{self._num_restored}"
+
+    def break_by(self, error: BaseException) -> None:
+        """An update failed on this rank; peers, on which it may have been made, refuse to go on as soon as they hear of
+        the failure, so that none waits for this rank."""
+        self.broken_by = f"the last step failed inside its update ({first_line(error)})"
+        failure.note_broken(self._name, self.broken_by)
+
+    def restored(self) -> None:
+        """All states were loaded, on all ranks."""
+        self.broken_by = None
+        self._num_restored += 1
 
     def require_unmoved(self, asked: str, *, weights_only: bool = False) -> None:
         """As `require_states`, for what restores states that are not of one step."""

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed.comm.backend import GroupBackend, Work
-from deepspeed.errors import ConfigError, StateError, counted, first_line
+from deepspeed.errors import ConfigError, StateError, counted
 from deepspeed.optim import takes_only_sparse
 from deepspeed.zero import managed
 from deepspeed.zero.agreement import check_same, settings_of
@@ -327,7 +327,7 @@ class Sharding(Reducing):
             for _, work in gathers:
                 work.wait()
         except BaseException as error:
-            self.broken_by = f"the last step failed inside its update ({first_line(error)})"
+            self.break_by(error)
             self._abandon(*gathers)
             raise
         self.placement.finish_sending()
