@@ -5,6 +5,7 @@ import pytest
 import torch
 from deepspeed.comm.group_backend import serve_by
 from deepspeed.comm.torch_group import TorchGroup
+from deepspeed.errors import ConfigError
 from deepspeed.sequence import layer
 from deepspeed.sequence.channel import channel
 from deepspeed.sequence.exchange import gather_heads, scatter_heads, sent_bytes
@@ -172,6 +173,8 @@ def wrong_job():
     odd = torch.zeros(1, 5, 1, WIDTH)
     refused(lambda: gather_heads(channel(group), odd, parts, sequence_dim=1, head_dim=2))
     refused(lambda: layer._SeqAllToAll.apply(group, torch.zeros(4, 1, 3), 2, 0))
+    with pytest.raises(ConfigError, match="sequence_process_group: found None; give a process group"):
+        layer.DistributedAttention(attend, None)
     refused(lambda: layer.DistributedAttention(lambda q, k, v: q[:, :, 0], group, 2, 1)(*[torch.zeros(1, 4, 4, 3)] * 3))
     fits = torch.zeros(1, 4, 2, WIDTH)
     assert attention(fits, fits, fits, 0, None, 1, 2).shape == fits.shape  # the group still works

@@ -1,6 +1,7 @@
 """Files that are either whole or not there: temporary name, fsync, rename, fsync of the folder."""
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -89,15 +90,24 @@ def make_folder(folder: Path) -> None:
         sync_folder(each.parent)
 
 
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room in that folder"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Give a folder, or a name that is not taken"),
+    errno.ENOENT: "Give all ranks one tag, and a folder that every rank sees",
+}
+
+
 def disk_error(action: str, path: Path, error: BaseException) -> CheckpointError:
     """The error to raise when the disk refused to `action` ("write", "replace") `path`."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     reason = reason_of(cause) if isinstance(cause, OSError) else str(error)
+    code = cause.errno if isinstance(cause, OSError) else None
+    advice = _ADVICE.get(code or 0, "Correct the permissions of that folder, which every rank must see")
     return CheckpointError(
-        f"cannot {action} {path}: {reason}{_free_space(path)}. The former checkpoint is untouched. Make room in that "
-        "folder or correct its permissions (every rank must see the same folder), then save again."
+        f"cannot {action} {path}: {reason}{_free_space(path)}. The former checkpoint is untouched. {advice}, then save "
+        "again."
     )
 
 

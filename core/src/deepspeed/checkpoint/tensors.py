@@ -14,24 +14,34 @@ _WORTH_SAVING_WHOLE = 0.9
 
 
 def map_tensors(item: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """`item` with `change(t)` in place of each tensor `t` in dicts, lists and tuples (named ones too), rebuilt.
+    """`item` with `change(t)` in place of each tensor `t` in dicts, lists and tuples (named ones too), rebuilt. A dict
+    or list that is in several places, or in itself, is so in the result.
 
     Args:
         kind: what is changed in place of tensors.
     """
-    if isinstance(item, kind):
-        return change(item)
-    if isinstance(item, dict):
-        mapped = copy.copy(item)  # keeps the type, and a module's `state_dict()._metadata`
-        for key, value in item.items():
-            mapped[key] = map_tensors(value, change, kind)
-        return mapped
-    if isinstance(item, list):
-        return type(item)(map_tensors(value, change, kind) for value in item)
-    if isinstance(item, tuple) and not isinstance(item, torch.Size):
-        values = [map_tensors(value, change, kind) for value in item]
-        return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
-    return item
+    made: dict[int, Any] = {}  # by id of a dict or list
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, kind):
+            return change(item)
+        if id(item) in made:
+            return made[id(item)]
+        if isinstance(item, dict):
+            mapped = made[id(item)] = copy.copy(item)  # keeps the type, and a module's `state_dict()._metadata`
+            for key, value in item.items():
+                mapped[key] = walk(value)
+            return mapped
+        if isinstance(item, list):
+            items = made[id(item)] = type(item)()
+            items.extend(walk(value) for value in item)
+            return items
+        if isinstance(item, tuple) and not isinstance(item, torch.Size):
+            values = [walk(value) for value in item]
+            return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
+        return item
+
+    return walk(item)
 
 
 def with_placeholders(state: Any, change: Callable[[PendingTensor], Tensor]) -> Any:

@@ -214,6 +214,6 @@ def _size(env: Mapping[str, str], name: str) -> int:
 
 def _half_set(source: str, present: str, missing: list[str]) -> CommError:
     return CommError(
-        f"{source} is half set: found {present}, missing {', '.join(missing)}; start the script with `deepspeed` or"
+        f"{source}: half set: found {present}, missing {', '.join(missing)}; start the script with `deepspeed` or"
         " `torchrun`, which set all of them, set the missing ones, or unset all to run as a single rank"
     )

@@ -79,6 +79,8 @@ def init_distributed(
     environment, and MASTER_ADDR and MASTER_PORT if there is more than one rank. Raises `CommError` within `timeout`
     (None: see `default_timeout`), saying what is missing or what cannot be reached.
     """
+    if not (timeout is None or isinstance(timeout, timedelta)):
+        raise CommError(f"timeout: found {timeout!r}; give a datetime.timedelta, such as timedelta(minutes=30)")
     report_to_launcher()
     if config is not None:
         comm.configure(config)

@@ -285,7 +285,7 @@ class WarmupLR(Schedule):
     Args:
         warmup_min_lr: one number, or one per param group.
         warmup_max_lr: the same; None: each group's own learning rate.
-        warmup_num_steps: positive.
+        warmup_num_steps: not negative; below 2 it counts as 2.
         warmup_type: "log" or "linear".
     """
 
@@ -408,7 +408,8 @@ def _warmup_gamma(n: int, num_steps: int, warmup_type: str) -> float:
 
 def _checked_warmup(num_steps: int, warmup_type: str) -> int:
     """The warm-up's length as it is used: at least 2, because log(1) = 0 would divide."""
-    _check_positive("warmup_num_steps", num_steps)
+    if not num_steps >= 0:
+        raise ConfigError(f"warmup_num_steps: found {num_steps!r}, but it must not be negative")
     if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
         raise ConfigError(f'warmup_type: found {warmup_type!r}, but it must be "log" or "linear"')
     return max(2, num_steps)

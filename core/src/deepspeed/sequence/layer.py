@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed._absent import complete
 from deepspeed._absent_members import absent_members
-from deepspeed.errors import counted
+from deepspeed.errors import ConfigError, counted
 from deepspeed.sequence.channel import channel, check_layout
 from deepspeed.sequence.exchange import gather_heads, scatter_heads
 from deepspeed.sequence.heads import HeadDivision, divide_heads
@@ -46,6 +46,11 @@ class DistributedAttention(torch.nn.Module):
         sp_stream: Any = None,
     ) -> None:
         super().__init__()
+        if not isinstance(sequence_process_group, ProcessGroup):
+            raise ConfigError(
+                f"sequence_process_group: found {sequence_process_group!r}; give a process group, such as "
+                "deepspeed.utils.groups._get_sequence_parallel_group()"
+            )
         self.local_attn = local_attention
         self.spg = sequence_process_group
         self.scatter_idx = scatter_idx

@@ -1,10 +1,12 @@
 """A store by its name: a plugin's, the built-in one, or a refusal that says what was asked."""
 
+import errno
 import os
 import shutil
 
 import pytest
 from deepspeed.checkpoint import Checkpointer, TorchStore, create_store
+from deepspeed.checkpoint.durable import disk_error
 from deepspeed.errors import ConfigError
 from deepspeed.plugins import FEATURES, hookimpl, plugin_manager
 
@@ -99,3 +101,16 @@ def test_what_is_no_store_is_refused(name, message):
 def test_without_plugins_the_refusal_says_that_none_has_stores():
     with pytest.raises(ConfigError, match="asked: none has stores"):
         create_store("nosuch", {})
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.ENOSPC, "Make room in that folder, then save again"),
+        (errno.ENOENT, "Give all ranks one tag, and a folder that every rank sees, then"),
+        (errno.ENOTDIR, "Give a folder, or a name that is not taken, then"),
+        (errno.EACCES, "Correct the permissions of that folder"),
+    ],
+)
+def test_a_disk_that_refuses_is_told_with_what_helps(tmp_path, code, advice):
+    assert advice in str(disk_error("write", tmp_path / "x", OSError(code, os.strerror(code))))

@@ -60,6 +60,17 @@ def test_map_keeps_types():
     assert item["o"]["a"] == 1, "the original is left alone"
 
 
+def test_map_keeps_what_is_shared_and_what_lies_in_itself():
+    shared = [torch.ones(1)]
+    state = {"a": shared, "b": (shared,)}
+    state["whole"] = state
+    mapped = map_tensors(state, lambda tensor: tensor + 1)
+    assert mapped["whole"] is mapped
+    assert mapped["b"][0] is mapped["a"]
+    assert mapped["a"] == [torch.tensor([2.0])]
+    assert state["a"] == [torch.tensor([1.0])]
+
+
 def test_clone_for_torch_save_gives_own_storage():
     flat = torch.arange(10.0, requires_grad=True)
     module = torch.nn.Linear(2, 2)

@@ -319,3 +319,8 @@ def test_every_group_has_the_timeout_of_the_variable_or_the_argument(how, stage,
 def test_a_timeout_that_is_no_time_is_refused(minutes):
     line = run_script(_TIMEOUTS.format(how="initialize", stage=0), DEEPSPEED_TIMEOUT=minutes)[-1]
     assert line.startswith(f"CommError DEEPSPEED_TIMEOUT: found {minutes!r}; set it to a positive number of minutes")
+
+
+def test_a_timeout_of_another_type_is_refused():
+    with pytest.raises(CommError, match=r"timeout: found 3; give a datetime.timedelta"):
+        dist.init_distributed(timeout=3)

@@ -58,7 +58,9 @@ def test_warmup_decay_leads_to_0_001_unless_it_is_told():
 
 
 def test_warmup_of_one_step():
-    assert _lrs(WarmupLR(Face(1.0), warmup_max_lr=0.4, warmup_num_steps=1), 3) == pytest.approx([0.0, 0.0, 0.4, 0.4])
+    for short in (0, 1):
+        schedule = WarmupLR(Face(1.0), warmup_max_lr=0.4, warmup_num_steps=short)
+        assert _lrs(schedule, 3) == pytest.approx([0.0, 0.0, 0.4, 0.4])
 
 
 def test_warmup_decay():
@@ -241,7 +243,7 @@ def test_one_value_per_group_and_groups_added_later():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda o: WarmupLR(o, warmup_num_steps=0), "^warmup_num_steps: found 0.*positive"),
+        (lambda o: WarmupLR(o, warmup_num_steps=-1), "^warmup_num_steps: found -1.*not be negative"),
         (lambda o: WarmupCosineLR(o, 10, warmup_num_steps=-1), "^warmup_num_steps: found -1"),
         (lambda o: WarmupLR(o, warmup_type="exp"), "^warmup_type: found 'exp'.*log.*linear"),
         (lambda o: WarmupCosineLR(o, 10, cos_min_ratio=2.0), r"^cos_min_ratio: found 2\.0"),
