@@ -49,13 +49,13 @@ while engine.global_steps < {STEPS}:
         x, y, number = next(batches)
         loss = (engine(x) - y).square().mean()
         engine.backward(loss)
-        engine.step()
         ids += number.tolist()
         losses.append(loss.item())
-    record = {{"round": round_number, "world": torch.distributed.get_world_size(), "step": step}}
-    record |= {{"ids": ids, "losses": losses}}
-    out.write(json.dumps(record) + "\\n")
-    out.flush()
+        if engine.is_gradient_accumulation_boundary():  # before the step, which may be the last
+            record = {{"round": round_number, "world": torch.distributed.get_world_size(), "step": step}}
+            out.write(json.dumps({{**record, "ids": ids, "losses": losses}}) + "\\n")
+            out.flush()
+        engine.step()
     engine.save_checkpoint("saved")
 engine.destroy()
 """
@@ -167,3 +167,27 @@ def test_a_rank_is_killed_and_the_job_goes_on(folder):
     assert "2 ranks on 1 node go on; restart 1 of 3\n" in errors
     assert "was killed by SIGKILL; the other ranks were stopped." in errors
     assert check_training() == {0: 2, 1: 2}
+
+
+TELL = """
+def trouble(step):
+    if first_round and step == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getppid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.sweep
+def test_a_host_that_is_told_to_end_saves_first_and_costs_no_step(folder):
+    write_script(TELL)
+    where = ["--no_ssh", "--master_addr", "127.0.0.1", "--master_port", str(find_free_port()), "--num_gpus", "1"]
+    configuration = json.dumps({**ELASTIC, "checkpoint": {"async_save": True, "on_sigterm": True}})
+    limits = ["--num_nodes", "2", "--max_restarts", "0"]
+    stays = start(*where, "--node_rank", "0", *limits, "train.py", configuration)
+    leaves = start(*where, "--node_rank", "1", "--max_restarts", "0", "train.py", configuration)
+    errors = [job.communicate(timeout=LIMIT_S)[1] for job in (leaves, stays)]
+    assert (leaves.returncode, stays.returncode) == (143, 0), errors
+    assert "SIGTERM: saved in saved after step" in "".join(errors)
+    assert check_training() == {0: 2, 1: 1}
+    records = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    steps = [(record["round"], record["step"]) for record in records if record["ids"]]
+    assert not {step for number, step in steps if number == 0} & {step for number, step in steps if number == 1}

@@ -55,6 +55,11 @@ class CheckpointConfig(Section):
         "Let save_checkpoint return when every rank has copied its states to host memory; a process per rank writes "
         "them meanwhile.",
     )
+    on_sigterm: Flag = key(
+        False,
+        "At SIGTERM, which may reach one rank only, all ranks save after the next step, in the directory of the last "
+        "save_checkpoint or load_checkpoint, and exit with code 143.",
+    )
     wait_s: Finite = key(
         300.0,
         "How long a save or a load waits for ranks that have not called it, and an asynchronous save for a rank of "

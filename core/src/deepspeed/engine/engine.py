@@ -27,11 +27,12 @@ from deepspeed.engine.accessors import with_accessors
 from deepspeed.engine.observers import Observers
 from deepspeed.engine.saving import Saving
 from deepspeed.engine.schedule import Accumulation
+from deepspeed.engine.sigterm import EXIT_CODE
 from deepspeed.engine.training import Training
 from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
 from deepspeed.engine.wrapper import GenerateOfModule, ModuleWrapper, lead_generate
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, whole_number
-from deepspeed.log import warn_once
+from deepspeed.log import announce, warn_once
 from deepspeed.ops.reference_optimizer import check_options
 from deepspeed.parallel.mesh import Mesh
 from deepspeed.parallel.running import RunningModel, running
@@ -103,6 +104,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         self._micro_batch_size = micro_batch_size
         self._answers = answers
         self._arguments = dict(arguments)
+        #: makes the client_state of the checkpoint that `checkpoint.on_sigterm` saves; None: it has none
+        self.sigterm_client_state: Callable[[], Mapping[str, Any]] | None = None
         self._is_destroyed = False
         self._running = RunningModel(partial(mesh.group, "tp"))
         self._leading: GenerateOfModule | None = None
@@ -196,8 +199,29 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         if not self.schedule.syncs:
             raise StateError("step: found inside no_sync() or coalesce_grad_reduction(); leave it before the step")
         begin_use()
+        steps_before = self.global_steps
         self._training.step(lr_kwargs)
         self.checkpointer.raise_failure()  # after the step, which the peers make too
+        if self.global_steps > steps_before:
+            self._end_if_told()
+
+    def _end_if_told(self) -> None:
+        """Save and exit if `checkpoint.on_sigterm` says so. Called by every rank after each optimizer step.
+
+        Raises:
+            SystemExit: code 143: the job was told to end.
+        """
+        sigterm, folder = self._saving.sigterm, self._saving.last_dir
+        if sigterm is None or not sigterm.is_due(self.global_steps):
+            return
+        if folder is None:
+            warn_once("SIGTERM: nothing is saved: neither save_checkpoint nor load_checkpoint has named a directory")
+        else:
+            state = None if self.sigterm_client_state is None else self.sigterm_client_state()
+            self.save_checkpoint(folder, client_state=state)
+            self.wait_for_checkpoint()
+            announce(f"SIGTERM: saved in {folder} after step {self.global_steps}")
+        raise SystemExit(EXIT_CODE)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise not_copied(
@@ -629,6 +653,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
             for ranks in reversed(self.sharding.backends):
                 parts.callback(ranks.release)
             parts.callback(self.sharding.destroy)
+            if self._saving.sigterm is not None:
+                parts.callback(self._saving.sigterm.close)
             parts.callback(self._observers.close)
 
     def _forget_states(self) -> None:

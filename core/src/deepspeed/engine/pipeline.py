@@ -113,6 +113,7 @@ class PipelineEngine(DeepSpeedEngine):
         schedule = self._schedule_of(num_micros, trains=True)
         self._run(schedule, lambda: self._stage.run(schedule, batch))
         assert self.agg_train_loss is not None
+        self._end_if_told()
         return self.agg_train_loss
 
     def eval_batch(

@@ -27,6 +27,7 @@ from deepspeed.engine.events import notify
 from deepspeed.engine.file_places import module_files
 from deepspeed.engine.module_state import check_module_state, fill_module
 from deepspeed.engine.sharded_weights import fit_module_state, frozen_parts
+from deepspeed.engine.sigterm import SigtermWatch, watch_sigterm
 from deepspeed.engine.training_state import TrainingState
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, first_line
 from deepspeed.parallel.expert_params import expert_group_of, expert_sizes
@@ -48,6 +49,7 @@ class Saving:
         meet: waits until every rank makes the call of this name, and raises where one does not; None with one rank.
         save_dir: what is saved to in place of the directory of the call; None: that of the call.
         load_dir: the same for a load.
+        sigterm: of `checkpoint.on_sigterm`.
     """
 
     def __init__(
@@ -61,7 +63,10 @@ class Saving:
         meet: Callable[[str], object] | None = None,
         save_dir: str | None = None,
         load_dir: str | None = None,
+        sigterm: SigtermWatch | None = None,
     ) -> None:
+        self.sigterm = sigterm
+        self.last_dir: str | None = save_dir  # of a save or a load
         self._state = state
         self.checkpointer = checkpointer
         self._gather = gather
@@ -104,7 +109,7 @@ class Saving:
         exclude_frozen: bool,
     ) -> None:
         """See `DeepSpeedEngine.save_checkpoint`."""
-        save_dir = self._save_dir or save_dir
+        save_dir = self.last_dir = self._save_dir or save_dir
         state, checkpointer = self._state, self.checkpointer
         self._refuse_unknown_experts("save_checkpoint")
         self._refuse_borrowed("save_checkpoint", only_without_optimizer=True)
@@ -213,6 +218,7 @@ class Saving:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `DeepSpeedEngine.load_checkpoint`."""
         load_dir = self._load_dir or load_dir
+        self.last_dir = self._save_dir or load_dir
         state, sharding = self._state, self._state.sharding
         self._refuse_unknown_experts("load_checkpoint")
         self._refuse_borrowed("load_checkpoint", only_without_optimizer=False)
@@ -324,6 +330,7 @@ def create_saving(
         meet=meet,
         save_dir=nebula.save_dir,
         load_dir=nebula.load_dir,
+        sigterm=watch_sigterm() if section.on_sigterm else None,
     )
 
 

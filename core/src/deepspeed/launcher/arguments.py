@@ -5,6 +5,7 @@ Whatever is wrong raises `ConfigError` in one line that starts with the flag.
 """
 
 import argparse
+import math
 import os
 import shlex
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import NoReturn
 from deepspeed._version import __version__
 from deepspeed.compatibility import LAUNCHER_FLAGS
 from deepspeed.errors import ConfigError
-from deepspeed.launcher.plan import ElasticLimits
+from deepspeed.launcher.plan import DEFAULT_GRACE_S, ElasticLimits
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_MAX_RESTARTS = 3
@@ -109,6 +110,14 @@ def _add_script_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--module", action="store_true", help="the script is a module name, as after `python -m`")
     group.add_argument(
         "--no_python", action="store_true", help="the script is a program of its own: do not put `python` before it"
+    )
+    group.add_argument(
+        "--grace_period",
+        type=_seconds,
+        default=DEFAULT_GRACE_S,
+        metavar="S",
+        help="seconds that ranks have to end after a SIGTERM to this command, before they are killed (default: "
+        f"{DEFAULT_GRACE_S:g}); see checkpoint.on_sigterm",
     )
     group.add_argument("--no_local_rank", action="store_true", help="do not pass `--local_rank=N` to the script")
 
@@ -371,6 +380,16 @@ def _count(text: str) -> int | None:
             f"found {text!r}; give a whole number of 1 or more, or omit the flag to use all"
         )
     return None if number == -1 else number
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text!r}; give a number of seconds of 0 or more")
+    return seconds
 
 
 def _restarts(text: str) -> int:

@@ -39,6 +39,7 @@ _RETRY_S = 0.2
 _STORE_TIMEOUT_S = 60.0
 _ANY_NUMBER = 1_000_000  # of restarts for torch: `membership.py` counts them
 _CHUNK_BYTES = 65536
+_TOLD_TO_END = 128 + signal.SIGTERM  # of ranks that saved because one node was told to end, and others go on
 _GONE = {"kind": "end", "exit_code": 1, "failure": None, "is_blamed": False}
 
 
@@ -213,7 +214,7 @@ class ElasticAgent(NodeAgent):
         make_output: makes the reader of a round.
         say: shows a text to the user.
         max_restarts: for the ranks' environment.
-        is_watched: see `NodeAgent`.
+        is_watched, grace_s: see `NodeAgent`.
     """
 
     def __init__(
@@ -225,8 +226,9 @@ class ElasticAgent(NodeAgent):
         say: Callable[[str], None],
         max_restarts: int,
         is_watched: bool,
+        grace_s: float,
     ) -> None:
-        super().__init__(commands, rendezvous, make_output(), is_watched, _ANY_NUMBER)
+        super().__init__(commands, rendezvous, make_output(), is_watched, _ANY_NUMBER, grace_s)
         self._rendezvous_handler = rendezvous
         self._link = link
         self._make_output = make_output
@@ -257,7 +259,7 @@ class ElasticAgent(NodeAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._processes:
             self._output.finish()
-            if self.cause is not None:
+            if self.cause is not None and self.cause.return_code != _TOLD_TO_END:
                 self._say(self.describe())
             self._output = self._make_output()
             self._processes, self.cause = {}, None
@@ -306,6 +308,8 @@ class ElasticAgent(NodeAgent):
     def _tell(self, failure: NodeFailure) -> None:
         if failure.stopped_by:  # this node leaves; the end of its connection says so
             return
+        if failure.exit_code == _TOLD_TO_END:
+            failure = failure._replace(is_consequence=True)
         uncaught = None if failure.rank is None else self._output.uncaught(failure.rank)
         is_final = uncaught is not None and uncaught.is_config_error
         self._link.send(_failed(self._rendezvous_handler.round, failure, is_final))

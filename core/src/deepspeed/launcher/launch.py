@@ -82,7 +82,7 @@ def _run_fixed(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]", 
         plan.run_id,
     )
     output = _make_output(plan)
-    agent = NodeAgent(commands, rendezvous, output, is_watched=plan.is_watched)
+    agent = NodeAgent(commands, rendezvous, output, is_watched=plan.is_watched, grace_s=plan.grace_s)
     stopped_by = _run_agent(agent, orders, output.finish)
     if agent.cause is not None:
         text = describe_job(agent.cause, [end for end in agent.ends() if end.rank != agent.cause.rank])
@@ -110,7 +110,7 @@ def _run_elastic(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]"
     hello = {"run_id": plan.run_id, "name": name, "node_rank": node_rank, "num_ranks": len(commands)}
     link = NodeLink(plan.master_addr, port, hello)
     rendezvous = ElasticRendezvous(link, plan.run_id)
-    watched = (plan.max_restarts, plan.is_watched)
+    watched = (plan.max_restarts, plan.is_watched, plan.grace_s)
     agent = ElasticAgent(commands, rendezvous, link, lambda: _make_output(plan), _say, *watched)
     try:
         stopped_by = _run_agent(agent, orders, agent.finish_output)

@@ -227,7 +227,7 @@ class Coordinator:
     """Carries out the rules of `Membership` for the nodes that connect to a port of this machine.
 
     Args:
-        port: where it listens.
+        port: where it listens; 0: any, see the attribute.
         run_id: of the job; nodes of another are refused.
         min_nodes, max_nodes, max_restarts, num_expected, say: see `Membership`.
 
@@ -250,6 +250,7 @@ class Coordinator:
         except OSError as error:
             reason = os.strerror(error.errno or 0)
             raise ConfigError(f"--master_port {port}: cannot listen there ({reason}); give another") from error
+        self.port = int(self._listener.getsockname()[1])
         self._listener.setblocking(False)
         self._run_id = run_id
         self._membership = Membership(min_nodes, max_nodes, max_restarts, num_expected, self._send, say)

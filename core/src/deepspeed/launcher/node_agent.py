@@ -40,16 +40,15 @@ from deepspeed.errors import ConfigError
 from deepspeed.launcher.failure import RankEnd, exit_code_of, may_be_a_consequence
 from deepspeed.launcher.nodes import NodePeers
 from deepspeed.launcher.output import OutputReader, RankPipes
-from deepspeed.launcher.plan import NodeFailure
+from deepspeed.launcher.plan import DEFAULT_GRACE_S, NodeFailure
 from deepspeed.uncaught import PIPE_VARIABLE
 
 FAILURE_GRACE_S = 5.0  # SIGTERM, this long, SIGKILL: for the peers of a rank that failed
 CAUSE_GRACE_S = 5.0  # how long a rank whose failure is another's may be ahead of that other's end
 # What ranks get when the launcher itself is told to end: (signal, seconds to wait after it), and SIGKILL at the end.
 # Ctrl-C: a rank that waits in a collective cannot see SIGINT, so SIGTERM follows soon. SIGTERM: schedulers announce
-# preemption with it, and a rank may want to save; torch's agent waits 30 s as well.
+# preemption with it, and a rank may want to save, for which it has --grace_period.
 INTERRUPT_STEPS = ((signal.SIGINT, 3.0), (signal.SIGTERM, 3.0))
-TERMINATE_STEPS = ((signal.SIGTERM, 30.0),)
 _REPORT_INTERVAL_S = 0.1  # how often a look is taken for a report, which comes before its rank ends
 _MONITOR_INTERVAL_S = 0.001  # the agent insists on a sleep between two calls; the waiting is done in _monitor_workers
 ELSEWHERE = -1  # among the local ranks that ended: another node failed
@@ -69,7 +68,7 @@ class NodeAgent(SimpleElasticAgent):
 
     After a run that failed, `cause` is the end of the rank to blame, or `cause_elsewhere` the failure of another node.
     `is_watched`: stdin is not for the ranks, and whoever ends this node ends the others. `max_restarts`: how often
-    torch forms the ranks again.
+    torch forms the ranks again. `grace_s`: that ranks have to end after a SIGTERM to this process.
     """
 
     def __init__(
@@ -79,6 +78,7 @@ class NodeAgent(SimpleElasticAgent):
         output: OutputReader,
         is_watched: bool = False,
         max_restarts: int = 0,
+        grace_s: float = DEFAULT_GRACE_S,
     ) -> None:
         spec = WorkerSpec(
             role="default",
@@ -94,6 +94,8 @@ class NodeAgent(SimpleElasticAgent):
         self._peers: NodePeers | None = None
         self._node_rank = 0
         self._is_watched = is_watched
+        self._grace_s = grace_s
+        self._are_scripts = commands[0].arguments[0] == sys.executable
         self._commands = commands
         self._output = output
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -198,7 +200,8 @@ class NodeAgent(SimpleElasticAgent):
         """Stop the ranks of this node because another one failed."""
         found = self._peers.cause() if self._peers is not None else None
         stopped_by = 0 if found is None else found.stopped_by
-        self._end_ranks(_steps_after(stopped_by) if stopped_by else ((signal.SIGTERM, FAILURE_GRACE_S),))
+        steps = self._steps_after(stopped_by) if stopped_by else ((signal.SIGTERM, FAILURE_GRACE_S),)
+        self._end_ranks(steps, is_asked=stopped_by == signal.SIGTERM)
         found = found if self._peers is None else self._peers.cause()  # a better one may have come
         self.cause_elsewhere = found or NodeFailure(0, None, 1, True, "the process that watches the nodes ended them")
         return RunResult(state=WorkerState.FAILED)
@@ -253,8 +256,7 @@ class NodeAgent(SimpleElasticAgent):
     def pass_on(self, number: int) -> None:
         """Send a signal to each rank that runs, not to what it started. Called by a signal handler."""
         for process in self._processes.values():
-            if process.returncode is None:  # not reaped, so the number is still its own
-                os.kill(process.pid, number)
+            _signal_alone(process, number)
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         self._end_ranks(((signal.SIGTERM, FAILURE_GRACE_S),))
@@ -263,14 +265,25 @@ class NodeAgent(SimpleElasticAgent):
         """torch passes timeouts that differ between its versions; ours are the steps above."""
         if self._running and not self._is_watched:
             self._tell(NodeFailure(self._node_rank, None, 128 + death_sig, False, "", int(death_sig)))
-        self._end_ranks(_steps_after(death_sig))
+        self._end_ranks(self._steps_after(death_sig), is_asked=death_sig == signal.SIGTERM)
 
-    def _end_ranks(self, steps: Sequence[tuple[signal.Signals, float]]) -> None:
-        """End every rank that still runs, and the process groups of all that did not end well. Idempotent."""
+    def _steps_after(self, number: int) -> tuple[tuple[signal.Signals, float], ...]:
+        """How the ranks are ended when the launcher gets this signal."""
+        return INTERRUPT_STEPS if number == signal.SIGINT else ((signal.SIGTERM, self._grace_s),)
+
+    def _end_ranks(self, steps: Sequence[tuple[signal.Signals, float]], is_asked: bool = False) -> None:
+        """End every rank that still runs, and the process groups of all that did not end well. Idempotent.
+
+        Args:
+            steps: signals, and seconds to wait after each.
+            is_asked: a rank may save before it ends, and needs the processes that it started (of a data loader) for
+                that: if it is a Python script, the signals are for it alone.
+        """
+        send = _signal_alone if is_asked and self._are_scripts else _signal_group
         try:
             for number, wait_s in steps:
                 for local_rank in self._running:
-                    _signal_group(self._processes[local_rank], number)
+                    send(self._processes[local_rank], number)
                 self._wait_for_ends(wait_s)
         except SignalException:  # asked a second time: no more patience
             pass
@@ -300,11 +313,6 @@ def _watch(local_rank: int, process: "subprocess.Popen[bytes]", ended: "queue.Si
     else:
         process.wait()
     ended.put(local_rank)
-
-
-def _steps_after(number: int) -> tuple[tuple[signal.Signals, float], ...]:
-    """How the ranks are ended when the launcher gets this signal."""
-    return INTERRUPT_STEPS if number == signal.SIGINT else TERMINATE_STEPS
 
 
 def rank_environment(group: WorkerGroup, worker: Any) -> dict[str, str]:
@@ -377,6 +385,12 @@ def _peek(process: "subprocess.Popen[bytes]") -> int:
     info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert info is not None
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def _signal_alone(process: "subprocess.Popen[bytes]", number: int) -> None:
+    """Signal a rank, and not what it started."""
+    if process.returncode is None:  # not reaped, so the number is still its own
+        os.kill(process.pid, number)
 
 
 def _signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 DEFAULT_MASTER_PORT = 29500
+DEFAULT_GRACE_S = 30.0  # torch's agent waits as long
 # `python -m` would look for every module in the working directory first: a user's `random.py` is not for this process.
 # Under PYTHONSAFEPATH Python puts no folder there, and the first entry is another.
 NODE_PROCESS = (
@@ -52,6 +53,7 @@ class LaunchPlan(NamedTuple):
     log_dir: str | None = None
     log_only: bool = False
     save_pid: bool = False
+    grace_s: float = DEFAULT_GRACE_S
     num_nodes: int = 1
     slots_of_nodes: Sequence[Sequence[int]] | None = None
     run_id: str = "deepspeed"

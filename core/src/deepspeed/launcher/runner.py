@@ -172,6 +172,7 @@ def make_plan(args: "argparse.Namespace", hosts: Mapping[str, list[int]]) -> Lau
         log_dir=args.log_dir or args.enable_each_rank_log,
         log_only=args.enable_each_rank_log is not None,
         save_pid=args.save_pid,
+        grace_s=args.grace_period,
     )
     return plan.with_slots(next(iter(hosts.values()))) if hosts else plan
 

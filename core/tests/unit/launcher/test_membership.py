@@ -191,10 +191,9 @@ def test_a_port_that_is_taken_is_named():
 
 
 def test_a_node_of_another_job_is_refused_and_the_end_is_told():
-    with socket.create_server(("", 0)) as probe:
-        port = probe.getsockname()[1]
-    coordinator = Coordinator(port, "job", 1, 2, 0, 2, print)
+    coordinator = Coordinator(0, "job", 1, 2, 0, 2, print)
     coordinator.start()
+    port = coordinator.port
     hello = {"kind": "hello", "run_id": "job", "name": "here", "node_rank": 0, "num_ranks": 1}
     with socket.create_connection(("127.0.0.1", port)) as other, other.makefile("rw") as lines:
         lines.write(json.dumps({**hello, "run_id": "another"}) + "\n")
@@ -214,4 +213,5 @@ def test_a_node_of_another_job_is_refused_and_the_end_is_told():
         closing.start()
         assert json.loads(lines.readline())["kind"] == "end"
     closing.join()
-    socket.create_server(("", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))

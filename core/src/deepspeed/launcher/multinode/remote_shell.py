@@ -47,6 +47,7 @@ class RemoteShellRunner(MultiNodeRunner):
             bind_core_list=args.bind_core_list,
             log_dir=args.log_dir or args.enable_each_rank_log,
             log_only=args.enable_each_rank_log is not None,
+            grace_s=args.grace_period,
             num_nodes=len(slots),
             slots_of_nodes=slots[:1] if all(each == slots[0] for each in slots) else slots,
             run_id="deepspeed"

@@ -105,7 +105,8 @@ def start(
             port = runner.args.master_port or DEFAULT_MASTER_PORT
             coordinator = Coordinator(port, "deepspeed", *limits, len(hosts), lambda line: say(f"deepspeed: {line}"))
         with pid_file() if runner.args.save_pid else nullcontext():
-            code = Watcher(commands, environment, runner.is_one_for_all, coordinator).run()
+            grace_s = runner.args.grace_period
+            code = Watcher(commands, environment, runner.is_one_for_all, coordinator, grace_s).run()
         sys.exit(code)
     (command,) = commands.values()
     sys.stdout.flush()

@@ -17,11 +17,11 @@ from typing import Any
 from deepspeed.errors import ConfigError
 from deepspeed.launcher.console import write_console
 from deepspeed.launcher.membership import Coordinator
-from deepspeed.launcher.plan import ReportReader
+from deepspeed.launcher.plan import DEFAULT_GRACE_S, ReportReader
 
 _CHUNK_BYTES = 65536
 _STOP_AFTER_S = 15.0  # a node that failed blames another: how long that one may take to end by itself
-_KILL_AFTER_S = 45.0  # a node that was told to end, and gives its ranks 30 s, has ended by then, or is out of reach
+_KILL_AFTER_S = 15.0  # a node that was told to end has ended so long after its ranks' time, or is out of reach
 _LOST_BY_PDSH = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code 255\s*$")
 _SSH_FAILED = 255
 
@@ -64,6 +64,7 @@ class Watcher:
         environment: of the commands.
         is_one_for_all: whether that one command puts the host before each line, as pdsh does, and passes on no stdin.
         coordinator: of an elastic job, which goes on when hosts end.
+        grace_s: that a node gives its ranks to end.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class Watcher:
         environment: Mapping[str, str],
         is_one_for_all: bool,
         coordinator: Coordinator | None = None,
+        grace_s: float = DEFAULT_GRACE_S,
     ) -> None:
+        self._kill_after_s = grace_s + _KILL_AFTER_S
         self._coordinator = coordinator
         self._commands = commands
         self._environment = environment
@@ -178,7 +181,7 @@ class Watcher:
                 self._coordinator.stop()
             self._failed.append(("", 128 + number))
             self._is_stopped = True
-            self._deadline = time.monotonic() + _KILL_AFTER_S
+            self._deadline = time.monotonic() + self._kill_after_s
         for host in self._running:
             if not self._is_one_for_all:
                 host.order(str(number))
@@ -211,13 +214,13 @@ class Watcher:
         """Stop the hosts that still run; the next time, leave them."""
         if self._is_stopped:
             for host in self._running:
-                text = f"deepspeed: {host.name} did not end within {_KILL_AFTER_S:g} s and is left to itself\n"
+                text = f"deepspeed: {host.name} did not end within {self._kill_after_s:g} s and is left to itself\n"
                 write_console(2, text.encode())
                 host.process.kill()
         for host in self._running:
             host.order("stop")
         self._is_stopped = True
-        self._deadline = time.monotonic() + _KILL_AFTER_S
+        self._deadline = time.monotonic() + self._kill_after_s
 
     def _last_words(self) -> int:
         if not self._failed:
