@@ -16,7 +16,6 @@ from deepspeed.comm.backend import Messages, Work
 from deepspeed.comm.give_up import join
 from deepspeed.comm.group_backend import group_backend
 from deepspeed.comm.issued import Collective
-from deepspeed.comm.libraries import is_gloo
 from deepspeed.comm.watch import Watch
 
 
@@ -41,7 +40,7 @@ class PointToPoint:
     @property
     def completes_on_host(self) -> bool:
         """Whether messages move while the host computes, and `wait` blocks the host; else streams do both."""
-        return is_gloo(self.group)
+        return group_backend(self.group).capabilities.completes_on_host
 
     def connect(self) -> None:
         """Set up what messages need; again after a failure. Called by all ranks together."""

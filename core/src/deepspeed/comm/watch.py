@@ -97,6 +97,10 @@ class Watch:
             )
         return CommError(f"{asked}: {first_line(error)}. {self._difference(error)}")
 
+    def cause(self) -> str:
+        """Which rank left the group first in this epoch, and why; "" where none did."""
+        return self._failures.first(self._epoch)
+
     def looker(self, waits_in: object, never_comes: Callable[[int, parted.Note], bool]) -> Callable[[], None]:
         """What another thread calls while this rank waits, see `parted.find`; if that finds something the wait raises
         it."""

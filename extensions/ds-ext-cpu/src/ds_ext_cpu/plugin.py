@@ -46,16 +46,23 @@ def ds_op_builders() -> Mapping[str, type]:
 
 @hookimpl
 def ds_comm_backend(name: str, group: "ProcessGroup | None") -> "GroupBackend | None":
-    """gloo's groups: ranks of one machine read each other's memory. `ccl` is registered with torch."""
-    if group is None and "ccl" in (entry.rpartition(":")[2] for entry in name.split(",")):
-        from ds_ext_cpu.comm.ccl import register
+    """gloo's groups: ranks of one machine read each other's memory. `ccl` is registered with torch, and its groups
+    are served."""
+    if group is None:
+        if "ccl" in (entry.rpartition(":")[2] for entry in name.split(",")):
+            from ds_ext_cpu.comm.ccl import register
 
-        register()
-    if name != "gloo" or group is None:
+            register()
         return None
-    from ds_ext_cpu.comm import ReadingGroup
+    if name == "gloo":
+        from ds_ext_cpu.comm import ReadingGroup
 
-    return ReadingGroup(group)
+        return ReadingGroup(group)
+    if name == "ccl":
+        from ds_ext_cpu.comm.ccl_group import CCLGroup, is_served
+
+        return CCLGroup(group) if is_served(group) else None
+    return None
 
 
 def _num_cores() -> int:

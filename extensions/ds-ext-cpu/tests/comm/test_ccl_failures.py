@@ -135,7 +135,7 @@ def test_what_is_not_here_is_refused_by_name():
 
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys, threading
 from datetime import timedelta
 import torch, torch.distributed as torch_dist
 from ds_ext_cpu.comm import ccl
@@ -147,13 +147,28 @@ torch_dist.all_reduce(torch.ones(10**6))
 print("segments", [name for name in os.listdir("/dev/shm") if name.startswith("ds_ccl.") and str(os.getpid()) in name])
 if rank == 1 and ends == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+if rank == 0 and ends == "interrupted":
+    message, library = torch.ones(1), torch_dist.group.WORLD._get_backend(torch.device("cpu"))
+
+    def interrupt(number):
+        while library.num_started < number:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for call in (lambda: torch_dist.recv(message, 1), lambda: torch_dist.all_reduce(message)):
+        thread = threading.Thread(target=interrupt, args=(library.num_started + 1,))
+        try:
+            thread.start()
+            call()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        thread.join()
+    sys.stdin.readline()
+    sys.exit()
 if rank == 1 and ends == "interrupted":
-    os.kill(os.getppid(), signal.SIGUSR1)
-    torch_dist.recv(torch.ones(1), 0)
+    sys.stdin.readline()
 try:
     torch_dist.all_reduce(torch.ones(10**6))
-except KeyboardInterrupt:
-    print("interrupted")
 except torch_dist.DistError as error:
     print(error)
 """
@@ -168,6 +183,7 @@ def start_ranks(tmp_path, *arguments, environment=()):
             subprocess.Popen(
                 [sys.executable, "-c", script, *arguments],
                 env={**os.environ, **variables, **dict(environment)},
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -188,6 +204,14 @@ def test_a_killed_rank_is_named_at_once_and_leaves_nothing(tmp_path, transport):
     assert children[1].returncode == -signal.SIGKILL
     assert segments == "segments []"
     assert not [path for path in Path("/dev/shm").glob("ds_ccl.*") if f".{children[0].pid}." in path.name]
+
+
+def test_ctrl_c_ends_a_wait_and_peers_are_told(tmp_path):
+    children = start_ranks(tmp_path, "interrupted")
+    lines = [children[0].stdout.readline() for _ in range(3)]
+    outputs = [child.communicate("go on\n", timeout=120) for child in reversed(children)]
+    assert lines == ["segments []\n", "interrupted\n", "interrupted\n"], outputs
+    assert "rank 0 was interrupted in an all-reduce (sum) of 1 float32" in outputs[0][0], outputs
 
 
 def transport_job():

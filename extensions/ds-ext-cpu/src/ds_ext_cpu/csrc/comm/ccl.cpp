@@ -39,6 +39,8 @@ using WorkPtr = c10::intrusive_ptr<Work>;
 using Milliseconds = std::chrono::milliseconds;
 
 constexpr Milliseconds kSignalsEvery{100};
+// About 50 us.
+constexpr int kPolls = 300;
 
 std::exception_ptr as_torch_error(const std::string& text) {
     return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, text));
@@ -69,7 +71,14 @@ class CCLWork : public Work {
         finish(error);
     }
 
+    // What a waiting thread does meanwhile, for a while.
+    void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
+
     bool wait(Milliseconds timeout) override {
+        for (int number = 0; number < kPolls && poll_ && !isCompleted(); ++number) {
+            poll_();
+            ds_cpu::comm::pause();
+        }
         const bool is_limited = timeout.count() > 0;
         const auto deadline = std::chrono::steady_clock::now() + timeout;
         std::unique_lock lock(mutex_);
@@ -92,6 +101,7 @@ class CCLWork : public Work {
   private:
     Tensors outputs_;
     c10::intrusive_ptr<c10::ivalue::Future> future_;
+    std::function<void()> poll_;
 };
 
 // Several works as one.
@@ -267,9 +277,9 @@ class ProcessGroupCCL : public c10d::Backend {
         return c10::make_intrusive<Together>(getRank(), std::exchange(coalesced_, {}));
     }
     void shutdown() override { core_->group.close(); }
-    void abort() override {
-        core_->group.abort(core_->group.called(getRank()) + " aborted the group; its own output says why");
-    }
+    void abort() override { fail(core_->group.called(getRank()) + " aborted the group; its own output says why"); }
+    // All ranks that wait here, or come to wait, raise this.
+    void fail(const std::string& text) { core_->group.abort(text); }
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
         const Flat data(only(tensors, "all_reduce"));
@@ -488,10 +498,13 @@ class ProcessGroupCCL : public c10d::Backend {
   private:
     struct Core {
         Core(void* memory, int rank, int size, std::vector<int> ranks)
-            : group(memory, rank, size, std::move(ranks)), collectives(group) {}
-        Group group;
+            : shared(std::make_shared<Group>(memory, rank, size, std::move(ranks))),
+              group(*shared),
+              collectives(group) {}
+        std::shared_ptr<Group> shared;
+        Group& group;
         Collectives collectives;
-        std::unique_ptr<Messages> messages;
+        std::shared_ptr<Messages> messages;
         Runner runner;
     };
 
@@ -504,8 +517,7 @@ class ProcessGroupCCL : public c10d::Backend {
     }
 
     // What `run` raised, as torch knows it. Where the calling thread waits in it, signals are looked at.
-    template <typename Run>
-    std::exception_ptr attempt(const Run& run) {
+    std::exception_ptr attempt(const std::function<void()>& run) {
         std::exception_ptr raised;
         std::function<bool()> look = [&raised] { return (raised = raised_by_signal()) != nullptr; };
         Group::interrupted = &look;
@@ -522,16 +534,23 @@ class ProcessGroupCCL : public c10d::Backend {
         return error;
     }
 
-    template <typename Options, typename Run>
+    using Run = std::function<void(Collectives&, int64_t ns)>;
+
+    template <typename Options>
     WorkPtr start(OpType type, const char* title, const Tensors& inputs, const Tensors& outputs, const Options& options,
                   Run run) {
+        return start(type, title, inputs, outputs, options.timeout, is_async(options), std::move(run));
+    }
+
+    WorkPtr start(OpType type, const char* title, const Tensors& inputs, const Tensors& outputs, Milliseconds asked,
+                  bool is_async, Run run) {
         ++num_started_;
         auto work = c10::make_intrusive<CCLWork>(getRank(), type, title, inputs, outputs);
-        const Milliseconds timeout = options.timeout == c10d::kUnsetTimeout ? Milliseconds(timeout_) : options.timeout;
+        const Milliseconds timeout = asked == c10d::kUnsetTimeout ? Milliseconds(timeout_) : asked;
         const int64_t ns = std::chrono::nanoseconds(timeout).count();
         core_->runner.run(
             [this, work, run = std::move(run), ns] { work->complete(attempt([&] { run(core_->collectives, ns); })); },
-            is_async(options) || coalesces(work));
+            is_async || coalesces(work));
         return work;
     }
 
@@ -550,20 +569,26 @@ class ProcessGroupCCL : public c10d::Backend {
         auto work = c10::make_intrusive<CCLWork>(getRank(), is_sent ? OpType::SEND : OpType::RECV,
                                                  is_sent ? "ccl:send" : "ccl:recv", is_sent ? tensors : none, tensors);
         const int64_t ns = std::chrono::nanoseconds(Milliseconds(timeout_)).count();
+        ++num_started_;
         static_cast<void>(coalesces(work));
-        const std::lock_guard lock(mutex_);
-        if (core_->messages == nullptr) core_->messages = std::make_unique<Messages>(core_->group);
-        core_->messages->start({.is_sent = is_sent,
-                                .peer = peer,
-                                .tag = static_cast<uint32_t>(tag),
-                                .data = data.data(),
-                                .num_bytes = data.num_bytes(),
-                                .limit_ns = ns,
-                                .deadline = ds_cpu::comm::now_ns() + ns,
-                                .done = [work, data, is_sent](const std::string* failure) {
-                                    if (failure == nullptr && !is_sent) data.give_back();
-                                    work->complete(failure == nullptr ? nullptr : as_torch_error(*failure));
-                                }});
+        std::unique_lock lock(mutex_);
+        if (core_->messages == nullptr) core_->messages = std::make_shared<Messages>(core_->shared);
+        const std::shared_ptr<Messages> messages = core_->messages;
+        lock.unlock();
+        work->set_poll([weak = std::weak_ptr<Messages>(messages)] {
+            if (const std::shared_ptr<Messages> found = weak.lock()) found->poll();
+        });
+        messages->start({.is_sent = is_sent,
+                         .peer = peer,
+                         .tag = static_cast<uint32_t>(tag),
+                         .data = data.data(),
+                         .num_bytes = data.num_bytes(),
+                         .limit_ns = ns,
+                         .deadline = ds_cpu::comm::now_ns() + ns,
+                         .done = [work, data, is_sent](const std::string* failure) {
+                             if (failure == nullptr && !is_sent) data.give_back();
+                             work->complete(failure == nullptr ? nullptr : as_torch_error(*failure));
+                         }});
         return work;
     }
 
@@ -640,6 +665,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                                              Milliseconds(timeout_ms), wish);
              }),
              pybind11::call_guard<pybind11::gil_scoped_release>())
+        .def("fail", &ProcessGroupCCL::fail)
+        .def_property_readonly("num_started", &ProcessGroupCCL::getSequenceNumberForGroup)
         .def_property_readonly("transport", &ProcessGroupCCL::transport);
     module.def("segment_bytes", [](int size) { return Layout(size).num_bytes; });
     module.def("start_time", &ds_cpu::comm::start_time_of);

@@ -8,13 +8,13 @@
 namespace ds_cpu::comm {
 namespace {
 
-// Up to here reading a peer's memory costs more than passing through a window.
+// Up to here a part costs less through a window than out of the memory of a peer, and two ranks make a whole sum each,
+// to save a step.
 constexpr size_t kSmallBytes = size_t{32} << 10;
-// Up to here each rank of three or more makes the whole sum, to save a step.
+// As much for three ranks and more, which read more.
 constexpr size_t kTinyBytes = size_t{8} << 10;
-// Of all ranks together, read and added at a time: what the cache of a core holds.
-constexpr size_t kBlockBytes = size_t{512} << 10;
-
+// What is written twice, one after the other, in the cache nearest to the core.
+constexpr size_t kHotBytes = size_t{16} << 10;
 size_t num_windows(size_t num_bytes, size_t window) { return (num_bytes + window - 1) / window; }
 
 void copy(char* to, const char* from, size_t num_bytes) {
@@ -51,15 +51,6 @@ Description::Span span_of(const void* data, size_t num_bytes) {
 }
 
 }  // namespace
-
-char* Collectives::scratch(size_t num_bytes) {
-    if (scratch_.size() < num_bytes + kLine) scratch_.resize(num_bytes + kLine);
-    return reinterpret_cast<char*>(rounded(reinterpret_cast<size_t>(scratch_.data()), kLine));
-}
-
-bool Collectives::reads(size_t num_bytes) const {
-    return group_.size == 1 || (group_.reads && num_bytes > kSmallBytes);
-}
 
 // All peers are past the collective before the last one: its description is free, and two of the windows.
 Wait Collectives::begin(Description& mine, int64_t timeout_ns) {
@@ -104,104 +95,63 @@ void Collectives::barrier(int64_t timeout_ns) {
 }
 
 void Collectives::all_reduce(char* data, size_t numel, Op op, Dtype dtype, int64_t timeout_ns) {
-    Description mine = describe(Kind::kAllReduce, op, dtype, 0, numel);
-    mine.spans[0] = span_of(data, numel * size_of(dtype));
-    const Wait wait = begin(mine, timeout_ns);
-    const auto run =
-        reads(mine.spans[0].num_bytes) ? &Collectives::reduce_by_reading : &Collectives::reduce_through_windows;
-    (this->*run)(data, mine, true, wait);
+    reduce_to(data, describe(Kind::kAllReduce, op, dtype, 0, numel), true, timeout_ns);
 }
 
 void Collectives::reduce(char* data, size_t numel, Op op, Dtype dtype, int root, int64_t timeout_ns) {
-    Description mine = describe(Kind::kReduce, op, dtype, root, numel);
-    mine.spans[0] = span_of(data, numel * size_of(dtype));
-    const Wait wait = begin(mine, timeout_ns);
-    const auto run =
-        reads(mine.spans[0].num_bytes) ? &Collectives::reduce_by_reading : &Collectives::reduce_through_windows;
-    (this->*run)(data, mine, false, wait);
-}
-
-// The sum of `numel` elements that lie `offset` bytes into that span of every rank.
-void Collectives::sum_range(char* to, const char* own, int span, uint64_t offset, const Description& mine, size_t numel,
-                            const Wait& wait) {
-    const auto op = static_cast<Op>(mine.op);
-    const auto dtype = static_cast<Dtype>(mine.dtype);
-    const size_t item = size_of(dtype), total = numel * item, others = std::max(group_.size - 1, 1);
-    const size_t block = std::max(kBlockBytes / others, size_t{16} << 10) / kLine * kLine;
-    const size_t step = std::min(block, rounded(total, kLine));
-    char* const staged = scratch(step * others);
-    const void* sources[kMaxRanks];
-    for (size_t start = 0; start < total; start += step) {
-        const size_t count = std::min(step, total - start);
-        char* into = staged;
-        for (int peer = 0; peer < group_.size; ++peer) {
-            if (peer == group_.rank) {
-                sources[peer] = own + start;
-                continue;
-            }
-            group_.read(peer, of(peer).spans[span].address + offset + start, into, count, wait);
-            sources[peer] = into;
-            into += step;
-        }
-        comm::reduce(to + start, sources, group_.size, count / item, op, dtype);
-    }
-}
-
-// Each rank sums one part, and reads the others' when they are summed. Not to all: the root sums everything.
-void Collectives::reduce_by_reading(char* data, const Description& mine, bool to_all, const Wait& wait) {
-    const size_t item = size_of(static_cast<Dtype>(mine.dtype));
-    const int rank = group_.rank;
-    group_.sync(wait);
-    check(mine);
-    if (!to_all) {
-        if (static_cast<int>(mine.root) == rank) sum_range(data, data, 0, 0, mine, mine.numel, wait);
-        group_.sync(wait);
-        return;
-    }
-    const Cut cut(mine.numel, group_.size, item);
-    char* const own = data + cut.start(rank) * item;
-    sum_range(own, own, 0, cut.start(rank) * item, mine, cut.count(rank), wait);
-    group_.post();
-    for (int offset = 1; offset < group_.size; ++offset) {
-        const int peer = (rank + offset) % group_.size;
-        group_.wait_for(peer, wait);
-        const size_t start = cut.start(peer) * item;
-        group_.read(peer, of(peer).spans[0].address + start, data + start, cut.count(peer) * item, wait);
-    }
-    group_.sync(wait);
+    reduce_to(data, describe(Kind::kReduce, op, dtype, root, numel), root == group_.rank, timeout_ns);
 }
 
 // A window is given, summed in parts by all ranks, and taken back. Each step gives one window, sums the one before it,
-// and takes the one before that, so that there is one wait for each.
-void Collectives::reduce_through_windows(char* data, const Description& mine, bool to_all, const Wait& wait) {
+// and takes the one before that, so that there is one wait for each. A rank's own part stays where it is.
+void Collectives::reduce_to(char* data, Description mine, bool has_result, int64_t timeout_ns) {
+    const Wait wait = begin(mine, timeout_ns);
     const auto op = static_cast<Op>(mine.op);
     const auto dtype = static_cast<Dtype>(mine.dtype);
+    const int size = group_.size, rank = group_.rank;
     const size_t item = size_of(dtype), total = mine.numel * item, window = group_.layout.window_bytes;
     const size_t count = num_windows(total, window);
     const uint64_t first = windows_;
-    const bool has_result = to_all || static_cast<int>(mine.root) == group_.rank;
-    const bool at_once = !to_all || total <= (group_.size == 2 ? kSmallBytes : kTinyBytes);
+    const bool at_once =
+        mine.kind == static_cast<uint32_t>(Kind::kReduce) || total <= (size == 2 ? kSmallBytes : kTinyBytes);
     const void* sources[kMaxRanks];
-    const auto give = [&](size_t number) {
-        copy(group_.window(group_.rank, first + number), data + number * window, in_window(total, window, number));
+    const auto cut = [&](size_t number) {
+        return Cut(in_window(total, window, number) / item, at_once ? 1 : size, item);
     };
+    const auto give = [&](size_t number) {
+        const size_t bytes = in_window(total, window, number);
+        const Cut parts = cut(number);
+        const size_t kept = at_once ? bytes : parts.start(rank) * item;
+        const size_t after = at_once ? bytes : parts.start(rank + 1) * item;
+        char* const to = group_.window(rank, first + number);
+        const char* const from = data + number * window;
+        copy(to, from, kept);
+        copy(to + after, from + after, bytes - after);
+    };
+    if (size == 1) return;
     windows_ += count;
     if (count > 0) give(0);
     group_.sync(wait);
     check(mine);
     for (size_t number = 0; number < count; ++number) {
-        const size_t bytes = in_window(total, window, number);
-        const Cut cut(bytes / item, at_once ? 1 : group_.size, item);
-        const int part = at_once ? 0 : group_.rank;
-        const size_t start = cut.start(part) * item;
-        char* const to = at_once ? data + number * window : group_.window(group_.rank, first + number) + start;
-        for (int peer = 0; peer < group_.size; ++peer) sources[peer] = group_.window(peer, first + number) + start;
-        if (has_result) comm::reduce(to, sources, group_.size, cut.count(part), op, dtype);
+        const Cut parts = cut(number);
+        const int part = at_once ? 0 : rank;
+        const size_t stop = parts.start(part + 1) * item;
+        for (size_t start = parts.start(part) * item; start < stop && has_result;) {
+            const size_t bytes = std::min(kHotBytes, stop - start);
+            for (int peer = 0; peer < size; ++peer) sources[peer] = group_.window(peer, first + number) + start;
+            char* const to = data + number * window + start;
+            if (!at_once) sources[rank] = to;
+            comm::reduce(to, sources, size, bytes / item, op, dtype);
+            if (!at_once) copy(group_.window(rank, first + number) + start, to, bytes);
+            start += bytes;
+        }
         if (number + 1 < count) give(number + 1);
         if (number + 1 < count || !at_once) group_.sync(wait);
-        for (int peer = 0; peer < group_.size && !at_once; ++peer) {
-            const size_t its = cut.start(peer) * item;
-            copy(data + number * window + its, group_.window(peer, first + number) + its, cut.count(peer) * item);
+        for (int offset = 1; offset < size && !at_once; ++offset) {
+            const int peer = (rank + offset) % size;
+            const size_t start = parts.start(peer) * item;
+            copy(data + number * window + start, group_.window(peer, first + number) + start, parts.count(peer) * item);
         }
     }
 }
@@ -218,11 +168,11 @@ void Collectives::reduce_scatter(char* output, std::span<const Part> inputs, Op 
         largest = std::max(largest, inputs[peer].num_bytes);
     }
     const Wait wait = begin(mine, timeout_ns);
-    const bool by_reading = reads(mine.numel * item);
     const size_t slot = group_.layout.window_bytes / size / kLine * kLine;
-    const size_t count = by_reading ? 0 : num_windows(largest, slot);
+    const size_t count = num_windows(largest, slot);
     const auto give = [&](size_t number) {
         for (int peer = 0; peer < size; ++peer) {
+            if (peer == rank) continue;
             copy(group_.window(rank, windows_) + slot * peer, inputs[peer].data + slot * number,
                  in_window(inputs[peer].num_bytes, slot, number));
         }
@@ -231,14 +181,10 @@ void Collectives::reduce_scatter(char* output, std::span<const Part> inputs, Op 
     group_.sync(wait);
     check(mine);
     check_sizes(true);
-    if (by_reading) {
-        sum_range(output, inputs[rank].data, rank, 0, mine, total / item, wait);
-        group_.sync(wait);
-        return;
-    }
     const void* sources[kMaxRanks];
     for (size_t number = 0; number < count; ++number) {
         for (int peer = 0; peer < size; ++peer) sources[peer] = group_.window(peer, windows_) + slot * rank;
+        sources[rank] = inputs[rank].data + slot * number;
         comm::reduce(output + slot * number, sources, size, in_window(total, slot, number) / item, op, dtype);
         ++windows_;
         if (number + 1 < count) {
@@ -263,7 +209,11 @@ void Collectives::move(Kind kind, std::span<const Part> inputs, std::span<const 
         largest = std::max(largest, part.num_bytes);
     }
     mine.windows = num_windows(largest, slot);
-    if (reads(largest * inputs.size())) mine.windows = std::max<uint64_t>(mine.windows, 2);
+    // a broadcast is as fast through windows
+    const bool may_read = size == 1 || (group_.reads && kind != Kind::kBroadcast);
+    if (may_read && (size == 1 || largest * inputs.size() > kSmallBytes)) {
+        mine.windows = std::max<uint64_t>(mine.windows, 2);
+    }
     const Wait wait = begin(mine, timeout_ns);
     const auto give = [&](size_t number) {
         for (size_t part = 0; part < inputs.size(); ++part) {
@@ -271,7 +221,6 @@ void Collectives::move(Kind kind, std::span<const Part> inputs, std::span<const 
                  in_window(inputs[part].num_bytes, slot, number));
         }
     };
-    const bool may_read = group_.reads || size == 1;
     if (!may_read || mine.windows < 2) give(0);
     group_.sync(wait);
     check(mine);

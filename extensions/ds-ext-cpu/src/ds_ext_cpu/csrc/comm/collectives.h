@@ -2,7 +2,6 @@
 #pragma once
 
 #include <span>
-#include <vector>
 
 #include "comm/group.h"
 
@@ -36,18 +35,12 @@ class Collectives {
     Wait begin(Description& mine, int64_t timeout_ns);
     void check(const Description& mine);
     void check_sizes(bool splits);
-    char* scratch(size_t num_bytes);
     const Description& of(int peer) const { return group_.cell(peer).descriptions[number_ % 2]; }
-    bool reads(size_t num_bytes) const;
-    void reduce_through_windows(char* data, const Description& mine, bool to_all, const Wait& wait);
-    void reduce_by_reading(char* data, const Description& mine, bool to_all, const Wait& wait);
-    void sum_range(char* to, const char* own, int span, uint64_t offset, const Description& mine, size_t numel,
-                   const Wait& wait);
+    void reduce_to(char* data, Description mine, bool has_result, int64_t timeout_ns);
 
     Group& group_;
     uint64_t number_ = 0;   // of the collective
     uint64_t windows_ = 0;  // that passed
-    std::vector<char> scratch_;
 };
 
 }  // namespace ds_cpu::comm

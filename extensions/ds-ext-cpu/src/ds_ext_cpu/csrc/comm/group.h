@@ -42,7 +42,7 @@ class Group {
 
     const int rank, size;
     const Layout layout;
-    bool reads = false;  // peers' memory; else everything passes through the segment
+    bool reads = false;  // the memory of peers, where that is faster than the segment
 
     // ----- steps -----------------------------------------------------------------------------------------------------
 

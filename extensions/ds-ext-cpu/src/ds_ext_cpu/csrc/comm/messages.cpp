@@ -7,21 +7,38 @@
 namespace ds_cpu::comm {
 namespace {
 
-constexpr int kLooks = 400;
-constexpr int64_t kLookNs = 100'000'000, kIdleNs = 5'000'000'000;
+// How often a sleeping thread looks whether peers live; and when nothing is in flight.
+constexpr int64_t kLookNs = 100'000'000, kIdleNs = 500'000'000;
+// Up to here a message is read from the sender's memory in one step; a larger one moves on both sides at once.
+constexpr uint64_t kSmallBytes = uint64_t{32} << 10;
 
 constexpr uint32_t value(OfferState state) { return static_cast<uint32_t>(state); }
 
 }  // namespace
 
-Messages::Messages(Group& group) : group_(group), thread_([this] { run(); }) {}
+Messages::Messages(std::shared_ptr<Group> group)
+    : kept_(std::move(group)), group_(*kept_), thread_([this] { run(); }) {}
 
 void Messages::start(Message message) {
+    Open ended;
+    std::string failure;
     {
         const std::lock_guard lock(mutex_);
-        arrived_.push_back(std::move(message));
+        open_.push_back(std::move(message));
+        failure = attempt(&ended);
     }
-    ring(group_.rank);
+    tell(ended, failure);
+}
+
+void Messages::poll() {
+    Open ended;
+    std::string failure;
+    {
+        const std::unique_lock lock(mutex_, std::try_to_lock);
+        if (!lock.owns_lock()) return;
+        failure = attempt(&ended);
+    }
+    tell(ended, failure);
 }
 
 void Messages::stop() {
@@ -39,62 +56,64 @@ void Messages::ring(int peer) {
     wake_sleepers(cell.bell, cell.bell_sleepers);
 }
 
+// The bell rings when a peer has changed anything; what this rank starts goes as far as it can without the thread.
 void Messages::run() {
     Cell& own = group_.cell(group_.rank);
-    int num_looks = 0;
-    int64_t looked = now_ns();
     while (true) {
         const uint32_t seen = own.bell.load();
+        Open ended;
+        std::string failure;
+        bool is_idle;
         {
             const std::lock_guard lock(mutex_);
-            open_.splice(open_.end(), arrived_);
             if (is_stopped_) break;
+            failure = attempt(&ended);
+            is_idle = open_.empty();
         }
-        try {
-            if (!open_.empty() && !group_.is_open()) {
-                Wait wait(nullptr, 0);
-                wait.text = described(open_.front());
-                group_.check_open(wait);
-            }
-            if (now_ns() > looked + kLookNs) {
-                look_at_peers();
-                looked = now_ns();
-            }
-            if (advance()) {
-                num_looks = 0;
-            } else if (!open_.empty() && num_looks < kLooks) {
-                ++num_looks;
-                pause();
-            } else {
-                sleep_on(own.bell, own.bell_sleepers, seen, open_.empty() ? kIdleNs : kLookNs);
-                num_looks = 0;
-            }
-        } catch (const Failure& failure) {
-            fail_all(failure.what());
-        }
+        tell(ended, failure);
+        sleep_on(own.bell, own.bell_sleepers, seen, is_idle ? kIdleNs : kLookNs);
     }
-    fail_all(group_.called(group_.rank) + " left the group");
-}
-
-void Messages::fail_all(const std::string& text) {
-    passing_ = nullptr;
-    Open failed;
-    failed.swap(open_);
+    Open left;
     {
         const std::lock_guard lock(mutex_);
-        failed.splice(failed.end(), arrived_);
+        left.swap(open_);
     }
-    for (Message& message : failed) message.done(&text);
+    tell(left, group_.called(group_.rank) + " left the group");
 }
 
-// Each message as far as it goes; whether any moved.
-bool Messages::advance() {
-    bool has_moved = false;
-    for (auto place = open_.begin(); place != open_.end();) {
-        has_moved |= place->is_sent ? send(*place) : receive(*place);
-        place = place->is_over ? open_.erase(place) : std::next(place);
+// Each message as far as it goes. `ended` gets those that are over; what failed, and then all of them, or "".
+std::string Messages::attempt(Open* ended) {
+    if (open_.empty()) return "";
+    try {
+        if (!group_.is_open()) {
+            Wait wait(nullptr, 0);
+            wait.text = described(open_.front());
+            group_.check_open(wait);
+        }
+        if (now_ns() > looked_ + kLookNs) {
+            look_at_peers();
+            looked_ = now_ns();
+        }
+        for (bool has_moved = true; has_moved;) {
+            has_moved = false;
+            for (auto place = open_.begin(); place != open_.end();) {
+                const auto next = std::next(place);
+                has_moved |= place->is_sent ? send(*place) : receive(*place);
+                if (place->is_over) ended->splice(ended->end(), open_, place);
+                place = next;
+            }
+        }
+        return "";
+    } catch (const Failure& failure) {
+        passing_ = nullptr;
+        ended->splice(ended->end(), open_);
+        return failure.what();
     }
-    return has_moved;
+}
+
+// Without the lock: who is told may start the next message.
+void Messages::tell(Open& ended, const std::string& failure) {
+    for (Message& message : ended) message.done(message.is_over ? nullptr : &failure);
 }
 
 // Of the messages that have no slot yet: those between two ranks are offered in the order of issue, and taken so where
@@ -106,11 +125,6 @@ bool Messages::is_first(const Message& message) const {
         if (is_same && other.offer == nullptr && (message.is_sent || other.tag == message.tag)) return false;
     }
     return true;
-}
-
-void Messages::finish(Message& message) {
-    message.is_over = true;
-    message.done(nullptr);
 }
 
 size_t Messages::in_chunk(const Message& message) const {
@@ -143,7 +157,7 @@ bool Messages::send(Message& message) {
     if (state == value(OfferState::kDone)) {
         if (passing_ == &message) passing_ = nullptr;
         offer.state.store(value(OfferState::kFree), std::memory_order_relaxed);
-        finish(message);
+        message.is_over = true;
         return true;
     }
     if (state != value(OfferState::kGranted) || (passing_ != nullptr && passing_ != &message)) return false;
@@ -178,7 +192,7 @@ bool Messages::receive(Message& message) {
                         ", which sends one of " + std::to_string(offer.num_bytes) +
                         "; give both tensors of the same size and dtype");
         }
-        if (group_.reads || message.num_bytes == 0) {
+        if (message.num_bytes <= (group_.reads ? kSmallBytes : 0)) {
             if (message.num_bytes > 0) {
                 Wait wait(nullptr, message.limit_ns);
                 wait.text = described(message);
@@ -186,7 +200,7 @@ bool Messages::receive(Message& message) {
             }
             offer.state.store(value(OfferState::kDone), std::memory_order_release);
             ring(message.peer);
-            finish(message);
+            message.is_over = true;
             return true;
         }
         offer.state.store(value(OfferState::kGranted), std::memory_order_release);
@@ -202,7 +216,7 @@ bool Messages::receive(Message& message) {
         if (message.chunks * uint64_t{group_.layout.chunk_bytes} >= message.num_bytes) {
             offer.state.store(value(OfferState::kDone), std::memory_order_release);
             ring(message.peer);
-            finish(message);
+            message.is_over = true;
             return true;
         }
         ring(message.peer);

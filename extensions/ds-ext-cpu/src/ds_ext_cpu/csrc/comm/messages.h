@@ -1,12 +1,13 @@
 // Messages between two ranks of a group: any number at once, in any order, matched by tag and, within a tag, by order.
 //
-// A sender offers a message; the receiver who wants it reads it from the sender's memory, or grants it, whereupon the
-// sender passes it through its pool of chunks. Only granted messages use the pool, so that none waits for one which
-// nobody takes.
+// A sender offers a message; the receiver who wants it grants it, whereupon the sender passes it through its pool of
+// chunks. A small one is read from the sender's memory where that is possible. Only granted messages use the pool, so
+// that none waits for one which nobody takes.
 #pragma once
 
 #include <functional>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -21,7 +22,7 @@ struct Message {
     char* data;
     uint64_t num_bytes;
     int64_t limit_ns, deadline;
-    std::function<void(const std::string* failure)> done;  // called once, by the thread of the messages
+    std::function<void(const std::string* failure)> done;  // called once, by any thread
     Offer* offer = nullptr;                                // the slot in the segment, once there is one
     uint32_t chunks = 0;                                   // that this side has moved
     bool is_over = false;
@@ -29,33 +30,35 @@ struct Message {
 
 class Messages {
   public:
-    explicit Messages(Group& group);
+    explicit Messages(std::shared_ptr<Group> group);
     ~Messages() { stop(); }
 
+    // Goes as far as it goes at once; the thread does the rest.
     void start(Message message);
+    // As much as can be done now, by a thread that waits for a message.
+    void poll();
     // Ends the thread; what is unfinished fails.
     void stop();
 
   private:
     using Open = std::list<Message>;
     void run();
-    void accept();
-    bool advance();
+    std::string attempt(Open* ended);
     bool send(Message& message);
     bool receive(Message& message);
     bool is_first(const Message& message) const;
-    void finish(Message& message);
     void look_at_peers();
-    void fail_all(const std::string& text);
+    static void tell(Open& ended, const std::string& failure);
     void ring(int peer);
     std::string described(const Message& message) const;
     size_t in_chunk(const Message& message) const;
 
+    const std::shared_ptr<Group> kept_;
     Group& group_;
-    std::mutex mutex_;  // guards `arrived_` and `is_stopped_`
-    Open arrived_;
+    std::mutex mutex_;  // guards the rest, but for the thread
     bool is_stopped_ = false;
-    Open open_;                   // of the thread, in the order of issue
+    int64_t looked_ = 0;
+    Open open_;                   // in the order of issue
     Message* passing_ = nullptr;  // the one that uses this rank's pool
     uint64_t number_ = 0;
     std::thread thread_;
