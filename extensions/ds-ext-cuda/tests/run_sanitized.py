@@ -13,7 +13,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FILES = ["optimizers", "test_flatten.py", "test_quantizer.py", "test_random_ltd.py", "test_transformer_inference.py"]
+FILES = [
+    *("optimizers", "test_flatten.py", "test_inference_core.py", "test_quantizer.py", "test_random_ltd.py"),
+    "test_transformer_inference.py",
+]
 BUILD = """
 import runpy, sys
 from ds_ext_cuda.op_builder import builders

@@ -18,6 +18,7 @@ _MODULES = {
     "FusedLionBuilder": "lion",
     "QuantizerBuilder": "quantizer",
     "InferenceBuilder": "inference",
+    "InferenceCoreBuilder": "inference_core",
     "RandomLTDBuilder": "random_ltd",
     "UtilsBuilder": "flatten",
 }
