@@ -5,6 +5,10 @@ is about, or a fifo; end of file on the output says that every process that held
 """
 
 import json
+import os
+import random
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -121,6 +125,18 @@ def is_free(port):
     return True
 
 
+def wait_for_end(pids):
+    """Return when these processes have ended, which need not be our children."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready, _, _ = select.select([fd], [], [], LIMIT_S)
+        os.close(fd)
+        assert ready, f"process {pid} still runs"
+
+
 KILL_A_HOST = """
 def trouble(step):
     if first_round and step == 3 and os.environ["SSH_HOST"] == "{host}":
@@ -154,6 +170,7 @@ def test_a_host_is_killed_and_another_comes_later(hosts, host):
 
 KILL_A_RANK = """
 def trouble(step):
+    print("step", step, "of round", round_number, flush=True)
     if first_round and step == 3 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -161,11 +178,14 @@ def trouble(step):
 
 def test_a_rank_is_killed_and_the_job_goes_on(folder):
     write_script(KILL_A_RANK)
-    job = start("--num_gpus", "2", "train.py", json.dumps(FIXED))
+    job = start("--num_gpus", "2", "--enable_each_rank_log", "logs", "train.py", json.dumps(FIXED))
     _, errors = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, errors
     assert "2 ranks on 1 node go on; restart 1 of 3\n" in errors
     assert "was killed by SIGKILL; the other ranks were stopped." in errors
+    log = Path("logs/rank_0.log").read_text()
+    assert "step 0 of round 0\n" in log
+    assert f"step {STEPS - 1} of round 1\n" in log
     assert check_training() == {0: 2, 1: 2}
 
 
@@ -191,3 +211,100 @@ def test_a_host_that_is_told_to_end_saves_first_and_costs_no_step(folder):
     records = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
     steps = [(record["round"], record["step"]) for record in records if record["ids"]]
     assert not {step for number, step in steps if number == 0} & {step for number, step in steps if number == 1}
+
+
+# Says where it is, and waits to be killed.
+WAIT = """
+import json, os, signal, socket
+names = ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE")
+report = [int(os.environ[name]) for name in names] + [os.getpid(), os.getppid()]
+socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(json.dumps(report).encode(), "reports")
+while True:
+    signal.pause()
+"""
+
+
+class Nodes:
+    """Four nodes of two ranks, started by hand; all ranks report to a socket. Node 0 keeps the list."""
+
+    def __init__(self, num_nodes=4):
+        Path("wait.py").write_text(WAIT)
+        self.reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.reports.bind("reports")
+        self.reports.settimeout(LIMIT_S)
+        self.port = find_free_port()
+        self.world, self.started, self.pids = 2 * num_nodes, 0, set()
+        self.agents = {}
+        for _ in range(num_nodes):
+            self.add()
+
+    def add(self):
+        words = ["--no_ssh", "--node_rank", str(self.started), "--num_nodes", "4", "--num_gpus", "2"]
+        words += ["--master_addr", "127.0.0.1", "--master_port", str(self.port), "--max_restarts", "1000"]
+        job = start(*words, "wait.py", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.agents[job.pid] = job
+        self.started += 1
+
+    def whole_round(self):
+        """Rank -> process and agent of the next round that has all ranks."""
+        rounds = {}
+        while True:
+            number, rank, world, pid, agent = json.loads(self.reports.recv(1000))
+            self.pids.add(pid)
+            rounds.setdefault(number, {})[rank] = (pid, agent)
+            if world == self.world and len(rounds[number]) == world:
+                return rounds[number]
+
+
+def test_no_host_stays_behind_when_the_launcher_is_killed(hosts):
+    Path("wait.py").write_text(WAIT)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reports:
+        reports.bind("reports")
+        reports.settimeout(LIMIT_S)
+        job = start("-H", "hosts", "wait.py")
+        pids = {pid for _ in range(4) for pid in json.loads(reports.recv(1000))[3:]}
+    assert len(pids) == 6  # four ranks of two agents
+    job.kill()
+    job.communicate(timeout=LIMIT_S)
+    wait_for_end(pids)
+
+
+WRONG_CONFIG = """
+import deepspeed, torch
+open(f"started-{os.getpid()}", "w").close()
+deepspeed.initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": 3, "train_micro_batch_size_per_gpu": 1})
+"""
+
+
+@pytest.mark.sweep
+def test_a_batch_that_the_ranks_cannot_compute_ends_the_job_at_once(folder):
+    (folder / "train.py").write_text("import os" + WRONG_CONFIG)
+    job = start("--num_gpus", "2", "train.py")
+    _, errors = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 1
+    assert errors.startswith("deepspeed: error: train_batch_size: found 3, which is not a multiple of"), errors
+    assert len(list(folder.glob("started-*"))) == 2
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(2))
+def test_random_kills_of_ranks_and_agents(folder, seed):
+    rng, nodes = random.Random(seed), Nodes()
+    first = next(iter(nodes.agents))  # has the list of nodes
+    ranks = nodes.whole_round()
+    for _ in range(int(os.environ.get("KILLS", "12"))):
+        pid, agent = rng.choice(list(ranks.values()))
+        if agent != first and rng.random() < 0.4:
+            killed = nodes.agents.pop(agent)
+            killed.kill()
+            killed.wait(LIMIT_S)
+            nodes.add()
+        else:
+            os.kill(pid, rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM]))
+        ranks = nodes.whole_round()
+    nodes.agents[first].kill()
+    codes = {pid: job.wait(LIMIT_S) for pid, job in nodes.agents.items()}
+    assert codes == {pid: -signal.SIGKILL if pid == first else 1 for pid in codes}
+    nodes.reports.close()
+    wait_for_end(nodes.pids)
+    assert is_free(nodes.port)

@@ -211,7 +211,7 @@ class ElasticAgent(NodeAgent):
         commands: of each local rank.
         rendezvous: of this node.
         link: that of the rendezvous.
-        make_output: makes the reader of a round.
+        make_output: makes the reader of a round; True: of a later one, whose logs follow those of the first.
         say: shows a text to the user.
         max_restarts: for the ranks' environment.
         is_watched, grace_s: see `NodeAgent`.
@@ -222,13 +222,13 @@ class ElasticAgent(NodeAgent):
         commands: Sequence[RankCommand],
         rendezvous: ElasticRendezvous,
         link: NodeLink,
-        make_output: Callable[[], OutputReader],
+        make_output: Callable[[bool], OutputReader],
         say: Callable[[str], None],
         max_restarts: int,
         is_watched: bool,
         grace_s: float,
     ) -> None:
-        super().__init__(commands, rendezvous, make_output(), is_watched, _ANY_NUMBER, grace_s)
+        super().__init__(commands, rendezvous, make_output(False), is_watched, _ANY_NUMBER, grace_s)
         self._rendezvous_handler = rendezvous
         self._link = link
         self._make_output = make_output
@@ -261,7 +261,7 @@ class ElasticAgent(NodeAgent):
             self._output.finish()
             if self.cause is not None and self.cause.return_code != _TOLD_TO_END:
                 self._say(self.describe())
-            self._output = self._make_output()
+            self._output = self._make_output(True)
             self._processes, self.cause = {}, None
         self._ended = queue.SimpleQueue()
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous_handler.round)  # also for `note_end`

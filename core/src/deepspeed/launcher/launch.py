@@ -111,7 +111,7 @@ def _run_elastic(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]"
     link = NodeLink(plan.master_addr, port, hello)
     rendezvous = ElasticRendezvous(link, plan.run_id)
     watched = (plan.max_restarts, plan.is_watched, plan.grace_s)
-    agent = ElasticAgent(commands, rendezvous, link, lambda: _make_output(plan), _say, *watched)
+    agent = ElasticAgent(commands, rendezvous, link, lambda appends: _make_output(plan, appends), _say, *watched)
     try:
         stopped_by = _run_agent(agent, orders, agent.finish_output)
     finally:
@@ -130,10 +130,10 @@ def _run_elastic(plan: LaunchPlan, node_rank: int, commands: "list[RankCommand]"
     return _report(plan, NodeReport(text, int(end["exit_code"]), True))
 
 
-def _make_output(plan: LaunchPlan) -> "OutputReader":
+def _make_output(plan: LaunchPlan, appends: bool = False) -> "OutputReader":
     from deepspeed.launcher.output import OutputReader
 
-    return OutputReader(plan.log_dir, plan.log_only, collect_uncaught=environment_level() != "DEBUG")
+    return OutputReader(plan.log_dir, plan.log_only, environment_level() != "DEBUG", appends)
 
 
 def _run_agent(agent: "NodeAgent", orders: "_Orders", finish_output: Callable[[], None]) -> int | None:

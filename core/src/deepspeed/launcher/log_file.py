@@ -10,10 +10,11 @@ from deepspeed.launcher.console import write_all, write_console
 class LogFile:
     """One rank's file for both streams. A file that cannot be written any more is dropped, with one warning."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, appends: bool) -> None:
         self._path = path
+        mode = os.O_APPEND if appends else os.O_TRUNC
         try:
-            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o666)
         except OSError as error:
             raise ConfigError(
                 f"--log_dir: {path} cannot be written ({error.strerror}); give another directory"

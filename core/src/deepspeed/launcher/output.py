@@ -80,9 +80,13 @@ class OutputReader:
         log_dir: directory of the files, made if needed; None for no files.
         log_only: what went to a file does not go to the console.
         collect_uncaught: give each rank a pipe for its uncaught exception; see `deepspeed.uncaught`.
+        appends: to files that are there; else they begin anew.
     """
 
-    def __init__(self, log_dir: str | None, log_only: bool, collect_uncaught: bool = False) -> None:
+    def __init__(
+        self, log_dir: str | None, log_only: bool, collect_uncaught: bool = False, appends: bool = False
+    ) -> None:
+        self._appends = appends
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._log_only = log_only
         self._collect_uncaught = collect_uncaught
@@ -105,7 +109,7 @@ class OutputReader:
     def open_rank(self, rank: int) -> RankPipes:
         """The write ends for a rank; closed by the caller once the rank runs."""
         if self._log_dir is not None:
-            self._files[rank] = LogFile(self._log_dir / f"rank_{rank}.log")
+            self._files[rank] = LogFile(self._log_dir / f"rank_{rank}.log", self._appends)
         file = self._files.get(rank)
         self._streams[rank] = []
         stdout_fd = None if file is None else self._open_stream(rank, 1)
