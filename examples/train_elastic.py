@@ -4,7 +4,7 @@
     kill -9 PID                 # of one rank, as the script prints it: all ranks start again from the last step
     kill PID                    # of the deepspeed command: it saves; start it again, also with other numbers of ranks
 
-The global batch is the same for 1, 2, 3, 4, 6 and 12 ranks (`ds_elastic -c` tells that of a configuration in a file), so
+The global batch is the same for 1, 2, 3, 4, 6 and 12 ranks (`ds_elastic -c` tells that of a configuration), so
 training is the same, whatever happened. See docs/howto/survive-lost-hosts.md.
 """
 
