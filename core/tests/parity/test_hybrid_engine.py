@@ -270,6 +270,42 @@ def test_a_rank_that_fails_in_generate_does_not_let_peers_wait(pin, error):
     run_ranks(2, failure_of_one_rank, 3, pin, error, timeout_s=40)
 
 
+def rounds_of_which_one_fails(stage):
+    """The second fails in `generate` of one rank, is caught, and the program goes on."""
+    rank = torch.distributed.get_rank()
+    engine, *_ = deepspeed.initialize(model=create(), config=config_of(stage))
+    failures = []
+    for round_index in range(4):
+        handle = None
+        if rank == 1 and round_index == 1:
+
+            def fail(*_):
+                raise ValueError("one rank alone")
+
+            handle = engine.module.base_model.model.lm_head.register_forward_pre_hook(fail)
+        try:
+            engine.eval()
+            tokens = engine.generate(input_ids=prompts(round_index, rank), **GENERATE)
+            engine.train()
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        except (ValueError, CommError):
+            failures.append(round_index)
+        if handle is not None:
+            handle.remove()
+    weights = [fragment.detach().clone() for fragment in engine.module.parameters()]
+    engine.destroy()
+    return failures, weights
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_round_that_fails_in_generate_of_one_rank_fails_on_all(stage):
+    """Else the peer would add its gradients to those of the failed rank's next round, to the end of the run."""
+    (failures, weights), (others, copies) = run_ranks(2, rounds_of_which_one_fails, stage, timeout_s=40)
+    assert failures == others == [1]
+    assert all(torch.equal(own, other) for own, other in zip(weights, copies, strict=True))
+
+
 class ChatLinear(torch.nn.Linear):
     """A LoRA layer in the form of DeepSpeed-Chat."""
 

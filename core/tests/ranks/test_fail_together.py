@@ -128,7 +128,7 @@ def test_weights_of_two_steps_are_not_saved(tmp_path, place):
     run_ranks(2, fail_in_an_update, str(tmp_path), on_disk(str(swap)) if place == "nvme" else {})
 
 
-def fail_in_an_update_and_go_on(folder, stage):
+def fail_in_an_update_and_go_on(folder, stage, num_tries):
     engine = create_engine(stage, stage3_param_persistence_threshold=0)
     engine.save_checkpoint(folder)
     step = engine.basic_optimizer.step
@@ -139,7 +139,7 @@ def fail_in_an_update_and_go_on(folder, stage):
 
         engine.basic_optimizer.step = fail
     failures = []
-    for _ in range(4):
+    for _ in range(num_tries):
         try:
             train_step(engine)
         except (MemoryError, StateError, CommError) as error:
@@ -155,7 +155,15 @@ def fail_in_an_update_and_go_on(folder, stage):
 @pytest.mark.parametrize("stage", range(4))
 def test_peers_of_a_rank_whose_update_failed_do_not_wait_for_it(tmp_path, stage):
     """It refuses every later step, which peers begin: their own update may have been made."""
-    (own, weights), (peers, others) = run_ranks(2, fail_in_an_update_and_go_on, str(tmp_path), stage, timeout_s=40)
+    (own, weights), (peers, others) = run_ranks(2, fail_in_an_update_and_go_on, str(tmp_path), stage, 4, timeout_s=40)
     assert own == [MemoryError, StateError, StateError, StateError]
     assert len(peers) >= 3
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_after_a_load_ranks_are_in_the_same_step(tmp_path, stage):
+    """Peers whose update was made have not heard of the failure, and would hear of it in the step after the load."""
+    (own, weights), (_, others) = run_ranks(2, fail_in_an_update_and_go_on, str(tmp_path), stage, 1, timeout_s=40)
+    assert own == [MemoryError]
     assert all(torch.equal(weights[name], others[name]) for name in weights)

@@ -121,8 +121,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 began_s = _now_s()
                 tokens = self._generate(*inputs, **kwargs)
                 generated_s = _now_s() - began_s
-        except BaseException as error:  # as in forward: peers wait for this rank's part of the weights
-            self.sharding.forward_failed(error)
+        except BaseException as error:  # peers wait for this rank's part of the weights, or in the step that follows
+            self.sharding.forward_failed(error, all_make_it=True)
             raise
         times.generate_s += generated_s
         times.switch_s += _now_s() - started_s - generated_s

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.model_ranks import Division, Experts
 from deepspeed.checkpoint.state_types import as_damage
 from deepspeed.comm.arrivals import Arrivals
-from deepspeed.comm.give_up import begin_use
+from deepspeed.comm.give_up import begin_use, follow, standing
 from deepspeed.comm.interrupts import held
 from deepspeed.comm.parted import RanksParted
 from deepspeed.comm.values import all_gather_values
@@ -164,6 +164,7 @@ class Saving:
         except RanksParted:  # the others fail in a step, or in another call
             self._state.sharding.abandon()
             raise
+        follow(self._gather(standing()))  # a rank may not have heard of another's failure, as of one in an update
         given = self._gather(repr(arguments)) if arguments else []
         if len(set(given)) > 1:
             raise CheckpointError(

@@ -224,15 +224,19 @@ class Reducing(Stateful):
         """
         self._abandon()
 
-    def forward_failed(self, error: BaseException) -> None:
+    def forward_failed(self, error: BaseException, *, all_make_it: bool = False) -> None:
         """The module's forward raised `error`, which is being handled. Peers that go on would wait for this rank in the
         same forward, or in the reduction that follows it. So the step starts again, without its gradients; on one rank,
         too, so that a program which catches the error trains alike in every world. A checkpoint ends a forward inside a
-        backward by an exception of its own, when it has what the backward needs."""
+        backward by an exception of its own, when it has what the backward needs.
+
+        Args:
+            all_make_it: peers go on to what follows it together, also without gradients.
+        """
         if isinstance(error, _StopRecomputationError):
             return
         is_lost = isinstance(error, CommError | OSError)  # offloaded weights, too
-        if is_lost or torch.is_grad_enabled() or self._waits_in_forwards():
+        if is_lost or all_make_it or torch.is_grad_enabled() or self._waits_in_forwards():
             self._warn_of_dropped("forward")
             self._abandon()
 
