@@ -297,20 +297,26 @@ class Coordinator:
         self._wake_write.send(b"x")
 
     def _run(self) -> None:
-        while not self._is_over():
-            for key, _ in self._selector.select(self._wait_s()):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._wake_read:
-                    self._wake_read.recv(_CHUNK_BYTES)
-                else:
-                    self._read(key.data)
-            while not self._orders.empty():
-                self._orders.get()()
-            self._membership.pass_time(time.monotonic())
-        for each in (self._listener, self._wake_read, self._wake_write, *self._connections.values()):
-            each.close()
-        self._selector.close()
+        try:
+            while not self._is_over():
+                self._turn()
+        finally:  # whatever happens here, the nodes hear of the end
+            for each in (self._listener, self._wake_read, self._wake_write, *self._connections.values()):
+                each.close()
+            self._selector.close()
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and deal with it."""
+        for key, _ in self._selector.select(self._wait_s()):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wake_read:
+                self._wake_read.recv(_CHUNK_BYTES)
+            else:
+                self._read(key.data)
+        while not self._orders.empty():
+            self._orders.get()()
+        self._membership.pass_time(time.monotonic())
 
     def _is_over(self) -> bool:
         if self._leave_by_s is None:
@@ -325,8 +331,11 @@ class Coordinator:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        keep_alive(connection)
+        try:
+            connection, _ = self._listener.accept()
+            keep_alive(connection)
+        except OSError:  # who came is gone already
+            return
         connection.setblocking(False)
         node = connection.fileno()
         self._connections[node], self._unfinished[node] = connection, b""
@@ -357,7 +366,7 @@ class Coordinator:
             return
         if node in self._joined:
             self._membership.take(node, message)
-        elif kind != "hello" or message["run_id"] != self._run_id:
+        elif kind != "hello" or message.get("run_id") != self._run_id:
             self._send(node, {"kind": "refused", "words": f"the job here is {self._run_id}"})
             self._drop(node)
         else:

@@ -200,10 +200,11 @@ def test_a_node_of_another_job_is_refused_and_the_end_is_told():
         lines.flush()
         assert json.loads(lines.readline()) == {"kind": "refused", "words": "the job here is job"}
         assert lines.readline() == ""
-    with socket.create_connection(("127.0.0.1", port)) as other, other.makefile("rw") as lines:
-        lines.write("GET / HTTP/1.1\n")
-        lines.flush()
-        assert lines.readline() == ""
+    for text in ("GET / HTTP/1.1", "[1]", "3", '{"kind": "hello"}'):
+        with socket.create_connection(("127.0.0.1", port)) as other, other.makefile("rw") as lines:
+            lines.write(f"{text}\n")
+            lines.flush()
+            assert lines.read() in ("", '{"kind": "refused", "words": "the job here is job"}\n')
     with socket.create_connection(("127.0.0.1", port)) as node, node.makefile("rw") as lines:
         lines.write(json.dumps(hello) + "\n" + json.dumps({"kind": "ready", "round": -1}) + "\n")
         lines.flush()
