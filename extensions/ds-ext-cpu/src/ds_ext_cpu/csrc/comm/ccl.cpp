@@ -238,7 +238,7 @@ class ProcessGroupCCL : public c10d::Backend {
         core_ = std::make_unique<Core>(memory, rank, size, std::move(ranks));
         const Wish wished = wish == "read" ? Wish::kRead : wish == "shm" ? Wish::kShm : Wish::kAny;
         const std::exception_ptr error =
-            attempt([&] { core_->group.connect(wished, std::chrono::nanoseconds(timeout).count()); });
+            attempt([&] { core_->group.connect(wished, std::chrono::nanoseconds(timeout).count()); }, true);
         if (error != nullptr) std::rethrow_exception(error);
     }
 
@@ -516,11 +516,11 @@ class ProcessGroupCCL : public c10d::Backend {
 #endif
     }
 
-    // What `run` raised, as torch knows it. Where the calling thread waits in it, signals are looked at.
-    std::exception_ptr attempt(const std::function<void()>& run) {
+    // What `run` raised, as torch knows it.
+    std::exception_ptr attempt(const std::function<void()>& run, bool looks_for_signals) {
         std::exception_ptr raised;
         std::function<bool()> look = [&raised] { return (raised = raised_by_signal()) != nullptr; };
-        Group::interrupted = &look;
+        Group::interrupted = looks_for_signals ? &look : nullptr;
         std::exception_ptr error;
         try {
             run();
@@ -549,7 +549,11 @@ class ProcessGroupCCL : public c10d::Backend {
         const Milliseconds timeout = asked == c10d::kUnsetTimeout ? Milliseconds(timeout_) : asked;
         const int64_t ns = std::chrono::nanoseconds(timeout).count();
         core_->runner.run(
-            [this, work, run = std::move(run), ns] { work->complete(attempt([&] { run(core_->collectives, ns); })); },
+            [this, work, run = std::move(run), ns, caller = std::this_thread::get_id()] {
+                // a thread of ours gets no signals, and may outlive what looks for them
+                const bool looks = std::this_thread::get_id() == caller;
+                work->complete(attempt([&] { run(core_->collectives, ns); }, looks));
+            },
             is_async || coalesces(work));
         return work;
     }
