@@ -240,13 +240,11 @@ def failure_of_one_rank(stage, pin, error):
     """In `generate`; peers raise instead of waiting, and the next call works on all ranks."""
     rank = torch.distributed.get_rank()
     config = config_of(stage, pin_parameters=pin)
-    options = GENERATE
-    if not pin:
+    if not pin:  # peers may wait where ranks ask each other whether all have their tokens
         config["zero_optimization"]["stage3_max_reuse_distance"] = 0  # each layer is gathered for each token
-        options = {**GENERATE, "synced_gpus": False}  # else peers may wait in an all-reduce of transformers' own
     engine, *_ = deepspeed.initialize(model=create(), config=config)
     engine.eval()
-    wanted = engine.generate(input_ids=prompts(0, 0), **options)
+    wanted = engine.generate(input_ids=prompts(0, 0), **GENERATE)
     calls = []
 
     def fail(*_):
@@ -256,12 +254,12 @@ def failure_of_one_rank(stage, pin, error):
 
     failing = engine.module.base_model.model.lm_head.register_forward_pre_hook(fail) if rank == 1 else None
     with pytest.raises(error if rank == 1 else CommError) as caught:
-        engine.generate(input_ids=prompts(0, 0), **options)
+        engine.generate(input_ids=prompts(0, 0), **GENERATE)
     assert not engine.is_lora_fused
     assert rank == 0 or "one rank alone" in str(caught.value)
     if failing is not None:
         failing.remove()
-    assert torch.equal(engine.generate(input_ids=prompts(0, 0), **options), wanted)
+    assert torch.equal(engine.generate(input_ids=prompts(0, 0), **GENERATE), wanted)
     engine.destroy()
 
 

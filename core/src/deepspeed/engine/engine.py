@@ -30,7 +30,7 @@ from deepspeed.engine.schedule import Accumulation
 from deepspeed.engine.sigterm import EXIT_CODE
 from deepspeed.engine.training import Training
 from deepspeed.engine.whole_model import refuse_unknown_division, whole_weights
-from deepspeed.engine.wrapper import GenerateOfModule, ModuleWrapper, lead_generate
+from deepspeed.engine.wrapper import GenerateOfModule, ModuleWrapper, ending_together, lead_generate
 from deepspeed.errors import CheckpointError, ConfigError, StateError, counted, whole_number
 from deepspeed.log import announce, warn_once
 from deepspeed.ops.reference_optimizer import check_options
@@ -145,7 +145,8 @@ class DeepSpeedEngine(ModuleWrapper, Accessors):
         """What `module.generate` calls, where peers may wait for this rank in it: they hear of a failure."""
         begin_use()
         try:
-            return own(*inputs, **kwargs)
+            with ending_together(self.module, self.sharding.backend):
+                return own(*inputs, **kwargs)
         except BaseException as error:
             with torch.no_grad():
                 self.sharding.forward_failed(error)

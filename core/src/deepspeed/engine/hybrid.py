@@ -22,7 +22,7 @@ from deepspeed.comm.give_up import begin_use
 from deepspeed.config.inference import HybridEngineConfig
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.lora import FusedLora
-from deepspeed.engine.wrapper import lead_generate
+from deepspeed.engine.wrapper import ending_together, lead_generate
 from deepspeed.errors import ConfigError, counted
 from deepspeed.log import log_dist
 from deepspeed.pipe.module import PipelineModule
@@ -119,7 +119,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         try:
             with self._whole(), same_random_numbers(self._tensor_ranks), self.precision.forward_context():
                 began_s = _now_s()
-                tokens = self._generate(*inputs, **kwargs)
+                with ending_together(self.module, self.sharding.backend):
+                    tokens = self._generate(*inputs, **kwargs)
                 generated_s = _now_s() - began_s
         except BaseException as error:  # peers wait for this rank's part of the weights, or in the step that follows
             self.sharding.forward_failed(error, all_make_it=True)

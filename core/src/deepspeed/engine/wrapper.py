@@ -2,16 +2,23 @@
 
 `ModuleWrapper`: a module around the user's, whose attributes are also its own. Base of the engines.
 `GenerateOfModule`: `module.generate`, which scripts call on the module, leads to the engine.
+`ending_together`: within it ranks ask each other over the engine's group whether all have their tokens.
 """
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import nn
 
+from deepspeed.comm import GroupBackend
 from deepspeed.errors import AbsentMemberError
+
+#: of transformers' models: whether a rank has to go on, with `synced_gpus` as long as one of them has
+_GOES_ON = "_has_unfinished_sequences"
 
 
 class ModuleWrapper(nn.Module):
@@ -93,3 +100,25 @@ def lead_generate(module: nn.Module, call: Callable[..., Any]) -> GenerateOfModu
     leading = GenerateOfModule(module, call, vars(module).get("generate"))
     vars(module)["generate"] = leading
     return leading
+
+
+@contextmanager
+def ending_together(module: nn.Module, backend: GroupBackend) -> Iterator[None]:
+    """Around a call of `generate`: with `synced_gpus` the ranks of `backend` ask each other over it whether all have
+    their tokens. A rank that fails lets its peers go there; in transformers' own all-reduce they would wait for it."""
+
+    def goes_on(this_peer_finished: bool, synced_gpus: bool, device: torch.device, **_: Any) -> bool:
+        if not synced_gpus:
+            return not this_peer_finished
+        unfinished = torch.full((1,), float(not this_peer_finished), device=device)
+        backend.all_reduce(unfinished).wait()
+        return unfinished.item() > 0
+
+    models = [each for each in module.modules() if hasattr(type(each), _GOES_ON) and _GOES_ON not in vars(each)]
+    for each in models:
+        vars(each)[_GOES_ON] = goes_on
+    try:
+        yield
+    finally:
+        for each in models:
+            del vars(each)[_GOES_ON]
