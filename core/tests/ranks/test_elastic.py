@@ -7,7 +7,6 @@ is about, or a fifo; end of file on the output says that every process that held
 import json
 import os
 import random
-import select
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.launcher.launch import find_free_port
+from deepspeed.testing.forked import wait_for_end
 from deepspeed.testing.tiers import swept
 
 LIMIT_S = 240
@@ -123,18 +123,6 @@ def is_free(port):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("", port))
     return True
-
-
-def wait_for_end(pids):
-    """Return when these processes have ended, which need not be our children."""
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        ready, _, _ = select.select([fd], [], [], LIMIT_S)
-        os.close(fd)
-        assert ready, f"process {pid} still runs"
 
 
 KILL_A_HOST = """
@@ -266,7 +254,7 @@ def test_no_host_stays_behind_when_the_launcher_is_killed(hosts):
     assert len(pids) == 6  # four ranks of two agents
     job.kill()
     job.communicate(timeout=LIMIT_S)
-    wait_for_end(pids)
+    wait_for_end(pids, LIMIT_S)
 
 
 WRONG_CONFIG = """
@@ -306,5 +294,5 @@ def test_random_kills_of_ranks_and_agents(folder, seed):
     codes = {pid: job.wait(LIMIT_S) for pid, job in nodes.agents.items()}
     assert codes == {pid: -signal.SIGKILL if pid == first else 1 for pid in codes}
     nodes.reports.close()
-    wait_for_end(nodes.pids)
+    wait_for_end(nodes.pids, LIMIT_S)
     assert is_free(nodes.port)

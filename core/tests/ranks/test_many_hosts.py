@@ -5,7 +5,6 @@ No test sleeps: end of file on the output says that every process that held it i
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.launcher.launch import find_free_port
+from deepspeed.testing.forked import wait_for_end
 from deepspeed.testing.tiers import swept
 
 LIMIT_S = 120
@@ -61,18 +61,6 @@ def reports(folder, num_ranks):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def wait_for_end(pids):
-    """Return when these processes have ended, which need not be our children."""
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        ready, _, _ = select.select([fd], [], [], LIMIT_S)
-        os.close(fd)
-        assert ready, f"process {pid} still runs"
-
-
 class Running:
     """A launch whose ranks all wait: their pids, and those of their children, in `pids`."""
 
@@ -95,7 +83,7 @@ class Running:
 
     def end(self):
         out, err = self.process.communicate(timeout=LIMIT_S)
-        wait_for_end(pid for pids in self.pids.values() for pid in pids)
+        wait_for_end((pid for pids in self.pids.values() for pid in pids), LIMIT_S)
         return self.process.returncode, out, err
 
 

@@ -461,7 +461,7 @@ def test_memory_over_the_limit_is_plain_and_warned_of_once(io, monkeypatch):
 def test_another_system_than_linux_is_refused(monkeypatch):
     builder = AsyncIOBuilder()
     assert builder.is_compatible()
-    monkeypatch.setattr("ds_ext_cpu.op_builder.async_io.sys.platform", "darwin")
+    monkeypatch.setattr("ds_ext_cpu.op_builder.cpu_op_builder.sys.platform", "darwin")
     assert not builder.is_compatible()
     assert builder.reason == "it uses system calls of Linux, and this is darwin"
 

@@ -30,7 +30,9 @@ FEATURES = {
     "DualPipeV": Feature("the DualPipeV schedule", 'set "pipeline": {"schedule": "zero_bubble"}'),
     "Domino": Feature("Domino", "use data parallelism"),
     "eigenvalue": Feature("eigenvalue estimation", "leave eigenvalue out of the configuration"),
-    "elasticity": Feature("the elastic agent", "start a fixed number of ranks with --num_accelerators"),
+    "elasticity": Feature(
+        "a part of DeepSpeed's elasticity", "use deepspeed.elasticity, or run deepspeed --elastic_training"
+    ),
     "flops profiler": Feature("the flops profiler", "use torch.utils.flop_counter.FlopCounterMode"),
     "fp8 quantizer": Feature(
         "a kernel of the floating-point quantizer", "use deepspeed.ops.fp_quantizer: FP_Quantize and matmul_fp8"

@@ -95,7 +95,7 @@ class ActivationQuantConfig(Section):
     section is given."""
 
     enabled: Flag = key(True, "Kernels may round.")
-    num_bits: Literal[8, 16] = key(8, "To which inputs of a layer are rounded, anew for each token.", unit="bits")
+    num_bits: Literal[8, 16] = key(8, "To which inputs of a layer are rounded, for each token by itself.", unit="bits")
     q_type: Literal["symmetric"] = key("symmetric", "0 is exact.")
     q_groups: Int = key(1, "Groups with a scale each.", support=quiet("they are those of the weight"), ge=1)
 

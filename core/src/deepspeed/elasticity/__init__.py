@@ -7,14 +7,14 @@ the batch at `initialize`. May import `errors` and `log`, but for the addresses 
 """
 
 from deepspeed._absent import complete
-from deepspeed.elasticity.constants import ELASTICITY, ENABLED, ENABLED_DEFAULT
+from deepspeed.elasticity.config import ELASTICITY, ENABLED, ENABLED_DEFAULT
 from deepspeed.elasticity.elasticity import (
     compute_elastic_config,
     elasticity_enabled,
     ensure_immutable_elastic_config,
     get_compatible_gpus,
+    is_torch_elastic_compatible,
 )
-from deepspeed.elasticity.utils import is_torch_elastic_compatible
 
 __all__ = [
     "ELASTICITY",

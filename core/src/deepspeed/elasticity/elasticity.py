@@ -16,12 +16,6 @@ from typing import Any, NamedTuple
 from packaging.version import InvalidVersion, Version
 
 from deepspeed.elasticity.config import (
-    ElasticityConfig,
-    ElasticityConfigError,
-    ElasticityError,
-    ElasticityIncompatibleWorldSize,
-)
-from deepspeed.elasticity.constants import (
     DEEPSPEED_ELASTICITY_CONFIG,
     ELASTICITY,
     ENABLED,
@@ -29,6 +23,10 @@ from deepspeed.elasticity.constants import (
     MICRO_BATCHES,
     MINIMUM_DEEPSPEED_VERSION,
     VERSION,
+    ElasticityConfig,
+    ElasticityConfigError,
+    ElasticityError,
+    ElasticityIncompatibleWorldSize,
 )
 from deepspeed.errors import shown
 from deepspeed.log import logger, warn_once
@@ -53,6 +51,11 @@ class ElasticBatch(NamedTuple):
     train: int
     valid: list[int]
     micro: int | None = None
+
+
+def is_torch_elastic_compatible() -> bool:
+    """Whether torch has its elastic agent; every torch that ds-core takes does."""
+    return True
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:

@@ -157,7 +157,7 @@ class ElasticRendezvous(RendezvousHandler):
                 raise RendezvousGracefulExitError("the job has ended")
 
     def _open(self, message: Message) -> tuple[str, int]:
-        """Open the store of the round, and tell the others where."""
+        """Open the store of the round, and send the others its address."""
         self._store = TCPStore(self._link.own_address, 0, None, True, timedelta(seconds=_STORE_TIMEOUT_S), False)
         address = (self._link.own_address, int(self._store.port))
         self._link.send({"kind": "store", "round": message["round"], "address": address})

@@ -80,7 +80,7 @@ class OutputReader:
         log_dir: directory of the files, made if needed; None for no files.
         log_only: what went to a file does not go to the console.
         collect_uncaught: give each rank a pipe for its uncaught exception; see `deepspeed.uncaught`.
-        appends: to files that are there; else they begin anew.
+        appends: to files that exist; else they are overwritten.
     """
 
     def __init__(

@@ -9,11 +9,12 @@ interpreter.
 import atexit
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import TypeAlias
@@ -110,6 +111,22 @@ def prepare(num_ranks: int, environment: Variables, early: Variables | None = No
         servers = [_server(rank, environment, early) for rank in ranks]  # their imports overlap
         for server in servers:
             server.await_imports()
+
+
+def wait_for_end(pids: Iterable[int], limit_s: float) -> None:
+    """Return when these processes have ended, which need not be children of this one.
+
+    Raises:
+        AssertionError: one of them still runs after `limit_s` seconds.
+    """
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready, _, _ = select.select([descriptor], [], [], limit_s)
+        os.close(descriptor)
+        assert ready, f"process {pid} still runs"
 
 
 class _Server:

@@ -1,4 +1,4 @@
-"""The batch that `elasticity` chooses, against DeepSpeed's published results and by trying; wrong sections."""
+"""The batch that `elasticity` chooses, against results of DeepSpeed's documentation and by trying; wrong sections."""
 
 import itertools
 import json
@@ -47,10 +47,10 @@ def configuration(**changes):
     return {"elasticity": {name: value for name, value in section.items() if value is not None}}
 
 
-# ---- results that DeepSpeed publishes ----------------------------------------------------------------------------
+# ---- results of DeepSpeed's documentation ----------------------------------------------------------------------------
 
 
-def test_the_published_example():
+def test_the_documented_example():
     batch, valid = compute_elastic_config(configuration(), VERSION)
     assert (batch, len(valid)) == (9792, 23)
     assert get_compatible_gpus(configuration(), VERSION) == (batch, valid)

@@ -18,13 +18,14 @@ def ccl_group(
     transport: str = "", timeout: timedelta = _LONG, ranks: Sequence[int] | None = None
 ) -> Iterator[torch_dist.ProcessGroup]:
     """A group of this library, beside the gloo group that the ranks have. All ranks enter and leave together."""
-    os.environ["DS_CCL_TRANSPORT"] = transport
+    os.environ[ccl.TRANSPORT_VARIABLE] = transport
     ccl.register()
     group = torch_dist.new_group(ranks, timeout=timeout, backend="ccl")
     try:
         yield group
         torch_dist.barrier()  # over gloo
     finally:
+        del os.environ[ccl.TRANSPORT_VARIABLE]
         if isinstance(group, torch_dist.ProcessGroup):
             torch_dist.destroy_process_group(group)
 

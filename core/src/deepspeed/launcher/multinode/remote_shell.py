@@ -52,7 +52,7 @@ class RemoteShellRunner(MultiNodeRunner):
             slots_of_nodes=slots[:1] if all(each == slots[0] for each in slots) else slots,
             run_id="deepspeed"
             if args.elastic_training
-            else f"deepspeed-{os.getpid()}",  # a node that comes later tells the same
+            else f"deepspeed-{os.getpid()}",  # a node that comes later sends the same
             is_watched=True,
         ).with_limits(elastic_limits(args, len(slots)))
         variables = [f"{name}={value}" for name, value in exported(environment, read_environment_files()).items()]

@@ -1,6 +1,5 @@
 """Builder of the asynchronous file I/O."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,11 @@ class AsyncIOBuilder(CPUOpBuilder):
     BUILD_VAR = "DS_BUILD_AIO"
     NAME = "async_io"
     op_namespace = None
+    needs_linux = True
     min_torch = None
 
     def sources(self) -> list[str]:
         return [cpu_kernel_path(f"aio/{name}.cpp") for name in ("async_io", "engine", "ring")]
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        if sys.platform != "linux":
-            self.reason = f"it uses system calls of Linux, and this is {sys.platform}"
-            return False
-        return super().is_compatible(verbose)
 
     def extra_ldflags(self) -> list[str]:
         return [*super().extra_ldflags(), "-pthread"]

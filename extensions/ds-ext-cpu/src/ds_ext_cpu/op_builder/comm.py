@@ -1,7 +1,5 @@
 """Builder of the communication library between processes of one host."""
 
-import sys
-
 from ds_ext_cpu.op_builder.cpu_op_builder import CPUOpBuilder, cpu_kernel_path
 
 
@@ -14,15 +12,10 @@ class CCLCommBuilder(CPUOpBuilder):
     BUILD_VAR = "DS_BUILD_CCL_COMM"
     NAME = "deepspeed_ccl_comm"
     op_namespace = None
+    needs_linux = True
 
     def sources(self) -> list[str]:
         return [cpu_kernel_path(f"comm/{name}.cpp") for name in ("ccl", "collectives", "group", "messages", "reduce")]
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        if sys.platform != "linux":
-            self.reason = f"it uses system calls of Linux, and this is {sys.platform}"
-            return False
-        return super().is_compatible(verbose)
 
     def extra_ldflags(self) -> list[str]:
         return [*super().extra_ldflags(), "-pthread"]

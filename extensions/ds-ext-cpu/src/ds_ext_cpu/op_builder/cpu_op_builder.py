@@ -1,6 +1,7 @@
 """What every builder of a host kernel shares: where the sources are, which torch they need, how they are compiled."""
 
 import os
+import sys
 from typing import ClassVar
 
 from deepspeed.ops.op_builder import OpBuilder
@@ -25,12 +26,20 @@ class CPUOpBuilder(OpBuilder):
     NAME = ""
     op_namespace: ClassVar[str | None] = "ds_cpu"
     min_torch: ClassVar[str | None] = _MIN_TORCH
+    #: its sources use system calls of Linux
+    needs_linux: ClassVar[bool] = False
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name or self.NAME)
 
     def absolute_name(self) -> str:
         return f"ds_ext_cpu.op_builder.{self.NAME}_op"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        if self.needs_linux and sys.platform != "linux":
+            self.reason = f"it uses system calls of Linux, and this is {sys.platform}"
+            return False
+        return super().is_compatible(verbose)
 
     def include_paths(self) -> list[str]:
         return [cpu_kernel_include("csrc")]
